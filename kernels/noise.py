@@ -1,0 +1,100 @@
+"""Sampling noise that is a pure function of (seed, absolute position, token id).
+
+    log_exponential(seed, position, tokens) = log E,   E ~ Exp(1), independent for different arguments
+
+Sampling picks argmax(score - T log E): the Gumbel-max trick (Gumbel, 1954), as -log E is a Gumbel
+variate. Since no generator state exists, the token drawn at a position depends neither on the batch
+nor on how many tokens are verified at once, which is what makes speculation lossless here.
+
+The bits come from a 32-bit integer mixer (two multiplications and three shifts, constants by C.
+Wellons, "Prospecting for Hash Functions", 2018). Seed and position make two 32-bit keys, the token is
+mixed with both. `naive` and the kernels (`block`) have the same bits; their logarithms may differ in
+the last place, which changes the drawn token with a probability of about 1e-7.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
+MULTIPLIER_2 = tl.constexpr(0x846CA68B)
+SEED_LOW = tl.constexpr(0x9E3779B9)  # arbitrary odd constants keep the key streams apart
+SEED_HIGH = tl.constexpr(0x85EBCA6B)
+SECOND_KEY = tl.constexpr(0xC2B2AE35)
+SMALL = tl.constexpr(1e-3)  # below this, -log(1 - u) is summed as a series
+LARGEST = 22.2  # -log E never exceeds this, since E > 2 ** -32
+
+
+def naive(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """log E of the given token ids [N], float32 [N], between -22.2 and 3.1."""
+    first, second = keys(seed, position)
+    bits = _mix_tokens(_mix_tokens(tokens.int() ^ _signed(first)) ^ _signed(second))
+    # 31 bits of uniform u in (0, 1); small E decide who wins, so they keep full relative precision.
+    u = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
+    e = torch.where(u < SMALL.value, series, -torch.log((1.0 - u).clamp_(min=2.0**-32)))
+    return e.log_()
+
+
+def keys(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit keys of a position in a request: all 64 bits of the seed matter."""
+    low = mix((seed & _MASK) ^ SEED_LOW.value)
+    high = mix((seed >> 32 & _MASK) ^ SEED_HIGH.value)
+    first = mix(mix(low ^ position) ^ high)
+    second = mix(mix(high ^ position ^ SECOND_KEY.value) ^ low)
+    return first, second
+
+
+def mix(x: int) -> int:
+    """A bijective mixer of 32-bit integers."""
+    x = (x ^ x >> 16) * MULTIPLIER_1.value & _MASK
+    x = (x ^ x >> 15) * MULTIPLIER_2.value & _MASK
+    return x ^ x >> 16
+
+
+def _mix_tokens(x: Tensor) -> Tensor:
+    """`mix` on int32: products wrap, and masks make the shifts logical. Overwrites x."""
+    x ^= x >> 16 & 0xFFFF
+    x *= MULTIPLIER_1.value
+    x ^= x >> 15 & 0x1FFFF
+    x *= _signed(MULTIPLIER_2.value)
+    return x.bitwise_xor_(x >> 16 & 0xFFFF)
+
+
+def _signed(x: int) -> int:
+    """The int32 with the bits of a 32-bit unsigned integer."""
+    return x - (1 << 32) if x >> 31 else x
+
+
+@triton.jit
+def block(seed, position, tokens):
+    """log E of a block of token ids for one int64 seed and one int32 position."""
+    first, second = block_keys(seed, position)
+    bits = block_mix(block_mix(tokens.to(tl.uint32) ^ first) ^ second)
+    u = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
+    tail = -tl.log(tl.maximum(1.0 - u, 1.0 / 4294967296.0))
+    return tl.log(tl.where(u < SMALL, series, tail))
+
+
+@triton.jit
+def block_keys(seed, position):
+    """`keys` of scalars."""
+    position = position.to(tl.uint32)
+    low = block_mix(seed.to(tl.uint32) ^ SEED_LOW)
+    high = block_mix((seed >> 32).to(tl.uint32) ^ SEED_HIGH)
+    first = block_mix(block_mix(low ^ position) ^ high)
+    second = block_mix(block_mix(high ^ position ^ SECOND_KEY) ^ low)
+    return first, second
+
+
+@triton.jit
+def block_mix(x):
+    """`mix` of uint32 values."""
+    x = (x ^ (x >> 16)) * MULTIPLIER_1
+    x = (x ^ (x >> 15)) * MULTIPLIER_2
+    return x ^ (x >> 16)

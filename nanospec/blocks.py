@@ -1,0 +1,100 @@
+"""The pages of the KV cache: allocate, share, free.
+
+Invariants:
+* A block is either referenced by at least one request or on the free list, never both.
+* A block with a hash holds the K/V of exactly the tokens the hash names (a chain: the hash of a block
+  covers everything before it). Only committed tokens are hashed, never drafts.
+* A freed block keeps its hash and contents until it is allocated again; the least recently used one
+  goes first, and blocks without a hash before all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Name of a full block: its tokens after the block named `parent` (b"" or a salt at first)."""
+    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent[:64], digest_size=16).digest()
+
+
+class BlockPool:
+    """Reference-counted blocks 0 .. num_blocks-1 with a cache of what they hold."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks={num_blocks} must be at least 1.")
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody references (they may still be cached)."""
+        return len(self._free)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the longest cached prefix of `hashes`. Takes no reference."""
+        blocks = []
+        for name in hashes:
+            block = self._block_of.get(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_available(self, reused: Iterable[int]) -> int:
+        """How many blocks `allocate` could give after `share(reused)`."""
+        return len(self._free) - sum(1 for block in set(reused) if not self._references[block])
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block; a free one leaves the free list."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, or None (and no change) if too few are free."""
+        if count > len(self._free):
+            return None
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def register(self, block: int, name: bytes) -> None:
+        """State what a referenced block holds. A second block with the same contents stays unnamed."""
+        if name in self._block_of:
+            return
+        self._forget(block)
+        self._hash_of[block] = name
+        self._block_of[name] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block. Pass a request's blocks in order: later ones are evicted
+        first, since a prefix is of more use than what follows it."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if block not in self._hash_of:
+                    self._free.move_to_end(block, last=False)
+
+    def clear_cache(self) -> None:
+        """Forget what all blocks hold."""
+        self._hash_of.clear()
+        self._block_of.clear()
+
+    def _forget(self, block: int) -> None:
+        name = self._hash_of.pop(block, None)
+        if name is not None:
+            del self._block_of[name]

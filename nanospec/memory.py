@@ -1,0 +1,57 @@
+"""How much of the machine's memory becomes KV cache, and how long a text may then be."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from .config import EngineConfig
+from .model import Model
+
+GPU_SHARE = 0.9  # of the device's memory, weights included
+CPU_SHARE = 0.4  # of what is free
+CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to fill more
+
+
+def plan_cache(config: EngineConfig, model: Model) -> tuple[int, int]:
+    """(number of KV blocks, max_model_len) for this model on this machine.
+
+    Raises ValueError when the window is longer than the model's, or the memory too small for it.
+    """
+    own = model.config.max_position_embeddings
+    window = config.max_model_len or own
+    if window > own:
+        raise ValueError(f"max_model_len={window} is beyond the model's own window of {own} tokens.")
+    size = config.block_size
+    per_block = model.config.kv_bytes_per_token(model.dtype) * size
+    budget = config.kv_cache_memory or spare_memory(model.device)
+    useful = config.max_num_seqs * -(-window // size)
+    num_blocks = min(budget // per_block, useful)
+    if num_blocks * size >= window:
+        return num_blocks, window
+    if config.max_model_len is None and num_blocks * size >= 256:
+        return num_blocks, num_blocks * size
+    raise ValueError(
+        f"kv_cache_memory of {budget:,} bytes holds {num_blocks * size} tokens, too few for max_model_len="
+        f"{window}; raise it to {per_block * -(-window // size):,} or lower max_model_len."
+    )
+
+
+def spare_memory(device: torch.device) -> int:
+    """Bytes that the KV cache may take on this device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(int(free - (1 - GPU_SHARE) * total), 0)
+    return min(int(_free_cpu_memory() * CPU_SHARE), CPU_LIMIT)
+
+
+def _free_cpu_memory() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+

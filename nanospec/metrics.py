@@ -1,0 +1,113 @@
+"""What happened: steps, drafts, acceptance, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpecStats:
+    """Counters of speculation, for one request or for the whole engine.
+
+    A *step* is one row in one forward pass; tokens per step are over all of them, also those without
+    drafts. Drafts behind a stop or the length limit count as drafted, not as accepted.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_steps_with_drafts: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Add one step of one row."""
+        self.num_steps += 1
+        self.num_tokens += emitted
+        if not drafted:
+            return
+        self.num_steps_with_drafts += 1
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        while len(self.drafted_by_position) < drafted:
+            self.drafted_by_position.append(0)
+            self.accepted_by_position.append(0)
+        for i in range(drafted):
+            self.drafted_by_position[i] += 1
+        for i in range(accepted):
+            self.accepted_by_position[i] += 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens over all steps; 1 without speculation."""
+        return self.num_tokens / max(self.num_steps, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens."""
+        return self.num_accepted / max(self.num_drafted, 1)
+
+    @property
+    def efficiency(self) -> float:
+        """Emitted / possible tokens, where a step with d drafts could have emitted d + 1."""
+        return self.num_tokens / max(self.num_drafted + self.num_steps, 1)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the steps that had drafts."""
+        return self.num_steps_with_drafts / max(self.num_steps, 1)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "num_steps": self.num_steps,
+            "num_tokens": self.num_tokens,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "acceptance_rate": round(self.acceptance_rate, 4),
+            "efficiency": round(self.efficiency, 4),
+            "coverage": round(self.coverage, 4),
+            "drafted_by_position": self.drafted_by_position,
+            "accepted_by_position": self.accepted_by_position,
+        }
+
+
+@dataclass
+class Metrics:
+    """Engine-wide counters; `stage_seconds` splits the time of all steps by what was done."""
+
+    spec: SpecStats = field(default_factory=SpecStats)
+    num_forward_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    stage_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "propose", "forward", "verify", "host"), 0.0)
+    )
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the `with` block to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stage_seconds[name] += time.perf_counter() - start
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            **self.spec.to_dict(),
+            "num_forward_steps": self.num_forward_steps,
+            "num_prefill_tokens": self.num_prefill_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_preemptions": self.num_preemptions,
+            "num_finished": self.num_finished,
+            "num_aborted": self.num_aborted,
+            "stage_seconds": {k: round(v, 6) for k, v in self.stage_seconds.items()},
+        }

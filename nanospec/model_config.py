@@ -1,0 +1,282 @@
+"""What `config.json` says about a model: one frozen `ModelConfig` for the whole Llama family.
+
+Everything the decoder in `model.py` can vary is a field here, so that no other file asks which
+family it runs. A config that would need something else (another architecture, RoPE variant,
+activation or a quantized checkpoint) is refused with one sentence, never run approximately.
+
+    LlamaForCausalLM    Llama 1, 2, 3.x, SmolLM2
+    MistralForCausalLM  every layer sees a sliding window, if `sliding_window` is set
+    Qwen2ForCausalLM    bias on q, k, v; windows on chosen layers
+    Qwen3ForCausalLM    RMSNorm per head on q and k; windows on chosen layers
+
+Values that a file may leave out get the default of that family.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .rope import Rope
+
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one decoder.
+
+    Attributes:
+        qkv_bias, o_bias, mlp_bias: whether the projections (mlp: all three) have a bias.
+        qk_norm: RMSNorm over each head of q and k before the rotation.
+        windows: one per layer; w lets a token see itself and the w - 1 before it, None all of them.
+        tie_word_embeddings: the output head is the embedding table.
+        dtype: "float32", "bfloat16" or "float16", what the checkpoint says it is stored in.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    windows: tuple[int | None, ...]
+    rms_norm_eps: float = 1e-6
+    rope: Rope = field(default_factory=Rope)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even, as RoPE rotates pairs.")
+        if len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"There must be one attention window for each of {self.num_layers} layers, "
+                f"not {len(self.windows)}."
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}.")
+
+    @classmethod
+    def from_path(cls, folder: str | Path) -> ModelConfig:
+        """Read `config.json` in `folder`. Raises FileNotFoundError or ValueError."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist; a model folder needs a config.json.")
+        try:
+            return cls.from_dict(read_json(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Translate the content of a `config.json`. Raises ValueError for what is not supported."""
+        architecture = _architecture(raw)
+        if raw.get("quantization_config") is not None:
+            raise ValueError(
+                "Quantized checkpoints (with a quantization_config) are not supported; use the one "
+                "stored in float32, bfloat16 or float16."
+            )
+        activation = raw.get("hidden_act", "silu")
+        if activation != "silu":
+            raise ValueError(f"hidden_act={activation!r} is not supported; only 'silu' is.")
+        hidden_size, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
+        head_dim = 128 if architecture == QWEN3 else hidden_size // num_heads
+        attention_bias = architecture in (LLAMA, QWEN3) and _boolean(raw, "attention_bias", False)
+        num_layers = _integer(raw, "num_hidden_layers")
+        dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+        return cls(
+            vocab_size=_integer(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_integer(raw, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=_integer(raw, "num_key_value_heads", num_heads),
+            head_dim=_integer(raw, "head_dim", head_dim),
+            max_position_embeddings=_integer(raw, "max_position_embeddings"),
+            windows=_windows(raw, architecture, num_layers),
+            rms_norm_eps=_number(raw, "rms_norm_eps"),
+            rope=_rope(raw),
+            qkv_bias=architecture == QWEN2 or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=architecture == LLAMA and _boolean(raw, "mlp_bias", False),
+            qk_norm=architecture == QWEN3,
+            tie_word_embeddings=_boolean(raw, "tie_word_embeddings", False),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's."""
+        return DTYPES[self.dtype]
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint by its Hugging Face name, in order of use."""
+        H, I, D = self.hidden_size, self.intermediate_size, self.head_dim  # noqa: E741
+        q, kv = self.num_heads * D, self.num_kv_heads * D
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, H)}
+
+        def projection(name: str, rows: int, columns: int, bias: bool) -> None:
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+
+        for i in range(self.num_layers):
+            layer = f"model.layers.{i}"
+            shapes[f"{layer}.input_layernorm.weight"] = (H,)
+            projection(f"{layer}.self_attn.q_proj", q, H, self.qkv_bias)
+            projection(f"{layer}.self_attn.k_proj", kv, H, self.qkv_bias)
+            projection(f"{layer}.self_attn.v_proj", kv, H, self.qkv_bias)
+            if self.qk_norm:
+                shapes[f"{layer}.self_attn.q_norm.weight"] = (D,)
+                shapes[f"{layer}.self_attn.k_norm.weight"] = (D,)
+            projection(f"{layer}.self_attn.o_proj", H, q, self.o_bias)
+            shapes[f"{layer}.post_attention_layernorm.weight"] = (H,)
+            projection(f"{layer}.mlp.gate_proj", I, H, self.mlp_bias)
+            projection(f"{layer}.mlp.up_proj", I, H, self.mlp_bias)
+            projection(f"{layer}.mlp.down_proj", H, I, self.mlp_bias)
+        shapes["model.norm.weight"] = (H,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, H)
+        return shapes
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; a tied embedding table counts once."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; anything else is a ValueError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # malformed JSON or UTF-8
+        raise ValueError(f"{path.name} is not valid JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must hold a JSON object, not a {type(content).__name__}.")
+    return content
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    supported = ", ".join(ARCHITECTURES)
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"'architectures' is missing or not a list; supported are {supported}.")
+    if names[0] not in ARCHITECTURES:
+        raise ValueError(f"Architecture {names[0]!r} is not supported; supported are {supported}.")
+    return str(names[0])
+
+
+def _windows(raw: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer. `sliding_window`: null means none, absent means 4096."""
+    if architecture == LLAMA:
+        return (None,) * num_layers
+    present = raw.get("sliding_window", 4096) is not None
+    window = _integer(raw, "sliding_window", 4096) if present else None
+    if architecture == MISTRAL:
+        return (window,) * num_layers
+    if not _boolean(raw, "use_sliding_window", False):
+        window = None
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = raw.get("max_window_layers")
+        first = 28 if first is None else first
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ValueError(f"max_window_layers={first!r} must be an integer of at least 0.")
+        return tuple(window if i >= first else None for i in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ValueError(f"'layer_types' must be a list of {num_layers} entries, one per layer.")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"Layer type {kind!r} is not supported; supported are full_attention and "
+                "sliding_attention."
+            )
+        if kind == "sliding_attention" and window is None:
+            raise ValueError(
+                "'layer_types' has sliding_attention, but use_sliding_window or sliding_window is "
+                "not set; set both, or make the layers full_attention."
+            )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(raw: Mapping[str, Any]) -> Rope:
+    """RoPE from `rope_theta` with `rope_scaling`, or from `rope_parameters` (transformers 5)."""
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = raw.get(name) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{name}={given!r} must be an object.")
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"{name} holds one RoPE per kind of layer; only one for all is supported.")
+    if given.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
+        raise ValueError("A partial_rotary_factor other than 1 is not supported.")
+    theta = _number(given, "rope_theta", _number(raw, "rope_theta", 10000.0))
+    kind = given.get("rope_type", given.get("type", "default"))
+    match kind:
+        case "default":
+            return Rope(theta=theta)
+        case "linear":
+            return Rope("linear", theta, factor=_number(given, "factor"))
+        case "llama3":
+            low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+            if low >= high:
+                raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}.")
+            # In Hugging Face's order: beside the RoPE entry, in it, or the context length itself.
+            key = "original_max_position_embeddings"
+            length = _integer(given, key, _integer(raw, "max_position_embeddings"))
+            length = _integer(raw, key, length)
+            return Rope("llama3", theta, _number(given, "factor"), low, high, length)
+    raise ValueError(f"RoPE type {kind!r} is not supported; default, linear and llama3 are.")
+
+
+def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = raw.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"{key!r} is missing.")
+    return value
+
+
+def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _value(raw, key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}={value!r} must be a positive integer.")
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = _value(raw, key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{key}={value!r} must be a positive number.")
+    return float(value)
+
+
+def _boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = _value(raw, key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} must be true or false.")
+    return value

@@ -1,0 +1,170 @@
+"""How many of the proposed drafts to verify.
+
+A draft is worth verifying iff the tokens it is expected to bring exceed what its verification costs,
+measured in the tokens the engine would otherwise emit in that time:
+
+    P(draft j and all before it are accepted)  >  cost of one more scored token (ms) * tokens per ms
+
+The left side is a^j, with the acceptance `a` estimated per request from its recent drafts; for n-gram
+lookup also by match length, shared by all requests, since long matches are right far more often. The
+right side comes from a cost table measured on this machine and the rate seen recently. A request
+whose drafts keep failing ends at zero drafts; now and then it gets one as a probe, so that text that
+becomes repetitive is noticed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .kernels.ngram import Proposal
+
+
+class Policy(Protocol):
+    """Decides how many of the proposed drafts of each row are verified."""
+
+    def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
+        """[B] int32, at most `proposal.num_drafts`."""
+        ...
+
+    def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
+        """Learn from one row of a step."""
+        ...
+
+    def reset(self, row: int) -> None:
+        """A new request took the row."""
+        ...
+
+
+class FixedPolicy:
+    """Verify whatever was proposed: a fixed K."""
+
+    def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
+        return proposal.num_drafts
+
+    def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
+        pass
+
+    def reset(self, row: int) -> None:
+        pass
+
+
+@dataclass
+class CostTable:
+    """Milliseconds of a step by the number of tokens it scores, in ascending order of tokens."""
+
+    tokens: list[int]
+    ms: list[float]
+
+    def __post_init__(self) -> None:
+        for i in range(1, len(self.ms)):  # more tokens never cost less: smooth measurement noise away
+            self.ms[i] = max(self.ms[i], self.ms[i - 1])
+
+    def step(self, tokens: int) -> float:
+        """ms of a step of `tokens` tokens, interpolated."""
+        i = min(max(bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
+        return self.ms[i - 1] + (tokens - self.tokens[i - 1]) * self._slope(i)
+
+    def per_token(self, tokens: int) -> float:
+        """ms that one token more costs in a step of `tokens` tokens."""
+        return self._slope(min(max(bisect_left(self.tokens, tokens + 1), 1), len(self.tokens) - 1))
+
+    def _slope(self, i: int) -> float:
+        return (self.ms[i] - self.ms[i - 1]) / (self.tokens[i] - self.tokens[i - 1])
+
+
+@dataclass
+class _Estimate:
+    """Acceptance of a draft given that those before it were accepted, with decay."""
+
+    accepted: float
+    tried: float
+
+    def add(self, drafted: int, accepted: int, decay: float) -> None:
+        self.accepted = self.accepted * decay + accepted
+        self.tried = self.tried * decay + min(accepted + 1, drafted)
+
+    @property
+    def value(self) -> float:
+        return self.accepted / self.tried
+
+
+@dataclass
+class AutoPolicy:
+    """Chooses per row and step; see the module docstring.
+
+    Attributes:
+        cost: measured step times.
+        max_match: longest n-gram match.
+        decay: weight of the past per observation of a request.
+        probe_every: a row at zero drafts gets one draft after this many matches.
+    """
+
+    cost: CostTable
+    max_match: int
+    decay: float = 0.9
+    probe_every: int = 16
+    _by_row: dict[int, _Estimate] = field(default_factory=dict)
+    _by_match: list[_Estimate] = field(default_factory=list)
+    _skipped: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A priori a match of n tokens continues with probability (n + 1) / (n + 2).
+        self._by_match = [_Estimate(n + 1.0, n + 2.0) for n in range(self.max_match + 1)]
+
+    def acceptance(self, row: int, match_len: int) -> float:
+        """Estimated probability that a draft is accepted, given that those before it were."""
+        shared, own = self._by_match[match_len], self._by_row.get(row)
+        if own is None:
+            return shared.value
+        # The request's own record counts in full once it is as long as four drafts.
+        prior = 4.0
+        return (own.accepted + prior * shared.value) / (own.tried + prior)
+
+    def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
+        drafts = proposal.num_drafts.tolist()
+        if not any(drafts):
+            return proposal.num_drafts
+        names, matches = rows.tolist(), proposal.match_len.tolist()
+        chances = [self.acceptance(r, m) for r, m in zip(names, matches, strict=True)]
+        # Fixed point: the rate depends on the drafts taken, which depend on the rate. Two rounds do.
+        taken = drafts
+        for _ in range(2):
+            scored = len(names) + sum(taken)
+            expected = sum(_expected(a, d) for a, d in zip(chances, taken, strict=True))
+            threshold = self.cost.per_token(scored) * expected / self.cost.step(scored)
+            taken = [min(d, _worthwhile(a, threshold)) for a, d in zip(chances, drafts, strict=True)]
+        for b, row in enumerate(names):
+            if drafts[b] and not taken[b]:
+                self._skipped[row] = self._skipped.get(row, 0) + 1
+                if self._skipped[row] % self.probe_every == 0:
+                    taken[b] = 1
+        return torch.tensor(taken, dtype=torch.int32, device=rows.device)
+
+    def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
+        if drafted:
+            self._by_row.setdefault(row, _Estimate(0.0, 0.0)).add(drafted, accepted, self.decay)
+            self._by_match[match_len].add(drafted, accepted, 0.99)
+
+    def reset(self, row: int) -> None:
+        self._by_row.pop(row, None)
+        self._skipped.pop(row, None)
+
+
+def _expected(a: float, drafts: int) -> float:
+    """Expected tokens of a step with `drafts` drafts: 1 + a + ... + a^drafts."""
+    return float(drafts + 1) if a >= 1 else (1 - a ** (drafts + 1)) / (1 - a)
+
+
+def _worthwhile(a: float, threshold: float) -> int:
+    """The largest j with a^j >= threshold."""
+    if threshold >= 1 or a <= 0:
+        return 0
+    if threshold <= 0 or a >= 1:
+        return 1 << 30
+    return int(math.log(threshold) / math.log(a))

@@ -1,0 +1,182 @@
+"""A request's life: waiting, running, finished; what it has produced and what it cost.
+
+`tokens` is prompt + output, committed tokens only. `num_computed` counts the tokens whose K/V lie in
+the cache. Prefill brings it to len(tokens) - 1; from then on every step scores the last token (and
+drafts after it), so the same code draws the first token and all others.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from .blocks import block_hash
+from .metrics import SpecStats
+from .sampling import SamplingParams
+from .tokenizer import Detokenizer
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Logprob(NamedTuple):
+    """Log-probability of a token, and its rank among all (1 is the likeliest)."""
+
+    logprob: float
+    rank: int
+
+
+class StepOutput(NamedTuple):
+    """What one step gave one request."""
+
+    tokens: list[int]
+    num_drafted: int
+    num_accepted: int
+    source: int  # where the drafts were copied from, an index into the history; -1: not from there
+    finish: str | None  # "stop", "length", "error" or None
+    logprobs: list[dict[int, Logprob]] | None
+
+
+class Piece(NamedTuple):
+    """Text of one output token and, if it was drafted, the index (in prompt + output) of the token it
+    was copied from, else -1."""
+
+    text: str
+    source: int
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt with one output. See the module docstring for the invariants.
+
+    Attributes:
+        max_len: the length of prompt + output at which it ends.
+        stop_ids: tokens that end it.
+        salt: the root of its block hashes; requests share cached blocks iff their salts are equal.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    stop_ids: tuple[int, ...] = ()
+    salt: bytes = b""
+    detokenizer: Detokenizer | None = None
+
+    status: Status = Status.WAITING
+    row: int = -1
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_registered: int = 0  # blocks named in the prefix cache
+    finish_reason: str | None = None
+    error: str | None = None
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    draft_sources: list[int] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    stats: SpecStats = field(default_factory=SpecStats)
+    arrival_time: float = field(default_factory=time.perf_counter)
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+        self._hashes: list[bytes] = []
+        self._streamed = self._num_pieces = 0  # characters and pieces handed out
+        self._hold_back = max((len(s) for s in self.params.stop), default=1) - 1
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether it can take part in decoding."""
+        return self.num_computed >= self.num_tokens - 1
+
+    def hashes(self, block_size: int) -> list[bytes]:
+        """The names of all full blocks of `tokens`."""
+        for i in range(len(self._hashes), self.num_tokens // block_size):
+            parent = self._hashes[-1] if self._hashes else self.salt
+            self._hashes.append(block_hash(parent, self.tokens[i * block_size : (i + 1) * block_size]))
+        return self._hashes
+
+    def append(self, step: StepOutput) -> None:
+        """Take a step's tokens, cut at the first stop string, and finish if it is time to."""
+        finish, kept, at_string = step.finish, 0, False
+        for token in step.tokens:
+            self.tokens.append(token)
+            kept += 1
+            is_stop_token = finish == "stop" and kept == len(step.tokens)  # is no text
+            if self.detokenizer is not None:
+                self.token_texts.append("" if is_stop_token else self.detokenizer.push([token]))
+                if self._append_text(self.token_texts[-1]):
+                    finish, at_string = "stop", True
+                    break
+        if kept and self.first_token_time is None:
+            self.first_token_time = time.perf_counter()
+        accepted = min(step.num_accepted, kept)
+        self.stats.record(step.num_drafted, accepted, kept)
+        self.draft_sources += [step.source + i if i < accepted else -1 for i in range(kept)]
+        if step.logprobs is not None:
+            self.logprobs += step.logprobs[:kept]
+        self.num_computed = self.num_tokens - 1
+        if finish == "error":
+            self.error = (
+                f"The model gave NaN logits at position {self.num_tokens}; check its weights and dtype."
+            )
+            finish = "abort"
+        if finish is not None:
+            self.finish(finish, flush=not at_string)
+
+    def _append_text(self, new: str) -> bool:
+        """Add text; at a stop string cut it off and return True."""
+        searched = max(len(self.text) - self._hold_back, 0)
+        self.text += new
+        if not self.params.stop or self.num_tokens - len(self.prompt_ids) < self.params.min_tokens:
+            return False
+        ends = [at for s in self.params.stop if (at := self.text.find(s, searched)) >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
+        return bool(ends)
+
+    def finish(self, reason: str, flush: bool = True) -> None:
+        """End the request: "stop", "length" or "abort"; `flush` adds an unfinished last character."""
+        if self.status is Status.FINISHED:
+            return
+        if self.detokenizer is not None and flush:
+            self.text += self.detokenizer.flush()
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.finish_time = time.perf_counter()
+
+    def new_pieces(self) -> list[Piece]:
+        """Pieces not handed out yet, without what may turn out to begin a stop string."""
+        done = self.status is Status.FINISHED
+        end = len(self.text) - (0 if done else self._hold_back)
+        pieces = []
+        while self._num_pieces < len(self.token_texts):
+            text = self.token_texts[self._num_pieces]
+            if self._streamed + len(text) > end:
+                if not done:
+                    break
+                text = text[: end - self._streamed]
+            pieces.append(Piece(text, self.draft_sources[self._num_pieces]))
+            self._num_pieces += 1
+            self._streamed += len(text)
+        if done and self._streamed < end:  # the rest of an unfinished character
+            pieces.append(Piece(self.text[self._streamed :], -1))
+            self._streamed = end
+        return pieces

@@ -1,0 +1,157 @@
+"""Who runs in the next step, with how many tokens.
+
+Running requests that are prefilled all decode in every step. What is left of the token budget goes
+to prompts, first come first served and in chunks, so that a long prompt never stalls a running
+request for longer than one chunk. When blocks run out, the latest request to arrive is preempted: it
+gives its blocks back and later computes its K/V anew (mostly from the prefix cache).
+
+A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within
+one forward pass all K/V of a layer are written before they are read, so a request scheduled behind it
+in the same pass may already share them. That is how the `n` samples of one prompt share its blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from .blocks import BlockPool
+from .request import Request, Status
+
+
+@dataclass
+class Plan:
+    """One engine step.
+
+    Attributes:
+        prefill: (request, first token, number of tokens) of each prompt chunk.
+        decode: the requests that decode.
+        admitted: requests that got a row (their device state must be written first).
+        grown: requests whose block lists changed.
+        preempted: requests that lost their row and blocks.
+    """
+
+    prefill: list[tuple[Request, int, int]] = field(default_factory=list)
+    decode: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    grown: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the queues, the rows and the blocks of all requests."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, num_rows: int, max_tokens: int, lookahead: int
+    ) -> None:
+        """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead."""
+        self.pool = pool
+        self.block_size = block_size
+        self.max_tokens = max_tokens
+        self.lookahead = lookahead
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Plan:
+        """Decide the next step and allocate its blocks."""
+        plan = Plan()
+        budget = self.max_tokens
+        for request in list(self.running):
+            if request.status is not Status.RUNNING or not request.is_prefilled:
+                continue
+            if self._extend(request, plan):
+                plan.decode.append(request)
+                budget -= 1 + self.lookahead
+        budget = max(budget, self.block_size) if plan.decode else budget  # prompts never starve
+        for request in self.running:
+            if budget > 0 and not request.is_prefilled:
+                budget -= self._chunk(request, budget, plan)
+        while budget > 0 and self.waiting and self._free_rows and not plan.preempted:
+            request = self.waiting[0]
+            if not self._admit(request):
+                break
+            self.waiting.popleft()
+            plan.admitted.append(request)
+            if not request.is_prefilled:
+                budget -= self._chunk(request, budget, plan)
+        return plan
+
+    def finish(self, request: Request) -> None:
+        """Give back everything a finished or aborted request holds."""
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def register(self, request: Request) -> None:
+        """Name the request's blocks whose K/V are all computed, or will be in this pass."""
+        for i in range(request.num_registered, request.num_computed // self.block_size):
+            self.pool.register(request.blocks[i], request.hashes(self.block_size)[i])
+            request.num_registered = i + 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _admit(self, request: Request) -> bool:
+        """Give a waiting request a row and the blocks of its whole text; False if they are not there."""
+        reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
+        shared = self.pool.match(reusable)
+        missing = self.blocks_for(request.num_tokens) - len(shared)
+        if missing > self.pool.num_available(shared):
+            return False
+        self.pool.share(shared)
+        request.blocks = shared + (self.pool.allocate(missing) or [])
+        request.num_registered = len(shared)
+        request.num_computed = len(shared) * self.block_size
+        request.num_cached_tokens += request.num_computed
+        request.row = self._free_rows.pop()
+        request.status = Status.RUNNING
+        self.running.append(request)
+        return True
+
+    def _chunk(self, request: Request, budget: int, plan: Plan) -> int:
+        """Schedule the next piece of a prompt; returns its length."""
+        start = request.num_computed
+        count = min(budget, request.num_tokens - 1 - start)
+        plan.prefill.append((request, start, count))
+        request.num_computed += count
+        self.register(request)
+        return count
+
+    def _extend(self, request: Request, plan: Plan) -> bool:
+        """Allocate the slots of the next step, preempting later requests if need be."""
+        wanted = self.blocks_for(min(request.num_tokens + self.lookahead, request.max_len))
+        missing = wanted - len(request.blocks)
+        if missing <= 0:
+            return True
+        while (blocks := self.pool.allocate(missing)) is None:
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        request.blocks += blocks
+        plan.grown.append(request)
+        return True
+
+    def _preempt(self, request: Request, plan: Plan) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        request.num_computed = 0
+        self.waiting.appendleft(request)
+        plan.preempted.append(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        self._free_rows.append(request.row)
+        request.blocks, request.row, request.num_registered = [], -1, 0
