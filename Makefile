@@ -1,0 +1,69 @@
+# make run          install into .venv, fetch the default model, show a demo
+# make test         all tests that need no GPU (kernels run in Triton's interpreter)
+# make test-models  the tests that need the second, larger model
+# make lint         ruff and mypy
+# make gpu          tests and benchmarks on a GPU, with the torch and triton that are installed
+# make clean        remove .venv and caches; models stay
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  := smollm2-135m-instruct
+MODEL2 := qwen2.5-coder-1.5b-instruct
+OUT    ?= bench/results
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
+
+.PHONY: run test test-models lint gpu clean
+.DELETE_ON_ERROR:
+
+run: $(VENV)/.run
+	@$(BIN)/python weights/fetch.py $(MODEL)
+	@$(BIN)/python run.py --demo
+
+test: $(VENV)/.test
+	@$(BIN)/python weights/fetch.py $(MODEL)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-models: $(VENV)/.test
+	@$(BIN)/python weights/fetch.py $(MODEL2)
+	@$(BIN)/python -m pytest -m model2 $(ARGS)
+
+lint: $(VENV)/.lint
+	@$(BIN)/ruff check nanospec kernels weights bench tests run.py
+	@$(BIN)/mypy nanospec weights bench tests run.py  # nanospec/kernels is kernels
+
+gpu:
+	@$(PYTHON) -m pytest tests/gpu -q
+	@$(PYTHON) bench/kernels.py --out $(OUT)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The installations. Each stamp file is as new as the pyproject.toml it was made from.
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "No $(PYTHON) here; install Python 3.10 or newer, or name one: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "$$($(PYTHON) --version) is too old; nanospec needs 3.10 or newer: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) lacks the venv module; on Debian: apt install python3-venv"; exit 1; }
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.run $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python
+
+$(VENV)/.run:
+	@echo "Installing nanospec into $(VENV) (the first time this downloads torch)"
+	@$(PIP) --editable '.[gguf]'
+	@touch $@
+
+$(VENV)/.test:
+	@echo "Installing nanospec and what its tests need into $(VENV)"
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.lint:
+	@echo "Installing nanospec and what lint needs into $(VENV)"
+	@$(PIP) --editable '.[test,lint]'
+	@touch $@
