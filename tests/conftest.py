@@ -1,0 +1,23 @@
+"""Settings and fixtures of all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+WEIGHTS = Path(__file__).parent.parent / "weights"
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct; tests that need it are skipped without it."""
+    folder = WEIGHTS / "smollm2-135m-instruct"
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip(f"needs {folder.name}: python weights/fetch.py {folder.name}")
+    return folder

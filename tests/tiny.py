@@ -1,0 +1,192 @@
+"""Tiny models for tests.
+
+* `tiny_model`: random weights, ready for the engine, nothing else needed.
+* `checkpoint`: a folder as it would be downloaded, written by `transformers` (a test dependency),
+  with biases, norms and RoPE that all matter, one for each entry of `VARIANTS`.
+* `Pages`: a KV cache full of junk with shuffled pages, to drive a model without the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanospec.kernels.rows import Rows
+from nanospec.model import Model
+from nanospec.model_config import ModelConfig
+
+
+def tiny_config(**overrides: Any) -> ModelConfig:
+    """A two-layer decoder with a vocabulary of 64; any field of `ModelConfig` can be overridden."""
+    fields: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        **overrides,
+    }
+    fields.setdefault("windows", (None,) * fields["num_layers"])
+    return ModelConfig(**fields)
+
+
+def tiny_model(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **overrides: Any,
+) -> Model:
+    """A model of `tiny_config` with random weights."""
+    return Model.random(tiny_config(**overrides), dtype, device, seed)
+
+
+_SMALL = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 12}
+
+# Name -> (family as transformers calls it, what differs from _SMALL).
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-mqa": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "llama-linear-biases-d24": (
+        "Llama",
+        {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True, "head_dim": 24},
+    ),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "mistral-window9": ("Mistral", {"sliding_window": 9}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window12-from1": ("Qwen2", {**_SLIDING, "max_window_layers": 1}),
+    "qwen3-d32": ("Qwen3", {"head_dim": 32}),
+    "qwen3-biases-windows": (
+        "Qwen3",
+        {
+            **_SLIDING,
+            "head_dim": 16,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def checkpoint(
+    folder: Path, variant: str, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB"
+) -> Path:
+    """Write the random checkpoint `variant` to `folder` and return it."""
+    import transformers
+
+    family, fields = VARIANTS[variant]
+    torch.manual_seed(sorted(VARIANTS).index(variant))
+    config = getattr(transformers, f"{family}Config")(**{**_SMALL, **fields})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Logits [T, V] of transformers for one sequence ids [T], by default in float64."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        logits: Tensor = model(ids[None].long()).logits[0]
+    return logits
+
+
+class Pages:
+    """A paged KV cache for some rows, to run a model step by step.
+
+    The cache starts as junk and the pages of the rows are shuffled among each other.
+
+    Attributes:
+        length: committed tokens of each row.
+    """
+
+    def __init__(self, model: Model, num_rows: int, max_len: int, block_size: int = 16) -> None:
+        config = model.config
+        blocks = -(-max_len // block_size)
+        shape = (config.num_layers, 2, config.num_kv_heads, num_rows * blocks, block_size)
+        generator = torch.Generator().manual_seed(1)
+        junk = 10 * torch.randn(*shape, config.head_dim, generator=generator)
+        order = torch.randperm(num_rows * blocks, generator=generator)
+        self.model = model
+        self.cache = junk.to(model.device, model.dtype)
+        self.block_size = block_size
+        self.table = order.view(num_rows, blocks).int()
+        self.length = [0] * num_rows
+
+    def step(
+        self, chunks: Mapping[int, Tensor], keep: int | None = None, pad_to: int | None = None
+    ) -> dict[int, Tensor]:
+        """Score the tokens `chunks[row]` [n] after what each row has; gives logits [n, V] by row.
+
+        Args:
+            keep: commit only that many tokens of each chunk.
+            pad_to: lay the rows out as a grid of that width, with padding of token 0, slot -1.
+        """
+        ids: list[Tensor] = []
+        positions: list[Tensor] = []
+        slots: list[Tensor] = []
+        starts: list[int] = []
+        for row, chunk in chunks.items():
+            place = self.length[row] + torch.arange(len(chunk))
+            block = self.table[row, place // self.block_size]
+            padding = 0 if pad_to is None else pad_to - len(chunk)
+            starts.append(sum(len(tokens) for tokens in ids))
+            ids.append(torch.cat((chunk.int(), torch.zeros(padding, dtype=torch.int32))))
+            positions.append(torch.cat((place.int(), torch.zeros(padding, dtype=torch.int32))))
+            slot = (block * self.block_size + place % self.block_size).int()
+            slots.append(torch.cat((slot, torch.full((padding,), -1, dtype=torch.int32))))
+        lengths = [len(chunk) for chunk in chunks.values()]
+        bases = [self.length[row] for row in chunks]
+        device = self.model.device
+        rows = Rows(
+            positions=torch.cat(positions).to(device),
+            slots=torch.cat(slots).to(device),
+            block_table=self.table[list(chunks)].to(device),
+            q_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            q_len=torch.tensor(lengths, dtype=torch.int32, device=device),
+            base_len=torch.tensor(bases, dtype=torch.int32, device=device),
+            max_q_len=pad_to or max(lengths),
+            max_kv_len=max(base + n for base, n in zip(bases, lengths)),
+        )
+        hidden = self.model.forward(torch.cat(ids).to(device), self.cache, rows)
+        logits = self.model.logits(hidden)
+        for row, chunk in chunks.items():
+            self.length[row] += len(chunk) if keep is None else keep
+        return {row: logits[a : a + n] for row, a, n in zip(chunks, starts, lengths)}

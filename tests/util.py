@@ -1,0 +1,37 @@
+"""What many tests share: one way to compare tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def error_ratio(actual: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of `expected`, in float64."""
+    actual, expected = actual.double(), expected.double()
+    difference = (actual - expected).square().mean().sqrt().item()
+    scale = expected.square().mean().sqrt().item()
+    return difference / max(scale, 1e-30)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tol: float, what: str = "tensors") -> float:
+    """Fail unless shapes agree, both are finite and `error_ratio` is at most `tol`.
+
+    Returns the largest absolute difference, for tests that bound it too.
+    """
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}"
+    if actual.numel() == 0:
+        return 0.0
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    for name, tensor in (("actual", actual), ("expected", expected)):
+        bad = int((~torch.isfinite(tensor)).sum())
+        assert bad == 0, f"{what}: {bad} of {tensor.numel()} values of {name} are not finite"
+    difference = (actual.double() - expected.double()).abs()
+    largest = difference.max().item()
+    where = [int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)]
+    ratio = error_ratio(actual, expected)
+    assert ratio <= tol, (
+        f"{what}: error ratio {ratio:.3g} exceeds {tol:.3g}; the largest difference is "
+        f"{largest:.3g} at {where}"
+    )
+    return largest
