@@ -145,6 +145,7 @@ class Engine:
             plan = self.scheduler.schedule()
             self._write_state(plan)
             self.metrics.num_preemptions += len(plan.preempted)
+            self.metrics.num_cached_tokens += plan.num_cached_tokens
         if plan.prefill:
             with self.metrics.stage("prefill"):
                 self.runner.prefill([(r.row, start, count) for r, start, count in plan.prefill])
@@ -160,7 +161,6 @@ class Engine:
         for request in plan.admitted:
             self.state.admit(request, self.config.spec)
             self.policy.reset(request.row)
-            self.metrics.num_cached_tokens += request.num_computed
         for request in plan.grown:
             if request.row >= 0:  # not preempted since
                 self.state.write_blocks(request)

@@ -76,6 +76,26 @@ class Completion:
             num_preemptions=request.num_preemptions,
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the pieces, ready for JSON."""
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = [{str(t): list(value) for t, value in at.items()} for at in self.logprobs]
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            **({"error": self.error} if self.error else {}),
+            **({"logprobs": logprobs} if logprobs is not None else {}),
+            "stats": {
+                **self.stats.to_dict(),
+                "seconds": round(self.seconds, 6),
+                "first_token_seconds": round(self.first_token_seconds, 6),
+                "num_cached_tokens": self.num_cached_tokens,
+                "num_preemptions": self.num_preemptions,
+            },
+        }
+
 
 @dataclass
 class RequestOutput:

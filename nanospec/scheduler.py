@@ -29,6 +29,7 @@ class Plan:
         admitted: requests that got a row (their device state must be written first).
         grown: requests whose block lists changed.
         preempted: requests that lost their row and blocks.
+        num_cached_tokens: tokens of the admitted requests whose K/V were found in the cache.
     """
 
     prefill: list[tuple[Request, int, int]] = field(default_factory=list)
@@ -36,6 +37,7 @@ class Plan:
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
 
 class Scheduler:
@@ -80,6 +82,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             plan.admitted.append(request)
+            plan.num_cached_tokens += request.num_computed
             if not request.is_prefilled:
                 budget -= self._chunk(request, budget, plan)
         return plan
