@@ -142,13 +142,13 @@ def spec_config(args: argparse.Namespace) -> SpecConfig:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = "temperature top_p top_k min_p seed max_tokens min_tokens stop ignore_eos n".split()
-    names += ["presence_penalty", "frequency_penalty", "repetition_penalty"]
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "n")
+    names += ("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty")
     return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = "dtype device max_num_seqs max_model_len max_num_batched_tokens kv_cache_memory".split()
+    names = ["dtype", "device", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_cache_memory"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return {**given, "enable_prefix_caching": not args.no_prefix_caching}
 

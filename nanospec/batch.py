@@ -79,7 +79,7 @@ def _request(llm: LLM, line: Any, defaults: SamplingParams) -> tuple[list[int], 
 
 def finished_lines(path: Path, total: int) -> set[int]:
     """Indices that the output file holds already. A torn last line is removed from the file."""
-    if not path.exists():
+    if not path.is_file():  # not there, or no file to be read again
         return set()
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
