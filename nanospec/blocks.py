@@ -66,7 +66,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            self._forget(block)
+            self.forget([block])
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -75,7 +75,7 @@ class BlockPool:
         """State what a referenced block holds. A second block with the same contents stays unnamed."""
         if name in self._block_of:
             return
-        self._forget(block)
+        self.forget([block])
         self._hash_of[block] = name
         self._block_of[name] = block
 
@@ -89,12 +89,9 @@ class BlockPool:
                 if block not in self._hash_of:
                     self._free.move_to_end(block, last=False)
 
-    def clear_cache(self) -> None:
-        """Forget what all blocks hold."""
-        self._hash_of.clear()
-        self._block_of.clear()
-
-    def _forget(self, block: int) -> None:
-        name = self._hash_of.pop(block, None)
-        if name is not None:
-            del self._block_of[name]
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Unname blocks, so that nobody else gets to share them."""
+        for block in blocks:
+            name = self._hash_of.pop(block, None)
+            if name is not None:
+                del self._block_of[name]

@@ -6,10 +6,29 @@ What the checkpoint says about itself is in `model_config.py`; what one request 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 METHODS = ("ngram", "none")
+
+
+def check_number(
+    name: str, value: object, low: float, high: float = math.inf, kind: type = int
+) -> None:
+    """Raise ValueError unless `value` is an int (kind float: any real number) from low to high."""
+    numbers = (int,) if kind is int else (int, float)
+    if isinstance(value, numbers) and not isinstance(value, bool) and low <= value <= high:
+        return
+    what = "an integer" if kind is int else "a number"
+    limits = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+    raise ValueError(f"{name}={value!r} must be {what} {limits}.")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False: the text "no", say, would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False.")
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,7 @@ class SpecConfig:
         prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that is looked up. Longer
             suffixes match less often and more reliably.
         max_speculative_tokens: the bound of "auto".
+        speculation_lengths: the Ks for which steps are recorded (GPU), as far as the bounds above allow.
     """
 
     method: str = "ngram"
@@ -31,6 +51,7 @@ class SpecConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     max_speculative_tokens: int = 16
+    speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -38,15 +59,16 @@ class SpecConfig:
         k = self.num_speculative_tokens
         if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= 63):
             raise ValueError(f"num_speculative_tokens={k!r} must be 'auto' or an int from 0 to 63.")
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 32:
+        check_number("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
+        check_number("prompt_lookup_min", self.prompt_lookup_min, 1, 32)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
-                f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max="
-                f"{self.prompt_lookup_max} must satisfy 1 <= min <= max <= 32."
+                f"prompt_lookup_min={self.prompt_lookup_min} must not exceed prompt_lookup_max="
+                f"{self.prompt_lookup_max}."
             )
-        if not 1 <= self.max_speculative_tokens <= 63:
-            raise ValueError(
-                f"max_speculative_tokens={self.max_speculative_tokens} must be between 1 and 63."
-            )
+        check_number("max_speculative_tokens", self.max_speculative_tokens, 1, 63)
+        for k in self.speculation_lengths:
+            check_number("speculation_lengths", k, 0, 63)
 
     @property
     def max_k(self) -> int:
@@ -55,6 +77,11 @@ class SpecConfig:
             return 0
         k = self.num_speculative_tokens
         return self.max_speculative_tokens if k == "auto" else k
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The Ks to record: those of `speculation_lengths` within the bound, 0 and the bound itself."""
+        return tuple(sorted({0, self.max_k, *(k for k in self.speculation_lengths if k < self.max_k)}))
 
 
 @dataclass(frozen=True)
@@ -73,6 +100,9 @@ class EngineConfig:
         block_size: tokens per page of the KV cache, a power of two from 16.
         kv_cache_memory: bytes for the KV cache; None takes what the machine can spare.
         enable_prefix_caching: reuse the pages of earlier requests with the same beginning.
+        async_scheduling: queue the next step before reading the results of the last; None: on a GPU.
+        enforce_eager: no recorded steps (CUDA graphs); None: on a CPU.
+        lazy_capture: record a step when it is first needed, for a fast start.
         seed: base of the seeds of requests that set none.
     """
 
@@ -85,17 +115,26 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory: int | None = None
     enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    enforce_eager: bool | None = None
+    lazy_capture: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(
-                f"max_model_len={self.max_model_len} must be at least 2: one prompt token, one new one."
-            )
-        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+        if not isinstance(self.spec, SpecConfig):
+            raise ValueError(f"spec={self.spec!r} must be a SpecConfig, as in SpecConfig(method='ngram').")
+        check_number("max_num_seqs", self.max_num_seqs, 1)
+        check_number("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_model_len is not None:  # one prompt token, one new one
+            check_number("max_model_len", self.max_model_len, 2)
+        check_number("block_size", self.block_size, 16)
+        if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
-        if self.kv_cache_memory is not None and self.kv_cache_memory <= 0:
-            raise ValueError(f"kv_cache_memory={self.kv_cache_memory} bytes must be positive.")
+        if self.kv_cache_memory is not None:
+            check_number("kv_cache_memory", self.kv_cache_memory, 1)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("lazy_capture", self.lazy_capture)
+        for name in ("async_scheduling", "enforce_eager"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name))
+        check_number("seed", self.seed, -(2**63), 2**63 - 1)

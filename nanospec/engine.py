@@ -10,20 +10,21 @@ The engine has token ids in and out; text, chat and batches of prompts are `llm.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-
-import torch
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from .blocks import BlockPool
 from .config import EngineConfig
 from .drafters import NgramDrafter
+from .graphs import StepGraphs
 from .kernels import commit
 from .memory import plan_cache
 from .metrics import Metrics
 from .model import Model
 from .policy import AutoPolicy, FixedPolicy, Policy
 from .request import Logprob, Request, Status, StepOutput
-from .runner import Runner, StepResult
+from .runner import Logprobs, Runner
 from .sampling import MAX_STOP_IDS, SamplingParams
 from .scheduler import Plan, Scheduler
 from .state import State
@@ -31,6 +32,21 @@ from .tokenizer import Detokenizer, Tokenizer
 
 FINISH = {commit.RUNNING: None, commit.STOPPED: "stop", commit.LENGTH: "length", commit.NAN: "error"}
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
+
+
+class Flight(NamedTuple):
+    """A step that has been queued and not collected.
+
+    Attributes:
+        requests, rows: who takes part, and their rows at that time.
+        fetch: waits for the step; gives a line of `runner.StepResult.table` per request.
+        logprobs: see `Runner.logprobs`.
+    """
+
+    requests: list[Request]
+    rows: list[int]
+    fetch: Callable[[], list[list[int]]]
+    logprobs: Logprobs | None
 
 
 class Engine:
@@ -41,8 +57,15 @@ class Engine:
         spec, size = config.spec, config.block_size
         num_blocks, self.max_model_len = plan_cache(config, model)
         self.metrics = Metrics()
+        on_gpu = model.device.type == "cuda"
+        self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
         self.scheduler = Scheduler(
-            BlockPool(num_blocks), size, config.max_num_seqs, config.max_num_batched_tokens, spec.max_k
+            BlockPool(num_blocks),
+            size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            lookahead=spec.max_k,
+            lag=self.lag,
         )
         self.state = State(
             config.max_num_seqs,
@@ -51,24 +74,22 @@ class Engine:
             model.config.vocab_size,
             model.device,
         )
+        drafter = NgramDrafter(spec) if spec.max_k else None
+        self.runner = Runner(model, self.state, num_blocks, size, drafter, self.metrics)
+        self.graphs: StepGraphs | None = None
+        if not (not on_gpu if config.enforce_eager is None else config.enforce_eager):
+            self.graphs = StepGraphs(self.runner, config.max_num_seqs, spec.ks, config.lazy_capture)
+            if not config.lazy_capture:
+                self.graphs.record_all()
         self.policy: Policy = FixedPolicy()
-        self.runner = Runner(
-            model,
-            self.state,
-            num_blocks,
-            size,
-            NgramDrafter(spec) if spec.max_k else None,
-            self.policy,
-            self.metrics,
-        )
         if spec.max_k and spec.num_speculative_tokens == "auto":
-            cost = self.runner.measure_cost()
-            self.policy = self.runner.policy = AutoPolicy(cost, spec.prompt_lookup_max)
+            self.policy = AutoPolicy(self.runner.measure_cost(), spec.prompt_lookup_max)
+        self._in_flight: deque[Flight] = deque()
         self._ids = itertools.count()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
@@ -80,13 +101,16 @@ class Engine:
                 f"The prompt has {len(prompt_ids)} tokens, but max_model_len={self.max_model_len} must hold "
                 "it and at least one new token; shorten it or raise max_model_len."
             )
-        bad = next((t for t in prompt_ids if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise ValueError(f"The prompt holds token id {bad}; ids go from 0 to {vocab - 1}.")
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            bad = next((t for t in ids if not 0 <= t < vocab), None)
-            if bad is not None:
-                raise ValueError(f"{name} names token id {bad}; ids go from 0 to {vocab - 1}.")
+        for name, ids in (
+            ("The prompt", prompt_ids),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            bad = [t for t in ids if not isinstance(t, int) or not 0 <= t < vocab]
+            if bad:
+                raise ValueError(
+                    f"{name} holds token id {bad[0]!r}; ids are integers from 0 to {vocab - 1}."
+                )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
 
@@ -129,18 +153,26 @@ class Engine:
         """End a request now; what it has produced stays."""
         if request.status is Status.FINISHED:
             return
-        self.scheduler.finish(request)
         request.finish("abort")
+        self.scheduler.finish(request)
         self.metrics.num_aborted += 1
 
     def abort_all(self) -> None:
-        """End everything and forget cached blocks, which an interrupted step may have left half-written."""
+        """End everything and forget what is cached: an interrupted step may have left blocks
+        half-written, and the scheduler between two thoughts."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self.abort(request)
-        self.scheduler.pool.clear_cache()
+        self.scheduler.reset()
+        self._in_flight.clear()
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that got tokens or ended in it."""
+        """Queue one step and collect what is due; returns the requests that got tokens or ended.
+
+        With `lag` the results of a step are read after the next one has been queued, so that the device
+        never waits for the host. What the host does not know yet does no harm: a row that has ended
+        takes no part in the step queued after it, slots reach far enough ahead, and what was computed
+        for a request that the host has ended meanwhile is dropped.
+        """
         with self.metrics.stage("host"):
             plan = self.scheduler.schedule()
             self._write_state(plan)
@@ -150,14 +182,19 @@ class Engine:
             with self.metrics.stage("prefill"):
                 self.runner.prefill([(r.row, start, count) for r, start, count in plan.prefill])
             self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
-        if not plan.decode:
-            return []
-        result = self._decode(plan.decode)
-        with self.metrics.stage("host"):
-            self._collect(plan.decode, result)
-        return plan.decode
+        if plan.decode:
+            self._in_flight.append(self._launch(plan.decode))
+        touched: list[Request] = []
+        while len(self._in_flight) > (self.lag if plan.decode else 0):
+            flight = self._in_flight.popleft()
+            with self.metrics.stage("wait"):
+                table = flight.fetch()
+            with self.metrics.stage("host"):
+                touched += self._collect(flight, table)
+        return touched
 
     def _write_state(self, plan: Plan) -> None:
+        self.runner.clear(plan.allocated)
         for request in plan.admitted:
             self.state.admit(request, self.config.spec)
             self.policy.reset(request.row)
@@ -165,46 +202,55 @@ class Engine:
             if request.row >= 0:  # not preempted since
                 self.state.write_blocks(request)
 
-    def _decode(self, requests: list[Request]) -> StepResult:
-        device = self.model.device
-        k = self.config.spec.max_k
-        wanted = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
+    def _launch(self, requests: list[Request]) -> Flight:
+        """Queue a step of these requests."""
+        rows = [request.row for request in requests]
+        own = [request.params.num_speculative_tokens for request in requests]
+        limit = self.config.spec.max_k
+        k = self.policy.choose(rows, max(limit if n is None else min(n, limit) for n in own))
         self.metrics.num_forward_steps += 1
-        return self.runner.step(
-            torch.tensor([r.row for r in requests], dtype=torch.int32, device=device),
-            k,
-            max(min(r.num_tokens + k, r.max_len) for r in requests),
-            torch.tensor(wanted, device=device) if max(wanted) >= 0 else None,
-        )
+        if self.graphs is not None:
+            result = self.graphs.run(rows, k)
+        else:
+            ahead = self.scheduler.slots_ahead
+            longest = max(min(r.num_tokens + ahead, r.max_len) for r in requests)
+            result = self.runner.packed_step(rows, k, longest, self.policy)
+        wanted = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
+        logprobs = self.runner.logprobs(result, wanted) if max(wanted) >= 0 else None
+        return Flight(requests, rows, self.runner.fetch(result), logprobs)
 
-    def _collect(self, requests: list[Request], result: StepResult) -> None:
+    def _collect(self, flight: Flight, table: list[list[int]]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""
-        columns = (result.kept, result.num_drafts, result.num_accepted, result.source, result.match_len)
-        table = torch.stack([*columns, result.finished.to(torch.int32)], 1).tolist()
-        emitted = result.emitted.tolist()
-        reported = _logprobs(result)
-        for request, tokens, (kept, drafted, accepted, source, match, code) in zip(
-            requests, emitted, table, strict=True
-        ):
+        reported = _reported(flight.logprobs)
+        touched = []
+        for request, row, line in zip(flight.requests, flight.rows, table, strict=True):
+            kept, drafted, accepted, source, match, code, *tokens = line
             logprobs = None
             if (num_top := request.params.logprobs) is not None:
                 logprobs = [_as_dict(t, *next(reported), num_top) for t in tokens[:kept]]
-            self.policy.observe(request.row, match, drafted, accepted)
+            if request.status is Status.FINISHED:
+                continue  # by the host, after this step was queued
+            touched.append(request)
+            self.policy.observe(row, match, drafted, accepted)
             before = request.num_tokens
             request.append(StepOutput(tokens[:kept], drafted, accepted, source, FINISH[code], logprobs))
             accepted = min(accepted, request.num_tokens - before)
             self.metrics.spec.record(drafted, accepted, request.num_tokens - before)
-            self.scheduler.register(request)
+            if request.row >= 0:  # not preempted since
+                self.scheduler.register(request)
             if request.status is Status.FINISHED:
+                if request.error is not None:  # what it computed may be NaN
+                    self.scheduler.pool.forget(request.blocks)
                 self.scheduler.finish(request)
                 self.metrics.num_finished += 1
+        return touched
 
 
-def _logprobs(result: StepResult) -> Iterator[tuple[float, int, list[float], list[int]]]:
+def _reported(logprobs: Logprobs | None) -> Iterator[tuple[float, int, list[float], list[int]]]:
     """(own log-probability, rank, top values, top ids) of each reported token, in order."""
-    if result.logprobs is None:
+    if logprobs is None:
         return iter(())
-    return zip(*(column.tolist() for column in result.logprobs), strict=True)
+    return zip(*(column.tolist() for column in logprobs), strict=True)
 
 
 def _as_dict(

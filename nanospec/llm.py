@@ -152,14 +152,14 @@ class LLM:
         """
         groups = self._submit(_as_list(prompts), params)
         outputs: list[RequestOutput | None] = [None] * len(groups)
-        pending = {id(r): i for i, (_, group) in enumerate(groups) for r in group}
+        pending = {r: i for i, (_, group) in enumerate(groups) for r in group}
         missing = [len(group) for _, group in groups]
         try:
             while pending:
-                for request in self._step():
-                    if request.status is not Status.FINISHED or id(request) not in pending:
-                        continue
-                    i = pending.pop(id(request))
+                self._step()
+                # By status, since `on_finish` may have run steps of its own.
+                for request in [r for r in pending if r.status is Status.FINISHED]:
+                    i = pending.pop(request)
                     missing[i] -= 1
                     if missing[i] == 0:
                         text, group = groups[i]
@@ -217,6 +217,8 @@ class LLM:
             while request.status is not Status.FINISHED:
                 self._step()
                 yield request.new_pieces()
+            if pieces := request.new_pieces():  # of steps that another stream ran
+                yield pieces
         finally:
             self.engine.abort(request)  # nothing if it is finished
         if on_finish is not None:
@@ -260,7 +262,10 @@ def resolve_device(name: str) -> torch.device:
     """"auto" is the first GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={name!r} is no device; use 'auto', 'cpu' or 'cuda'.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name!r} needs a GPU that this machine does not have; use 'cpu'.")
     if device.type not in ("cuda", "cpu"):

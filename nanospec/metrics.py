@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
+
 
 @dataclass
 class SpecStats:
@@ -78,7 +80,8 @@ class SpecStats:
 
 @dataclass
 class Metrics:
-    """Engine-wide counters; `stage_seconds` splits the time of all steps by what was done."""
+    """Engine-wide counters. `stage_seconds` splits the time of all steps by what was done; a recorded
+    step is one piece, "wait" is the time until its results arrive."""
 
     spec: SpecStats = field(default_factory=SpecStats)
     num_forward_steps: int = 0
@@ -88,7 +91,7 @@ class Metrics:
     num_finished: int = 0
     num_aborted: int = 0
     stage_seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "propose", "forward", "verify", "host"), 0.0)
+        default_factory=lambda: dict.fromkeys(STAGES, 0.0)
     )
 
     @contextmanager

@@ -1,20 +1,19 @@
 """How many of the proposed drafts to verify.
 
-A draft is worth verifying iff the tokens it is expected to bring exceed what its verification costs,
-measured in the tokens the engine would otherwise emit in that time:
+A step should emit as many tokens per ms as possible:
 
-    P(draft j and all before it are accepted)  >  cost of one more scored token (ms) * tokens per ms
+    (1 per request + sum over the drafts taken of P(the draft and all before it are accepted))
+      / cost of a step that scores so many tokens (ms)
 
-The left side is a^j, with the acceptance `a` estimated per request from its recent drafts; for n-gram
-lookup also by match length, shared by all requests, since long matches are right far more often. The
-right side comes from a cost table measured on this machine and the rate seen recently. A request
-whose drafts keep failing ends at zero drafts; now and then it gets one as a probe, so that text that
-becomes repetitive is noticed.
+The probability of a request's j-th draft is a^j, with the acceptance `a` estimated per request from
+its recent drafts; for n-gram lookup also by match length, shared by all requests, since long matches
+are right far more often. The cost comes from a table measured on this machine. A request whose drafts
+keep failing ends at zero drafts; now and then it gets one as a probe, so that text that becomes
+repetitive is noticed.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,7 +25,12 @@ from .kernels.ngram import Proposal
 
 
 class Policy(Protocol):
-    """Decides how many of the proposed drafts of each row are verified."""
+    """Decides how many drafts are verified: at most `choose` in the whole step, before there are any;
+    then, in packed steps, `limit` of those proposed for each row."""
+
+    def choose(self, rows: list[int], most: int) -> int:
+        """K of the next step of these rows, at most `most`."""
+        ...
 
     def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
         """[B] int32, at most `proposal.num_drafts`."""
@@ -43,6 +47,9 @@ class Policy(Protocol):
 
 class FixedPolicy:
     """Verify whatever was proposed: a fixed K."""
+
+    def choose(self, rows: list[int], most: int) -> int:
+        return most
 
     def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
         return proposal.num_drafts
@@ -68,14 +75,8 @@ class CostTable:
     def step(self, tokens: int) -> float:
         """ms of a step of `tokens` tokens, interpolated."""
         i = min(max(bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
-        return self.ms[i - 1] + (tokens - self.tokens[i - 1]) * self._slope(i)
-
-    def per_token(self, tokens: int) -> float:
-        """ms that one token more costs in a step of `tokens` tokens."""
-        return self._slope(min(max(bisect_left(self.tokens, tokens + 1), 1), len(self.tokens) - 1))
-
-    def _slope(self, i: int) -> float:
-        return (self.ms[i] - self.ms[i - 1]) / (self.tokens[i] - self.tokens[i - 1])
+        slope = (self.ms[i] - self.ms[i - 1]) / (self.tokens[i] - self.tokens[i - 1])
+        return self.ms[i - 1] + (tokens - self.tokens[i - 1]) * slope
 
 
 @dataclass
@@ -117,6 +118,9 @@ class AutoPolicy:
         # A priori a match of n tokens continues with probability (n + 1) / (n + 2).
         self._by_match = [_Estimate(n + 1.0, n + 2.0) for n in range(self.max_match + 1)]
 
+    def choose(self, rows: list[int], most: int) -> int:
+        return most
+
     def acceptance(self, row: int, match_len: int) -> float:
         """Estimated probability that a draft is accepted, given that those before it were."""
         shared, own = self._by_match[match_len], self._by_row.get(row)
@@ -132,13 +136,18 @@ class AutoPolicy:
             return proposal.num_drafts
         names, matches = rows.tolist(), proposal.match_len.tolist()
         chances = [self.acceptance(r, m) for r, m in zip(names, matches, strict=True)]
-        # Fixed point: the rate depends on the drafts taken, which depend on the rate. Two rounds do.
-        taken = drafts
-        for _ in range(2):
-            scored = len(names) + sum(taken)
-            expected = sum(_expected(a, d) for a, d in zip(chances, taken, strict=True))
-            threshold = self.cost.per_token(scored) * expected / self.cost.step(scored)
-            taken = [min(d, _worthwhile(a, threshold)) for a, d in zip(chances, drafts, strict=True)]
+        # Whatever their number, the best drafts are those likeliest to be accepted.
+        gains = [(a**j, b) for b, a in enumerate(chances) for j in range(1, drafts[b] + 1)]
+        gains.sort(reverse=True)
+        expected, best, number = float(len(names)), 0.0, 0
+        for n, gain in enumerate([0.0, *(gain for gain, _ in gains)]):
+            expected += gain
+            rate = expected / self.cost.step(len(names) + n)
+            if rate > best:
+                best, number = rate, n
+        taken = [0] * len(names)
+        for _, b in gains[:number]:
+            taken[b] += 1
         for b, row in enumerate(names):
             if drafts[b] and not taken[b]:
                 self._skipped[row] = self._skipped.get(row, 0) + 1
@@ -154,17 +163,3 @@ class AutoPolicy:
     def reset(self, row: int) -> None:
         self._by_row.pop(row, None)
         self._skipped.pop(row, None)
-
-
-def _expected(a: float, drafts: int) -> float:
-    """Expected tokens of a step with `drafts` drafts: 1 + a + ... + a^drafts."""
-    return float(drafts + 1) if a >= 1 else (1 - a ** (drafts + 1)) / (1 - a)
-
-
-def _worthwhile(a: float, threshold: float) -> int:
-    """The largest j with a^j >= threshold."""
-    if threshold >= 1 or a <= 0:
-        return 0
-    if threshold <= 0 or a >= 1:
-        return 1 << 30
-    return int(math.log(threshold) / math.log(a))

@@ -129,7 +129,8 @@ class Request:
             self.first_token_time = time.perf_counter()
         accepted = min(step.num_accepted, kept)
         self.stats.record(step.num_drafted, accepted, kept)
-        self.draft_sources += [step.source + i if i < accepted else -1 for i in range(kept)]
+        copied = accepted if step.source >= 0 else 0
+        self.draft_sources += [step.source + i if i < copied else -1 for i in range(kept)]
         if step.logprobs is not None:
             self.logprobs += step.logprobs[:kept]
         self.num_computed = self.num_tokens - 1
@@ -142,22 +143,31 @@ class Request:
             self.finish(finish, flush=not at_string)
 
     def _append_text(self, new: str) -> bool:
-        """Add text; at a stop string cut it off and return True."""
-        searched = max(len(self.text) - self._hold_back, 0)
+        """Add text; at a stop string that it completes cut everything off and return True."""
+        old = len(self.text)
         self.text += new
         if not self.params.stop or self.num_tokens - len(self.prompt_ids) < self.params.min_tokens:
             return False
-        ends = [at for s in self.params.stop if (at := self.text.find(s, searched)) >= 0]
-        if ends:
-            self.text = self.text[: min(ends)]
-        return bool(ends)
+        found = [self.text.find(s, max(old - len(s) + 1, 0)) for s in self.params.stop]
+        if not any(at >= 0 for at in found):
+            return False
+        self.text = self.text[: min(at for at in found if at >= 0)]
+        beyond = sum(map(len, self.token_texts)) - len(self.text)
+        for i in reversed(range(len(self.token_texts))):
+            if beyond <= 0:
+                break
+            piece = self.token_texts[i]
+            self.token_texts[i] = piece[: max(len(piece) - beyond, 0)]
+            beyond -= len(piece)
+        return True
 
     def finish(self, reason: str, flush: bool = True) -> None:
-        """End the request: "stop", "length" or "abort"; `flush` adds an unfinished last character."""
+        """End the request: "stop", "length" or "abort"; `flush` adds text that was held back."""
         if self.status is Status.FINISHED:
             return
         if self.detokenizer is not None and flush:
-            self.text += self.detokenizer.flush()
+            at_string = self._append_text(self.detokenizer.flush())
+            reason = "stop" if at_string and reason == "length" else reason
         self.status = Status.FINISHED
         self.finish_reason = reason
         self.finish_time = time.perf_counter()
@@ -170,9 +180,7 @@ class Request:
         while self._num_pieces < len(self.token_texts):
             text = self.token_texts[self._num_pieces]
             if self._streamed + len(text) > end:
-                if not done:
-                    break
-                text = text[: end - self._streamed]
+                break
             pieces.append(Piece(text, self.draft_sources[self._num_pieces]))
             self._num_pieces += 1
             self._streamed += len(text)

@@ -2,22 +2,24 @@
 
     propose -> forward -> verify -> commit
 
-The step reads and writes `State` only. On a CPU it runs eagerly on *packed* rows, so a row without
-drafts costs one token; with `uniform=True` it pads every row to K+1 tokens, the form that a captured
-graph needs (see `kernels/rows.py`).
+The step reads and writes `State` only. It exists in two forms (see `kernels/rows.py`): *padded*, every
+row K+1 tokens long and all shapes known beforehand, which is what a recording needs (`graphs.py`); and
+*packed*, for a CPU, where a row without drafts costs one token.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .drafters import NgramDrafter
-from .kernels.commit import commit
+from .kernels.commit import RUNNING, commit
+from .kernels.dispatch import use_triton
 from .kernels.ngram import Proposal
 from .kernels.rows import Rows
 from .kernels.sample import logprobs, sample
@@ -29,29 +31,33 @@ from .state import State
 
 COST_SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens per step at which the cost is measured
 COST_REPEATS = 3
+NUM_COLUMNS = 6  # of `StepResult.table`, before the tokens
 
 
 class StepResult(NamedTuple):
-    """What a step of B rows with at most K drafts gave, on the device.
+    """What a step of B rows gave, on the device.
 
     Attributes:
-        emitted: [B, Q] int32, Q <= K + 1; the target's tokens, of which the first `kept` count.
-        kept: [B] int32, committed tokens.
-        num_drafts, num_accepted: [B] int32; accepted may exceed kept at a stop.
-        source, match_len: [B] int32, where the drafts came from, -1 and 0 without a match.
-        finished: [B] int8, codes of `kernels.commit`.
-        logprobs: of every emitted token of rows that asked: (own [N], their rank [N], top values
-            [N, n], top ids [N, n]) in order of row and place, or None.
+        table: [B, 6 + Q] int32: how many tokens were kept; drafts; accepted drafts (at a stop these may
+            exceed the kept tokens); where the drafts were copied from, -1 without a match; length of the
+            match; code of `kernels.commit`; then the target's tokens, of which the kept ones count.
+        path, q_start, logits: which row of the logits each token was drawn from: that of query
+            q_start[b] + path[b, j]. [B, Q] int32, [B] int32, [T, V].
     """
 
-    emitted: Tensor
-    kept: Tensor
-    num_drafts: Tensor
-    num_accepted: Tensor
-    source: Tensor
-    match_len: Tensor
-    finished: Tensor
-    logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    table: Tensor
+    path: Tensor
+    q_start: Tensor
+    logits: Tensor
+
+
+class Logprobs(NamedTuple):
+    """Of all tokens of a step that were asked for, in order of row and place."""
+
+    own: Tensor  # [N] float32
+    rank: Tensor  # [N], 1 is the likeliest
+    top: Tensor  # [N, n] float32
+    top_ids: Tensor  # [N, n]
 
 
 class Runner:
@@ -64,15 +70,21 @@ class Runner:
         num_blocks: int,
         block_size: int,
         drafter: NgramDrafter | None,
-        policy: Policy,
         metrics: Metrics,
     ) -> None:
         self.model, self.state = model, state
-        self.drafter, self.policy, self.metrics = drafter, policy, metrics
+        self.drafter, self.metrics = drafter, metrics
         self.block_size = block_size
         self.kv_cache = torch.zeros(
             kv_shape(model, num_blocks, block_size), dtype=model.dtype, device=model.device
         )
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero blocks that change hands. On a CPU attention multiplies what it masks by 0, which
+        leaves a NaN of the previous owner a NaN; the kernels do not load it in the first place."""
+        if not use_triton(self.kv_cache):
+            for block in blocks:
+                self.kv_cache[:, :, :, block] = 0
 
     @torch.inference_mode()
     def prefill(self, chunks: list[tuple[int, int, int]]) -> None:
@@ -96,31 +108,41 @@ class Runner:
         self.model.forward(self.state.tokens[row[b], positions], self.kv_cache, batch)
 
     @torch.inference_mode()
-    def step(
-        self,
-        rows: Tensor,
-        k: int,
-        max_kv_len: int,
-        num_logprobs: Tensor | None = None,
-        uniform: bool = False,
-    ) -> StepResult:
-        """One speculative step.
+    def packed_step(self, rows: Sequence[int], k: int, max_kv_len: int, policy: Policy) -> StepResult:
+        """A step of these request rows with at most `k` drafts each, as many as `policy` allows.
 
-        Args:
-            rows: [B] int32, the request row of each batch row; -1 is padding.
-            k: the most drafts per row.
-            max_kv_len: an upper bound of tokens + k over the rows.
-            num_logprobs: [B] int32, how many likeliest tokens to report, -1 for none; None: no row
-                wants any.
-            uniform: pad all rows to k + 1 tokens.
+        `max_kv_len` is an upper bound of the rows' tokens + k.
         """
-        state, stage = self.state, self.metrics.stage
-        with stage("propose"):
-            proposal = self._propose(rows, k)
-            batch, input_ids = self._batch(rows, proposal, max_kv_len, k if uniform else None)
-        with stage("forward"):
+        with self.metrics.stage("propose"):
+            running = self._running(torch.tensor(rows, dtype=torch.int32, device=self.model.device))
+            if not bool((running >= 0).any()):  # all have ended, and the host will soon know
+                nothing = torch.zeros(len(rows), NUM_COLUMNS, dtype=torch.int32)
+                return StepResult(nothing, nothing, nothing[:, 0], nothing[:0])
+            proposal = self._propose(running, k)
+            if k:
+                proposal = proposal._replace(num_drafts=policy.limit(running, proposal))
+            batch, input_ids = self._pack(running, proposal, max_kv_len)
+        return self._score(running, proposal, batch, input_ids)
+
+    @torch.inference_mode()
+    def padded_step(self, rows: Tensor, k: int) -> StepResult:
+        """A step of `rows` [B] int32, -1 for padding, with `k` + 1 tokens each. Never waits for the
+        device, so it can be captured."""
+        rows = self._running(rows)
+        proposal = self._propose(rows, k)
+        return self._score(rows, proposal, *self._pad(rows, proposal, k))
+
+    def _running(self, rows: Tensor) -> Tensor:
+        """`rows` with -1 for those that have ended."""
+        ended = self.state.finished[rows.clamp(min=0).long()] != RUNNING
+        return rows.masked_fill(ended, -1)
+
+    def _score(self, rows: Tensor, proposal: Proposal, batch: Rows, input_ids: Tensor) -> StepResult:
+        """Forward, verify, commit."""
+        state = self.state
+        with self.metrics.stage("forward"):
             logits = self.model.logits(self.model.forward(input_ids, self.kv_cache, batch))
-        with stage("verify"):
+        with self.metrics.stage("verify"):
             targets = sample(logits, input_ids, rows, state.params, batch)
             verdict = verify(targets, input_ids, batch)
             kept = commit(
@@ -134,21 +156,56 @@ class Runner:
                 state.max_len,
                 state.params.stop_ids,
             )
-            return StepResult(
-                verdict.emitted,
+            columns = (
                 kept,
                 (batch.q_len - 1).clamp(min=0),
                 (verdict.num_emitted - 1).clamp(min=0),
                 proposal.source,
                 proposal.match_len,
-                state.finished[rows.clamp(min=0).long()],
-                self._logprobs(logits, verdict.emitted, verdict.path, kept, num_logprobs, batch),
+                state.finished[rows.clamp(min=0).long()].int(),
             )
+            table = torch.cat((torch.stack(columns, 1), verdict.emitted), 1)
+            return StepResult(table, verdict.path, batch.q_start, logits)
+
+    def fetch(self, result: StepResult) -> Callable[[], list[list[int]]]:
+        """Start copying the result's table to the host; the function returned waits for it.
+
+        The copy is queued behind the step, so the next step may reuse the result's memory.
+        """
+        table = result.table
+        if not table.is_cuda:
+            lines = table.tolist()
+            return lambda: lines
+        pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+        pinned.copy_(table, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> list[list[int]]:
+            arrived.synchronize()
+            lines: list[list[int]] = pinned.tolist()
+            return lines
+
+        return wait
+
+    @torch.inference_mode()
+    def logprobs(self, result: StepResult, wanted: Sequence[int]) -> Logprobs:
+        """Log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the wanted[b]
+        likeliest (the largest of these numbers for all). Waits for the step."""
+        table, tokens = result.table, result.table[:, NUM_COLUMNS:]
+        place = torch.arange(tokens.shape[1], device=table.device)
+        asked = torch.tensor(wanted, device=table.device) >= 0
+        b, j = ((place < table[:, :1]) & asked[:, None]).nonzero(as_tuple=True)
+        scores = result.logits[result.q_start[b].long() + result.path[b, j]].float()
+        own, top, top_ids = logprobs(scores, tokens[b, j], max(wanted))
+        chosen = scores.gather(1, tokens[b, j].long()[:, None])
+        return Logprobs(own, (scores > chosen).sum(1) + 1, top, top_ids)
 
     @torch.inference_mode()
     def measure_cost(self) -> CostTable:
         """Time the forward pass by the number of tokens scored. Writes nothing to the cache."""
         zeros = torch.zeros(COST_SIZES[-1], dtype=torch.int32, device=self.model.device)
+        window = self.state.block_table.shape[1] * self.block_size
         times = []
         for n in COST_SIZES:
             times.append(math.inf)
@@ -161,7 +218,7 @@ class Runner:
                     q_len=zeros[:1] + n,
                     base_len=zeros[:1],
                     max_q_len=n,
-                    max_kv_len=n,
+                    max_kv_len=min(n, window),
                 )
                 start = time.perf_counter()
                 self.model.logits(self.model.forward(zeros[:n], self.kv_cache, batch))
@@ -172,71 +229,59 @@ class Runner:
         if self.drafter is None or k == 0:
             none = torch.zeros_like(rows)
             return Proposal(none.new_zeros(len(rows), 0), none, none - 1, none)
-        proposal = self.drafter.propose(self.state, rows, k)
-        return proposal._replace(num_drafts=self.policy.limit(rows, proposal))
+        return self.drafter.propose(self.state, rows, k)
 
-    def _batch(
-        self, rows: Tensor, proposal: Proposal, max_kv_len: int, pad_to: int | None
-    ) -> tuple[Rows, Tensor]:
-        """Lay out each row's last token and its drafts; returns the batch and input_ids [T] int32."""
-        state, device = self.state, rows.device
-        index = rows.clamp(min=0).long()
-        num_tokens = state.num_tokens[index]
+    def _pack(self, rows: Tensor, proposal: Proposal, max_kv_len: int) -> tuple[Rows, Tensor]:
+        """Lay the rows' last tokens and drafts out back to back: the batch, and input_ids [T] int32."""
         q_len = torch.where(rows >= 0, proposal.num_drafts + 1, 0)
-        max_q_len = pad_to + 1 if pad_to is not None else max(int(q_len.max()), 1)
-        place = torch.arange(max_q_len, device=device)
-        last = state.tokens[index, (num_tokens - 1).clamp(min=0).long()]
-        ids = torch.cat((last[:, None], proposal.drafts), 1)[:, :max_q_len]  # [B, Q]
-        base = (num_tokens - 1).clamp(min=0)
-        positions = base[:, None] + place  # [B, Q]
+        Q = max(int(q_len.max()), 1)
+        index, base, ids, place = self._grid(rows, proposal, Q)
         valid = place < q_len[:, None]
-        if pad_to is None:
-            if max_q_len > 1 or len(rows) > 1:
-                ids, positions, b = ids[valid], positions[valid], valid.nonzero()[:, 0]
-            else:
-                ids, positions, b = ids[0], positions[0], torch.zeros(1, dtype=torch.long)
-            q_start = q_len.cumsum(0) - q_len
-            slots = self._slots(index[b], positions)
-        else:
-            q_start = torch.arange(len(rows), device=device) * max_q_len
-            b = index[:, None].expand_as(positions)
-            slots = torch.where(valid, self._slots(b, torch.where(valid, positions, 0)), -1).flatten()
-            ids = torch.nn.functional.pad(ids, (0, max_q_len - ids.shape[1])).flatten()
-            positions = torch.where(valid, positions, 0).flatten()
+        b = valid.nonzero()[:, 0]
+        positions = (base[:, None] + place)[valid]
         batch = Rows(
             positions=positions.int(),
-            slots=slots.int(),
-            block_table=state.block_table[index],
-            q_start=q_start.int(),
+            slots=self._slots(index[b], positions),
+            block_table=self.state.block_table[index],
+            q_start=(q_len.cumsum(0) - q_len).int(),
             q_len=q_len.int(),
             base_len=base,
-            max_q_len=max_q_len,
+            max_q_len=Q,
             max_kv_len=max_kv_len,
         )
-        return batch, ids
+        return batch, ids[valid]
+
+    def _pad(self, rows: Tensor, proposal: Proposal, k: int) -> tuple[Rows, Tensor]:
+        """Lay every row out as k + 1 tokens: the batch, and input_ids [B * (k + 1)] int32."""
+        q_len = torch.where(rows >= 0, proposal.num_drafts + 1, 0)
+        index, base, ids, place = self._grid(rows, proposal, k + 1)
+        valid = place < q_len[:, None]
+        positions = torch.where(valid, base[:, None] + place, 0)
+        slots = torch.where(valid, self._slots(index[:, None].expand_as(positions), positions), -1)
+        batch = Rows(
+            positions=positions.flatten().int(),
+            slots=slots.flatten(),
+            block_table=self.state.block_table[index],
+            q_start=torch.arange(0, positions.numel(), k + 1, dtype=torch.int32, device=rows.device),
+            q_len=q_len.int(),
+            base_len=base,
+            max_q_len=k + 1,
+            max_kv_len=self.state.tokens.shape[1],
+        )
+        return batch, ids.flatten()
+
+    def _grid(self, rows: Tensor, proposal: Proposal, Q: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(request row [B], cache entries before the step [B], last token and drafts [B, Q], 0 .. Q-1)."""
+        index = rows.clamp(min=0).long()
+        base = (self.state.num_tokens[index] - 1).clamp(min=0)
+        last = self.state.tokens[index, base.long()]
+        ids = torch.cat((last[:, None], proposal.drafts), 1)[:, :Q]
+        return index, base, ids, torch.arange(Q, device=rows.device)
 
     def _slots(self, row: Tensor, position: Tensor) -> Tensor:
         """Cache slots of positions [...] of request rows [...], int32."""
         block = self.state.block_table[row, position // self.block_size]
         return (block * self.block_size + position % self.block_size).int()
-
-    def _logprobs(
-        self,
-        logits: Tensor,
-        emitted: Tensor,
-        path: Tensor,
-        kept: Tensor,
-        num_logprobs: Tensor | None,
-        batch: Rows,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        if num_logprobs is None:
-            return None
-        place = torch.arange(emitted.shape[1], device=emitted.device)
-        b, j = ((place < kept[:, None]) & (num_logprobs >= 0)[:, None]).nonzero(as_tuple=True)
-        scores = logits[batch.q_start[b].long() + path[b, j]].float()
-        own, top, top_ids = logprobs(scores, emitted[b, j], int(num_logprobs.max()))
-        chosen = scores.gather(1, emitted[b, j].long()[:, None])
-        return own, (scores > chosen).sum(1) + 1, top, top_ids
 
 
 def kv_shape(model: Model, num_blocks: int, block_size: int) -> tuple[int, ...]:

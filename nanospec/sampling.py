@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from .config import check_bool, check_number
 
 MAX_STOP_IDS = 32  # per request, EOS included; the width of a device row
 MAX_LOGPROBS = 20
+_MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -51,54 +54,55 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(
-            self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()}
-        )
-        self._check("n", self.n, 1, 1024, int)
-        self._check("temperature", self.temperature, 0.0, 100.0, float)
-        self._check("top_k", self.top_k, -1, 2**31 - 1, int)
-        self._check("min_p", self.min_p, 0.0, 1.0, float)
-        self._check("min_tokens", self.min_tokens, 0, 2**31 - 1, int)
-        self._check("presence_penalty", self.presence_penalty, -2.0, 2.0, float)
-        self._check("frequency_penalty", self.frequency_penalty, -2.0, 2.0, float)
+        self._normalise()
+        check_number("n", self.n, 1, 1024)
+        check_number("temperature", self.temperature, 0, 100, float)
+        check_number("top_k", self.top_k, -1, _MAX_INT)
+        check_number("min_p", self.min_p, 0, 1, float)
+        check_number("min_tokens", self.min_tokens, 0, _MAX_INT)
+        check_number("presence_penalty", self.presence_penalty, -2, 2, float)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2, float)
+        check_number("repetition_penalty", self.repetition_penalty, 0, 100, float)
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty=0 must be above 0; 1 has no effect.")
+        check_number("top_p", self.top_p, 0, 1, float)
+        if self.top_p == 0:
+            raise ValueError("top_p=0 must be above 0; for greedy decoding use temperature=0.")
         if self.max_tokens is not None:
-            self._check("max_tokens", self.max_tokens, 1, 2**31 - 1, int)
+            check_number("max_tokens", self.max_tokens, 1, _MAX_INT)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(
                     f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}."
                 )
         if self.seed is not None:
-            self._check("seed", self.seed, -(2**63), 2**63 - 1, int)
+            check_number("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
-            self._check("logprobs", self.logprobs, 0, MAX_LOGPROBS, int)
+            check_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.num_speculative_tokens is not None:
-            self._check("num_speculative_tokens", self.num_speculative_tokens, 0, 63, int)
-        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
-            raise ValueError(
-                f"top_p={self.top_p!r} must be above 0 and at most 1; for greedy decoding use temperature=0."
-            )
-        if not _is_number(self.repetition_penalty) or not 0.0 < self.repetition_penalty <= 100.0:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty!r} must be above 0 and at most 100."
-            )
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ValueError(f"stop={self.stop!r} must hold non-empty strings.")
-        if len(self.stop_token_ids) > MAX_STOP_IDS - 8:
-            raise ValueError(
-                f"stop_token_ids holds {len(self.stop_token_ids)} ids; the limit is {MAX_STOP_IDS - 8}."
-            )
-        if any(not -1e6 <= b <= 1e6 for b in self.logit_bias.values()):
-            raise ValueError("logit_bias values must be between -1e6 and 1e6.")
+            check_number("num_speculative_tokens", self.num_speculative_tokens, 0, 63)
+        check_bool("ignore_eos", self.ignore_eos)
+        for token in self.stop_token_ids:
+            check_number("stop_token_ids: token", token, 0, _MAX_INT)
+        for token, bias in self.logit_bias.items():
+            check_number("logit_bias: token", token, 0, _MAX_INT)
+            check_number(f"logit_bias[{token}]", bias, -1_000_000, 1_000_000, float)
 
-    @staticmethod
-    def _check(name: str, value: object, low: float, high: float, kind: type) -> None:
-        right = isinstance(value, int) and not isinstance(value, bool) if kind is int else _is_number(value)
-        if not right or not low <= value <= high:  # type: ignore[operator]
-            what = "an integer" if kind is int else "a number"
-            raise ValueError(f"{name}={value!r} must be {what} from {low:g} to {high:g}.")
+    def _normalise(self) -> None:
+        """Turn what may be given as any sequence, or as None, into tuples and a dict of our own."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        ids, bias = self.stop_token_ids or (), self.logit_bias or {}
+        if not isinstance(stop, Sequence) or any(not isinstance(s, str) or not s for s in stop):
+            raise ValueError(f"stop={self.stop!r} must be a non-empty string or a list of such.")
+        if not isinstance(ids, Sequence) or len(ids) > MAX_STOP_IDS - 8:
+            raise ValueError(
+                f"stop_token_ids={ids!r} must be a list of at most {MAX_STOP_IDS - 8} token ids."
+            )
+        if not isinstance(bias, Mapping):
+            raise ValueError(f"logit_bias={bias!r} must map token ids to numbers.")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        by_id = {int(t) if str(t).isdecimal() else t: b for t, b in bias.items()}  # JSON's are strings
+        object.__setattr__(self, "logit_bias", by_id)
 
     @property
     def shapes_logits(self) -> bool:
@@ -111,6 +115,3 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

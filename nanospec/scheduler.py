@@ -29,6 +29,7 @@ class Plan:
         admitted: requests that got a row (their device state must be written first).
         grown: requests whose block lists changed.
         preempted: requests that lost their row and blocks.
+        allocated: blocks that changed hands, in no state to be seen.
         num_cached_tokens: tokens of the admitted requests whose K/V were found in the cache.
     """
 
@@ -37,6 +38,7 @@ class Plan:
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    allocated: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
 
 
@@ -44,15 +46,24 @@ class Scheduler:
     """Owns the queues, the rows and the blocks of all requests."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, num_rows: int, max_tokens: int, lookahead: int
+        self,
+        pool: BlockPool,
+        block_size: int,
+        num_rows: int,
+        max_tokens: int,
+        lookahead: int,
+        lag: int = 0,
     ) -> None:
-        """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead."""
+        """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead; `lag`: steps
+        that are queued before their results are known, each of which may add K + 1 tokens."""
         self.pool = pool
         self.block_size = block_size
         self.max_tokens = max_tokens
         self.lookahead = lookahead
+        self.slots_ahead = lookahead + lag * (lookahead + 1)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
+        self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -82,10 +93,18 @@ class Scheduler:
                 break
             self.waiting.popleft()
             plan.admitted.append(request)
+            plan.allocated += request.blocks[request.num_registered :]
             plan.num_cached_tokens += request.num_computed
             if not request.is_prefilled:
                 budget -= self._chunk(request, budget, plan)
         return plan
+
+    def reset(self) -> None:
+        """Drop all requests; every row and block is free again and nothing is cached."""
+        self.running.clear()
+        self.waiting.clear()
+        self.pool = BlockPool(self.pool.num_blocks)
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
 
     def finish(self, request: Request) -> None:
         """Give back everything a finished or aborted request holds."""
@@ -132,7 +151,7 @@ class Scheduler:
 
     def _extend(self, request: Request, plan: Plan) -> bool:
         """Allocate the slots of the next step, preempting later requests if need be."""
-        wanted = self.blocks_for(min(request.num_tokens + self.lookahead, request.max_len))
+        wanted = self.blocks_for(min(request.num_tokens + self.slots_ahead, request.max_len))
         missing = wanted - len(request.blocks)
         if missing <= 0:
             return True
@@ -142,16 +161,17 @@ class Scheduler:
             if victim is request:
                 return False
         request.blocks += blocks
+        plan.allocated += blocks
         plan.grown.append(request)
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
+        self.waiting.appendleft(request)  # first, so that it is in a queue whatever interrupts this
         self.running.remove(request)
         self._release(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
         request.num_computed = 0
-        self.waiting.appendleft(request)
         plan.preempted.append(request)
 
     def _release(self, request: Request) -> None:

@@ -77,7 +77,7 @@ class State:
             ("top_p", asked.top_p),
             ("min_p", asked.min_p),
             ("seed", request.seed),
-            ("min_len", len(request.prompt_ids) + asked.min_tokens),
+            ("min_len", min(len(request.prompt_ids) + asked.min_tokens, request.max_len)),
             ("repetition", asked.repetition_penalty),
             ("presence", asked.presence_penalty),
             ("frequency", asked.frequency_penalty),
@@ -102,8 +102,11 @@ class State:
         rows.output_counts[r].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def write_blocks(self, request: Request) -> None:
-        """Write the request's block table."""
-        self.block_table[request.row, : len(request.blocks)] = self._ids(request.blocks)
+        """Write the request's block table. Entries beyond its blocks repeat the last one, so that
+        whatever reads them and masks the result reads nothing of other requests."""
+        table = self.block_table[request.row]
+        table[: len(request.blocks)] = self._ids(request.blocks)
+        table[len(request.blocks) :] = request.blocks[-1]
 
     def _ids(self, values: list[int] | tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

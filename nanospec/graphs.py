@@ -1,0 +1,186 @@
+"""The step, recorded once per bucket and replayed: on a GPU one CUDA graph per (batch size, K).
+
+A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
+part, padded with -1 to the bucket's size; all else the step reads from the device rows (`state.py`), so
+nothing computed on the host is frozen into a recording. Padding rows are inert. Recordings share one
+memory pool: they never run at the same time, and what one leaves in the pool nobody reads.
+
+On a CPU a recording is the step itself, run again at every replay, with results copied to the same
+addresses: so that buckets, padding and the reuse of outputs are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .runner import Runner, StepResult
+
+DEFAULT_KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+MAX_STEP_TOKENS = 512  # a few times what a GPU scores for the price of one: beyond, drafts cannot pay
+PADDING = -1
+
+Step = Callable[[Tensor], StepResult]
+
+
+class Bucket(NamedTuple):
+    """A batch size and a speculation length."""
+
+    batch: int
+    k: int
+
+
+class Recording(Protocol):
+    """A step at fixed addresses."""
+
+    rows: Tensor
+    result: StepResult
+
+    def replay(self) -> None: ...
+
+
+class EagerRecording:
+    """Runs the step again at every replay."""
+
+    def __init__(self, step: Step, rows: Tensor) -> None:
+        self.rows, self._step = rows, step
+        self.result = step(rows)
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for kept, new in zip(self.result, self._step(self.rows), strict=True):
+            kept.copy_(new)
+
+
+class CudaRecording:
+    """Captures the step as a CUDA graph."""
+
+    pool: tuple[int, int] | None = None  # shared by all recordings
+
+    def __init__(self, step: Step, rows: Tensor) -> None:
+        self.rows = rows
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compile and allocate before capture
+            for _ in range(2):
+                step(rows)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=CudaRecording.pool):
+            self.result = step(rows)
+        CudaRecording.pool = self.graph.pool()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class StepGraphs:
+    """All recorded buckets of a runner.
+
+    Attributes:
+        batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
+        recordings: by bucket.
+        fallbacks: steps whose bucket was not recorded when it was needed. Stays 0 unless `lazy`.
+        seconds, bytes: what recording took.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        max_batch: int,
+        ks: Sequence[int],
+        lazy: bool = False,
+        record: Callable[[Step, Tensor], Recording] | None = None,
+    ) -> None:
+        self.runner = runner
+        self.ks = sorted({0, *ks})
+        self.batches = batch_sizes(max_batch)
+        self.recordings: dict[Bucket, Recording] = {}
+        self.fallbacks = 0
+        self.lazy = lazy
+        self.seconds, self.bytes = 0.0, 0
+        cuda = runner.model.device.type == "cuda"
+        self._record = record or (CudaRecording if cuda else EagerRecording)
+
+    def buckets(self) -> list[Bucket]:
+        """All buckets, the largest first, so that the pool fits those that follow."""
+        found = [Bucket(b, k) for b in self.batches for k in self.ks_for(b)]
+        return sorted(found, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
+
+    def ks_for(self, batch: int) -> list[int]:
+        """The speculation lengths recorded for a batch: 0, and those that may pay."""
+        size = self.batches[bisect_left(self.batches, batch)]
+        return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
+
+    def record_all(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Record every bucket; `progress(done, total)` is called after each."""
+        start, before = time.perf_counter(), _allocated(self.runner.model.device)
+        buckets = self.buckets()
+        for done, bucket in enumerate(buckets, 1):
+            self._add(bucket)
+            if progress is not None:
+                progress(done, len(buckets))
+        self.seconds = time.perf_counter() - start
+        self.bytes = _allocated(self.runner.model.device) - before
+
+    def run(self, rows: Sequence[int], k: int) -> StepResult:
+        """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each.
+
+        The result's tensors are overwritten by the next replay of the same bucket.
+        """
+        bucket = self.bucket_for(len(rows), k)
+        recording = self.recordings.get(bucket)
+        if recording is None:
+            self.fallbacks += not self.lazy
+            recording = self._add(bucket)
+        padded = [*rows, *[PADDING] * (bucket.batch - len(rows))]
+        recording.rows.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
+        recording.replay()
+        table, path, q_start, logits = recording.result
+        return StepResult(table[: len(rows)], path[: len(rows)], q_start[: len(rows)], logits)
+
+    def bucket_for(self, num_rows: int, k: int) -> Bucket:
+        """The smallest bucket of at least `num_rows` rows, with the largest recorded K up to `k`."""
+        batch = self.batches[bisect_left(self.batches, num_rows)]
+        return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k))
+
+    def time_ms(self, bucket: Bucket, repeats: int = 5) -> float:
+        """Milliseconds of one replay, the fastest of `repeats`, on rows that are all padding."""
+        recording = self.recordings[bucket]
+        recording.rows.fill_(PADDING)
+        best = float("inf")
+        for _ in range(repeats):
+            _synchronize(self.runner.model.device)
+            start = time.perf_counter()
+            recording.replay()
+            _synchronize(self.runner.model.device)
+            best = min(best, time.perf_counter() - start)
+        return best * 1e3
+
+    def _add(self, bucket: Bucket) -> Recording:
+        rows = torch.full((bucket.batch,), PADDING, dtype=torch.int32, device=self.runner.model.device)
+        self.recordings[bucket] = self._record(lambda r: self.runner.padded_step(r, bucket.k), rows)
+        return self.recordings[bucket]
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, 16, then in steps of an eighth of the power of two below, up to `largest`."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < largest:
+        step = max(1 << (sizes[-1].bit_length() - 1) >> 1, 1)
+        sizes.append(sizes[-1] + step)
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

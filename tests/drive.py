@@ -1,0 +1,208 @@
+"""Engines on tiny models, and what tests of them share: drafters, drawing of requests, checks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanospec.config import EngineConfig, SpecConfig
+from nanospec.engine import Engine
+from nanospec.kernels.ngram import Proposal
+from nanospec.model import Model
+from nanospec.request import Logprob, Request, Status
+from nanospec.sampling import SamplingParams
+from nanospec.state import State
+from tests.tiny import tiny_config
+
+K = int | Literal["auto"] | None
+
+
+class Job(NamedTuple):
+    """A prompt and what is asked for it."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Outcome(NamedTuple):
+    """What must not depend on speculation, on the batch or on the schedule."""
+
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[dict[int, Logprob]]
+
+
+def make_engine(
+    model: Model, k: K = 4, *, num_blocks: int | None = None, min_n: int = 1, **options: Any
+) -> Engine:
+    """An engine without tokenizer; k drafts per step (None: method "none"), `num_blocks` pages."""
+    if k is None:
+        spec = SpecConfig(method="none")
+    else:
+        spec = SpecConfig(num_speculative_tokens=k, prompt_lookup_min=min_n, prompt_lookup_max=4)
+    if num_blocks is not None:
+        size = options.get("block_size", EngineConfig.block_size)
+        options["kv_cache_memory"] = num_blocks * model.config.kv_bytes_per_token(model.dtype) * size
+    options = {"max_num_seqs": 8, "max_model_len": 128, **options}
+    return Engine(EngineConfig(spec=spec, **options), model)
+
+
+def finish(engine: Engine, max_steps: int = 5000) -> None:
+    """Step until nothing is left to do."""
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return
+        engine.step()
+    raise AssertionError(f"work is left after {max_steps} steps")
+
+
+def run(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
+    """Run all jobs at once."""
+    requests = [engine.add(job.prompt, job.params) for job in jobs]
+    finish(engine)
+    assert_idle(engine)
+    return requests
+
+
+def outcome(request: Request) -> Outcome:
+    assert request.status is Status.FINISHED
+    return Outcome(request.output_ids, request.finish_reason, request.logprobs)
+
+
+def alone(model: Model, jobs: Sequence[Job], **options: Any) -> list[Outcome]:
+    """The reference: every job by itself, without speculation, prefix cache and chunking."""
+    engine = make_engine(model, None, max_num_seqs=1, enable_prefix_caching=False, **options)
+    return [outcome(run(engine, [job])[0]) for job in jobs]
+
+
+def assert_same(actual: Outcome, expected: Outcome, what: object = "") -> None:
+    """Equal tokens and reason; equal log-probabilities up to rounding."""
+    assert actual.token_ids == expected.token_ids, what
+    assert actual.finish_reason == expected.finish_reason, what
+    assert len(actual.logprobs) == len(expected.logprobs), what
+    for got, wanted in zip(actual.logprobs, expected.logprobs, strict=True):
+        assert next(iter(got)) == next(iter(wanted)), what
+        for token in got.keys() & wanted.keys():
+            assert abs(got[token].logprob - wanted[token].logprob) < 1e-3, what
+        assert len(got) == len(wanted), what
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nobody holds a row or a block."""
+    pool, scheduler = engine.scheduler.pool, engine.scheduler
+    assert not scheduler.has_work
+    assert pool.num_free == pool.num_blocks
+    assert sorted(scheduler._free_rows) == list(range(engine.config.max_num_seqs))
+
+
+def cycle_model(vocab_size: int = 32) -> Model:
+    """A model for which t + 1 follows token t, and 0 the last one, with probability 1 (in float32)."""
+    config = tiny_config(vocab_size=vocab_size, hidden_size=vocab_size, num_layers=1)
+    weights = {name: torch.zeros(shape) for name, shape in config.parameter_shapes().items()}
+    for name, weight in weights.items():
+        if name.endswith("norm.weight"):
+            weight.fill_(1)
+    weights["model.embed_tokens.weight"] = torch.eye(vocab_size)
+    weights["lm_head.weight"] = 8 * torch.eye(vocab_size).roll(1, 0)
+    return Model(config, torch.float32, "cpu", weights.__getitem__)
+
+
+def cycle(start: int, count: int, vocab_size: int = 32) -> list[int]:
+    """The text that `cycle_model` continues."""
+    return [(start + i) % vocab_size for i in range(count)]
+
+
+class Guess:
+    """A drafter that proposes what `next_tokens(history, wanted)` says, within every limit."""
+
+    def __init__(self, next_tokens: Callable[[list[int], int], Sequence[int]]) -> None:
+        self.next_tokens = next_tokens
+        self.calls = 0
+
+    def propose(self, state: State, rows: Tensor, k: int) -> Proposal:
+        self.calls += 1
+        drafts = []
+        for s in rows.tolist():
+            wanted, history = 0, []
+            if s >= 0:
+                n = int(state.num_tokens[s])
+                history = state.tokens[s, :n].tolist()
+                wanted = max(min(k, int(state.limit[s]), int(state.max_len[s]) - n - 1), 0)
+            drafts.append(list(self.next_tokens(history, wanted))[:wanted] if wanted else [])
+        padded = [d + [0] * (k - len(d)) for d in drafts]
+        count = torch.tensor([len(d) for d in drafts], dtype=torch.int32)
+        return Proposal(
+            torch.tensor(padded, dtype=torch.int32).view(len(drafts), k),
+            count,
+            torch.full_like(count, -1),
+            torch.zeros_like(count),
+        )
+
+
+def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False) -> Guess:
+    """Knows the texts (prompt + output) and continues whichever the history begins; the draft of
+    every absolute position `at` for which `wrong(at)` holds is another token."""
+
+    def next_tokens(history: list[int], wanted: int) -> list[int]:
+        n = len(history)
+        text = next((t for t in texts if t[:n] == history and len(t) > n), history)
+        return [
+            t + (1 if t == 0 else -1) if wrong(n + i) else t for i, t in enumerate(text[n : n + wanted])
+        ]
+
+    return Guess(next_tokens)
+
+
+def junk(vocab_size: int, seed: int = 0) -> Guess:
+    """Random drafts, of random number."""
+    rng = random.Random(seed)
+    return Guess(lambda _, wanted: rng.choices(range(vocab_size), k=rng.randint(0, wanted)))
+
+
+def random_jobs(
+    rng: random.Random, vocab_size: int, count: int, max_prompt: int = 60, max_tokens: int = 40
+) -> list[Job]:
+    """Prompts with repetition, some sharing a beginning, and all kinds of parameters."""
+    common = [rng.randrange(vocab_size) for _ in range(rng.choice((0, 16, 33)))]
+    return [
+        Job(_prompt(rng, vocab_size, common, max_prompt), _params(rng, vocab_size, max_tokens))
+        for _ in range(count)
+    ]
+
+
+def _prompt(rng: random.Random, vocab_size: int, common: list[int], longest: int) -> list[int]:
+    phrase = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))]
+    prompt = common * rng.randint(0, 1)
+    for _ in range(rng.randint(1, 6)):
+        prompt = prompt + phrase + [rng.randrange(vocab_size) for _ in range(rng.randint(0, 4))]
+    return prompt[: rng.randint(1, longest)]
+
+
+def _params(rng: random.Random, vocab_size: int, max_tokens: int) -> SamplingParams:
+    def some(value: Any, default: Any = None) -> Any:
+        return value if rng.random() < 0.3 else default
+
+    def token() -> int:
+        return rng.randrange(vocab_size)
+
+    limit = rng.randint(1, max_tokens)
+    return SamplingParams(
+        temperature=rng.choice((0.0, 0.0, 0.3, 1.0)),
+        top_p=some(rng.uniform(0.3, 1.0), 1.0),
+        top_k=some(rng.randint(1, 10), 0),
+        min_p=some(rng.uniform(0.0, 0.3), 0.0),
+        seed=rng.randrange(-(2**63), 2**63),
+        max_tokens=some(None, limit),
+        min_tokens=some(rng.randint(0, limit), 0),
+        stop_token_ids=some([token() for _ in range(3)], ()),
+        logprobs=some(rng.randint(0, 5)),
+        presence_penalty=some(rng.uniform(-1, 1), 0.0),
+        frequency_penalty=some(rng.uniform(-1, 1), 0.0),
+        repetition_penalty=some(rng.uniform(0.7, 1.5), 1.0),
+        logit_bias=some({token(): rng.uniform(-3, 5) for _ in range(3)}, {}),
+        num_speculative_tokens=rng.choice((0, 1, 5, None, None, None)),
+    )

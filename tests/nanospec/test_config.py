@@ -1,0 +1,92 @@
+"""Settings refuse bad values with one sentence that names the value and the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from nanospec.config import EngineConfig, SpecConfig
+from nanospec.llm import resolve_device
+
+BAD_SPEC = [
+    ({"method": "tree"}, "method='tree' is unknown; use one of ngram, none."),
+    ({"num_speculative_tokens": -1}, "=-1 must be 'auto' or an int from 0 to 63."),
+    ({"num_speculative_tokens": 64}, "=64 must be 'auto' or an int from 0 to 63."),
+    ({"num_speculative_tokens": "5"}, "='5' must be 'auto' or an int from 0 to 63."),
+    ({"num_speculative_tokens": True}, "=True must be 'auto' or an int from 0 to 63."),
+    ({"prompt_lookup_min": 0}, "prompt_lookup_min=0 must be an integer from 1 to 32."),
+    ({"prompt_lookup_max": 33}, "prompt_lookup_max=33 must be an integer from 1 to 32."),
+    ({"prompt_lookup_max": 2.5}, "prompt_lookup_max=2.5 must be an integer from 1 to 32."),
+    (
+        {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+        "prompt_lookup_min=4 must not exceed prompt_lookup_max=3.",
+    ),
+    ({"max_speculative_tokens": 0}, "max_speculative_tokens=0 must be an integer from 1 to 63."),
+]
+BAD_ENGINE = [
+    ({"spec": "ngram"}, "spec='ngram' must be a SpecConfig"),
+    ({"max_num_seqs": 0}, "max_num_seqs=0 must be an integer of at least 1."),
+    ({"max_num_seqs": "4"}, "max_num_seqs='4' must be an integer of at least 1."),
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 must be an integer of at least 1."),
+    ({"max_model_len": 1}, "max_model_len=1 must be an integer of at least 2."),
+    ({"block_size": 8}, "block_size=8 must be an integer of at least 16."),
+    ({"block_size": 24}, "block_size=24 must be a power of two, at least 16."),
+    ({"block_size": 16.0}, "block_size=16.0 must be an integer of at least 16."),
+    ({"kv_cache_memory": 0}, "kv_cache_memory=0 must be an integer of at least 1."),
+    ({"kv_cache_memory": 1e9}, "kv_cache_memory=1000000000.0 must be an integer"),
+    ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False."),
+    ({"seed": 2**63}, "seed=9223372036854775808 must be an integer from"),
+]
+
+
+def case_id(value: Any) -> str:
+    return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD_SPEC, ids=case_id)
+def test_bad_speculation_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        SpecConfig(**options)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD_ENGINE, ids=case_id)
+def test_bad_engine_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        EngineConfig(**options)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [SpecConfig, EngineConfig])
+def test_unknown_settings_are_a_type_error(kind: type) -> None:
+    with pytest.raises(TypeError, match="max_nun_seqs"):
+        kind(max_nun_seqs=3)
+
+
+@pytest.mark.parametrize("config", [SpecConfig(), EngineConfig()], ids=["spec", "engine"])
+def test_settings_are_frozen(config: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("options", "max_k"),
+    [
+        ({"num_speculative_tokens": "auto", "max_speculative_tokens": 9}, 9),
+        ({"num_speculative_tokens": 63}, 63),
+        ({"num_speculative_tokens": 0}, 0),
+        ({"num_speculative_tokens": 5, "method": "none"}, 0),
+        ({"method": "none"}, 0),
+    ],
+    ids=case_id,
+)
+def test_max_k_is_the_most_drafts_that_can_occur(options: dict[str, Any], max_k: int) -> None:
+    assert SpecConfig(**options).max_k == max_k
+
+
+@pytest.mark.parametrize("name", ["gpu", "mps", "cuda:x", 3])
+def test_devices_that_do_not_exist_are_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"use 'auto', 'cpu' or 'cuda'"):
+        resolve_device(name)

@@ -1,0 +1,110 @@
+"""`SamplingParams` refuses bad values with one sentence that names the value and the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from nanospec.sampling import MAX_STOP_IDS, SamplingParams
+
+BIG = 2**31 - 1
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"n": 0}, "n=0 must be an integer from 1 to 1024."),
+    ({"n": 1.0}, "n=1.0 must be an integer from 1 to 1024."),
+    ({"n": True}, "n=True must be an integer from 1 to 1024."),
+    ({"temperature": -0.1}, "temperature=-0.1 must be a number from 0 to 100."),
+    ({"temperature": float("nan")}, "temperature=nan must be a number from 0 to 100."),
+    ({"temperature": "hot"}, "temperature='hot' must be a number from 0 to 100."),
+    ({"top_p": 0}, "top_p=0 must be above 0; for greedy decoding use temperature=0."),
+    ({"top_p": 1.01}, "top_p=1.01 must be a number from 0 to 1."),
+    ({"top_k": -2}, f"top_k=-2 must be an integer from -1 to {BIG}."),
+    ({"top_k": 2.0}, f"top_k=2.0 must be an integer from -1 to {BIG}."),
+    ({"min_p": 1.5}, "min_p=1.5 must be a number from 0 to 1."),
+    ({"seed": 2**63}, f"seed={2**63} must be an integer from {-(2**63)} to {2**63 - 1}."),
+    ({"seed": 1.5}, "seed=1.5 must be an integer"),
+    ({"max_tokens": 0}, f"max_tokens=0 must be an integer from 1 to {BIG}."),
+    ({"min_tokens": -1}, f"min_tokens=-1 must be an integer from 0 to {BIG}."),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 must not exceed max_tokens=4."),
+    ({"min_tokens": 17}, "min_tokens=17 must not exceed max_tokens=16."),
+    ({"stop": ""}, "stop='' must be a non-empty string or a list of such."),
+    ({"stop": ["a", ""]}, "stop=['a', ''] must be a non-empty string or a list of such."),
+    ({"stop": 5}, "stop=5 must be a non-empty string or a list of such."),
+    ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list of at most 24 token ids."),
+    ({"stop_token_ids": range(25)}, "stop_token_ids=range(0, 25) must be a list of at most 24"),
+    ({"stop_token_ids": [-1]}, f"stop_token_ids: token=-1 must be an integer from 0 to {BIG}."),
+    ({"stop_token_ids": "ab"}, "stop_token_ids: token='a' must be an integer"),
+    ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False."),
+    ({"logprobs": 21}, "logprobs=21 must be an integer from 0 to 20."),
+    ({"logprobs": -1}, "logprobs=-1 must be an integer from 0 to 20."),
+    ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be a number from -2 to 2."),
+    ({"frequency_penalty": -3}, "frequency_penalty=-3 must be a number from -2 to 2."),
+    ({"repetition_penalty": 0}, "repetition_penalty=0 must be above 0"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0 must be a number from 0 to 100."),
+    ({"logit_bias": [1]}, "logit_bias=[1] must map token ids to numbers."),
+    ({"logit_bias": {"a": 1}}, "logit_bias: token='a' must be an integer"),
+    ({"logit_bias": {1.5: 1}}, "logit_bias: token=1.5 must be an integer"),
+    ({"logit_bias": {7: "x"}}, "logit_bias[7]='x' must be a number from -1000000 to 1000000."),
+    ({"logit_bias": {7: float("inf")}}, "logit_bias[7]=inf must be a number"),
+    ({"num_speculative_tokens": 64}, "num_speculative_tokens=64 must be an integer from 0 to 63."),
+    ({"num_speculative_tokens": "auto"}, "num_speculative_tokens='auto' must be an integer"),
+]
+
+
+def case_id(value: Any) -> str:
+    return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD, ids=case_id)
+def test_bad_values_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**options)
+    assert sentence in str(caught.value)
+
+
+def test_every_field_with_a_limit_is_checked() -> None:
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {name for options, _ in BAD for name in options} == fields
+
+
+def test_unknown_arguments_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+def test_params_are_frozen_and_keep_no_reference_to_what_they_were_given() -> None:
+    stop, bias = ["a"], {1: 2.0}
+    params = SamplingParams(stop=stop, logit_bias=bias)
+    stop.append("b")
+    bias[2] = 1.0
+    assert params.stop == ("a",)
+    assert params.logit_bias == {1: 2.0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 2  # type: ignore[misc]
+
+
+def test_shorthands_and_limits_are_taken() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(logit_bias={"12": 1}).logit_bias == {12: 1}  # type: ignore[dict-item]
+    empty = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert (empty.stop, empty.stop_token_ids, empty.logit_bias) == ((), (), {})
+    SamplingParams(top_p=1, top_k=-1, min_p=1, temperature=100, repetition_penalty=100)
+    SamplingParams(seed=-(2**63), stop_token_ids=range(MAX_STOP_IDS - 8), logprobs=0)
+    SamplingParams(max_tokens=None, min_tokens=BIG)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {0: 1.0}},
+        {"min_tokens": 1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+    ],
+    ids=case_id,
+)
+def test_what_changes_logits_is_known_to(options: dict[str, Any]) -> None:
+    assert SamplingParams(**options).shapes_logits
+    assert not SamplingParams(temperature=0.5, top_p=0.5, top_k=3, min_p=0.1).shapes_logits
