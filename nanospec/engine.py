@@ -16,17 +16,18 @@ from typing import NamedTuple
 
 from .blocks import BlockPool
 from .config import EngineConfig
-from .drafters import NgramDrafter
+from .drafters import Drafter, NgramDrafter
 from .graphs import StepGraphs
 from .kernels import commit
 from .memory import plan_cache
 from .metrics import Metrics
 from .model import Model
 from .policy import AutoPolicy, FixedPolicy, Policy
-from .request import Logprob, Request, Status, StepOutput
+from .request import Logprob, Request, StepOutput
 from .runner import Logprobs, Runner
 from .sampling import MAX_STOP_IDS, SamplingParams
 from .scheduler import Plan, Scheduler
+from .simulation import Simulation
 from .state import State
 from .tokenizer import Detokenizer, Tokenizer
 
@@ -52,7 +53,14 @@ class Flight(NamedTuple):
 class Engine:
     """Runs requests on one model."""
 
-    def __init__(self, config: EngineConfig, model: Model, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        simulation: Simulation | None = None,
+    ) -> None:
+        """`simulation` is for benchmarks: it makes up the output (see `simulation.py`)."""
         self.config, self.model, self.tokenizer = config, model, tokenizer
         spec, size = config.spec, config.block_size
         num_blocks, self.max_model_len = plan_cache(config, model)
@@ -74,8 +82,12 @@ class Engine:
             model.config.vocab_size,
             model.device,
         )
-        drafter = NgramDrafter(spec) if spec.max_k else None
-        self.runner = Runner(model, self.state, num_blocks, size, drafter, self.metrics)
+        drafter: Drafter | None = NgramDrafter(spec) if spec.max_k else None
+        self.simulation = simulation
+        if simulation is not None:
+            drafter = simulation.drafter or drafter
+            self.metrics.simulated = simulation.label
+        self.runner = Runner(model, self.state, num_blocks, size, drafter, self.metrics, simulation)
         self.graphs: StepGraphs | None = None
         if not (not on_gpu if config.enforce_eager is None else config.enforce_eager):
             self.graphs = StepGraphs(self.runner, config.max_num_seqs, spec.ks, config.lazy_capture)
@@ -146,12 +158,13 @@ class Engine:
             salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
             detokenizer=Detokenizer(self.tokenizer) if self.tokenizer is not None else None,
         )
+        request.simulated = self.metrics.simulated
         self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
         """End a request now; what it has produced stays."""
-        if request.status is Status.FINISHED:
+        if request.is_finished:
             return
         request.finish("abort")
         self.scheduler.finish(request)
@@ -198,6 +211,8 @@ class Engine:
         for request in plan.admitted:
             self.state.admit(request, self.config.spec)
             self.policy.reset(request.row)
+            if self.simulation is not None:
+                self.simulation.admit(request, self.state)
         for request in plan.grown:
             if request.row >= 0:  # not preempted since
                 self.state.write_blocks(request)
@@ -228,17 +243,18 @@ class Engine:
             logprobs = None
             if (num_top := request.params.logprobs) is not None:
                 logprobs = [_as_dict(t, *next(reported), num_top) for t in tokens[:kept]]
-            if request.status is Status.FINISHED:
+            if request.is_finished:
                 continue  # by the host, after this step was queued
             touched.append(request)
             self.policy.observe(row, match, drafted, accepted)
             before = request.num_tokens
-            request.append(StepOutput(tokens[:kept], drafted, accepted, source, FINISH[code], logprobs))
+            step = StepOutput(tokens[:kept], drafted, accepted, source, FINISH[code], logprobs)
+            ended = request.append(step)
             accepted = min(accepted, request.num_tokens - before)
             self.metrics.spec.record(drafted, accepted, request.num_tokens - before)
             if request.row >= 0:  # not preempted since
                 self.scheduler.register(request)
-            if request.status is Status.FINISHED:
+            if ended:
                 if request.error is not None:  # what it computed may be NaN
                     self.scheduler.pool.forget(request.blocks)
                 self.scheduler.finish(request)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class EagerRecording:
 class CudaRecording:
     """Captures the step as a CUDA graph."""
 
-    pool: tuple[int, int] | None = None  # shared by all recordings
+    pool: Any = None  # shared by all recordings
 
     def __init__(self, step: Step, rows: Tensor) -> None:
         self.rows = rows

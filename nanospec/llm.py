@@ -43,6 +43,7 @@ class Completion:
         stats: what speculation did for it.
         seconds, first_token_seconds: from its arrival to its end, and to its first token.
         num_cached_tokens, num_preemptions: what the cache and the scheduler did with it.
+        simulated: what made the output up, in a benchmark; None for output of the model.
     """
 
     text: str
@@ -56,6 +57,7 @@ class Completion:
     first_token_seconds: float
     num_cached_tokens: int
     num_preemptions: int
+    simulated: str | None = None
 
     @classmethod
     def of(cls, request: Request) -> Completion:
@@ -74,6 +76,7 @@ class Completion:
             first_token_seconds=(request.first_token_time or end) - request.arrival_time,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
+            simulated=request.simulated,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,6 +89,7 @@ class Completion:
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             **({"error": self.error} if self.error else {}),
+            **({"simulated": self.simulated} if self.simulated else {}),
             **({"logprobs": logprobs} if logprobs is not None else {}),
             "stats": {
                 **self.stats.to_dict(),

@@ -94,6 +94,8 @@ class Metrics:
         default_factory=lambda: dict.fromkeys(STAGES, 0.0)
     )
 
+    simulated: str | None = None  # what made the output up, in a benchmark
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time of the `with` block to a stage."""
@@ -105,6 +107,7 @@ class Metrics:
 
     def to_dict(self) -> dict[str, object]:
         return {
+            **({"simulated": self.simulated} if self.simulated else {}),
             **self.spec.to_dict(),
             "num_forward_steps": self.num_forward_steps,
             "num_prefill_tokens": self.num_prefill_tokens,

@@ -76,6 +76,7 @@ class Request:
     num_registered: int = 0  # blocks named in the prefix cache
     finish_reason: str | None = None
     error: str | None = None
+    simulated: str | None = None  # what made the output up, in a benchmark
     text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     draft_sources: list[int] = field(default_factory=list)
@@ -102,6 +103,10 @@ class Request:
         return len(self.tokens)
 
     @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
     def is_prefilled(self) -> bool:
         """Whether it can take part in decoding."""
         return self.num_computed >= self.num_tokens - 1
@@ -113,8 +118,8 @@ class Request:
             self._hashes.append(block_hash(parent, self.tokens[i * block_size : (i + 1) * block_size]))
         return self._hashes
 
-    def append(self, step: StepOutput) -> None:
-        """Take a step's tokens, cut at the first stop string, and finish if it is time to."""
+    def append(self, step: StepOutput) -> bool:
+        """Take a step's tokens, cut at the first stop string; returns whether that ended the request."""
         finish, kept, at_string = step.finish, 0, False
         for token in step.tokens:
             self.tokens.append(token)
@@ -141,6 +146,7 @@ class Request:
             finish = "abort"
         if finish is not None:
             self.finish(finish, flush=not at_string)
+        return finish is not None
 
     def _append_text(self, new: str) -> bool:
         """Add text; at a stop string that it completes cut everything off and return True."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .drafters import NgramDrafter
+from .drafters import Drafter
 from .kernels.commit import RUNNING, commit
 from .kernels.dispatch import use_triton
 from .kernels.ngram import Proposal
@@ -27,6 +27,7 @@ from .kernels.verify import verify
 from .metrics import Metrics
 from .model import Model
 from .policy import CostTable, Policy
+from .simulation import Simulation
 from .state import State
 
 COST_SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens per step at which the cost is measured
@@ -69,11 +70,12 @@ class Runner:
         state: State,
         num_blocks: int,
         block_size: int,
-        drafter: NgramDrafter | None,
+        drafter: Drafter | None,
         metrics: Metrics,
+        simulation: Simulation | None = None,
     ) -> None:
         self.model, self.state = model, state
-        self.drafter, self.metrics = drafter, metrics
+        self.drafter, self.metrics, self.simulation = drafter, metrics, simulation
         self.block_size = block_size
         self.kv_cache = torch.zeros(
             kv_shape(model, num_blocks, block_size), dtype=model.dtype, device=model.device
@@ -117,7 +119,8 @@ class Runner:
             running = self._running(torch.tensor(rows, dtype=torch.int32, device=self.model.device))
             if not bool((running >= 0).any()):  # all have ended, and the host will soon know
                 nothing = torch.zeros(len(rows), NUM_COLUMNS, dtype=torch.int32)
-                return StepResult(nothing, nothing, nothing[:, 0], nothing[:0])
+                logits = torch.zeros(0, self.model.config.vocab_size)
+                return StepResult(nothing, nothing, nothing[:, 0], logits)
             proposal = self._propose(running, k)
             if k:
                 proposal = proposal._replace(num_drafts=policy.limit(running, proposal))
@@ -144,6 +147,8 @@ class Runner:
             logits = self.model.logits(self.model.forward(input_ids, self.kv_cache, batch))
         with self.metrics.stage("verify"):
             targets = sample(logits, input_ids, rows, state.params, batch)
+            if self.simulation is not None:
+                targets = self.simulation.targets(targets, input_ids, rows, batch)
             verdict = verify(targets, input_ids, batch)
             kept = commit(
                 state.tokens,
