@@ -7,8 +7,16 @@
 * `linear_add`: linear plus a residual of the output's shape
 * `norm_swiglu`: silu(gate) * up, where [gate; up] = weight [2I, K] applied to RMSNorm(x)
 
+A decoder layer thus launches 7 kernels: norm_linear (qkv), rope_cache, two of attention, linear_add
+(o), norm_swiglu (gate and up), linear_add (down).
+
 On a CPU `pack` reorders a weight once for oneDNN, which makes a product of few rows 1.4 times (bf16)
 to 3 times (fp32) as fast as `F.linear`; every function takes packed and plain weights alike.
+
+The kernel (`skinny.py`) is for up to `MAX_ROWS` rows, what a decode step scores: it streams the weight
+once, and a row's bits do not depend on the other rows. Longer inputs, which are prefill, go to the
+vendor's library with the norm as a launch of its own: for speculation to change no bit, B * (K + 1) must
+not exceed `MAX_ROWS`.
 """
 
 from __future__ import annotations
@@ -17,7 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import norm
+from . import norm, skinny
+from .dispatch import use_triton
+
+MAX_ROWS = 1024
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -25,18 +36,22 @@ def pack(weight: Tensor) -> Tensor:
 
     A packed weight is good for the functions of this file only.
     """
-    if weight.is_cuda or not torch.backends.mkldnn.is_available() or weight.dtype == torch.float16:
+    if use_triton(weight) or weight.is_cuda or weight.dtype == torch.float16:
+        return weight
+    if not torch.backends.mkldnn.is_available():
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias."""
-    return naive(x, weight, bias)
+    return skinny.launch(x, weight, bias) if _skinny(x) else naive(x, weight, bias)
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """residual + x @ weight.T + bias."""
+    if _skinny(x):
+        return skinny.launch(x, weight, bias, residual=residual)
     return naive_add(x, weight, residual, bias)
 
 
@@ -44,12 +59,20 @@ def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """RMSNorm(x) @ weight.T + bias."""
-    return naive(norm.naive(x, norm_weight, eps), weight, bias)
+    if _skinny(x):
+        return skinny.launch(x, weight, bias, norm_weight=norm_weight, eps=eps)
+    return naive(norm.rms_norm(x, norm_weight, eps), weight, bias)
 
 
 def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
     """silu(gate) * up of RMSNorm(x); weight is [2I, K], gate rows first; gives [T, I]."""
-    return naive_swiglu(norm.naive(x, norm_weight, eps), weight)
+    if _skinny(x):
+        return skinny.launch(x, weight, norm_weight=norm_weight, eps=eps, swiglu=True)
+    return naive_swiglu(norm.rms_norm(x, norm_weight, eps), weight)
+
+
+def _skinny(x: Tensor) -> bool:
+    return use_triton(x) and x.shape[0] <= MAX_ROWS
 
 
 def naive(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -21,16 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import arch, next_power_of_2
+from .launch import LOG2_E, arch, check_attention, next_power_of_2
 from .rows import Rows
-
-LOG2_E = 1.4426950408889634
 
 # (queries per tile, keys per tile, warps, stages) by architecture, then by padded head dimension.
 CONFIGS = {
-    "sm_80": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)},
-    "sm_90": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
-    "sm_100": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "sm_80": {64: (128, 64, 8, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2)},
+    "sm_90": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+    "sm_100": {64: (128, 64, 8, 2), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
     "gfx942": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
 }
 FP32_CONFIG = (32, 32, 4, 1)  # for tests
@@ -66,16 +64,18 @@ def naive(
 
 @triton.jit
 def _key_tile(
-    acc, m, l, q, keys, values, table, begin, j, d, base, i, kv_len, window, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, m, z, q, keys, values, table, begin, j, d, base, i, kv_len, window, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the online softmax of q [BLOCK_Q, D] over cache indices begin + j."""
     j = begin + j
     inside = j < kv_len
     page = tl.load(table + j // BLOCK_SIZE, inside, other=0).to(tl.int64)
     at = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
-    full = inside[:, None] & (d < HEAD_DIM)[None, :]
+    full = inside[:, None]
+    if HEAD_DIM < BLOCK_D:
+        full = full & (d < HEAD_DIM)[None, :]
     k = tl.load(keys + at, full, other=0.0)  # [BLOCK_N, D]
     v = tl.load(values + at, full, other=0.0)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_Q, BLOCK_N]
@@ -88,9 +88,9 @@ def _key_tile(
     new_m = tl.maximum(m, tl.maximum(tl.max(s, 1), -1e30))
     p = tl.exp2(s - new_m[:, None])
     alpha = tl.exp2(m - new_m)
-    l = l * alpha + tl.sum(p, 1)
+    z = z * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, new_m, l
+    return acc, new_m, z
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -120,29 +120,29 @@ def _prefill(
 
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], -1e30, tl.float32)
-    l = tl.zeros([BLOCK_Q], tl.float32)
+    z = tl.zeros([BLOCK_Q], tl.float32)
     kv_len = base + tl.minimum(first + BLOCK_Q, n)
     diagonal = (base + first) // BLOCK_N * BLOCK_N  # every query of the tile sees what is before
     begin = 0
     if WINDOW:
         begin = tl.maximum(base + first - window + 1, 0) // BLOCK_N * BLOCK_N
     for tile in range(begin, diagonal, BLOCK_N):
-        acc, m, l = _key_tile(
-            acc, m, l, query, keys, values, table, tile, j, d, base, i, kv_len, window, scale,
-            HEAD_DIM, BLOCK_SIZE, WINDOW, WINDOW, PRECISION,
+        acc, m, z = _key_tile(
+            acc, m, z, query, keys, values, table, tile, j, d, base, i, kv_len, window, scale,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, WINDOW, PRECISION,
         )  # fmt: skip
     for tile in range(tl.maximum(diagonal, begin), kv_len, BLOCK_N):
-        acc, m, l = _key_tile(
-            acc, m, l, query, keys, values, table, tile, j, d, base, i, kv_len, window, scale,
-            HEAD_DIM, BLOCK_SIZE, WINDOW, True, PRECISION,
+        acc, m, z = _key_tile(
+            acc, m, z, query, keys, values, table, tile, j, d, base, i, kv_len, window, scale,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, True, PRECISION,
         )  # fmt: skip
-    tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), inside)
+    tl.store(out + at, (acc / tl.where(i < n, z, 1.0)[:, None]).to(out.dtype.element_ty), inside)
 
 
 def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float, window: int | None
 ) -> Tensor:
-    """Run the kernel; `attention` has checked the arguments."""
+    check_attention(q, k_cache, v_cache)
     if rows.ancestors is not None:
         raise ValueError("Prefill attention is for chains; a tree has at most 64 queries per row.")
     num_heads, head_dim = q.shape[1:]

@@ -10,6 +10,9 @@ import torch
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 
+if not torch.cuda.is_available():  # the kernels run in Triton's interpreter, set before its import
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     torch.set_num_threads(1)
 

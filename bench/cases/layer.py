@@ -1,0 +1,262 @@
+"""The kernels of a decoder layer at the shapes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.cases import Built, Call, Case
+from nanospec.kernels.attention import attention
+from nanospec.kernels.kv_move import kv_move
+from nanospec.kernels.linear import linear, linear_add, norm_linear, norm_swiglu
+from nanospec.kernels.norm import rms_norm
+from nanospec.kernels.rope_cache import rope_cache
+from nanospec.kernels.rows import Rows
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's kernels see of it."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    qk_norm: bool = False
+    window: int | None = None
+
+
+SMOLLM2 = Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152)
+QWEN3_SMALL = Shape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936, qk_norm=True)
+LLAMA_1B = Shape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256)
+QWEN3_8B = Shape("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True)
+MODELS = (SMOLLM2, QWEN3_SMALL, LLAMA_1B, QWEN3_8B)
+
+# Head dimensions and groups that the models above lack.
+PHI = Shape("phi-3-mini", 3072, 8192, 32, 32, 96, 32064, window=2047)
+STABLE = Shape("stablelm-d80", 2560, 6912, 32, 32, 80, 50304)
+GEMMA = Shape("gemma-2b-mqa-d256", 2048, 16384, 8, 1, 256, 256000)
+
+
+def cases() -> Iterator[Case]:
+    yield from norm_cases()
+    yield from attention_cases()
+    yield from linear_cases()
+    yield from rope_cases()
+    yield from move_cases()
+
+
+def norm_cases() -> Iterator[Case]:
+    for width in (576, 1024, 2048, 4096, 8192):
+        for rows in (1, 320):
+
+            def build(device: str, width: int = width, rows: int = rows) -> Built:
+                x = torch.randn(rows, width, device=device, dtype=BF16)
+                weight = torch.randn(width, device=device, dtype=BF16)
+                return Built(lambda: rms_norm(x, weight, 1e-6))
+
+            yield Case("rms_norm", f"H{width}-T{rows}", build, bytes=(2 * rows + 1) * width * 2)
+
+
+def make_rows(device: str, B: int, Q: int, length: int, block_size: int, tree: bool = False) -> Rows:
+    """B rows of Q queries after `length - Q` cached tokens, in pages of random order."""
+    blocks = -(-length // block_size)
+    table = torch.randperm(B * blocks, device=device).int().view(B, blocks)
+    start = torch.arange(B, device=device, dtype=torch.int32) * Q
+    place = torch.arange(Q, device=device, dtype=torch.int32)
+    positions = (length - Q + place).repeat(B)
+    slots = table[:, positions[:Q].long() // block_size] * block_size + positions[:Q] % block_size
+    ancestors = None
+    if tree:  # a chain, stated as a tree
+        ancestors = ((torch.ones_like(place, dtype=torch.int64) << (place + 1)) - 1).repeat(B)
+    return Rows(
+        positions=positions,
+        slots=slots.flatten(),
+        block_table=table,
+        q_start=start,
+        q_len=torch.full_like(start, Q),
+        base_len=torch.full_like(start, length - Q),
+        max_q_len=Q,
+        max_kv_len=length,
+        ancestors=ancestors,
+    )
+
+
+def make_cache(device: str, shape: Shape, rows: Rows, block_size: int) -> tuple[Tensor, Tensor]:
+    size = (shape.kv_heads, rows.block_table.numel(), block_size, shape.head_dim)
+    return (
+        torch.randn(size, device=device, dtype=BF16),
+        torch.randn(size, device=device, dtype=BF16),
+    )
+
+
+def attention_cases() -> Iterator[Case]:
+    for shape in (QWEN3_SMALL, QWEN3_8B):
+        for B in (1, 4, 16, 64):
+            for length in (1024, 4096, 16384):
+                for Q in (1, 5):
+                    yield attention_case(shape, B, Q, length)
+    for shape in (SMOLLM2, LLAMA_1B, PHI, STABLE, GEMMA):
+        yield attention_case(shape, 8, 5, 4096)
+    yield attention_case(QWEN3_8B, 8, 16, 4096, tree=True)
+    yield attention_case(PHI, 8, 16, 4096, tree=True)
+    for shape in (*MODELS, PHI, GEMMA):  # prefill: the second half of a prompt
+        yield attention_case(shape, 1, 2048, 4096)
+
+
+def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False) -> Case:
+    block_size = 16
+    scale = shape.head_dim**-0.5
+
+    def build(device: str) -> Built:
+        rows = make_rows(device, B, Q, length, block_size, tree)
+        k_cache, v_cache = make_cache(device, shape, rows, block_size)
+        q = torch.randn(B * Q, shape.heads, shape.head_dim, device=device, dtype=BF16)
+        return Built(
+            lambda: attention(q, k_cache, v_cache, rows, scale, shape.window),
+            {} if device == "meta" or tree or shape.window else sdpa(q, k_cache, v_cache, rows, scale),
+        )
+
+    seen = min(length, (shape.window or length) + Q)
+    kv = B * seen * shape.kv_heads * shape.head_dim * 2 * 2
+    qo = 2 * B * Q * shape.heads * shape.head_dim * 2
+    pairs = B * Q * (seen - Q // 2)  # (query, key) pairs of a head
+    return Case(
+        "attention",
+        f"{shape.name}-B{B}-q{Q}-L{length}" + ("-tree" if tree else ""),
+        build,
+        bytes=kv + qo,
+        flops=4 * pairs * shape.heads * shape.head_dim,
+        dots=True,
+    )
+
+
+def sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float) -> dict[str, Call]:
+    """torch's attention over keys and values that were gathered beforehand, which is not timed.
+
+    `sdpa` computes the same; `sdpa_unmasked` lets every query see everything, so that torch may take
+    its fastest kernel.
+    """
+    Q, length = rows.max_q_len, rows.max_kv_len
+    kv_heads, _, _, head_dim = k_cache.shape
+    k, v = (
+        cache.index_select(1, rows.block_table.flatten())
+        .view(kv_heads, rows.num_rows, -1, head_dim)
+        .transpose(0, 1)[:, :, :length]
+        .contiguous()
+        for cache in (k_cache, v_cache)
+    )
+    queries = q.view(rows.num_rows, Q, -1, head_dim).transpose(1, 2)
+    i = torch.arange(Q, device=q.device)[:, None] + length - Q
+    mask = torch.arange(length, device=q.device) <= i
+
+    def call(attn_mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            queries, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=True
+        )
+
+    if Q == 1:
+        return {"sdpa": lambda: call(None)}
+    return {"sdpa": lambda: call(mask), "sdpa_unmasked": lambda: call(None)}
+
+
+def linear_cases() -> Iterator[Case]:
+    for shape in MODELS:
+        for T in (1, 5, 20, 64, 320):
+            yield from layer_linears(shape, T)
+
+
+def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
+    """The four products of a layer and the output head, for T tokens."""
+    H, inner = shape.hidden, shape.intermediate
+    q_width = shape.heads * shape.head_dim
+    qkv_width = q_width + 2 * shape.kv_heads * shape.head_dim
+
+    def normal(device: str, *size: int) -> Tensor:
+        return torch.randn(size, device=device, dtype=BF16)
+
+    def qkv(device: str) -> Built:
+        x, scale, w = normal(device, T, H), normal(device, H), normal(device, qkv_width, H)
+        bias = normal(device, qkv_width) if shape is QWEN3_SMALL else None
+        return Built(lambda: norm_linear(x, scale, 1e-6, w, bias), {"cublas": lambda: x @ w.T})
+
+    def o(device: str) -> Built:
+        x, w, residual = normal(device, T, q_width), normal(device, H, q_width), normal(device, T, H)
+        return Built(lambda: linear_add(x, w, residual), {"cublas": lambda: x @ w.T})
+
+    def gate_up(device: str) -> Built:
+        x, scale, w = normal(device, T, H), normal(device, H), normal(device, 2 * inner, H)
+        return Built(lambda: norm_swiglu(x, scale, 1e-6, w), {"cublas": lambda: x @ w.T})
+
+    def down(device: str) -> Built:
+        x, w, residual = normal(device, T, inner), normal(device, H, inner), normal(device, T, H)
+        return Built(lambda: linear_add(x, w, residual), {"cublas": lambda: x @ w.T})
+
+    def head(device: str) -> Built:
+        x, w = normal(device, T, H), normal(device, shape.vocab, H)
+        return Built(lambda: linear(x, w), {"cublas": lambda: x @ w.T})
+
+    for name, build, N, K, out in (
+        ("norm_linear", qkv, qkv_width, H, qkv_width),
+        ("linear_add", o, H, q_width, 2 * H),
+        ("norm_swiglu", gate_up, 2 * inner, H, inner),
+        ("linear_add", down, H, inner, 2 * H),
+        ("linear", head, shape.vocab, H, shape.vocab),
+    ):
+        label = f"{shape.name}-{build.__name__}-T{T}"
+        moved = 2 * (N * K + T * K + T * out)
+        yield Case(name, label, build, bytes=moved, flops=2 * T * N * K, dots=True)
+
+
+def rope_cases() -> Iterator[Case]:
+    for shape in (*MODELS, PHI, GEMMA):
+        for B, Q in ((1, 1), (1, 5), (64, 5)):
+            yield rope_case(shape, B, Q)
+
+
+def rope_case(shape: Shape, B: int, Q: int) -> Case:
+    length, block_size = 1024, 16
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+
+    def build(device: str) -> Built:
+        rows = make_rows(device, B, Q, length, block_size)
+        k_cache, v_cache = make_cache(device, shape, rows, block_size)
+        qkv = torch.randn(B * Q, width, device=device, dtype=BF16)
+        cos_sin = torch.randn(length, shape.head_dim, device=device)
+        norms = torch.randn(2, shape.head_dim, device=device, dtype=BF16) if shape.qk_norm else (None, None)
+        return Built(lambda: rope_cache(qkv, cos_sin, k_cache, v_cache, rows, norms[0], norms[1]))
+
+    moved = B * Q * (2 * width * 2 + shape.head_dim * 4)
+    return Case("rope_cache", f"{shape.name}-B{B}-q{Q}", build, bytes=moved)
+
+
+def move_cases() -> Iterator[Case]:
+    for shape, layers in ((QWEN3_SMALL, 28), (LLAMA_1B, 16), (PHI, 32)):
+        for B in (1, 64):
+            yield move_case(shape, layers, B)
+
+
+def move_case(shape: Shape, layers: int, B: int) -> Case:
+    """Every row accepts 4 nodes of a tree of 16, of which 3 must move."""
+    nodes, emitted, length, block_size = 16, 4, 256, 16
+
+    def build(device: str) -> Built:
+        rows = make_rows(device, B, nodes, length, block_size)
+        size = (layers, 2, shape.kv_heads, rows.block_table.numel(), block_size, shape.head_dim)
+        cache = torch.randn(size, device=device, dtype=BF16)
+        path = torch.arange(nodes, device=device, dtype=torch.int32).repeat(B, 1)
+        path[:, 1:emitted] *= 4
+        count = torch.full((B,), emitted, device=device, dtype=torch.int32)
+        return Built(lambda: kv_move(cache, path, count, rows))
+
+    moved = B * (emitted - 1) * layers * 2 * shape.kv_heads * shape.head_dim * 2 * 2
+    return Case("kv_move", f"{shape.name}-B{B}", build, bytes=moved)

@@ -1,0 +1,263 @@
+"""Compile every production configuration of every kernel for GPUs that need not be there.
+
+    python bench/compile.py [--only attention] [--targets sm_90 gfx942] [--jobs 2] [--out bench/results]
+
+The cases of `bench/cases` are run on `meta` tensors while Triton's launch is replaced by a recorder,
+so what is compiled is exactly what a launch compiles: same types, alignment hints, constants, warps
+and stages. Each distinct kernel is then compiled per target down to machine code, and read:
+
+    registers, spills   per thread; spills are bytes of local memory (NVIDIA: stack frame plus local
+                        memory by cuobjdump; AMD: spilled registers, from the assembly's metadata)
+    shared              bytes of shared memory per program
+    mma                 the tensor-core instructions in it
+
+The results are a table in `compile.json` and `compile.md`; the last line printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # compiled kernels, whatever the caller tests
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+from bench.cases import Case, all_cases  # noqa: E402
+from nanospec.kernels import dispatch, launch  # noqa: E402
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+MMA = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma\.|mma\.sync|v_mfma)[\w.:]*")
+SHAPE = re.compile(r"m\d+n\d+k\d+|\d+x\d+x\d+")
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass
+class Result:
+    """One kernel of one case on one target. A case may launch several kernels."""
+
+    kernel: str
+    case: str
+    function: str
+    target: str
+    constants: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    spills: int
+    shared: int
+    mma: str
+    needs_mma: bool
+    seconds: float
+
+
+@dataclass
+class _Recorded:
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@contextmanager
+def recording() -> Iterator[list[_Recorded]]:
+    """Collect launches instead of making them."""
+    recorded: list[_Recorded] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        recorded.append(_Recorded(self, args, kwargs))
+
+    run = JITFunction.run
+    JITFunction.run = record
+    try:
+        yield recorded
+    finally:
+        JITFunction.run = run
+
+
+def launches(case: Case, target: str) -> list[_Recorded]:
+    """The launches that `case` makes on `target`."""
+    with dispatch.forced("triton"), launch.targeting(target), recording() as recorded:
+        case.build("meta").run()
+    if not recorded:
+        raise RuntimeError(f"{case.kernel} {case.label} launches no kernel on {target}.")
+    return recorded
+
+
+def _source(item: _Recorded, target: str) -> tuple[Any, dict[str, Any]]:
+    """What Triton's own launch would hand to its compiler."""
+    backend = make_backend(TARGETS[target])
+    kwargs = dict(item.kwargs, debug=False, instrumentation_mode="")
+    binder = create_function_from_signature(item.fn.signature, item.fn.params, backend)
+    bound, specialization, extra = binder(*item.args, **kwargs)
+    options, signature, constexprs, attrs = item.fn._pack_args(backend, kwargs, bound, specialization, extra)
+    return ASTSource(item.fn, signature, constexprs, attrs), options.__dict__
+
+
+def compile_one(case: Case, item: _Recorded, target: str) -> Result:
+    source, options = _source(item, target)
+    begin = time.perf_counter()
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    seconds = time.perf_counter() - begin
+    if target.startswith("sm"):
+        registers, spills = _nvidia_usage(compiled.asm["cubin"])
+        text = compiled.asm["ptx"]
+    else:
+        text = compiled.asm["amdgcn"]
+        registers = int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0])
+        spills = 4 * int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)[0])
+    names = item.fn.arg_names
+    constants = {
+        names[path[0]]: value
+        for path, value in source.constants.items()
+        if names[path[0]].isupper() and value is not None
+    }
+    return Result(
+        kernel=case.kernel,
+        case=case.label,
+        function=item.fn.__name__,
+        target=target,
+        constants=" ".join(f"{k}={v}" for k, v in constants.items()),
+        num_warps=compiled.metadata.num_warps,
+        num_stages=compiled.metadata.num_stages,
+        registers=registers,
+        spills=spills,
+        shared=compiled.metadata.shared,
+        mma=", ".join(sorted({_short(name) for name in MMA.findall(text)})),
+        needs_mma=case.dots and "dot" in item.fn.src,
+        seconds=round(seconds, 2),
+    )
+
+
+def _short(instruction: str) -> str:
+    """wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 -> wgmma m64n16k16"""
+    family = "mfma" if instruction.startswith("v_mfma") else instruction.split(".")[0]
+    shape = SHAPE.search(instruction)
+    return f"{family} {shape[0]}" if shape else family
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack frame and local memory) per thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    values = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return values["REG"], values["STACK"] + values["LOCAL"]
+
+
+def _key(item: _Recorded, target: str) -> str:
+    source, options = _source(item, target)
+    return f"{target} {source.hash()} {options['num_warps']} {options['num_stages']}"
+
+
+def compile_share(targets: list[str], only: str, index: int, count: int) -> list[Result]:
+    """Compile every `count`-th distinct kernel, from the `index`-th on: one process's share."""
+    seen: set[str] = set()
+    results = []
+    torch.set_num_threads(1)
+    for target in targets:
+        for case in all_cases():
+            if only not in f"{case.kernel}-{case.label}":
+                continue
+            for item in launches(case, target):
+                key = _key(item, target)
+                if key not in seen:
+                    seen.add(key)
+                    if len(seen) % count == index:
+                        results.append(compile_one(case, item, target))
+    return results
+
+
+def compile_all(targets: list[str], only: str = "", jobs: int = 2) -> list[Result]:
+    """Compile all distinct kernels of the cases whose name contains `only`."""
+    with ProcessPoolExecutor(jobs) as pool:
+        shares = [pool.submit(compile_share, targets, only, i, jobs) for i in range(jobs)]
+        results = [result for share in shares for result in share.result()]
+    return sorted(results, key=lambda r: (r.kernel, r.function, r.case, r.constants, r.target))
+
+
+def problems(results: list[Result]) -> list[str]:
+    """What no production configuration may have."""
+    found = []
+    for r in results:
+        name = f"{r.function} of {r.kernel} {r.case} on {r.target} ({r.constants})"
+        if r.spills and r.target.startswith("sm"):
+            found.append(f"{name} spills {r.spills} bytes per thread.")
+        if r.shared > SHARED_LIMIT[r.target]:
+            limit = SHARED_LIMIT[r.target]
+            found.append(f"{name} needs {r.shared} bytes of shared memory; the limit is {limit}.")
+        if r.needs_mma and not r.mma:
+            found.append(f"{name} has no tensor-core instruction.")
+    return found
+
+
+def markdown(results: list[Result]) -> str:
+    lines = [
+        "# Kernels as compiled",
+        "",
+        f"Written by `python bench/compile.py` with triton {triton.__version__}. Spills in bytes per",
+        "thread, shared memory in bytes per program.",
+        "",
+        "| kernel | case | function | constants | target | warps | stages | registers | spills | shared"
+        " | tensor cores |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        lines.append(
+            f"| {r.kernel} | {r.case} | {r.function} | {r.constants} | {r.target} | {r.num_warps} | "
+            f"{r.num_stages} | {r.registers} | {r.spills} | {r.shared} | {r.mma} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="folder for compile.json and compile.md")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    results = compile_all(arguments.targets, arguments.only, arguments.jobs)
+    found = problems(results)
+    print(markdown(results))
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(r) for r in results]
+        (arguments.out / "compile.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (arguments.out / "compile.md").write_text(markdown(results))
+    for problem in found:
+        print(problem)
+    seconds = round(time.perf_counter() - begin, 1)
+    print(json.dumps({"compiled": len(results), "problems": found, "seconds": seconds}))
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

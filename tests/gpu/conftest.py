@@ -1,0 +1,22 @@
+"""These tests need a GPU and compiled kernels: run `pytest tests/gpu` by itself (`make gpu`).
+
+Together with tests/kernels, which switch Triton's interpreter on for the whole process, they skip.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> torch.device:
+    """The GPU, with fresh memory holding NaN."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("needs compiled kernels: run `pytest tests/gpu` by itself")
+    torch.manual_seed(0)
+    return torch.device("cuda")

@@ -1,0 +1,74 @@
+"""The whole decode path of a tiny model on the kernels: against `naive`, and its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec.kernels.dispatch import forced
+from nanospec.model import Model
+from tests.tiny import Pages, tiny_model
+from tests.util import assert_close
+
+# What padding tokens compute is unspecified, NaN included, and numpy says so.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {"hidden_size": 96},
+    "mqa-d24-biases": {
+        "num_heads": 8,
+        "num_kv_heads": 1,
+        "head_dim": 24,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    },
+    "qk-norm-window9": {"qk_norm": True, "windows": (9, None)},
+    "split-k": {"hidden_size": 512, "num_layers": 1},
+}
+
+
+def build(name: str) -> Model:
+    with forced("triton"):  # so that weights are not packed for `naive`
+        return tiny_model(**MODELS[name])
+
+
+def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (count,), generator=generator)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_agree_with_naive(name: str) -> None:
+    model = build(name)
+    logits = {}
+    for backend in ("naive", "triton"):
+        pages = Pages(model, 2, 64)
+        with forced(backend):
+            first = pages.step({0: tokens(model, 20), 1: tokens(model, 5, 1)})
+            second = pages.step({0: tokens(model, 4, 2), 1: tokens(model, 1, 3)}, pad_to=5)
+        logits[backend] = [first[0], first[1], second[0], second[1]]
+    for actual, expected in zip(logits["triton"], logits["naive"]):
+        assert_close(actual, expected, 2e-5, name)
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize("name", ["qk-norm-window9", "split-k"])
+def test_speculation_does_not_change_a_bit(name: str) -> None:
+    """One token at a time, as a verification, and beside another request: the same logits."""
+    model = build(name)
+    prompt, text, other = tokens(model, 12), tokens(model, 4, 1), tokens(model, 6, 2)
+    with forced("triton"):
+        pages = Pages(model, 2, 64)
+        pages.step({0: prompt})
+        plain = torch.cat([pages.step({0: text[i : i + 1]})[0] for i in range(4)])
+        pages = Pages(model, 2, 64)
+        pages.step({0: prompt})
+        verified = pages.step({0: text}, keep=0)[0]
+        pages.step({0: other[:3]}, keep=0)  # rejected drafts leave no trace
+        beside = pages.step({1: other, 0: text}, pad_to=6)[0]
+    assert torch.equal(verified, plain)
+    assert torch.equal(beside, plain)
