@@ -249,6 +249,8 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many SamplingParams, not {len(params)}.")
+        if wrong := [asked for asked in params if not isinstance(asked, SamplingParams)]:
+            raise ValueError(f"{wrong[0]!r} must be SamplingParams, as in SamplingParams(temperature=0).")
         ready = []
         for prompt, asked in zip(prompts, params, strict=True):
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

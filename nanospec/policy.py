@@ -86,9 +86,9 @@ class _Estimate:
     accepted: float
     tried: float
 
-    def add(self, drafted: int, accepted: int, decay: float) -> None:
+    def add(self, tried: int, accepted: int, decay: float) -> None:
         self.accepted = self.accepted * decay + accepted
-        self.tried = self.tried * decay + min(accepted + 1, drafted)
+        self.tried = self.tried * decay + tried
 
     @property
     def value(self) -> float:
@@ -102,13 +102,16 @@ class AutoPolicy:
     Attributes:
         cost: measured step times.
         max_match: longest n-gram match.
-        decay: weight of the past per observation of a request.
+        decay: weight of a request's past per draft tried.
+        prior: how many drafts the record shared by match length counts for in a request's own. The match
+            length tells more than the request does.
         probe_every: a row at zero drafts gets one draft after this many matches.
     """
 
     cost: CostTable
     max_match: int
-    decay: float = 0.9
+    decay: float = 0.97
+    prior: float = 12.0
     probe_every: int = 16
     _by_row: dict[int, _Estimate] = field(default_factory=dict)
     _by_match: list[_Estimate] = field(default_factory=list)
@@ -126,9 +129,7 @@ class AutoPolicy:
         shared, own = self._by_match[match_len], self._by_row.get(row)
         if own is None:
             return shared.value
-        # The request's own record counts in full once it is as long as four drafts.
-        prior = 4.0
-        return (own.accepted + prior * shared.value) / (own.tried + prior)
+        return (own.accepted + self.prior * shared.value) / (own.tried + self.prior)
 
     def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
         drafts = proposal.num_drafts.tolist()
@@ -157,8 +158,10 @@ class AutoPolicy:
 
     def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
         if drafted:
-            self._by_row.setdefault(row, _Estimate(0.0, 0.0)).add(drafted, accepted, self.decay)
-            self._by_match[match_len].add(drafted, accepted, 0.99)
+            tried = min(accepted + 1, drafted)
+            own = self._by_row.setdefault(row, _Estimate(0.0, 0.0))
+            own.add(tried, accepted, self.decay**tried)
+            self._by_match[match_len].add(tried, accepted, 0.99)
 
     def reset(self, row: int) -> None:
         self._by_row.pop(row, None)

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from .drafters import Drafter
-from .kernels.commit import RUNNING, commit
+from .kernels.commit import RUNNING, verify_and_commit
 from .kernels.dispatch import use_triton
 from .kernels.ngram import Proposal
 from .kernels.rows import Rows
 from .kernels.sample import logprobs, sample
-from .kernels.verify import verify
 from .metrics import Metrics
 from .model import Model
 from .policy import CostTable, Policy
@@ -149,15 +148,16 @@ class Runner:
             targets = sample(logits, input_ids, rows, state.params, batch)
             if self.simulation is not None:
                 targets = self.simulation.targets(targets, input_ids, rows, batch)
-            verdict = verify(targets, input_ids, batch)
-            kept = commit(
+            verdict, kept = verify_and_commit(
+                targets,
+                input_ids,
+                batch,
+                None,
                 state.tokens,
                 state.num_tokens,
                 state.params.output_counts,
                 state.finished,
                 rows,
-                verdict.emitted,
-                verdict.num_emitted,
                 state.max_len,
                 state.params.stop_ids,
             )

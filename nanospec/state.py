@@ -96,7 +96,7 @@ class State:
         rows.bias[r], rows.in_prompt[r], rows.output_counts[r] = 0, False, 0
         if request.params.logit_bias:
             ids, values = zip(*request.params.logit_bias.items(), strict=True)
-            rows.bias[r, self._ids(ids).long()] = torch.tensor(values, device=self.device)
+            rows.bias[r, self._ids(ids).long()] = torch.tensor(values, dtype=torch.float32, device=self.device)
         rows.in_prompt[r, self._ids(request.prompt_ids).long()] = True
         output = self._ids(request.output_ids).long()
         rows.output_counts[r].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))

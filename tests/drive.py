@@ -13,12 +13,22 @@ from nanospec.config import EngineConfig, SpecConfig
 from nanospec.engine import Engine
 from nanospec.kernels.ngram import Proposal
 from nanospec.model import Model
+from nanospec.model_config import ModelConfig
 from nanospec.request import Logprob, Request, Status
 from nanospec.sampling import SamplingParams
 from nanospec.state import State
 from tests.tiny import tiny_config
 
 K = int | Literal["auto"] | None
+
+# How steps run: at once; or as on a GPU, recorded for buckets of rows and collected one step behind.
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"async_scheduling": False, "enforce_eager": True},
+    "as-on-gpu": {"async_scheduling": True, "enforce_eager": False, "lazy_capture": True},
+}
+
+
+DEFAULTS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128}
 
 
 class Job(NamedTuple):
@@ -47,8 +57,7 @@ def make_engine(
     if num_blocks is not None:
         size = options.get("block_size", EngineConfig.block_size)
         options["kv_cache_memory"] = num_blocks * model.config.kv_bytes_per_token(model.dtype) * size
-    options = {"max_num_seqs": 8, "max_model_len": 128, **options}
-    return Engine(EngineConfig(spec=spec, **options), model)
+    return Engine(EngineConfig(spec=spec, **{**DEFAULTS, **options}), model)
 
 
 def finish(engine: Engine, max_steps: int = 5000) -> None:
@@ -101,6 +110,12 @@ def assert_idle(engine: Engine) -> None:
 
 def cycle_model(vocab_size: int = 32) -> Model:
     """A model for which t + 1 follows token t, and 0 the last one, with probability 1 (in float32)."""
+    config, weights = cycle_weights(vocab_size)
+    return Model(config, torch.float32, "cpu", weights.__getitem__)
+
+
+def cycle_weights(vocab_size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """What `cycle_model` is made of."""
     config = tiny_config(vocab_size=vocab_size, hidden_size=vocab_size, num_layers=1)
     weights = {name: torch.zeros(shape) for name, shape in config.parameter_shapes().items()}
     for name, weight in weights.items():
@@ -108,7 +123,7 @@ def cycle_model(vocab_size: int = 32) -> Model:
             weight.fill_(1)
     weights["model.embed_tokens.weight"] = torch.eye(vocab_size)
     weights["lm_head.weight"] = 8 * torch.eye(vocab_size).roll(1, 0)
-    return Model(config, torch.float32, "cpu", weights.__getitem__)
+    return config, weights
 
 
 def cycle(start: int, count: int, vocab_size: int = 32) -> list[int]:

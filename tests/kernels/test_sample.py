@@ -247,6 +247,36 @@ def test_kernel_with_a_real_vocabulary(case: str) -> None:
     assert torch.equal(sample.launch(logits, *arguments, batch), sample.naive(logits, *arguments, batch))
 
 
+def probabilities(*values: float, rest: int = 0) -> Tensor:
+    return torch.cat((torch.tensor(values).log(), torch.full((rest,), -30.0)))
+
+
+EXACT = {  # scores, filters, what may be drawn
+    "top_p over what top_k left": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_k": 2, "top_p": 0.5}, {0}),
+    "top_p alone": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_p": 0.5}, {0, 1}),
+    "top_p of 0 keeps the likeliest": (probabilities(0.2, 0.5, 0.3), {"top_p": 0.0}, {1}),
+    "zeros of both signs are equal": (torch.tensor([-1.0, 0.0, -0.0, -2.0]), {"top_k": 1}, {1, 2}),
+    "negative scores": (torch.tensor([-9.0, -3.0, -2.5, -4.0]), {"top_k": 2}, {1, 2}),
+    "min_p after top_k": (probabilities(0.5, 0.3, 0.2), {"top_k": 2, "min_p": 0.9}, {0}),
+    "ties in shut groups": (torch.zeros(3000), {"top_k": 2}, set(range(3000))),
+    "top_p of a flat distribution": (torch.zeros(3000), {"top_p": 0.3}, set(range(3000))),
+    "few in many groups": (probabilities(0.3, 0.3, 0.4, rest=4000), {"top_p": 0.8}, {0, 1, 2}),
+}
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_kernel_keeps_exactly(case: str) -> None:
+    scores, filters, allowed = EXACT[case]
+    V, Q = len(scores), 8
+    params = make_params(V, temperature=1.0, **filters)
+    arguments = (torch.zeros(Q, dtype=torch.int32), torch.tensor([2], dtype=torch.int32), params)
+    logits, batch = scores.expand(Q, V), make_rows([Q], [10], True)
+    drawn = sample.launch(logits.contiguous(), *arguments, batch)
+    assert torch.equal(drawn, sample.naive(logits, *arguments, batch))
+    assert set(drawn.tolist()) <= allowed
+    assert len(allowed) > 2 or set(drawn.tolist()) == allowed
+
+
 def test_kernel_row_does_not_depend_on_the_batch() -> None:
     """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
     V, base = 1000, 11

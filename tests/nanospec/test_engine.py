@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.model import Model
+from nanospec.policy import FixedPolicy
 from nanospec.request import Request, Status
-from nanospec.runner import Runner, StepResult
 from nanospec.sampling import SamplingParams
 from tests.drive import (
     Guess,
@@ -73,7 +73,7 @@ def check(
     engine = make_engine(model, k, **{"max_model_len": WINDOW, **options})
     guess = DRAFTERS[drafter]([job.prompt + e.token_ids for job, e in zip(jobs, expected)])
     if guess is not None:
-        engine.runner.drafter = guess  # type: ignore[assignment]
+        engine.runner.drafter = guess
     requests = run(engine, jobs)
     for i, (request, wanted) in enumerate(zip(requests, expected, strict=True)):
         assert_same(outcome(request), wanted, (i, jobs[i]))
@@ -130,30 +130,28 @@ def test_alone_is_as_in_a_batch(model: Model, jobs: list[Job], expected: list[Ou
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "truth", "junk"])
-@pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
-@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
-def test_how_steps_are_run_changes_nothing(
-    model: Model, jobs: list[Job], expected: list[Outcome], eager: bool, lag: bool, drafter: str
+@pytest.mark.parametrize("mode", ["async", "recorded", "async-recorded"])
+def test_recording_and_running_behind_change_nothing(
+    model: Model, jobs: list[Job], expected: list[Outcome], mode: str, drafter: str
 ) -> None:
-    check(model, jobs, expected, 5, drafter, max_num_seqs=6, enforce_eager=eager, async_scheduling=lag)
+    """Recorded steps have padded rows and rows of padding, which must be inert."""
+    options = {"async_scheduling": "async" in mode, "enforce_eager": "recorded" not in mode}
+    check(model, jobs, expected, 5, drafter, lazy_capture=True, **options)
+    check(model, jobs, expected, 3, drafter, lazy_capture=True, num_blocks=9, max_num_seqs=5, **options)
 
 
-def test_rows_that_pad_the_batch_are_inert(
-    model: Model, jobs: list[Job], expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("k", [None, 3, "auto"], ids=lambda k: f"K{k}")
+def test_every_step_has_its_recording(
+    model: Model, jobs: list[Job], expected: list[Outcome], k: K
 ) -> None:
-    step = Runner.padded_step
-
-    def padded(self: Runner, rows: Tensor, k: int) -> StepResult:
-        before = self.state.num_tokens.clone()
-        table, path, q_start, logits = step(self, torch.nn.functional.pad(rows, (2, 3), value=-1), k)
-        others = torch.ones(len(before), dtype=torch.bool)
-        others[rows[rows >= 0].long()] = False
-        assert torch.equal(before[others], self.state.num_tokens[others])
-        assert not torch.cat((table[:2], table[-3:]))[:, :3].any()
-        return StepResult(table[2:-3], path[2:-3], q_start[2:-3], logits)
-
-    monkeypatch.setattr(Runner, "padded_step", padded)
-    check(model, jobs, expected, 5, "ngram", max_num_seqs=4, enforce_eager=False)
+    options = {"max_num_seqs": 3, "enforce_eager": False}
+    engine = make_engine(model, k, max_model_len=WINDOW, **options)
+    assert engine.graphs is not None
+    recorded = len(engine.graphs.recordings)
+    for request, wanted in zip(run(engine, jobs), expected, strict=True):
+        assert_same(outcome(request), wanted)
+    assert engine.graphs.fallbacks == 0
+    assert len(engine.graphs.recordings) == recorded > 0
 
 
 def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None:
@@ -162,7 +160,7 @@ def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None
         job = Job([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=count))
         wanted = alone(model, [job])[0]
         engine = make_engine(model, k)
-        engine.runner.drafter = oracle([job.prompt + wanted.token_ids])  # type: ignore[assignment]
+        engine.runner.drafter = oracle([job.prompt + wanted.token_ids])
         [request] = run(engine, [job])
         assert request.output_ids == wanted.token_ids
         assert request.stats.tokens_per_step == k + 1
@@ -173,7 +171,7 @@ def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None
 def test_junk_drafts_cost_no_steps(model: Model) -> None:
     jobs = [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=40))]
     engine = make_engine(model, 6)
-    engine.runner.drafter = Guess(lambda history, wanted: [(history[0] + 7) % VOCAB] * wanted)  # type: ignore[assignment]
+    engine.runner.drafter = Guess(lambda history, wanted: [(history[0] + 7) % VOCAB] * wanted)
     [request] = run(engine, jobs)
     assert request.output_ids == alone(model, jobs)[0].token_ids
     assert request.stats.num_drafted > 150
@@ -254,6 +252,27 @@ def test_without_speculation_nothing_is_proposed(
     assert request.stats.num_drafted == 0
 
 
+def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the_row(
+    model: Model,
+) -> None:
+    events: list[tuple[Any, ...]] = []
+
+    class Spy(FixedPolicy):
+        def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
+            events.append((row, drafted, accepted))
+
+        def reset(self, row: int) -> None:
+            events.append((row,))
+
+    jobs = [Job([i, 2], SamplingParams(temperature=0, max_tokens=n)) for i, n in ((0, 8), (1, 6))]
+    engine = make_engine(model, 3, max_num_seqs=1)
+    engine.policy = Spy()
+    texts = [alone(model, [job])[0].token_ids for job in jobs]
+    engine.runner.drafter = oracle([jobs[0].prompt + texts[0], jobs[1].prompt + texts[1]])
+    run(engine, jobs)
+    assert events == [(0,), (0, 3, 3), (0, 3, 3), (0,), (0, 3, 3), (0, 1, 1)]
+
+
 def test_a_request_may_switch_speculation_off_for_itself() -> None:
     model = cycle_model(8)
     jobs = [
@@ -313,7 +332,7 @@ def test_without_prefix_caching_requests_share_nothing(model: Model) -> None:
 def test_cached_blocks_hold_what_a_fresh_prefill_would_write(model: Model) -> None:
     """Also where drafts were written and rejected; and the last token is never taken from the cache."""
     engine = make_engine(model, 6)
-    engine.runner.drafter = junk(VOCAB)  # type: ignore[assignment]
+    engine.runner.drafter = junk(VOCAB)
     job = Job([i * 7 % VOCAB for i in range(20)], SamplingParams(temperature=1, seed=1, max_tokens=45))
     [request] = run(engine, [job])
     blocks = engine.scheduler.pool.match(request.hashes(16))
@@ -342,12 +361,15 @@ def test_schedules_change_nothing(data: st.DataObject, model: Model) -> None:
         max_num_seqs=draw(st.integers(1, 6), label="rows"),
         max_num_batched_tokens=draw(st.sampled_from((1, 5, 17, 2048)), label="budget"),
         enable_prefix_caching=draw(st.booleans(), label="prefix caching"),
+        async_scheduling=draw(st.booleans(), label="async"),
+        enforce_eager=draw(st.booleans(), label="eager"),
+        lazy_capture=True,
         num_blocks=draw(st.integers(least, 3 * least), label="blocks"),
     )
     if engine.runner.drafter is not None:
         texts = [job.prompt + e.token_ids for job, e in zip(jobs, expected, strict=True)]
         guess = DRAFTERS[draw(st.sampled_from(sorted(DRAFTERS)), label="drafter")](texts)
-        engine.runner.drafter = guess or engine.runner.drafter  # type: ignore[assignment]
+        engine.runner.drafter = guess or engine.runner.drafter
     arrivals = [draw(st.integers(0, 12), label="arrival") for _ in jobs]
     aborts = {i: draw(st.integers(0, 20)) for i in draw(st.sets(st.sampled_from(range(len(jobs)))))}
     requests: dict[int, Request] = {}

@@ -131,6 +131,7 @@ class Simulation:
         if any(not request.is_prefilled for request in running):
             assert plan.prefill, "a prompt waits although nothing is in its way"
         assert running or not waiting, "nobody runs"
+        assert not (plan.preempted and plan.admitted), "blocks go back and forth"
         for request in plan.admitted:
             assert all(arrived[request] < arrived[other] for other in waiting), "not in order"
         for request in set(running) - planned:

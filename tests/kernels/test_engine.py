@@ -1,0 +1,40 @@
+"""The whole engine on the kernels, in the interpreter: what comes out is what `naive` gives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanospec.kernels import dispatch
+from nanospec.sampling import SamplingParams
+from tests.drive import Job, alone, assert_same, make_engine, outcome, random_jobs, run
+from tests.tiny import tiny_model
+
+SMALL = {"num_layers": 1, "vocab_size": 64}
+
+
+def jobs_for(seed: int) -> list[Job]:
+    jobs = random_jobs(random.Random(seed), 64, 4, max_prompt=40, max_tokens=7)
+    again = SamplingParams(temperature=0, max_tokens=9, logit_bias={5: 60.0}, logprobs=2)
+    return [*jobs, Job([5, 9, 5, 5], again)]  # says 5 for ever, so that drafts are accepted
+
+
+@pytest.mark.parametrize(
+    ("k", "eager", "num_blocks"),
+    [(0, True, None), (3, True, 6), (4, False, None)],
+    ids=["K0", "K3-few-blocks", "K4-recorded"],
+)
+def test_engine_on_the_kernels_equals_naive(k: int, eager: bool, num_blocks: int | None) -> None:
+    jobs = jobs_for(k)
+    options = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 24}
+    expected = alone(tiny_model(**SMALL), jobs, max_model_len=64)
+    with dispatch.forced("triton"):
+        model = tiny_model(**SMALL)  # made here, so that its weights are packed for the kernels
+        engine = make_engine(
+            model, k, num_blocks=num_blocks, enforce_eager=eager, lazy_capture=True, **options
+        )
+        requests = run(engine, jobs)
+    for request, wanted in zip(requests, expected, strict=True):
+        assert_same(outcome(request), wanted)
+    assert (requests[-1].stats.num_accepted > 0) == (k > 0)

@@ -1,0 +1,144 @@
+"""Recorded steps: buckets, padding, and that nothing of the host is frozen into a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import nanospec.graphs as graphs
+from nanospec import SamplingParams
+from nanospec.engine import Engine
+from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerRecording, StepGraphs, batch_sizes
+from nanospec.kernels import dispatch
+from nanospec.model import Model
+from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
+from tests.tape import TapeRecording
+from tests.tiny import tiny_model
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+def graphs_of(engine: Engine) -> StepGraphs:
+    assert engine.graphs is not None
+    return engine.graphs
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 64, 100, 256])
+def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) -> None:
+    sizes = batch_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == largest
+    assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
+
+def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
+    engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
+    recorded = graphs_of(engine)
+    assert set(recorded.recordings) == set(recorded.buckets())
+    for rows in range(1, 6):
+        for k in range(7):
+            bucket = recorded.bucket_for(rows, k)
+            assert bucket in recorded.recordings
+            assert bucket.batch >= rows
+            assert bucket.k <= k
+    assert all(recorded.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
+
+def test_buckets_that_cannot_pay_are_left_out(model: Model) -> None:
+    runner = make_engine(model, 4).runner
+    found = StepGraphs(runner, 256, (1, 4, 16)).buckets()
+    assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in found)
+    assert Bucket(256, 0) in found
+    assert Bucket(256, 4) not in found
+    assert found[0].batch * (found[0].k + 1) == max(b.batch * (b.k + 1) for b in found)
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["at-start", "lazy"])
+def test_no_step_falls_back(model: Model, lazy: bool) -> None:
+    engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=4, lazy_capture=lazy)
+    before = len(graphs_of(engine).recordings)
+    assert before == (0 if lazy else len(graphs_of(engine).buckets()))
+    run(engine, [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=n)) for n in (3, 9, 5)])
+    assert graphs_of(engine).fallbacks == 0
+    assert lazy == (len(graphs_of(engine).recordings) > before)
+
+def test_a_missing_recording_is_counted(model: Model) -> None:
+    engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=1)
+    graphs_of(engine).recordings.clear()
+    run(engine, [Job([1, 2], SamplingParams(max_tokens=3))])
+    assert graphs_of(engine).fallbacks == 1
+
+def test_rows_are_padded_to_the_bucket_and_cut_from_the_result(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[int]] = []
+
+    class Spy(EagerRecording):
+        def replay(self) -> None:
+            given.append(self.rows.tolist())
+            super().replay()
+
+    monkeypatch.setattr(graphs, "EagerRecording", Spy)
+    engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=8)
+    for n in range(3):
+        engine.add([1, 2, n], SamplingParams(temperature=0, max_tokens=4))
+    finish(engine)
+    assert [0, 1, 2, -1] in given
+    assert all(len(rows) in (1, 2, 4, 8) for rows in given)
+
+@pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
+def test_a_recording_of_the_kernels_freezes_nothing(lag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded before any request exists, then replayed for requests of all kinds."""
+    jobs = [
+        Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
+        Job([9, 4] * 9, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
+        Job([7, 5, 5, 5], SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})),
+    ]
+    wanted = alone(tiny_model(num_layers=1), jobs)
+    monkeypatch.setattr(graphs, "EagerRecording", TapeRecording)
+    with dispatch.forced("triton"):
+        small = tiny_model(num_layers=1)  # made here, as weights are packed for the kernels
+        engine = make_engine(
+            small, 2, enforce_eager=False, max_num_seqs=2, max_model_len=48, async_scheduling=lag
+        )
+        requests = run(engine, jobs)
+    for request, expected in zip(requests, wanted, strict=True):
+        assert_same(outcome(request), expected)
+    assert sum(request.stats.num_accepted for request in requests) > 0
+    assert graphs_of(engine).fallbacks == 0
+
+def test_the_tape_does_freeze_what_the_host_computes() -> None:
+    """The test above would notice: here a step that asks the host for the number of rows."""
+    counts = torch.zeros(3)
+    host = [5.0]
+
+    def step(rows: Tensor) -> Tensor:
+        counts.add_(host[0])
+        return rows + 1
+
+    rows = torch.tensor([1, 2, 3])
+    tape = TapeRecording(step, rows)  # type: ignore[arg-type]
+    host[0], counts[:] = 7.0, 0.0
+    rows.copy_(torch.tensor([4, 5, 6]))
+    tape.replay()
+    assert tape.result.tolist() == [5, 6, 7]  # type: ignore[attr-defined]
+    assert counts.tolist() == [5.0] * 3  # the old value: frozen
+
+    def reads(rows: Tensor) -> Tensor:
+        return rows * int(rows[0])
+
+    bad: Callable[[Tensor], Tensor] = reads
+    with pytest.raises(AssertionError, match="makes the host wait"):
+        TapeRecording(bad, rows)  # type: ignore[arg-type]
+
+def test_timing_a_bucket_leaves_no_trace(model: Model) -> None:
+    engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=2)
+    before = [t.clone() for t in (engine.state.tokens, engine.state.num_tokens, engine.runner.kv_cache)]
+    assert graphs_of(engine).time_ms(Bucket(2, 2)) > 0
+    for old, new in zip(
+        before, (engine.state.tokens, engine.state.num_tokens, engine.runner.kv_cache), strict=True
+    ):
+        assert torch.equal(old, new)
+
+def _unused(step: Step) -> None: ...

@@ -1,0 +1,405 @@
+"""Text in, text out: stop strings, streams, chat, errors and interruptions.
+
+Most tests run a tiny checkpoint that spells the alphabet: after "ab" comes "c", after the last letter
+the end-of-sequence token. Its prompts hold the alphabet already, so that drafts are long and right. One
+token is "!" with the first half of "é", the next one the other half. The last tests run SmolLM2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import copy
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig
+from nanospec.engine import Engine
+from nanospec.loader import cpu_has_bfloat16
+from tests.drive import MODES, assert_idle, cycle_weights
+
+EOS = "<e>"
+TOKENS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", ".", "!Ã", "©", EOS, "!", "Ã"]  # é is the bytes Ã ©
+ALPHABET = "abcdefghijklmnopqrstuvwxyz .!é"  # what the tokens but the last spell
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint: `cycle_model` and a byte-level tokenizer with one merge."""
+    folder = tmp_path_factory.mktemp("alphabet")
+    config, weights = cycle_weights(len(TOKENS))
+    described = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": False,
+        "eos_token_id": TOKENS.index(EOS),
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    save_file(weights, folder / "model.safetensors")
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(TOKENS)}, [("!", "Ã")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(params=[0, 1, 5, "auto"], ids=lambda k: f"K{k}")
+def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
+    llm = make(folder, request.param)
+    yield llm
+    assert_idle(llm.engine)
+
+
+def make(folder: Path, k: Any = 5, **options: Any) -> LLM:
+    spec = SpecConfig(num_speculative_tokens=k)
+    options = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128, **options}
+    return LLM(folder, spec=spec, **options)
+
+
+def after(text: str) -> str:
+    """A prompt that holds the alphabet and ends with `text`."""
+    return ALPHABET + EOS + text
+
+
+def greedy(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 60, **options})
+
+
+def streamed(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[str], RequestOutput]:
+    ends: list[RequestOutput] = []
+    return list(llm.stream(prompt, params, ends.append)), ends[0]
+
+
+def test_the_end_of_sequence_ends_the_text_and_is_no_part_of_it(llm: LLM) -> None:
+    [output] = llm.generate(after("abcd"), greedy())
+    assert output.text == ALPHABET[4:]
+    assert output.finish_reason == "stop"
+    assert output.token_ids == list(range(4, TOKENS.index(EOS) + 1))
+    assert output.prompt == after("abcd")
+    assert llm.tokenizer.decode(output.token_ids) == output.text
+    [on] = llm.generate(after("abcd"), greedy(ignore_eos=True, max_tokens=28))
+    assert on.text == ALPHABET[4:] + "!"
+    assert on.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("f", "e"),
+        ("e", ""),
+        ("hij", "efg"),
+        (["lmn", "hijk", "ijk"], "efg"),  # the one that is complete first
+        (["never", "ij"], "efgh"),
+        ("z .!é", "efghijklmnopqrstuvwxy"),
+        (".!", "efghijklmnopqrstuvwxyz "),  # the token that completes it begins a character
+        ("é", "efghijklmnopqrstuvwxyz .!"),
+        ("never", ALPHABET[4:]),
+        ("abcdef", ALPHABET[4:]),  # begins in the prompt, which does not count
+    ],
+    ids=str,
+)
+def test_a_stop_string_cuts_text_tokens_logprobs_and_pieces(
+    llm: LLM, stop: str | list[str], text: str
+) -> None:
+    params = greedy(stop=stop, logprobs=0)
+    [output] = llm.generate(after("abcd"), params)
+    assert output.text == text == "".join(piece.text for piece in output.pieces)
+    assert output.finish_reason == "stop"
+    whole = llm.tokenizer.decode(output.token_ids)
+    assert whole.startswith(text)
+    assert len(output.logprobs) == len(output.token_ids) == len(output.pieces)
+    stops = [stop] if isinstance(stop, str) else stop
+    if text != ALPHABET[4:]:  # the last token completes the stop string
+        assert any(s in whole for s in stops)
+        assert not any(s in llm.tokenizer.decode(output.token_ids[:-1]) for s in stops)
+    assert llm.engine.metrics.spec.to_dict() == output.stats.to_dict()
+    assert output.stats.num_tokens == len(output.token_ids)
+
+
+def test_no_stop_string_ends_the_text_before_min_tokens(llm: LLM) -> None:
+    [output] = llm.generate(after("abcd"), greedy(stop=["f", "pqrstu", "x"], min_tokens=5))
+    assert output.text == "efghijklmno"
+    for least, text in ((1, ""), (2, "efghijklm")):  # "e" is complete with the first token
+        [output] = llm.generate(after("abcd"), greedy(stop=["e", "nop"], min_tokens=least))
+        assert output.text == text
+
+
+def test_a_stop_string_may_begin_before_min_tokens(llm: LLM) -> None:
+    [output] = llm.generate(after("abcd"), greedy(stop="efgh", min_tokens=3))
+    assert output.text == ""
+    assert len(output.token_ids) == 4
+
+
+def test_a_text_cut_inside_a_character_says_so(llm: LLM) -> None:
+    [output] = llm.generate(after("yz "), greedy(max_tokens=2))
+    assert output.text == ".!\ufffd"
+    chunks, output = streamed(llm, after("yz "), greedy(max_tokens=2))
+    assert "".join(chunks) == output.text == ".!\ufffd"
+
+
+@pytest.mark.parametrize("stop", ["hij", "hiX", "é", ["lmnopq", "o"], "never, ever", ()], ids=str)
+def test_a_stream_joins_to_the_text_and_never_passes_a_stop_string(llm: LLM, stop: Any) -> None:
+    params = greedy(stop=stop)
+    [expected] = llm.generate(after("abcd"), params)
+    sent = ""
+    for chunk in llm.stream(after("abcd"), params):
+        assert chunk
+        sent += chunk
+        assert expected.text.startswith(sent)
+    assert sent == expected.text
+    pieces = [p for step in llm.stream_pieces(after("abcd"), params) for p in step]
+    assert "".join(piece.text for piece in pieces) == expected.text
+
+
+def test_pieces_say_where_they_were_copied_from(folder: Path) -> None:
+    llm = make(folder, 5)
+    tokens = llm.tokenizer.encode(after("abcd"))
+    pieces = [p for step in llm.stream_pieces(after("abcd"), greedy(max_tokens=12)) for p in step]
+    assert "".join(piece.text for piece in pieces) == "efghijklmnop"
+    assert [p.source >= 0 for p in pieces] == [True] * 5 + [False] + [True] * 5 + [False]
+    for piece in pieces:
+        if piece.source >= 0:
+            assert llm.tokenizer.decode([tokens[piece.source]]) == piece.text
+
+
+def test_streams_read_in_turn_each_get_their_whole_text(llm: LLM) -> None:
+    """Also what a request produced, to its end, while another stream was read."""
+    prompts = [after("ab"), after("abcdefgh"), after("xyz .")]
+    streams = [llm.stream(prompt, greedy()) for prompt in prompts]
+    texts = ["", "", ""]
+    for chunks in zip_longest(*streams, fillvalue=""):
+        for i, chunk in enumerate(chunks):
+            texts[i] += chunk
+    assert texts == [ALPHABET[2:], ALPHABET[8:], ALPHABET[28:]]
+    slow, fast = llm.stream(after("ab"), greedy()), llm.stream(after("b"), greedy())
+    begin = next(slow)
+    assert "".join(fast) == ALPHABET[2:]
+    assert begin + "".join(slow) == ALPHABET[2:]
+
+
+def test_a_stream_that_is_left_frees_everything(llm: LLM) -> None:
+    for chunk in llm.stream(after("ab"), greedy()):
+        assert chunk
+        break
+    left = llm.stream(after("ab"), greedy())
+    next(left)
+    del left
+    assert llm.metrics()["num_aborted"] == 2
+    assert_idle(llm.engine)
+
+
+def test_a_stream_is_of_one_output(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"n=2 outputs cannot be streamed as one"):
+        next(llm.stream("a", SamplingParams(n=2)))
+
+
+def test_outputs_come_in_order_of_prompts_and_are_reported_as_they_end(llm: LLM) -> None:
+    ended: list[tuple[int, str]] = []
+    prompts: list[str | list[int]] = [after("a"), llm.tokenizer.encode(after("ab")), after("abc")]
+    outputs = llm.generate(
+        prompts,
+        [greedy(max_tokens=20), greedy(max_tokens=2), greedy(stop="fg", n=2)],
+        lambda i, output: ended.append((i, output.text)),
+    )
+    assert [output.text for output in outputs] == [ALPHABET[1:21], "cd", "de"]
+    assert [len(output.outputs) for output in outputs] == [1, 1, 2]
+    assert [output.prompt for output in outputs] == [after("a"), None, after("abc")]
+    assert sorted(ended) == [(i, output.text) for i, output in enumerate(outputs)]
+    assert ended[0][0] == 1
+    assert llm.metrics()["num_finished"] == 4
+
+
+def test_what_is_run_while_an_output_is_reported_gets_its_results_too(llm: LLM) -> None:
+    inner: list[str] = []
+
+    def report(index: int, output: RequestOutput) -> None:
+        if index == 0:
+            inner.append(llm.generate(after("ab"), greedy())[0].text)
+
+    outputs = llm.generate([after("a"), after("abc")], [greedy(max_tokens=2), greedy()], report)
+    assert [output.text for output in outputs] == ["bc", ALPHABET[3:]]
+    assert inner == [ALPHABET[2:]]
+
+
+def test_a_report_that_fails_ends_the_batch(llm: LLM) -> None:
+    def report(index: int, output: RequestOutput) -> None:
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        llm.generate([after("a"), after("b")], [greedy(max_tokens=1), greedy()], report)
+    assert_idle(llm.engine)
+
+
+def test_a_prompt_may_be_a_list_of_ids_and_none_gives_none(llm: LLM) -> None:
+    [output] = llm.generate([0, 1, 2], greedy(max_tokens=3))
+    assert output.text == "def"
+    assert llm.generate([]) == []
+
+
+def test_samples_differ_and_are_those_of_their_seed(folder: Path) -> None:
+    params = SamplingParams(n=3, temperature=20, seed=1, max_tokens=20)
+    for caching in (True, False):
+        outputs = [
+            make(folder, k, enable_prefix_caching=caching).generate(after("ab"), params)[0].outputs
+            for k in (0, 5)
+        ]
+        plain, spec = ([completion.token_ids for completion in group] for group in outputs)
+        assert plain == spec
+        assert len({tuple(ids) for ids in plain}) == 3
+
+
+def test_chat_renders_one_conversation_or_several(llm: LLM) -> None:
+    def user(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text}]
+
+    [output] = llm.chat(user(after("ab")), greedy(max_tokens=3))
+    assert output.text == "cde"
+    both = llm.chat([user("a"), [*user("x"), *user("yz")]], greedy(max_tokens=1))
+    assert [output.text for output in both] == ["b", " "]
+
+
+def test_an_output_has_the_fields_of_its_first_completion(llm: LLM) -> None:
+    [output] = llm.generate("ab", greedy(max_tokens=3, logprobs=1))
+    assert output.token_ids == output.outputs[0].token_ids
+    assert output.seconds >= output.first_token_seconds > 0
+    assert json.loads(json.dumps(output.outputs[0].to_dict()))["text"] == output.text
+    with pytest.raises(AttributeError, match="RequestOutput has no attribute 'txt'"):
+        _ = output.txt
+
+
+BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
+    "empty-prompt": (["ab", ""], None, "The prompt is empty"),
+    "long-prompt": (["ab", "ab" * 100], None, "The prompt has 200 tokens, but max_model_len=128"),
+    "bad-id": ([[1], [2, 99]], None, "The prompt holds token id 99"),
+    "fewer-params": (["ab", "cd"], [greedy()], "2 prompts need as many SamplingParams, not 1"),
+    "not-params": ("ab", [{"temperature": 0}], "{'temperature': 0} must be SamplingParams"),
+    "bad-stop-id": (["ab"], greedy(stop_token_ids=[77]), "stop_token_ids holds token id 77"),
+}
+
+
+@pytest.mark.parametrize(("prompts", "params", "sentence"), BAD_CALLS.values(), ids=list(BAD_CALLS))
+def test_a_call_that_cannot_run_changes_nothing(
+    folder: Path, prompts: Any, params: Any, sentence: str
+) -> None:
+    llm = make(folder)
+    before = llm.metrics()
+    with pytest.raises(ValueError) as caught:
+        llm.generate(prompts, params)
+    assert sentence in str(caught.value)
+    assert llm.metrics() == before
+    assert_idle(llm.engine)
+    assert llm.generate("ab", greedy(max_tokens=2))[0].text == "cd"
+
+
+def test_unknown_options_are_a_type_error(folder: Path) -> None:
+    with pytest.raises(TypeError, match="max_seqs"):
+        LLM(folder, max_seqs=3)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_an_interrupted_step_leaves_a_usable_model(
+    folder: Path, step: int, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(folder, **mode)
+    forward, calls = llm.engine.model.forward, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    other = llm.stream(after("abc"), greedy())
+    begin = next(other)
+    monkeypatch.setattr(llm.engine.model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([after("a"), after("ab")], greedy())
+    assert_idle(llm.engine)
+    assert ALPHABET[3:].startswith(begin + "".join(other))  # which ends, since its request has
+    assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
+
+
+def test_metrics_are_those_of_all_requests(folder: Path) -> None:
+    llm = make(folder, 5)
+    outputs = llm.generate([after("a"), "ab", after("abc")], greedy(max_tokens=9))
+    metrics = llm.metrics()
+    assert metrics["num_tokens"] == 27
+    for name in ("num_steps", "num_drafted", "num_accepted"):
+        assert metrics[name] == sum(getattr(output.stats, name) for output in outputs)
+    assert json.loads(json.dumps(metrics)) == metrics
+
+
+# SmolLM2: a real model, with its real tokenizer.
+
+PROMPTS = [
+    "The quick brown fox jumps over the lazy dog. " * 3 + "The quick",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n",
+    "Once upon a time",
+    "1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2,",
+]
+MIXED = [
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1, logprobs=1),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4, max_tokens=20),
+    SamplingParams(temperature=1.0, top_k=50, min_p=0.02, seed=5, max_tokens=20, presence_penalty=0.3),
+]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def real(request: pytest.FixtureRequest, smollm2: Path) -> LLM:
+    if request.param == "bfloat16" and not cpu_has_bfloat16():
+        pytest.skip("this CPU has no bfloat16")
+    return LLM(smollm2, dtype=request.param, max_model_len=256, max_num_seqs=4, spec=SpecConfig("none"))
+
+
+def with_k(llm: LLM, k: int, **options: Any) -> LLM:
+    """The same model in another engine."""
+    other = copy(llm)
+    config = {**vars(llm.config), "spec": SpecConfig(num_speculative_tokens=k), **options}
+    other.config = type(llm.config)(**config)
+    other.engine = Engine(other.config, llm.engine.model, llm.tokenizer)
+    return other
+
+
+def test_smollm2_on_equals_off_alone_and_in_a_batch(real: LLM) -> None:
+    """In bfloat16 too, to the bit: on a CPU a row's result does not depend on its neighbours."""
+    alone = [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
+    together = with_k(real, 6)
+    accepted = 0
+    for wanted, got in zip(alone, together.generate(PROMPTS, MIXED), strict=True):
+        assert got.token_ids == wanted.token_ids
+        assert got.text == wanted.text
+        assert got.finish_reason == wanted.finish_reason
+        accepted += got.stats.num_accepted
+    assert accepted > 15
+    assert alone[0].text.startswith(" brown fox jumps over the lazy dog.")
+
+
+def test_smollm2_texts_are_those_of_the_tokens_and_streams_join_to_them(real: LLM) -> None:
+    llm = with_k(real, 4)
+    prompt = "naïve café 東京 🙂 ne, " * 4 + "naïve"
+    [output] = llm.generate([prompt], greedy(max_tokens=24))
+    assert output.text == llm.tokenizer.decode(output.token_ids)
+    assert output.text.startswith(" café 東京 🙂 ne, naïve café")
+    assert "".join(llm.stream(prompt, greedy(max_tokens=24))) == output.text
+    [cut] = llm.generate([prompt], greedy(max_tokens=24, stop=["京 🙂 n", "naïve"]))  # across tokens
+    assert cut.text == " café 東"

@@ -1,0 +1,91 @@
+"""A CUDA graph for tests without a GPU: it records what a step launches and runs just that again.
+
+While recording, every PyTorch operation and every Triton launch (in the interpreter) is put on a tape
+with its arguments: the tensors themselves, and host values as they are now. A replay runs the tape and
+writes results to the recorded outputs. So a value that the host computes while recording is frozen,
+reading a tensor's value on the host is an error, and outputs are overwritten by the next replay, all of
+it as in a real graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from nanospec.graphs import Step
+
+HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "lift_fresh", "masked_select")
+
+
+class Tape(TorchDispatchMode):
+    """Puts all that is launched inside the `with` block on `entries`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Any:
+        tape, self._launch = self, GridExecutor.__call__
+
+        def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():
+                tape._launch(executor, *args, **kwargs)
+            tape.entries.append(lambda: tape._launch(executor, *args, **kwargs))
+
+        GridExecutor.__call__ = launch
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        GridExecutor.__call__ = self._launch
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in HOST_READS, f"{name} makes the host wait for the device"
+        out = func(*args, **kwargs)
+        if name.startswith(("empty", "new_empty")):  # holds nothing that has to be made again
+            return out
+        given = _storages((args, kwargs))
+        # Views and results written in place change with what they share memory with.
+        own = [i for i, t in enumerate(tree_leaves(out)) if isinstance(t, Tensor) and _storage(t) not in given]
+
+        def again() -> None:
+            old, new = tree_leaves(out), tree_leaves(func(*args, **kwargs))
+            for i in own:
+                old[i].copy_(new[i])
+
+        self.entries.append(again)
+        return out
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _storages(tree: Any) -> set[int]:
+    return {_storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+
+
+class TapeRecording:
+    """A `nanospec.graphs.Recording`; also keeps the rows of every replay."""
+
+    def __init__(self, step: Step, rows: Tensor) -> None:
+        self.rows = rows
+        self.replayed: list[list[int]] = []
+        step(rows)  # as a real capture does: whatever is made once is made outside
+        with Tape() as tape:
+            self.result = step(rows)
+        self.entries = tape.entries
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        self.replayed.append(self.rows.tolist())
+        for entry in self.entries:
+            entry()
