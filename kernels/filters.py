@@ -39,12 +39,14 @@ def naive(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: f
         scores = scores[scores >= threshold]
     if top_p < 1:
         weights = ((scores - best) / temperature).exp()
-        mass = top_p * weights.sum(dtype=torch.float64)
-        # Only a shortcut, since sorting is slow: tokens lighter than this weigh less than 1 - p all
-        # together, so the share of those above them is larger than p.
-        floor = 0.5 * (1 - top_p) * float(weights.sum()) / V
-        scores = scores[weights >= floor].sort(descending=True)[0]
-        weights = ((scores - best) / temperature).exp().double()
+        mass = top_p * float(weights.sum())
+        # Only a shortcut, since sorting is slow: if the tokens from some weight on hold the mass, the
+        # threshold is one of them.
+        near = weights >= 1e-3
+        if float(weights[near].sum()) > mass:
+            scores, weights = scores[near], weights[near]
+        scores, order = scores.sort(descending=True)
+        weights = weights[order].double()
         above = weights.cumsum(0) - weights
         threshold = scores[max(int((above < mass).sum()), 1) - 1]
     if min_p > 0:

@@ -1,6 +1,6 @@
 """Sampling noise that is a pure function of (seed, absolute position, token id).
 
-    log_exponential(seed, position, tokens) = log E,   E ~ Exp(1), independent for different arguments
+    naive(seed, position, tokens) = log E,   E ~ Exp(1), independent for different arguments
 
 Sampling picks argmax(score - T log E): the Gumbel-max trick (Gumbel, 1954), as -log E is a Gumbel
 variate. Since no generator state exists, the token drawn at a position depends neither on the batch
@@ -26,15 +26,23 @@ SEED_LOW = tl.constexpr(0x9E3779B9)  # arbitrary odd constants keep the key stre
 SEED_HIGH = tl.constexpr(0x85EBCA6B)
 SECOND_KEY = tl.constexpr(0xC2B2AE35)
 SMALL = tl.constexpr(1e-3)  # below this, -log(1 - u) is summed as a series
-LARGEST = 22.2  # -log E never exceeds this, since E > 2 ** -32
 
 
 def naive(seed: int, position: int, tokens: Tensor) -> Tensor:
     """log E of the given token ids [N], float32 [N], between -22.2 and 3.1."""
+    return log_exponential(bits(seed, position, tokens))
+
+
+def bits(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """31 random bits per token id, int32 [N]."""
     first, second = keys(seed, position)
-    bits = _mix_tokens(_mix_tokens(tokens.int() ^ _signed(first)) ^ _signed(second))
-    # 31 bits of uniform u in (0, 1); small E decide who wins, so they keep full relative precision.
-    u = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return _mix_tokens(_mix_tokens(tokens.int() ^ _signed(first)) ^ _signed(second)).bitwise_and_(0x7FFFFFFF)
+
+
+def log_exponential(bits: Tensor) -> Tensor:
+    """log E of E = -log(1 - u), where u = (bits + 1/2) / 2^31 is uniform in (0, 1)."""
+    u = bits.float().add_(0.5).mul_(2.0**-31)
+    # Small E decide who wins, so they keep full relative precision.
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
     e = torch.where(u < SMALL.value, series, -torch.log((1.0 - u).clamp_(min=2.0**-32)))
     return e.log_()

@@ -6,18 +6,18 @@ most tokens per ms, K = 0 being one of them:
 
     sum over the rows of their tokens per step with K drafts  /  cost[batch][K] in ms
 
-A row's text alternates between what lookup does not find and stretches that it copies. Let a draft be
-right with probability h after a miss (which includes that there is a draft at all), and with probability
-c after a right one, also across steps. From one miss to the next the row then emits 1 + h / (1 - c)
-tokens whatever K is, in 1 + h c^K / (1 - c^(K+1)) steps, as every K + 1 right tokens end a step; the
-ratio is its tokens per step. A small K so gets its due: the drafts that it leaves are right in the next
-step too. Counting the drafts accepted within a step instead takes too large a K and up to 15 % longer.
+Text alternates between what lookup does not find and stretches that it copies, so what a step gives
+depends on the one before. A row's first draft is there and right with probability `miss` after a step
+that was not accepted in full, and with probability `full` after one that was; every further draft is
+right with probability `on` after a right one. These make a chain of two states, whose long run is a
+row's tokens per step. A small K so gets its due: the drafts that it leaves are right in the next step
+too. Counting only what is accepted within a step takes too large a K and up to 15 % longer.
 
-h and c are estimated online for every row with decay, starting from what all rows have in common. A row
-with nothing to copy has h near 0 whatever the others do: it neither asks for drafts nor keeps them from
-rows that gain by them. With K = 0 nothing would ever be learned, and with K = 1 little of c. So now and
-then a step takes the next larger K than the best one, as often as that costs `probe_budget` of the time;
-drafts accepted by a probe pay for the next one, so that text that becomes repetitive is noticed at once.
+The three are estimated online for every row with decay, starting from what all rows have in common. A
+row with nothing to copy neither asks for drafts nor keeps them from rows that gain by them. With K = 0
+nothing would ever be learned, and with K = 1 little. So now and then a step takes the next larger K than
+the best one, as often as that costs `probe_budget` of the time; drafts accepted by a probe pay for the
+next one, so that text that becomes repetitive is noticed at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 
-STEPS = 256  # estimates are rounded to 1/256, so that each curve is computed once
+from torch import Tensor
+
+from .kernels.ngram import Proposal
+
+FINE, COARSE = 256, 64  # estimates are rounded to such fractions, so that each curve is computed once
 
 
 class BucketCosts:
@@ -57,31 +61,48 @@ class BucketCosts:
         return self.ms[self.sizes[i]]
 
 
-@dataclass(slots=True)
+class _Rate:
+    """How often something was right, with decay."""
+
+    __slots__ = ("right", "tried")
+
+    def __init__(self, right: float = 0.0, tried: float = 0.0) -> None:
+        self.right, self.tried = right, tried
+
+    def add(self, right: int, tried: int, decay: float) -> None:
+        self.right = self.right * decay + right
+        self.tried = self.tried * decay + tried
+
+    def over(self, prior: _Rate, weight: float) -> float:
+        """The rate, with `prior`'s counted as so many trials."""
+        return (self.right + weight * prior.right / prior.tried) / (self.tried + weight)
+
+
 class _Record:
-    """Decayed counts behind h (after a miss) and c (after a right draft)."""
+    """What is known of a row's drafts; the names are those of the module docstring."""
 
-    first_right: float = 0.0
-    first_tried: float = 0.0
-    next_right: float = 0.0
-    next_tried: float = 0.0
-    copying: bool = False  # all drafts of the last step were right
-    rates: tuple[int, int] = (0, 0)  # h and c in units of 1 / STEPS, the common record mixed in
+    __slots__ = ("copying", "full", "miss", "on", "rates")
 
-    def add_first(self, right: bool, decay: float) -> None:
-        self.first_right = self.first_right * decay + right
-        self.first_tried = self.first_tried * decay + 1.0
-
-    def add_next(self, right: int, tried: int, decay: float) -> None:
-        self.next_right = self.next_right * decay + right
-        self.next_tried = self.next_tried * decay + tried
+    def __init__(self, miss: _Rate, full: _Rate, on: _Rate) -> None:
+        self.miss, self.full, self.on = miss, full, on
+        self.copying = False  # the last step was accepted in full
+        self.rates = (0, 0, 0)  # in units of 1 / COARSE and 1 / FINE, the common record mixed in
 
 
-@lru_cache(maxsize=STEPS * STEPS)
-def tokens_per_step(rates: tuple[int, int], ks: tuple[int, ...]) -> tuple[float, ...]:
-    """A row's tokens per step for each K; h and c in units of 1 / STEPS, c below 1."""
-    h, c = rates[0] / STEPS, rates[1] / STEPS
-    return tuple((1 + h / (1 - c)) / (1 + h * c**k / (1 - c ** (k + 1))) for k in ks)
+@lru_cache(maxsize=1 << 16)
+def tokens_per_step(rates: tuple[int, int, int], ks: tuple[int, ...]) -> tuple[float, ...]:
+    """A row's tokens per step for each K; `miss` and `full` in units of 1 / COARSE, `on` of 1 / FINE."""
+    miss, full, on = rates[0] / COARSE, rates[1] / COARSE, rates[2] / FINE
+    curve = []
+    for k in ks:
+        if not k:
+            curve.append(1.0)
+            continue
+        stay = on ** (k - 1)  # a step goes on to be accepted in full
+        share = miss * stay / (1 - full * stay + miss * stay) if miss else 0.0  # of steps after full ones
+        run = k if on == 1 else (1 - on**k) / (1 - on)
+        curve.append(1 + ((1 - share) * miss + share * full) * run)
+    return tuple(curve)
 
 
 @dataclass
@@ -91,42 +112,41 @@ class BucketPolicy:
     Attributes:
         costs: of the captured steps.
         decay: weight of a row's past at each of its observations; of the common one, 0.995.
-        first_prior, next_prior: how many observations the common record counts for in a row's own h, c.
+        prior: how many steps the common record counts for in a row's own, and how many drafts in `on`.
         probe_budget: share of the time that may go into trying a larger K than seems best.
         margin: another K must promise so much more than the one in use (no flutter between equals).
     """
 
     costs: BucketCosts
     decay: float = 0.9
-    first_prior: float = 4.0
-    next_prior: float = 16.0
+    prior: tuple[float, float] = (4.0, 16.0)
     probe_budget: float = 0.005
     margin: float = 0.002
-    _shared: _Record = field(default_factory=lambda: _Record(1.0, 2.0, 3.0, 4.0))
+    _shared: _Record = field(default_factory=lambda: _Record(_Rate(1, 2), _Rate(3, 4), _Rate(3, 4)))
     _rows: dict[int, _Record] = field(default_factory=dict)
     _best: int = 0
     _credit: float = 0.0  # ms that may go into probes
     _token_ms: float = 0.0  # ms per token without drafts
 
-    def choose(self, rows: Sequence[int], others: int = 0) -> int:
-        """The K of the next step over these request rows and `others` that do not speculate."""
-        costs = self.costs.of(len(rows) + others)
-        ks, records, new = tuple(costs), self._rows, self._rates(_Record())
+    def choose(self, rows: Sequence[int], most: int) -> int:
+        """The captured K, at most `most`, of the next step of these request rows."""
+        costs = {k: ms for k, ms in self.costs.of(len(rows)).items() if k <= most}
+        ks, records, new = tuple(costs), self._rows, self._rates(_new())
         curves = [tokens_per_step(records[row].rates if row in records else new, ks) for row in rows]
-        tokens = map(sum, zip(*curves)) if curves else (0.0 for _ in ks)
-        rate = {k: (n + others) / ms for (k, ms), n in zip(costs.items(), tokens)}
+        rate = {k: sum(tokens) / costs[k] for k, tokens in zip(ks, zip(*curves))}
         best = max(rate, key=rate.__getitem__)
         if self._best in rate and rate[best] < rate[self._best] * (1 + self.margin):
             best = self._best
-        self._best, self._token_ms = best, costs[0] / max(len(rows) + others, 1)
+        self._best, self._token_ms = best, costs[0] / len(rows)
         return self._probe(costs)
 
-    def _rates(self, own: _Record) -> tuple[int, int]:
-        """h and c of a row with this record."""
-        shared, a, b = self._shared, self.first_prior, self.next_prior
-        h = (own.first_right + a * shared.first_right / shared.first_tried) / (own.first_tried + a)
-        c = (own.next_right + b * shared.next_right / shared.next_tried) / (own.next_tried + b)
-        return round(h * STEPS), min(round(c * STEPS), STEPS - 1)
+    def _rates(self, own: _Record) -> tuple[int, int, int]:
+        shared, (steps, drafts) = self._shared, self.prior
+        return (
+            round(own.miss.over(shared.miss, steps) * COARSE),
+            round(own.full.over(shared.full, steps) * COARSE),
+            round(own.on.over(shared.on, drafts) * FINE),
+        )
 
     def _probe(self, costs: dict[int, float]) -> int:
         """The best K, or now and then the next larger one."""
@@ -139,17 +159,18 @@ class BucketPolicy:
         self._credit -= extra
         return larger
 
+    def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
+        """Every draft is verified: its place is paid for."""
+        return proposal.num_drafts
+
     def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
         """Learn from one row of a step with K > 0; one with K = 0 looks nothing up and tells nothing."""
-        own = self._rows.setdefault(row, _Record())
-        tried, right = min(accepted + 1, drafted), accepted
-        if not (own.copying and drafted):  # the first draft comes after a miss
-            own.add_first(right > 0, self.decay)
-            self._shared.add_first(right > 0, 0.995)
-            tried, right = max(tried - 1, 0), max(right - 1, 0)
-        if tried:
-            own.add_next(right, tried, self.decay)
-            self._shared.add_next(right, tried, 0.995)
+        own = self._rows.setdefault(row, _new())
+        for record, decay in ((own, self.decay), (self._shared, 0.995)):
+            first = record.full if own.copying else record.miss
+            first.add(accepted > 0, 1, decay)
+            if accepted and drafted > 1:
+                record.on.add(accepted - 1, min(accepted, drafted - 1), decay)
         own.copying = 0 < drafted == accepted
         own.rates = self._rates(own)
         if not self._best:
@@ -158,3 +179,7 @@ class BucketPolicy:
     def reset(self, row: int) -> None:
         """A new request took the row."""
         self._rows.pop(row, None)
+
+
+def _new() -> _Record:
+    return _Record(_Rate(), _Rate(), _Rate())

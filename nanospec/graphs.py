@@ -11,6 +11,7 @@ addresses: so that buckets, padding and the reuse of outputs are tested without 
 
 from __future__ import annotations
 
+import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ MAX_STEP_TOKENS = 512  # a few times what a GPU scores for the price of one: bey
 PADDING = -1
 
 Step = Callable[[Tensor], StepResult]
+Costs = dict[int, dict[int, float]]
 
 
 class Bucket(NamedTuple):
@@ -149,18 +151,29 @@ class StepGraphs:
         batch = self.batches[bisect_left(self.batches, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k))
 
-    def time_ms(self, bucket: Bucket, repeats: int = 5) -> float:
-        """Milliseconds of one replay, the fastest of `repeats`, on rows that are all padding."""
-        recording = self.recordings[bucket]
-        recording.rows.fill_(PADDING)
-        best = float("inf")
-        for _ in range(repeats):
-            _synchronize(self.runner.model.device)
-            start = time.perf_counter()
-            recording.replay()
-            _synchronize(self.runner.model.device)
-            best = min(best, time.perf_counter() - start)
-        return best * 1e3
+    def time_ms(self, bucket: Bucket, context: int, repeats: int = 5) -> float:
+        """Milliseconds of one replay, the median of `repeats`, with `context` tokens and k drafts in
+        every row. Writes to request rows and pages, so it must come before the first request."""
+        recording, device = self.recordings[bucket], self.runner.model.device
+        times = []
+        for _ in range(repeats + 1):
+            with self.runner.state.rehearsal(bucket.batch, context, self.runner.kv_cache.shape[3]):
+                recording.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
+                _synchronize(device)
+                start = time.perf_counter()
+                recording.replay()
+                _synchronize(device)
+                times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times[1:])
+
+    def cost_table(self, context: int, progress: Callable[[int, int], None] | None = None) -> Costs:
+        """ms by batch size and K of all recorded buckets."""
+        costs: Costs = {}
+        for done, bucket in enumerate(self.recordings, 1):
+            costs.setdefault(bucket.batch, {})[bucket.k] = self.time_ms(bucket, context)
+            if progress is not None:
+                progress(done, len(self.recordings))
+        return costs
 
     def _add(self, bucket: Bucket) -> Recording:
         rows = torch.full((bucket.batch,), PADDING, dtype=torch.int32, device=self.runner.model.device)

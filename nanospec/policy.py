@@ -105,17 +105,20 @@ class AutoPolicy:
         decay: weight of a request's past per draft tried.
         prior: how many drafts the record shared by match length counts for in a request's own. The match
             length tells more than the request does.
-        probe_every: a row at zero drafts gets one draft after this many matches.
+        probe_every: a row at zero drafts gets one draft after this many matches, if that keeps within
+        probe_budget: the share of the time that may go into such drafts.
     """
 
     cost: CostTable
     max_match: int
     decay: float = 0.97
     prior: float = 12.0
-    probe_every: int = 16
+    probe_every: int = 4
+    probe_budget: float = 0.01
     _by_row: dict[int, _Estimate] = field(default_factory=dict)
     _by_match: list[_Estimate] = field(default_factory=list)
     _skipped: dict[int, int] = field(default_factory=dict)
+    _credit: float = 0.0  # ms that may go into probes
 
     def __post_init__(self) -> None:
         # A priori a match of n tokens continues with probability (n + 1) / (n + 2).
@@ -149,12 +152,24 @@ class AutoPolicy:
         taken = [0] * len(names)
         for _, b in gains[:number]:
             taken[b] += 1
-        for b, row in enumerate(names):
-            if drafts[b] and not taken[b]:
-                self._skipped[row] = self._skipped.get(row, 0) + 1
-                if self._skipped[row] % self.probe_every == 0:
-                    taken[b] = 1
+        self._probe([b for b in range(len(names)) if drafts[b] and not taken[b]], names, taken)
         return torch.tensor(taken, dtype=torch.int32, device=rows.device)
+
+    def _probe(self, skipped: list[int], names: list[int], taken: list[int]) -> None:
+        """Give a draft to those that went without one for longest, as far as the budget reaches."""
+        scored = len(names) + sum(taken)
+        step = self.cost.step(scored)
+        self._credit = min(self._credit + self.probe_budget * step, step)
+        for b in skipped:
+            self._skipped[names[b]] = self._skipped.get(names[b], 0) + 1
+        for b in sorted(skipped, key=lambda b: -self._skipped[names[b]]):
+            price = self.cost.step(scored + 1) - self.cost.step(scored)
+            if self._skipped[names[b]] < self.probe_every or price > self._credit:
+                break
+            taken[b] = 1
+            self._skipped[names[b]] = 0
+            self._credit -= price
+            scored += 1
 
     def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
         if drafted:

@@ -20,6 +20,7 @@ from torch import Tensor
 from .drafters import Drafter
 from .kernels.commit import RUNNING, verify_and_commit
 from .kernels.dispatch import use_triton
+from .kernels.layout import NUM_COLUMNS, lay_out, report
 from .kernels.ngram import Proposal
 from .kernels.rows import Rows
 from .kernels.sample import logprobs, sample
@@ -31,16 +32,13 @@ from .state import State
 
 COST_SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens per step at which the cost is measured
 COST_REPEATS = 3
-NUM_COLUMNS = 6  # of `StepResult.table`, before the tokens
 
 
 class StepResult(NamedTuple):
     """What a step of B rows gave, on the device.
 
     Attributes:
-        table: [B, 6 + Q] int32: how many tokens were kept; drafts; accepted drafts (at a stop these may
-            exceed the kept tokens); where the drafts were copied from, -1 without a match; length of the
-            match; code of `kernels.commit`; then the target's tokens, of which the kept ones count.
+        table: [B, 6 + Q] int32, see `kernels/layout.py`. At a stop more drafts may be accepted than kept.
         path, q_start, logits: which row of the logits each token was drawn from: that of query
             q_start[b] + path[b, j]. [B, Q] int32, [B] int32, [T, V].
     """
@@ -115,7 +113,8 @@ class Runner:
         `max_kv_len` is an upper bound of the rows' tokens + k.
         """
         with self.metrics.stage("propose"):
-            running = self._running(torch.tensor(rows, dtype=torch.int32, device=self.model.device))
+            running = torch.tensor(rows, dtype=torch.int32, device=self.model.device)
+            running.masked_fill_(self.state.finished[running.long()] != RUNNING, -1)
             if not bool((running >= 0).any()):  # all have ended, and the host will soon know
                 nothing = torch.zeros(len(rows), NUM_COLUMNS, dtype=torch.int32)
                 logits = torch.zeros(0, self.model.config.vocab_size)
@@ -130,14 +129,18 @@ class Runner:
     def padded_step(self, rows: Tensor, k: int) -> StepResult:
         """A step of `rows` [B] int32, -1 for padding, with `k` + 1 tokens each. Never waits for the
         device, so it can be captured."""
-        rows = self._running(rows)
-        proposal = self._propose(rows, k)
-        return self._score(rows, proposal, *self._pad(rows, proposal, k))
-
-    def _running(self, rows: Tensor) -> Tensor:
-        """`rows` with -1 for those that have ended."""
-        ended = self.state.finished[rows.clamp(min=0).long()] != RUNNING
-        return rows.masked_fill(ended, -1)
+        state, proposal = self.state, self._propose(rows, k)
+        running, input_ids, batch = lay_out(
+            rows,
+            proposal,
+            state.tokens,
+            state.num_tokens,
+            state.finished,
+            state.block_table,
+            self.block_size,
+            k,
+        )
+        return self._score(running, proposal, batch, input_ids)
 
     def _score(self, rows: Tensor, proposal: Proposal, batch: Rows, input_ids: Tensor) -> StepResult:
         """Forward, verify, commit."""
@@ -161,15 +164,7 @@ class Runner:
                 state.max_len,
                 state.params.stop_ids,
             )
-            columns = (
-                kept,
-                (batch.q_len - 1).clamp(min=0),
-                (verdict.num_emitted - 1).clamp(min=0),
-                proposal.source,
-                proposal.match_len,
-                state.finished[rows.clamp(min=0).long()].int(),
-            )
-            table = torch.cat((torch.stack(columns, 1), verdict.emitted), 1)
+            table = report(rows, batch.q_len, proposal, verdict, kept, state.finished)
             return StepResult(table, verdict.path, batch.q_start, logits)
 
     def fetch(self, result: StepResult) -> Callable[[], list[list[int]]]:
@@ -240,7 +235,11 @@ class Runner:
         """Lay the rows' last tokens and drafts out back to back: the batch, and input_ids [T] int32."""
         q_len = torch.where(rows >= 0, proposal.num_drafts + 1, 0)
         Q = max(int(q_len.max()), 1)
-        index, base, ids, place = self._grid(rows, proposal, Q)
+        index = rows.clamp(min=0).long()
+        base = (self.state.num_tokens[index] - 1).clamp(min=0)
+        last = self.state.tokens[index, base.long()]
+        ids = torch.cat((last[:, None], proposal.drafts), 1)[:, :Q]
+        place = torch.arange(Q, device=rows.device)
         valid = place < q_len[:, None]
         b = valid.nonzero()[:, 0]
         positions = (base[:, None] + place)[valid]
@@ -255,33 +254,6 @@ class Runner:
             max_kv_len=max_kv_len,
         )
         return batch, ids[valid]
-
-    def _pad(self, rows: Tensor, proposal: Proposal, k: int) -> tuple[Rows, Tensor]:
-        """Lay every row out as k + 1 tokens: the batch, and input_ids [B * (k + 1)] int32."""
-        q_len = torch.where(rows >= 0, proposal.num_drafts + 1, 0)
-        index, base, ids, place = self._grid(rows, proposal, k + 1)
-        valid = place < q_len[:, None]
-        positions = torch.where(valid, base[:, None] + place, 0)
-        slots = torch.where(valid, self._slots(index[:, None].expand_as(positions), positions), -1)
-        batch = Rows(
-            positions=positions.flatten().int(),
-            slots=slots.flatten(),
-            block_table=self.state.block_table[index],
-            q_start=torch.arange(0, positions.numel(), k + 1, dtype=torch.int32, device=rows.device),
-            q_len=q_len.int(),
-            base_len=base,
-            max_q_len=k + 1,
-            max_kv_len=self.state.tokens.shape[1],
-        )
-        return batch, ids.flatten()
-
-    def _grid(self, rows: Tensor, proposal: Proposal, Q: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(request row [B], cache entries before the step [B], last token and drafts [B, Q], 0 .. Q-1)."""
-        index = rows.clamp(min=0).long()
-        base = (self.state.num_tokens[index] - 1).clamp(min=0)
-        last = self.state.tokens[index, base.long()]
-        ids = torch.cat((last[:, None], proposal.drafts), 1)[:, :Q]
-        return index, base, ids, torch.arange(Q, device=rows.device)
 
     def _slots(self, row: Tensor, position: Tensor) -> Tensor:
         """Cache slots of positions [...] of request rows [...], int32."""

@@ -13,7 +13,7 @@ everything that comes out carries its label.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -51,9 +51,9 @@ class Replay:
     """The output of a request is its reference text, by prompt; behind its end, the model's own."""
 
     label = "replay"
-    drafter = None
+    drafter: SyntheticDrafter | None = None
 
-    def __init__(self, references: dict[tuple[int, ...], Sequence[int]]) -> None:
+    def __init__(self, references: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         """`references`: prompt ids -> the output's ids."""
         self.references = references
         self._texts = torch.zeros(0, 0, dtype=torch.int32)  # [S, max_len], prompt and output

@@ -8,6 +8,9 @@ computes them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from .config import SpecConfig
@@ -15,6 +18,9 @@ from .kernels.commit import RUNNING
 from .kernels.sample import Params
 from .request import Request
 from .sampling import MAX_STOP_IDS
+
+REHEARSAL_PERIOD = 7
+MAX_DRAFTS = 63
 
 
 class State:
@@ -96,7 +102,8 @@ class State:
         rows.bias[r], rows.in_prompt[r], rows.output_counts[r] = 0, False, 0
         if request.params.logit_bias:
             ids, values = zip(*request.params.logit_bias.items(), strict=True)
-            rows.bias[r, self._ids(ids).long()] = torch.tensor(values, dtype=torch.float32, device=self.device)
+            bias = torch.tensor(values, dtype=torch.float32, device=self.device)
+            rows.bias[r, self._ids(ids).long()] = bias
         rows.in_prompt[r, self._ids(request.prompt_ids).long()] = True
         output = self._ids(request.output_ids).long()
         rows.output_counts[r].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
@@ -107,6 +114,26 @@ class State:
         table = self.block_table[request.row]
         table[: len(request.blocks)] = self._ids(request.blocks)
         table[len(request.blocks) :] = request.blocks[-1]
+
+    @contextmanager
+    def rehearsal(self, count: int, context: int, num_blocks: int) -> Iterator[None]:
+        """Fill the first `count` rows with greedy requests of `context` tokens of periodic text, which
+        n-gram lookup drafts in full, on pages spread over the cache; empty them at the end."""
+        length, max_blocks = self.tokens.shape[1], self.block_table.shape[1]
+        text = torch.arange(length, dtype=torch.int32, device=self.device) % REHEARSAL_PERIOD
+        pages = torch.arange(count * max_blocks, device=self.device) % num_blocks
+        rows = slice(0, count)
+        self.tokens[rows] = text
+        self.block_table[rows] = pages.view(count, max_blocks).int()
+        self.num_tokens[rows] = min(context, length - MAX_DRAFTS - 1)
+        self.max_len[rows], self.limit[rows] = length, MAX_DRAFTS
+        self.min_n[rows], self.max_n[rows] = 1, 1
+        self.params.stop_ids[rows] = -1
+        try:
+            yield
+        finally:
+            for table in (self.num_tokens, self.max_len, self.limit, self.block_table, self.finished):
+                table[rows] = 0
 
     def _ids(self, values: list[int] | tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

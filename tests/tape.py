@@ -54,7 +54,8 @@ class Tape(TorchDispatchMode):
             return out
         given = _storages((args, kwargs))
         # Views and results written in place change with what they share memory with.
-        own = [i for i, t in enumerate(tree_leaves(out)) if isinstance(t, Tensor) and _storage(t) not in given]
+        leaves = enumerate(tree_leaves(out))
+        own = [i for i, leaf in leaves if isinstance(leaf, Tensor) and _storage(leaf) not in given]
 
         def again() -> None:
             old, new = tree_leaves(out), tree_leaves(func(*args, **kwargs))

@@ -28,6 +28,7 @@ FILTERS: dict[str, dict[str, float]] = {
 def cases() -> Iterator[Case]:
     yield from ngram_cases()
     yield from sample_cases()
+    yield from sample_tree_cases()
     yield from verify_cases()
     yield from logprobs_cases()
 
@@ -118,6 +119,20 @@ def sample_cases() -> Iterator[Case]:
                 tables = 9 * V * B if "shaped" in values else 0  # bias, counts, in_prompt
                 size = B * (K + 1) * V * 2 + tables
                 yield Case("sample", f"{model}-B{B}-K{K}-{name}", build, bytes=size)
+
+
+def sample_tree_cases() -> Iterator[Case]:
+    """Penalties count a query's ancestors only: a kernel of its own."""
+
+    def build(device: str) -> Built:
+        B, Q, V = 8, 8, VOCABS["smollm2"]
+        rows = torch.arange(B, dtype=torch.int32, device=device)
+        ids = torch.zeros(B * Q, dtype=torch.int32, device=device)
+        params, batch = make_params(B, V, device, **FILTERS["penalties"]), make_rows(B, Q, device, tree=True)
+        logits = peaked_logits(B * Q, V, device)
+        return Built(lambda: sample(logits, ids, rows, params, batch))
+
+    yield Case("sample", "smollm2-B8-K7-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 
 
 def _sample_with_torch(logits: Tensor, **values: float) -> Tensor:

@@ -7,11 +7,14 @@ import random
 import pytest
 
 from nanospec.kernels import dispatch
+from nanospec.model import Model
 from nanospec.sampling import SamplingParams
 from tests.drive import Job, alone, assert_same, make_engine, outcome, random_jobs, run
 from tests.tiny import tiny_model
 
-SMALL = {"num_layers": 1, "vocab_size": 64}
+
+def small_model() -> Model:
+    return tiny_model(num_layers=1, vocab_size=64)
 
 
 def jobs_for(seed: int) -> list[Job]:
@@ -27,12 +30,18 @@ def jobs_for(seed: int) -> list[Job]:
 )
 def test_engine_on_the_kernels_equals_naive(k: int, eager: bool, num_blocks: int | None) -> None:
     jobs = jobs_for(k)
-    options = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 24}
-    expected = alone(tiny_model(**SMALL), jobs, max_model_len=64)
+    expected = alone(small_model(), jobs, max_model_len=64)
     with dispatch.forced("triton"):
-        model = tiny_model(**SMALL)  # made here, so that its weights are packed for the kernels
+        model = small_model()  # made here, so that its weights are packed for the kernels
         engine = make_engine(
-            model, k, num_blocks=num_blocks, enforce_eager=eager, lazy_capture=True, **options
+            model,
+            k,
+            num_blocks=num_blocks,
+            enforce_eager=eager,
+            lazy_capture=True,
+            max_model_len=64,
+            max_num_seqs=3,
+            max_num_batched_tokens=24,
         )
         requests = run(engine, jobs)
     for request, wanted in zip(requests, expected, strict=True):

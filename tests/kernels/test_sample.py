@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanospec.kernels import noise, sample
+from nanospec.kernels import noise, sample, verify
 from nanospec.kernels.rows import Rows
 from nanospec.kernels.sample import Params
 from tests.kernels.batches import S, make_params, make_rows, random_logits, random_params
@@ -213,6 +213,33 @@ def test_seeded_row_does_not_depend_on_the_batch() -> None:
         rows = torch.tensor([(s + 1) % S, s, (s + 2) % S], dtype=torch.int32)
         three = make_rows([8, 8, 8], [3, base, 9], True)
         assert torch.equal(sample.naive(crowd, ids.repeat(3), rows, params, three)[8:16], together)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
+def test_draw_from_all_is_a_draw_from_the_contenders(temperature: float) -> None:
+    """The shortcut for drawing without filters finds what the noise of all tokens says."""
+    V = 3000
+    params = make_params(V, temperature=temperature)
+    for position in range(200):
+        logits = torch.randn(V, generator=torch.Generator().manual_seed(position)) * (position % 5)
+        log_e = noise.naive(0, position, torch.arange(V))
+        assert int(sample.draw(logits, 0, position, params)) == int((logits - temperature * log_e).argmax())
+
+
+def test_lazy_drawing_stops_where_verification_does() -> None:
+    V, Q = 50, 8
+    rows = torch.arange(S, dtype=torch.int32)
+    batch = make_rows([Q] * S, [5] * S, True)
+    params = make_params(V, temperature=[1.0, 1.0, 0.3, 0.0])
+    logits = torch.randn(S * Q, V, generator=torch.Generator().manual_seed(2)) * 3
+    targets = sample.naive(logits, torch.zeros(S * Q, dtype=torch.int32), rows, params, batch)
+    drafts = torch.cat((torch.zeros(1, dtype=torch.int32), targets[:-1]))  # all right, across rows too
+    for wrong in (3, Q + 1, 2 * Q + 7):
+        drafts[wrong] = (drafts[wrong] + 1) % V
+    lazy = sample.naive(logits, drafts, rows, params, batch, lazy=True)
+    expected, actual = (verify.naive(x, drafts, batch) for x in (targets, lazy))
+    assert expected.num_emitted.tolist() == [3, 1, 7, 8]
+    assert torch.equal(actual.emitted, expected.emitted)
 
 
 # The kernel, in the interpreter.

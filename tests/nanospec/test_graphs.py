@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, r
 from tests.tape import TapeRecording
 from tests.tiny import tiny_model
 
+
 @pytest.fixture(scope="module")
 def model() -> Model:
     return tiny_model()
@@ -32,7 +34,7 @@ def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) 
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] == largest
-    assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(b <= 2 * a for a, b in pairwise(sizes))
 
 def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
     engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
@@ -93,7 +95,7 @@ def test_a_recording_of_the_kernels_freezes_nothing(lag: bool, monkeypatch: pyte
     jobs = [
         Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
         Job([9, 4] * 9, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
-        Job([7, 5, 5, 5], SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})),
+        Job([7, 5, 5], SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})),
     ]
     wanted = alone(tiny_model(num_layers=1), jobs)
     monkeypatch.setattr(graphs, "EagerRecording", TapeRecording)
@@ -132,13 +134,25 @@ def test_the_tape_does_freeze_what_the_host_computes() -> None:
     with pytest.raises(AssertionError, match="makes the host wait"):
         TapeRecording(bad, rows)  # type: ignore[arg-type]
 
-def test_timing_a_bucket_leaves_no_trace(model: Model) -> None:
+@pytest.mark.parametrize("k", [0, 2])
+def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int) -> None:
     engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=2)
-    before = [t.clone() for t in (engine.state.tokens, engine.state.num_tokens, engine.runner.kv_cache)]
-    assert graphs_of(engine).time_ms(Bucket(2, 2)) > 0
-    for old, new in zip(
-        before, (engine.state.tokens, engine.state.num_tokens, engine.runner.kv_cache), strict=True
-    ):
-        assert torch.equal(old, new)
+    state = engine.state
+    before = [t.clone() for t in (state.num_tokens, state.finished, state.limit, state.params.temperature)]
+    steps: list[int] = []
+    recording = graphs_of(engine).recordings[Bucket(2, k)]
+    replay = recording.replay
 
-def _unused(step: Step) -> None: ...
+    def spy() -> None:
+        replay()
+        steps.append(int(recording.result.table[:, 1].sum()))  # drafts of both rows
+
+    recording.replay = spy  # type: ignore[method-assign]
+    assert graphs_of(engine).time_ms(Bucket(2, k), context=40) > 0
+    assert steps
+    assert set(steps) == {2 * k}
+    after = (state.num_tokens, state.finished, state.limit, state.params.temperature)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new)
+    jobs = [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))]
+    assert_same(outcome(run(engine, jobs)[0]), alone(model, jobs)[0])

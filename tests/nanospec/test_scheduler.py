@@ -1,5 +1,6 @@
 """The scheduler with an engine around it that has no model: the "K/V" of a position is a hash of all
-tokens up to it, drafts that are rejected leave junk, and whoever sees a position checks it."""
+tokens up to it, drafts that are rejected leave junk, and whoever sees a position checks it. The host may
+lag a step behind, as on a GPU: what a step gave becomes known only after the next one is planned."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ from nanospec.scheduler import Plan, Scheduler
 SIZE = 4  # tokens per block
 
 
-def contents(request: Request) -> list[int]:
-    """What the cache must hold at each position of the request."""
+def contents(request: Request, tokens: list[int] | None = None) -> list[int]:
+    """What the cache must hold at each position of the request, or of other tokens with its salt."""
     chain, value = [], hash(request.salt)
-    for token in request.tokens:
+    for token in request.tokens if tokens is None else tokens:
         value = hash((value, token))
         chain.append(value)
     return chain
@@ -38,16 +39,26 @@ class Simulation:
     """An engine without a model."""
 
     def __init__(
-        self, window: int, extra_blocks: int, num_rows: int, max_tokens: int, k: int, seed: int = 0
+        self,
+        window: int,
+        extra_blocks: int,
+        num_rows: int,
+        max_tokens: int,
+        k: int,
+        lag: int = 0,
+        seed: int = 0,
     ) -> None:
-        self.window, self.k, self.max_tokens = window, k, max_tokens
+        self.window, self.k, self.max_tokens, self.lag = window, k, max_tokens, lag
         self.rng = random.Random(seed)
         self.pool = BlockPool(-(-window // SIZE) + extra_blocks)
-        self.scheduler = Scheduler(self.pool, SIZE, num_rows, max_tokens, k)
+        self.scheduler = Scheduler(self.pool, SIZE, num_rows, max_tokens, k, lag)
         self.num_rows = num_rows
         self.requests: list[Request] = []  # in order of arrival
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> K/V
         self.names: dict[bytes, list[int]] = {}  # of a full block -> what it must hold
+        self.on_device: dict[Request, list[int]] = {}  # tokens, those in flight included
+        self.ended: set[Request] = set()  # as far as the device knows
+        self.in_flight: list[list[tuple[Request, StepOutput]]] = []
 
     def add(self, prompt: list[int], max_new: int, salt: bytes = b"") -> Request:
         request = Request(
@@ -66,42 +77,58 @@ class Simulation:
         arrived = {request: i for i, request in enumerate(self.requests)}
         plan = self.scheduler.schedule()
         self.check_plan(plan, arrived)
+        for request in plan.admitted:
+            self.on_device[request] = list(request.tokens)
+            self.ended.discard(request)
         for request, start, count in plan.prefill:
             for position in range(start, start + count):
                 self.write(request, position, contents(request)[position])
         for request, start, count in plan.prefill:
             self.check_seen(request, start + count)
-        for request in plan.decode:
-            self.decode(request)
+        if plan.decode:
+            self.in_flight.append([(request, self.decode(request)) for request in plan.decode])
+        while len(self.in_flight) > (self.lag if plan.decode else 0):
+            self.collect(self.in_flight.pop(0))
         self.check_names()
         return plan
 
     def write(self, request: Request, position: int, value: int) -> None:
         self.cache[request.blocks[position // SIZE], position % SIZE] = value
 
-    def decode(self, request: Request) -> None:
+    def decode(self, request: Request) -> StepOutput:
         """Draft up to k tokens, accept some, and commit them and one more."""
-        room = request.max_len - request.num_tokens
-        assert room >= 1, "a request at its limit goes on"
+        if request in self.ended:  # what the host does not know yet
+            return StepOutput([], 0, 0, -1, None, None)
+        tokens = self.on_device[request]
+        room = request.max_len - len(tokens)
         drafts = self.rng.randint(0, min(self.k, room - 1))
         accepted = self.rng.randint(0, drafts)
-        first = request.num_tokens - 1
+        first = len(tokens) - 1
         for position in range(first, first + drafts + 1):
             assert self.pool._references[request.blocks[position // SIZE]] == 1, "a shared slot"
             self.write(request, position, -self.rng.randrange(1 << 60))  # until it is accepted
-        new = [self.rng.randrange(2) for _ in range(accepted + 1)]
-        stopped = self.rng.random() < 0.05
-        request_finish = "stop" if stopped else None
-        if len(new) == room:
-            request_finish = request_finish or "length"
-        request.append(StepOutput(new, drafts, accepted, -1, request_finish, None))
+        tokens += (new := [self.rng.randrange(2) for _ in range(accepted + 1)])
         for position in range(first, first + accepted + 1):
-            self.write(request, position, contents(request)[position])
-        self.check_seen(request, request.num_tokens - 1)
-        self.scheduler.register(request)
-        self.remember_names(request)
-        if request.status is Status.FINISHED:
-            self.scheduler.finish(request)
+            self.write(request, position, contents(request, tokens)[position])
+        self.check_seen(request, len(tokens) - 1)
+        finish = "length" if len(new) == room else "stop" if self.rng.random() < 0.03 else None
+        if finish:
+            self.ended.add(request)
+        return StepOutput(new, drafts, accepted, -1, finish, None)
+
+    def collect(self, flight: list[tuple[Request, StepOutput]]) -> None:
+        """What the host learns of a step; now and then it cuts the tokens at a stop string."""
+        for request, step in flight:
+            if request.is_finished:
+                continue
+            if step.tokens and self.rng.random() < 0.03:
+                step = step._replace(tokens=step.tokens[: self.rng.randint(1, 9)], finish="stop")
+            ended = request.append(step)
+            if request.row >= 0:
+                self.scheduler.register(request)
+            self.remember_names(request)
+            if ended:
+                self.scheduler.finish(request)
 
     def abort(self, request: Request) -> None:
         request.finish("abort")
@@ -110,7 +137,7 @@ class Simulation:
     def finish(self) -> None:
         """Everything that has arrived ends, each within its tokens plus what preemption costs."""
         for _ in range(100 + 60 * len(self.requests) * self.window):
-            if not self.scheduler.has_work:
+            if not (self.scheduler.has_work or self.in_flight):
                 break
             self.step()
         assert all(request.status is Status.FINISHED for request in self.requests)
@@ -138,10 +165,11 @@ class Simulation:
             assert not request.is_prefilled, "a request that could decode does not"
         for request in plan.decode:
             slots = len(request.blocks) * SIZE
-            assert slots >= min(request.num_tokens + self.k, request.max_len)
+            ahead = self.k + self.lag * (self.k + 1)
+            assert slots >= min(request.num_tokens + ahead, request.max_len)
 
     def check_seen(self, request: Request, count: int) -> None:
-        expected = contents(request)
+        expected = contents(request, self.on_device.get(request))
         for position in range(count):
             block = request.blocks[position // SIZE]
             assert self.cache[block, position % SIZE] == expected[position], (request.id, position)
@@ -182,6 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_rows=st.integers(1, 4),
         max_tokens=st.sampled_from((1, 2, 5, 16, 100)),
         k=st.sampled_from((0, 1, 3, 9)),
+        lag=st.integers(0, 1),
         seed=st.integers(0, 1000),
     )
     def start(self, **limits: int) -> None:
@@ -222,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 def test_scheduler_keeps_its_invariants_in_any_order_of_events() -> None:
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=100, stateful_step_count=25, deadline=None)
+        SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=25, deadline=None)
     )
 
 

@@ -1,0 +1,152 @@
+"""The simulator: traces are what lookup gives, and the automatic choice does not lose."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from bench import simulate, traces
+from bench.roofline import Machine
+from bench.simulate import AutoBucket, AutoPacked, FixedBucket, FixedPacked, compare, run_trace
+from bench.traces import MAX_DRAFTS, Text, Trace, replay, replay_earliest, synthetic
+from nanospec.bucket_policy import BucketCosts, BucketPolicy
+from nanospec.policy import AutoPolicy, CostTable
+
+H200 = Machine()
+SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def packed(B: int, shape: str) -> CostTable:
+    match shape:
+        case "flat":
+            return CostTable(list(SIZES), [10 + 0.001 * n for n in SIZES])
+        case "cpu":
+            return simulate.cpu_costs()
+        case "linear":
+            return CostTable(list(SIZES), [10.0 * n for n in SIZES])
+    return simulate.packed_costs(shape, B, H200)
+
+
+def bucket(B: int, shape: str) -> BucketCosts:
+    if shape in simulate.roofline.MODELS:
+        return simulate.bucket_costs(shape, (B,), H200)
+    table = packed(B, shape)
+    return BucketCosts({B: {K: table.step(B * (K + 1)) for K in simulate.KS}})
+
+
+# ---- traces ------------------------------------------------------------------------------------
+
+
+def text(seed: int, length: int = 60, vocabulary: int = 6) -> Text:
+    rng = random.Random(seed)
+    return [rng.randrange(vocabulary) for _ in range(20)], [rng.randrange(vocabulary) for _ in range(length)]
+
+
+def test_a_trace_by_hand() -> None:
+    prompt, reference = [1, 2, 3, 4, 5, 9, 1, 2], [3, 4, 7, 1, 2, 3]
+    trace = replay((prompt, reference), min_n=2, max_n=3)
+    # "1 2" was followed by 3 4 5; "1 2 3" by 4 5; "2 3 4" by 5; nothing ends in 7 or "7 1";
+    # "1 2" was last followed by 3 4 7.
+    assert trace.match == [2, 3, 3, 0, 0, 2]
+    assert trace.run == [2, 1, 0, 0, 0, 1]
+    assert [trace.drafts(i, 4) for i in range(6)] == [4, 4, 3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_earliest_match_is_as_long_as_the_latest(seed: int) -> None:
+    for low, high in ((1, 1), (1, 4), (2, 3)):
+        latest, earliest = replay(text(seed), low, high), replay_earliest(text(seed), low, high)
+        assert latest.match == earliest.match
+        assert latest.run != earliest.run
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_earliest_and_latest_agree_where_there_is_one_match_only(seed: int) -> None:
+    prompt, _ = text(seed, vocabulary=10_000)
+    once = (prompt, prompt[3:17])
+    assert replay(once, 1, 4) == replay_earliest(once, 1, 4)
+
+
+def test_periodic_text_drafts_in_full() -> None:
+    trace = replay(([1, 2, 3, 1, 2, 3], [1, 2, 3] * 10), 1, 5)
+    assert trace.run == [min(30 - i, MAX_DRAFTS) for i in range(30)]
+
+
+def test_synthetic_traces_have_the_acceptance_asked_for() -> None:
+    trace = synthetic(0.7, match=0.5, tokens=20_000)
+    found = [run for match, run in zip(trace.match, trace.run) if match]
+    assert len(found) / len(trace) == pytest.approx(0.5, abs=0.02)
+    assert sum(run > 0 for run in found) / len(found) == pytest.approx(0.7, abs=0.02)
+    assert sum(run > 1 for run in found) / sum(run > 0 for run in found) == pytest.approx(0.7, abs=0.02)
+
+
+# ---- the simulator -----------------------------------------------------------------------------
+
+
+def test_without_drafts_every_step_gives_a_token_per_row() -> None:
+    source, cost = [synthetic(0.8, 1.0, 100, seed) for seed in range(4)], packed(4, "cpu")
+    for strategy in (FixedPacked(0, cost), FixedBucket(0, {0: cost.step(4)})):
+        outcome = simulate.simulate(source, 4, strategy, 1000)
+        assert (outcome.tokens, outcome.steps, outcome.drafted) == (1000, 250, 0)
+        assert outcome.rate == pytest.approx(4 / cost.step(4))
+
+
+def test_fixed_drafts_give_the_expected_tokens() -> None:
+    source = [synthetic(0.6, 1.0, 4000, seed) for seed in range(4)]
+    for k in (1, 3, 8):
+        outcome = simulate.simulate(source, 2, FixedBucket(k, {k: 1.0}), 20_000)
+        expected = sum(0.6**j for j in range(k + 1))
+        assert outcome.tokens / outcome.steps / 2 == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("shape", ["flat", "cpu", "qwen3-0.6b", "qwen3-8b", "linear"])
+@pytest.mark.parametrize("B", [1, 16, 64])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("mode", ["packed", "bucket"])
+def test_no_regret(mode: str, acceptance: float, B: int, shape: str) -> None:
+    """At least 95 % of the best fixed K in hindsight, and 98 % of no speculation."""
+    source = [synthetic(acceptance, 0.6, 300, seed) for seed in range(16)]
+    cost = packed(B, shape) if mode == "packed" else bucket(B, shape)
+    result = compare(source, B, cost, tokens=max(5000, 150 * B))
+    assert result["auto_to_best_fixed"] >= 0.95
+    assert result["speedup"]["auto"] >= 0.98
+    assert result["oracle"] >= max(result["speedup"].values())
+
+
+@pytest.mark.parametrize("shape", ["cpu", "qwen3-0.6b", "qwen3-8b", "linear"])
+@pytest.mark.parametrize("mode", ["packed", "bucket"])
+def test_wrong_matches_cost_at_most_two_percent(mode: str, shape: str) -> None:
+    """Lookup always finds something, and it is never right."""
+    source = [Trace([3] * 400, [0] * 400) for _ in range(4)]
+    for B in (1, 16):
+        cost = packed(B, shape) if mode == "packed" else bucket(B, shape)
+        assert compare(source, B, cost, tokens=4000)["speedup"]["auto"] >= 0.98
+
+
+@pytest.mark.parametrize("shape", ["cpu", "qwen3-8b"])
+@pytest.mark.parametrize("mode", ["packed", "bucket"])
+def test_a_request_that_turns_repetitive_is_noticed(mode: str, shape: str) -> None:
+    """Within 60 steps; from then on most of each step's drafts are taken."""
+    trace = Trace([3] * 600, [0] * 600) + synthetic(1.0, 1.0, 3000)
+    if mode == "packed":
+        strategy: simulate.Strategy = AutoPacked(AutoPolicy(packed(1, shape), 5))
+    else:
+        strategy = AutoBucket(BucketPolicy(bucket(1, shape)))
+    steps = run_trace(trace, strategy)
+    turn = next(i for i, (at, _) in enumerate(steps) if at >= 600)
+    assert sum(drafts for _, drafts in steps[100:turn]) < 1.2 * (turn - 100), "hardly any before"
+    assert min(drafts for _, drafts in steps[turn + 60 : -2]) >= 8
+
+
+def test_the_command_line_on_small_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("code edits", "quotation", "long quotation", "retrieval", "news", "Shakespeare")
+    texts = {name: [text(seed) for seed in range(3)] for name in names}
+    monkeypatch.setattr(traces, "workloads", lambda tokenizer, count: texts)
+    monkeypatch.setattr(simulate, "STEADY", (200, 5))
+    simulate.main(["--batch", "1", "4", "--tokenizer", str(smollm2), "--out", str(tmp_path)])
+    assert (tmp_path / "simulate.json").is_file()
+    assert "bucket, H200, qwen3-8b" in capsys.readouterr().out

@@ -1,0 +1,77 @@
+"""What a request makes of a step's tokens, where the engine's tests do not reach."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanospec.request import Piece, Request, Status, StepOutput
+from nanospec.sampling import SamplingParams
+from nanospec.tokenizer import Detokenizer, Tokenizer
+from tests.test_tokenizer import byte_fallback
+
+
+@pytest.fixture(scope="module")
+def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with byte tokens, whose runs are decoded when they end."""
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_fallback().save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def request_for(tokenizer: Tokenizer | None, **params: object) -> Request:
+    return Request(
+        id="a",
+        prompt_ids=[5],
+        params=SamplingParams(**params),  # type: ignore[arg-type]
+        seed=0,
+        max_len=99,
+        detokenizer=Detokenizer(tokenizer) if tokenizer else None,
+    )
+
+
+def step(tokens: list[int], finish: str | None = None, accepted: int = 0, source: int = -1) -> StepOutput:
+    return StepOutput(tokens, accepted, accepted, source, finish, None)
+
+
+@pytest.mark.parametrize(("ends", "reason"), [("length", "stop"), ("abort", "abort")])
+def test_a_stop_string_in_text_held_back_to_the_end_is_cut_too(
+    bytes_only: Tokenizer, ends: str, reason: str
+) -> None:
+    vocab = bytes_only.backend.get_vocab()
+    ids = [vocab[f"<0x{byte:02X}>"] for byte in "ü-ñ-".encode()]
+    request = request_for(bytes_only, stop="ñ")
+    request.append(step(ids))
+    assert (request.text, request.status) == ("", Status.WAITING)  # a run of bytes, not ended yet
+    request.finish(ends)
+    assert (request.text, request.finish_reason) == ("ü-", reason)
+    assert "".join(piece.text for piece in request.new_pieces()) == "ü-"
+
+
+def test_drafts_that_were_copied_from_nowhere_have_no_source(bytes_only: Tokenizer) -> None:
+    a = bytes_only.backend.get_vocab()["a"]
+    request = request_for(bytes_only)
+    request.append(step([a, a, a], accepted=2, source=-1))
+    request.append(step([a, a, a], accepted=2, source=1))
+    assert request.draft_sources == [-1, -1, -1, 1, 2, -1]
+    assert request.new_pieces()[-3:] == [Piece("a", 1), Piece("a", 2), Piece("a", -1)]
+
+
+def test_a_finished_request_stays_as_it_ended() -> None:
+    request = request_for(None)
+    request.append(step([1, 2], "length"))
+    request.finish("abort")
+    assert request.finish_reason == "length"
+    assert request.output_ids == [1, 2]
+
+
+def test_block_names_follow_the_tokens_and_the_salt() -> None:
+    plain, salted = request_for(None), request_for(None)
+    salted.salt = b"other"
+    for request in (plain, salted):
+        request.append(step(list(range(40))))
+    assert len(plain.hashes(16)) == 2
+    assert not set(plain.hashes(16)) & set(salted.hashes(16))
+    before = list(plain.hashes(16))
+    plain.append(step([7] * 7))
+    assert plain.hashes(16)[:2] == before
+    assert len(plain.hashes(16)) == 3
