@@ -22,7 +22,7 @@ run: $(VENV)/.run
 
 test: $(VENV)/.test
 	@$(BIN)/python weights/fetch.py $(MODEL)
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --ignore tests/gpu $(ARGS)
 
 test-models: $(VENV)/.test
 	@$(BIN)/python weights/fetch.py $(MODEL2)
@@ -35,6 +35,8 @@ lint: $(VENV)/.lint
 gpu:
 	@$(PYTHON) -m pytest tests/gpu -q
 	@$(PYTHON) bench/kernels.py --out $(OUT)
+	@$(PYTHON) bench/steps.py --out $(OUT)
+	@$(PYTHON) bench/e2e.py --out $(OUT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT.parent / "shared" / "data"  # evaluation text, not part of the repository
+# Evaluation text, not part of the repository: beside it, or inside as an untracked folder.
+DATA = next((p for p in (ROOT / "shared" / "data", ROOT.parent / "shared" / "data") if p.is_dir()), ROOT)
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -75,6 +76,18 @@ def save(name: str, result: dict[str, Any], out: Path = RESULTS) -> None:
     print(json.dumps(result))
 
 
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing to files. It is an optional extra, so only plots import it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("Plots need matplotlib: pip install '.[plot]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, and the smallest and largest value."""
     return {
@@ -114,16 +127,32 @@ def _lines(name: str) -> list[dict[str, Any]]:
 
 def code_edits(count: int) -> list[str]:
     """Instruction and code; the answer repeats most of the code. The longest inputs of the set."""
+    return [message for message, _ in code_edit_pairs(count)]
+
+
+def code_edit_pairs(count: int) -> list[tuple[str, str]]:
+    """`code_edits` with the edited code as the answer."""
     rows = sorted(_lines("code_edits.jsonl"), key=lambda row: -len(row["input"]))[:count]
-    return [f"{r['instruction']}\nReturn the whole code.\n\n```python\n{r['input']}\n```" for r in rows]
+    return [
+        (
+            f"{r['instruction']}\nReturn the whole code.\n\n```python\n{r['input']}\n```",
+            f"```python\n{r['output']}\n```",
+        )
+        for r in rows
+    ]
+
+
+def shakespeare() -> str:
+    """1.1 MB of it."""
+    path = DATA / "shakespeare.txt"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; this benchmark reads its prompts from it.")
+    return path.read_text(encoding="utf-8")
 
 
 def quotations(count: int) -> list[str]:
     """A passage of Shakespeare to repeat."""
-    path = DATA / "shakespeare.txt"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; this benchmark reads its prompts from it.")
-    passages = [p for p in path.read_text(encoding="utf-8").split("\n\n") if 350 < len(p) < 500]
+    passages = [p for p in shakespeare().split("\n\n") if 350 < len(p) < 500]
     random.Random(0).shuffle(passages)
     return [f"Repeat this text word for word:\n\n{p}" for p in passages[:count]]
 
