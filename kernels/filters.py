@@ -40,13 +40,14 @@ def naive(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: f
     if top_p < 1:
         weights = ((scores - best) / temperature).exp()
         mass = top_p * float(weights.sum())
-        # Only a shortcut, since sorting is slow: if the tokens from some weight on hold the mass, the
-        # threshold is one of them.
-        near = weights >= 1e-3
-        if float(weights[near].sum()) > mass:
-            scores, weights = scores[near], weights[near]
-        scores, order = scores.sort(descending=True)
-        weights = weights[order].double()
+        # Only a shortcut, since sorting is slow: if the tokens from some weight on hold more than the
+        # mass, the threshold is one of them.
+        for least in (1e-3, 1e-5, 0.0):
+            near = weights >= least
+            if float(weights[near].sum()) > mass:
+                break
+        scores, order = scores[near].sort(descending=True)
+        weights = weights[near][order].double()
         above = weights.cumsum(0) - weights
         threshold = scores[max(int((above < mass).sum()), 1) - 1]
     if min_p > 0:

@@ -15,12 +15,14 @@ equal those of `attention`, whose rows are few.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import split_kv
 from .launch import LOG2_E, arch, check_attention, next_power_of_2
 from .rows import Rows
 
@@ -32,34 +34,39 @@ CONFIGS = {
     "gfx942": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
 }
 FP32_CONFIG = (32, 32, 4, 1)  # for tests
+NAIVE_TILE = 64  # queries
 
 
 def naive(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float, window: int | None
 ) -> Tensor:
-    """One row after another, so that no row pays for another's length."""
-    num_kv_heads, _, block_size, head_dim = k_cache.shape
+    """Tile by tile of each row, and each tile as `split_kv.naive` computes a few queries: so prefill has
+    the bits of decoding, in chunks of any size, and no row pays for another's length."""
+    if "_tiles" not in rows.__dict__:
+        rows.__dict__["_tiles"] = list(_tiles(rows))
     out = torch.empty_like(q)
-    for b, (start, n, base) in enumerate(
-        zip(rows.q_start.tolist(), rows.q_len.tolist(), rows.base_len.tolist(), strict=True)
-    ):
-        blocks = rows.block_table[b, : -(-(base + n) // block_size)]
-        k = k_cache.index_select(1, blocks).view(num_kv_heads, -1, head_dim)[:, : base + n]
-        v = v_cache.index_select(1, blocks).view(num_kv_heads, -1, head_dim)[:, : base + n]
-        i = torch.arange(n, device=q.device)[:, None] + base
-        j = torch.arange(base + n, device=q.device)
-        visible = j <= i if window is None else (j <= i) & (j > i - window)
-        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-        row = F.scaled_dot_product_attention(
-            q[start : start + n].transpose(0, 1)[None],
-            k[None],
-            v[None],
-            attn_mask=mask.masked_fill_(~visible, float("-inf")),
-            scale=scale,
-            enable_gqa=True,
-        )
-        out[start : start + n] = row[0].transpose(0, 1)
+    for tokens, tile in rows.__dict__["_tiles"]:
+        out[tokens] = split_kv.naive(q[tokens], k_cache, v_cache, tile, scale, window)
     return out
+
+
+def _tiles(rows: Rows) -> Iterator[tuple[slice, Rows]]:
+    """The flat tokens of each tile, and the tile as a batch of its own."""
+    lengths = zip(rows.q_start.tolist(), rows.q_len.tolist(), rows.base_len.tolist(), strict=True)
+    for b, (start, n, base) in enumerate(lengths):
+        for first in range(0, n, NAIVE_TILE):
+            size = min(NAIVE_TILE, n - first)
+            tokens = slice(start + first, start + first + size)
+            yield tokens, Rows(
+                positions=rows.positions[tokens],
+                slots=rows.slots[tokens],
+                block_table=rows.block_table[b : b + 1],
+                q_start=torch.zeros_like(rows.q_start[:1]),
+                q_len=torch.full_like(rows.q_len[:1], size),
+                base_len=rows.base_len[b : b + 1] + first,
+                max_q_len=size,
+                max_kv_len=base + first + size,
+            )
 
 
 @triton.jit

@@ -34,6 +34,8 @@ class Rows:
         max_kv_len: an upper bound of base_len + q_len.
         ancestors: [T] int64 bit masks, bit i = "sees query i of its own row" (itself included), or
             None for chains.
+        prefill: whether these are pieces of prompts, chains of any length. Said rather than seen from the
+            lengths, so that a row's bits do not depend on how long the rows beside it are.
     """
 
     positions: Tensor
@@ -45,6 +47,7 @@ class Rows:
     max_q_len: int
     max_kv_len: int
     ancestors: Tensor | None = None
+    prefill: bool = False
 
     @property
     def num_rows(self) -> int:

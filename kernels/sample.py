@@ -153,7 +153,7 @@ def argmax(scores: Tensor) -> Tensor:
     groups of columns, then where it is among the groups, then where it is in the group.
     """
     N, V = scores.shape
-    size = min(V & -V, 256)  # the largest power of two that divides V
+    size = min(V & -V, 1024)  # the largest power of two that divides V, up to a good group size
     groups = scores.view(N, V // size, size)
     best, group = groups.amax(-1).max(-1)
     inside = groups[torch.arange(N, device=scores.device), group].max(-1)[1]

@@ -96,7 +96,8 @@ class EngineConfig:
         max_num_seqs: most requests that run at once (rows of the device state).
         max_model_len: longest prompt + output in tokens; None takes the model's own limit, lowered to
             what the KV cache holds.
-        max_num_batched_tokens: most tokens scored in one step; longer prompts are split.
+        max_num_batched_tokens: most tokens scored in one step; longer prompts are split. Running requests
+            come first, each with K + 1 tokens; beside them prompts get at least one block.
         block_size: tokens per page of the KV cache, a power of two from 16.
         kv_cache_memory: bytes for the KV cache; None takes what the machine can spare.
         enable_prefix_caching: reuse the pages of earlier requests with the same beginning.

@@ -123,6 +123,10 @@ class Engine:
                 raise ValueError(
                     f"{name} holds token id {bad[0]!r}; ids are integers from 0 to {vocab - 1}."
                 )
+        if (number := len(self._stop_ids(params))) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids and the model's own end tokens are {number} ids; the limit is {MAX_STOP_IDS}."
+            )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
 
@@ -141,9 +145,6 @@ class Engine:
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt_ids) + params.max_tokens)
-        eos: tuple[int, ...] = ()
-        if self.tokenizer is not None and not params.ignore_eos:
-            eos = self.tokenizer.eos_token_ids
         if params.seed is None:
             seed = (self.config.seed + 1 + number) * _SEED_STEP
         else:
@@ -154,13 +155,18 @@ class Engine:
             params=params,
             seed=(seed + 2**63) % 2**64 - 2**63,  # wrapped into int64
             max_len=limit,
-            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos)))[:MAX_STOP_IDS],
+            stop_ids=self._stop_ids(params),
             salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
             detokenizer=Detokenizer(self.tokenizer) if self.tokenizer is not None else None,
         )
         request.simulated = self.metrics.simulated
         self.scheduler.add(request)
         return request
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """All tokens that end a request."""
+        own = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_ids
+        return tuple(dict.fromkeys((*params.stop_token_ids, *own)))
 
     def abort(self, request: Request) -> None:
         """End a request now; what it has produced stays."""

@@ -103,6 +103,7 @@ class Runner:
             base_len=start.int(),
             max_q_len=max(n for _, _, n in chunks),
             max_kv_len=max(first + n for _, first, n in chunks),
+            prefill=True,
         )
         self.model.forward(self.state.tokens[row[b], positions], self.kv_cache, batch)
 

@@ -124,10 +124,11 @@ class Scheduler:
         return -(-num_tokens // self.block_size)
 
     def _admit(self, request: Request) -> bool:
-        """Give a waiting request a row and the blocks of its whole text; False if they are not there."""
+        """Give a waiting request a row and the blocks of its text and first step; False if there are
+        not enough."""
         reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
         shared = self.pool.match(reusable)
-        missing = self.blocks_for(request.num_tokens) - len(shared)
+        missing = self._blocks_ahead(request) - len(shared)
         if missing > self.pool.num_available(shared):
             return False
         self.pool.share(shared)
@@ -149,10 +150,13 @@ class Scheduler:
         self.register(request)
         return count
 
+    def _blocks_ahead(self, request: Request) -> int:
+        """Blocks that hold the request's text and what may be added until its results are known."""
+        return self.blocks_for(min(request.num_tokens + self.slots_ahead, request.max_len))
+
     def _extend(self, request: Request, plan: Plan) -> bool:
         """Allocate the slots of the next step, preempting later requests if need be."""
-        wanted = self.blocks_for(min(request.num_tokens + self.slots_ahead, request.max_len))
-        missing = wanted - len(request.blocks)
+        missing = self._blocks_ahead(request) - len(request.blocks)
         if missing <= 0:
             return True
         while (blocks := self.pool.allocate(missing)) is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanospec.kernels.rows import Rows
+from nanospec.kernels.rows import MAX_TREE_NODES, Rows
 from nanospec.model import Model
 from nanospec.model_config import ModelConfig
 
@@ -184,6 +184,7 @@ class Pages:
             base_len=torch.tensor(bases, dtype=torch.int32, device=device),
             max_q_len=pad_to or max(lengths),
             max_kv_len=max(base + n for base, n in zip(bases, lengths)),
+            prefill=max(lengths) > MAX_TREE_NODES,
         )
         hidden = self.model.forward(torch.cat(ids).to(device), self.cache, rows)
         logits = self.model.logits(hidden)

@@ -9,7 +9,8 @@ import pytest
 
 from bench import simulate, traces
 from bench.roofline import Machine
-from bench.simulate import AutoBucket, AutoPacked, FixedBucket, FixedPacked, compare, run_trace
+from bench.simulate import compare
+from bench.strategies import AutoBucket, AutoPacked, FixedBucket, FixedPacked, Strategy, run_trace
 from bench.traces import MAX_DRAFTS, Text, Trace, replay, replay_earliest, synthetic
 from nanospec.bucket_policy import BucketCosts, BucketPolicy
 from nanospec.policy import AutoPolicy, CostTable
@@ -101,7 +102,7 @@ def test_fixed_drafts_give_the_expected_tokens() -> None:
         assert outcome.tokens / outcome.steps / 2 == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("shape", ["flat", "cpu", "qwen3-0.6b", "qwen3-8b", "linear"])
+@pytest.mark.parametrize("shape", ["flat", "cpu", "qwen3-8b", "linear"])
 @pytest.mark.parametrize("B", [1, 16, 64])
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9, 1.0])
 @pytest.mark.parametrize("mode", ["packed", "bucket"])
@@ -131,7 +132,7 @@ def test_a_request_that_turns_repetitive_is_noticed(mode: str, shape: str) -> No
     """Within 60 steps; from then on most of each step's drafts are taken."""
     trace = Trace([3] * 600, [0] * 600) + synthetic(1.0, 1.0, 3000)
     if mode == "packed":
-        strategy: simulate.Strategy = AutoPacked(AutoPolicy(packed(1, shape), 5))
+        strategy: Strategy = AutoPacked(AutoPolicy(packed(1, shape), 5))
     else:
         strategy = AutoBucket(BucketPolicy(bucket(1, shape)))
     steps = run_trace(trace, strategy)

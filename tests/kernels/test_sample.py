@@ -278,7 +278,7 @@ def probabilities(*values: float, rest: int = 0) -> Tensor:
     return torch.cat((torch.tensor(values).log(), torch.full((rest,), -30.0)))
 
 
-EXACT = {  # scores, filters, what may be drawn
+EXACT: dict[str, tuple[Tensor, dict[str, float], set[int]]] = {  # scores, filters, what may be drawn
     "top_p over what top_k left": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_k": 2, "top_p": 0.5}, {0}),
     "top_p alone": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_p": 0.5}, {0, 1}),
     "top_p of 0 keeps the likeliest": (probabilities(0.2, 0.5, 0.3), {"top_p": 0.0}, {1}),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec.kernels.rows import Rows
+from nanospec.kernels.rows import MAX_TREE_NODES, Rows
 
 
 @dataclass
@@ -107,6 +107,7 @@ class Texts:
             max_q_len=widest,
             max_kv_len=max(base + n for _, base, n in parts),
             ancestors=ancestors,
+            prefill=widest > MAX_TREE_NODES,
         )
         return rows, q
 

@@ -16,7 +16,7 @@ from nanospec.rope import Rope, cos_sin_table, frequencies
 from tests.tiny import VARIANTS, Pages, checkpoint, reference_logits, tiny_config, tiny_model
 from tests.util import assert_close, error_ratio
 
-LENGTHS = (100, 37)  # tokens of the two sequences; the first is prefill beyond LONG_QUERY
+LENGTHS = (100, 37)  # tokens of the two sequences
 
 
 @dataclass
