@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .blocks import BlockPool
+from .bucket_policy import BucketCosts, BucketPolicy
 from .config import EngineConfig
 from .drafters import Drafter, NgramDrafter
-from .graphs import StepGraphs
+from .graphs import StepGraphs, progress_bar
 from .kernels import commit
 from .memory import plan_cache
 from .metrics import Metrics
@@ -32,6 +33,7 @@ from .state import State
 from .tokenizer import Detokenizer, Tokenizer
 
 FINISH = {commit.RUNNING: None, commit.STOPPED: "stop", commit.LENGTH: "length", commit.NAN: "error"}
+TIMED_CONTEXT = 1024  # tokens per row when recorded steps are timed
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
 
 
@@ -40,12 +42,14 @@ class Flight(NamedTuple):
 
     Attributes:
         requests, rows: who takes part, and their rows at that time.
+        k: the most drafts of a row.
         fetch: waits for the step; gives a line of `runner.StepResult.table` per request.
         logprobs: see `Runner.logprobs`.
     """
 
     requests: list[Request]
     rows: list[int]
+    k: int
     fetch: Callable[[], list[list[int]]]
     logprobs: Logprobs | None
 
@@ -92,16 +96,26 @@ class Engine:
         if not (not on_gpu if config.enforce_eager is None else config.enforce_eager):
             self.graphs = StepGraphs(self.runner, config.max_num_seqs, spec.ks, config.lazy_capture)
             if not config.lazy_capture:
-                self.graphs.record_all()
-        self.policy: Policy = FixedPolicy()
-        if spec.max_k and spec.num_speculative_tokens == "auto":
-            self.policy = AutoPolicy(self.runner.measure_cost(), spec.prompt_lookup_max)
+                self.graphs.record_all(progress_bar("Recording steps"))
+        self.policy = self._make_policy()
         self._in_flight: deque[Flight] = deque()
         self._ids = itertools.count()
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
+
+    def _make_policy(self) -> Policy:
+        """How K is chosen; times what has to be timed."""
+        spec = self.config.spec
+        if not spec.max_k or spec.num_speculative_tokens != "auto":
+            return FixedPolicy()
+        if self.graphs is None:
+            return AutoPolicy(self.runner.measure_cost(), spec.prompt_lookup_max)
+        if self.config.lazy_capture:  # what costs are to be known of must be recorded
+            self.graphs.record_all(progress_bar("Recording steps"))
+        context = min(TIMED_CONTEXT, self.max_model_len // 2)
+        return BucketPolicy(BucketCosts(self.graphs.cost_table(context, progress_bar("Timing steps"))))
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
@@ -125,7 +139,8 @@ class Engine:
                 )
         if (number := len(self._stop_ids(params))) > MAX_STOP_IDS:
             raise ValueError(
-                f"stop_token_ids and the model's own end tokens are {number} ids; the limit is {MAX_STOP_IDS}."
+                f"stop_token_ids and the model's own end tokens are {number} ids, "
+                f"but the limit is {MAX_STOP_IDS}."
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
@@ -238,7 +253,7 @@ class Engine:
             result = self.runner.packed_step(rows, k, longest, self.policy)
         wanted = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
         logprobs = self.runner.logprobs(result, wanted) if max(wanted) >= 0 else None
-        return Flight(requests, rows, self.runner.fetch(result), logprobs)
+        return Flight(requests, rows, k, self.runner.fetch(result), logprobs)
 
     def _collect(self, flight: Flight, table: list[list[int]]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""
@@ -252,7 +267,8 @@ class Engine:
             if request.is_finished:
                 continue  # by the host, after this step was queued
             touched.append(request)
-            self.policy.observe(row, match, drafted, accepted)
+            if flight.k:
+                self.policy.observe(row, match, drafted, accepted)
             before = request.num_tokens
             step = StepOutput(tokens[:kept], drafted, accepted, source, FINISH[code], logprobs)
             ended = request.append(step)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from .runner import Runner, StepResult
 
@@ -179,6 +180,19 @@ class StepGraphs:
         rows = torch.full((bucket.batch,), PADDING, dtype=torch.int32, device=self.runner.model.device)
         self.recordings[bucket] = self._record(lambda r: self.runner.padded_step(r, bucket.k), rows)
         return self.recordings[bucket]
+
+
+def progress_bar(what: str) -> Callable[[int, int], None]:
+    """A progress callback that draws a bar on a terminal."""
+    bar = tqdm(desc=what, disable=None, leave=False)
+
+    def update(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return update
 
 
 def batch_sizes(largest: int) -> list[int]:

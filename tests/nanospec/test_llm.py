@@ -355,12 +355,14 @@ PROMPTS = [
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n",
     "Once upon a time",
     "1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2,",
+    "Roses are red, violets are blue, and all that the sky sees is sky. " * 9 + "Roses",
 ]
 MIXED = [
     SamplingParams(temperature=0, max_tokens=20),
     SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1, logprobs=1),
     SamplingParams(temperature=0.8, top_p=0.9, seed=4, max_tokens=20),
     SamplingParams(temperature=1.0, top_k=50, min_p=0.02, seed=5, max_tokens=20, presence_penalty=0.3),
+    SamplingParams(temperature=0, max_tokens=20),
 ]
 
 
@@ -381,9 +383,10 @@ def with_k(llm: LLM, k: int, **options: Any) -> LLM:
 
 
 def test_smollm2_on_equals_off_alone_and_in_a_batch(real: LLM) -> None:
-    """In bfloat16 too, to the bit: on a CPU a row's result does not depend on its neighbours."""
+    """In bfloat16 too, to the bit: on a CPU a row's result depends neither on its neighbours nor on how
+    its prompt is cut into chunks."""
     alone = [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
-    together = with_k(real, 6)
+    together = with_k(real, 6, max_num_batched_tokens=50)
     accepted = 0
     for wanted, got in zip(alone, together.generate(PROMPTS, MIXED), strict=True):
         assert got.token_ids == wanted.token_ids

@@ -1,0 +1,69 @@
+"""Automatic K in the running engine: it picks up repetition, drops what fails, and changes no output."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanospec.bucket_policy import BucketPolicy
+from nanospec.model import Model
+from nanospec.policy import AutoPolicy
+from nanospec.sampling import SamplingParams
+from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
+def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, eager: bool) -> None:
+    jobs = [
+        Job([3, 1, 3, 1], SamplingParams(temperature=0, max_tokens=80, logit_bias={7: 60.0})),
+        Job([2, 9, 4], SamplingParams(temperature=1.0, seed=2, max_tokens=60)),
+    ]
+    engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=eager, max_model_len=128)
+    assert isinstance(engine.policy, AutoPolicy if eager else BucketPolicy)
+    if isinstance(engine.policy, BucketPolicy):  # a step of this model costs microseconds: noise
+        for by_k in engine.policy.costs.ms.values():
+            by_k.update({k: 1 + 0.01 * k for k in by_k})
+    requests = run(engine, jobs)
+    for request, expected in zip(requests, alone(model, jobs, max_model_len=128), strict=True):
+        assert_same(outcome(request), expected)
+    assert requests[0].stats.tokens_per_step > 2
+    if engine.graphs is not None:
+        assert engine.graphs.fallbacks == 0
+        assert set(engine.graphs.recordings) == set(engine.graphs.buckets())
+
+
+def test_steps_without_drafts_teach_a_bucket_policy_nothing(model: Model) -> None:
+    engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=False)
+    seen: list[int] = []
+    policy = engine.policy
+    assert isinstance(policy, BucketPolicy)
+    observe = policy.observe
+
+    def spy(row: int, match_len: int, drafted: int, accepted: int) -> None:
+        seen.append(drafted)
+        observe(row, match_len, drafted, accepted)
+
+    policy.observe = spy  # type: ignore[method-assign]
+    policy.choose = lambda rows, most: 0  # type: ignore[method-assign]
+    run(engine, [Job([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=8))])
+    assert not seen
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
+def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
+    engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=eager)
+    if isinstance(engine.policy, BucketPolicy):
+        for by_k in engine.policy.costs.ms.values():
+            by_k.update({k: 1 + 0.05 * k for k in by_k})
+    else:
+        assert isinstance(engine.policy, AutoPolicy)
+        engine.policy.cost.ms[:] = [1 + 0.05 * n for n in engine.policy.cost.tokens]
+    engine.runner.drafter = junk(model.config.vocab_size)
+    [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=110))])
+    assert request.stats.num_accepted <= request.stats.num_tokens // 10
+    assert request.stats.num_drafted < 2 * request.stats.num_tokens
