@@ -142,8 +142,8 @@ def spec_config(args: argparse.Namespace) -> SpecConfig:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "n")
-    names += ("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    names = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "n"]
+    names += ["ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"]
     return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
@@ -185,8 +185,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="most guesses per step; auto (default) chooses by measured cost and acceptance",
     )
-    add("--prompt-lookup-min", type=int, metavar="N", help="shortest text to look up (default: 2 tokens)")
-    add("--prompt-lookup-max", type=int, metavar="N", help="longest text to look up (default: 5 tokens)")
+    add("--prompt-lookup-min", type=int, metavar="N", help="shortest text to look up (default: 1 token)")
+    add("--prompt-lookup-max", type=int, metavar="N", help="longest text to look up (default: 8 tokens)")
 
     sampling = parser.add_argument_group("sampling (defaults for all requests)")
     add = sampling.add_argument

@@ -154,7 +154,7 @@ def _search(
         matched = tl.zeros([BLOCK], tl.int32)
         alive = p < length  # a match that ends at `length` would be the suffix itself
         for i in tl.static_range(1, MAX_N + 1):
-            alive &= (p >= i) & (i <= longest)
+            alive &= i <= longest
             alive &= tl.load(text + p - i, (p >= i) & (p < length), other=-1) == tl.load(
                 text + tl.maximum(length - i, 0)
             )

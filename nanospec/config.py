@@ -48,8 +48,8 @@ class SpecConfig:
 
     method: str = "ngram"
     num_speculative_tokens: int | Literal["auto"] = "auto"
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 8
     max_speculative_tokens: int = 16
     speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .kernels.linear import MAX_ROWS
 from .runner import Runner, StepResult
 
 DEFAULT_KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-MAX_STEP_TOKENS = 512  # a few times what a GPU scores for the price of one: beyond, drafts cannot pay
+MAX_STEP_TOKENS = MAX_ROWS  # beyond, products would go to another library, with other bits
 PADDING = -1
 
 Step = Callable[[Tensor], StepResult]

@@ -125,7 +125,7 @@ class State:
         rows = slice(0, count)
         self.tokens[rows] = text
         self.block_table[rows] = pages.view(count, max_blocks).int()
-        self.num_tokens[rows] = min(context, length - MAX_DRAFTS - 1)
+        self.num_tokens[rows] = max(min(context, length - MAX_DRAFTS - 1), 1)
         self.max_len[rows], self.limit[rows] = length, MAX_DRAFTS
         self.min_n[rows], self.max_n[rows] = 1, 1
         self.params.stop_ids[rows] = -1

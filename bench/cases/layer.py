@@ -15,7 +15,7 @@ from nanospec.kernels.kv_move import kv_move
 from nanospec.kernels.linear import linear, linear_add, norm_linear, norm_swiglu
 from nanospec.kernels.norm import rms_norm
 from nanospec.kernels.rope_cache import rope_cache
-from nanospec.kernels.rows import Rows
+from nanospec.kernels.rows import MAX_TREE_NODES, Rows
 
 BF16 = torch.bfloat16
 
@@ -88,6 +88,7 @@ def make_rows(device: str, B: int, Q: int, length: int, block_size: int, tree: b
         max_q_len=Q,
         max_kv_len=length,
         ancestors=ancestors,
+        prefill=Q > MAX_TREE_NODES,
     )
 
 

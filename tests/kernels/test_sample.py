@@ -215,6 +215,28 @@ def test_seeded_row_does_not_depend_on_the_batch() -> None:
         assert torch.equal(sample.naive(crowd, ids.repeat(3), rows, params, three)[8:16], together)
 
 
+IMPLEMENTATIONS = {"naive": sample.naive, "kernel": sample.launch}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("form", ["chain", "tree", "min_len"])
+def test_shaping_follows_the_drafts(form: str, implementation: str) -> None:
+    """Penalties ban what was drafted before a query; stop tokens are barred below min_len only."""
+    batch = make_rows([4], [10], True)
+    params = make_params(6, shaped=True, presence=10.0)
+    ids = torch.tensor([5, 0, 1, 2], dtype=torch.int32)
+    expected = [0, 1, 2, 3]
+    if form == "tree":  # 0 and 1 follow the root, 2 follows 0
+        batch.ancestors = torch.tensor([0b1, 0b11, 0b101, 0b1011])
+        expected = [0, 1, 0, 1]
+    if form == "min_len":
+        params = make_params(6, shaped=True, min_len=12, stop_ids=[-1, 0, -1])
+        expected = [1, 0, 0, 0]  # for the positions 11, 12, ...
+    logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]).repeat(4, 1)
+    targets = IMPLEMENTATIONS[implementation](logits, ids, torch.zeros(1, dtype=torch.int32), params, batch)
+    assert targets.tolist() == expected
+
+
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
 def test_draw_from_all_is_a_draw_from_the_contenders(temperature: float) -> None:
     """The shortcut for drawing without filters finds what the noise of all tokens says."""
@@ -287,6 +309,7 @@ EXACT: dict[str, tuple[Tensor, dict[str, float], set[int]]] = {  # scores, filte
     "min_p after top_k": (probabilities(0.5, 0.3, 0.2), {"top_k": 2, "min_p": 0.9}, {0}),
     "ties in shut groups": (torch.zeros(3000), {"top_k": 2}, set(range(3000))),
     "top_p of a flat distribution": (torch.zeros(3000), {"top_p": 0.3}, set(range(3000))),
+    "whole chunks without a score": (probabilities(*[0.0] * 2500, 0.4, 0.6), {"top_p": 0.5}, {2501}),
     "few in many groups": (probabilities(0.3, 0.3, 0.4, rest=4000), {"top_p": 0.8}, {0, 1, 2}),
 }
 

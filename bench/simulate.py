@@ -1,0 +1,228 @@
+"""Is the automatic choice of K right? Policies against traces and costs, without a model.
+
+    python bench/simulate.py [--plot] [--costs steps.json] [--out bench/results]
+
+B requests run at once, taking the next text when one ends. Each step a policy says how many drafts are
+verified; the traces (`traces.py`) say how many of them are right; the cost table says how long it took.
+Two ways to run a step:
+
+* packed: every row pays for its own drafts, which are known when their number is chosen (`AutoPolicy`;
+  the CPU's way)
+* bucket: one K for the whole batch, chosen before the drafts are known, every row padded to K + 1
+  tokens; results are known one step late (`BucketPolicy`; the way of captured graphs)
+
+Reported is the speed-up over K = 0 for every fixed K, the automatic choice and an oracle that knows
+which drafts will be accepted; *regret* is what the automatic choice loses against the best fixed K, known
+only in hindsight. Costs are those of the roofline with launches (`roofline.py`), of an H200 at a context
+of 1024, and for the CPU what SmolLM2-135M was measured to take on two cores in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import common, roofline, traces
+from bench.strategies import (
+    AutoBucket,
+    AutoPacked,
+    FixedBucket,
+    FixedPacked,
+    OracleBucket,
+    OraclePacked,
+    Strategy,
+    simulate,
+)
+from bench.traces import MAX_DRAFTS, Trace
+from nanospec.bucket_policy import BucketCosts, BucketPolicy
+from nanospec.config import SpecConfig
+from nanospec.hub import resolve_model
+from nanospec.policy import AutoPolicy, CostTable
+from nanospec.tokenizer import Tokenizer
+
+KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+BATCHES = (1, 4, 16, 64, 128, 256)
+STEADY = (10000, 400)  # tokens of a run: at least, and per row
+CPU_MS = {1: 9.6, 2: 9.7, 4: 9.9, 8: 10.7, 16: 12.5, 32: 17.0, 64: 27.0}  # by tokens per step
+
+
+def oracle(source: Sequence[Trace], B: int, make: Any, tokens: int, start: float) -> float:
+    """The best rate with known drafts (Dinkelbach's iteration: what pays depends on the rate)."""
+    rate = start
+    for _ in range(3):
+        rate = max(rate, simulate(source, B, make(rate), tokens).rate)
+    return rate
+
+
+def compare(source: Sequence[Trace], B: int, cost: CostTable | BucketCosts, tokens: int) -> dict[str, Any]:
+    """Speed-up over K = 0 of every fixed K, automatic and oracle."""
+    strategies: dict[str, Strategy]
+    max_match = max(max(trace.match) for trace in source)
+    if isinstance(cost, CostTable):
+        plain = B / cost.step(B)
+        strategies = {f"K={k}": FixedPacked(k, cost) for k in KS if k}
+        strategies["auto"] = AutoPacked(AutoPolicy(cost, max_match))
+        make: Any = lambda rate: OraclePacked(cost, rate)  # noqa: E731
+    else:
+        costs = cost.of(B)
+        plain = B / costs[0]
+        strategies = {f"K={k}": FixedBucket(k, costs) for k in costs if k}
+        strategies["auto"] = AutoBucket(BucketPolicy(cost))
+        make = lambda rate: OracleBucket(costs, rate)  # noqa: E731
+    speed = {"K=0": 1.0}
+    outcomes = {name: simulate(source, B, strategy, tokens) for name, strategy in strategies.items()}
+    speed |= {name: outcome.rate / plain for name, outcome in outcomes.items()}
+    fixed = {name: s for name, s in speed.items() if name != "auto"}
+    best = max(fixed, key=fixed.__getitem__)
+    upper = oracle(source, B, make, tokens, max(speed.values()) * plain) / plain
+    auto = outcomes["auto"]
+    return {
+        "speedup": {name: round(s, 3) for name, s in speed.items()},
+        "oracle": round(upper, 3),
+        "best_fixed": best,
+        "auto_to_best_fixed": round(speed["auto"] / speed[best], 3),
+        "tokens_per_step": round(auto.tokens / auto.steps / B, 3),
+        "acceptance": round(auto.accepted / max(auto.drafted, 1), 3),
+    }
+
+
+# ---- costs -------------------------------------------------------------------------------------
+
+
+def packed_costs(model: str, B: int, machine: roofline.Machine) -> CostTable:
+    """Of steps of B rows by the tokens they score, from the roofline."""
+    config = roofline.MODELS[model]
+    sizes = sorted({B + round(B * MAX_DRAFTS * i / 32) for i in range(33)})
+    return CostTable(sizes, [_ms(config, B, n / B - 1, machine) for n in sizes])
+
+
+def cpu_costs() -> CostTable:
+    """Of SmolLM2-135M on two cores."""
+    return CostTable(list(CPU_MS), list(CPU_MS.values()))
+
+
+def bucket_costs(model: str, batches: Sequence[int], machine: roofline.Machine) -> BucketCosts:
+    """Of every (B, K), from the roofline."""
+    config = roofline.MODELS[model]
+    return BucketCosts({B: {K: _ms(config, B, K, machine) for K in KS} for B in batches})
+
+
+def _ms(config: Any, B: int, K: float, machine: roofline.Machine) -> float:
+    low, part = int(K), K - int(K)
+    below = roofline.account(config, B, low).estimate(machine)
+    return below + part * (roofline.account(config, B, low + 1).estimate(machine) - below) if part else below
+
+
+def load_costs(path: Path) -> BucketCosts:
+    """A measured table: {"cost": {"B": {"K": ms}}}."""
+    table = json.loads(path.read_text())["cost"]
+    return BucketCosts({int(B): {int(k): float(ms) for k, ms in row.items()} for B, row in table.items()})
+
+
+# ---- what is shown -----------------------------------------------------------------------------
+
+
+def mixed(groups: Mapping[str, list[Trace]]) -> list[Trace]:
+    """Code edits and Shakespeare in turn: some rows of a batch gain, others never do."""
+    return [trace for pair in zip(groups["code edits"], groups["Shakespeare"]) for trace in pair]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="a model's folder or name")
+    parser.add_argument("--min", type=int, default=SpecConfig.prompt_lookup_min, help="prompt_lookup_min")
+    parser.add_argument("--max", type=int, default=SpecConfig.prompt_lookup_max, help="prompt_lookup_max")
+    parser.add_argument("--texts", type=int, default=40, help="per workload")
+    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--costs", type=Path, help='measured: {"cost": {"B": {"K": ms}}}')
+    parser.add_argument("--plot", action="store_true", help="also draw simulate.png (needs matplotlib)")
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    args = parser.parse_args(argv)
+
+    texts = traces.workloads(Tokenizer(resolve_model(args.tokenizer)), args.texts)
+    machine = roofline.Machine()
+    groups = {name: [traces.replay(t, args.min, args.max) for t in group] for name, group in texts.items()}
+    groups["mixed"] = mixed(groups)
+    systems: dict[str, dict[int, CostTable | BucketCosts]] = {
+        "packed, CPU, smollm2-135m": {B: cpu_costs() for B in args.batch if B <= 16},
+    }
+    for model in ("qwen3-0.6b", "qwen3-8b"):
+        bucket = bucket_costs(model, args.batch, machine)
+        systems[f"bucket, H200, {model}"] = dict.fromkeys(args.batch, bucket)
+        systems[f"packed, H200, {model}"] = {B: packed_costs(model, B, machine) for B in args.batch}
+    if args.costs:
+        measured = load_costs(args.costs)
+        sizes = [B for B in args.batch if B <= measured.sizes[-1]]  # noqa: SIM300
+        systems = {f"bucket, {args.costs.stem}": dict.fromkeys(sizes, measured)}
+    result = {
+        system: {
+            name: {B: compare(group, B, cost, max(STEADY[0], STEADY[1] * B)) for B, cost in costs.items()}
+            for name, group in groups.items()
+        }
+        for system, costs in systems.items()
+    }
+    for system, by_name in result.items():
+        show(system, by_name)
+    if args.plot:
+        args.out.mkdir(parents=True, exist_ok=True)
+        plot(result, args.out / "simulate.png")
+    settings = {"environment": common.environment(), "min": args.min, "max": args.max}
+    common.save("simulate", {**settings, "systems": result}, args.out)
+
+
+def show(system: str, by_name: dict[str, dict[int, dict[str, Any]]]) -> None:
+    """Automatic, best fixed K and oracle, and the regret."""
+    print(f"\n{system}: speed-up over K=0: automatic (best fixed K; oracle), automatic / best fixed")
+    for name, by_batch in by_name.items():
+        cells = [
+            f"{B}: {r['speedup']['auto']:.2f} ({r['speedup'][r['best_fixed']]:.2f} {r['best_fixed']}; "
+            f"{r['oracle']:.2f}) {r['auto_to_best_fixed']:.1%}"
+            for B, r in by_batch.items()
+        ]
+        print(f"  {name:15} " + "   ".join(cells))
+
+
+def plot(result: dict[str, dict[str, dict[int, dict[str, Any]]]], path: Path) -> None:
+    """Speed-up over batch size: fixed K thin, automatic thick, oracle dashed."""
+    plt = common.pyplot()
+    most = max(len(by_name["news"]) for by_name in result.values())
+    systems = [system for system in result if len(result[system]["news"]) == most]  # with all batch sizes
+    names = ("code edits", "quotation", "news", "mixed")
+    shape = (len(systems), len(names))
+    size = (3.2 * shape[1], 2.6 * shape[0])
+    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, sharex=True)
+    for row, system in zip(axes, systems):
+        for axis, name in zip(row, names):
+            by_batch = result[system][name]
+            batches = list(by_batch)
+            ks = [k for k in ("K=1", "K=2", "K=4", "K=8", "K=16") if k in by_batch[batches[0]]["speedup"]]
+            for k, color in zip(ks, plt.cm.viridis([0.0, 0.25, 0.5, 0.75, 0.92])):
+                speed = [by_batch[B]["speedup"][k] for B in batches]
+                axis.plot(batches, speed, color=color, lw=1, label=k)
+            auto = [by_batch[B]["speedup"]["auto"] for B in batches]
+            axis.plot(batches, auto, "r", lw=2.2, label="automatic")
+            axis.plot(batches, [by_batch[B]["oracle"] for B in batches], "k--", lw=1, label="oracle")
+            axis.axhline(1, color="grey", lw=0.7)
+            axis.set(xscale="log", ylim=(0, None))
+            axis.set_xticks(batches, [str(B) for B in batches])
+            axis.minorticks_off()
+            axis.set_title(f"{name}\n{system}", fontsize=8)
+            axis.tick_params(labelsize=7)
+        row[0].set_ylabel("speed-up over K = 0", fontsize=8)
+    axes[0][0].legend(fontsize=7)
+    for axis in axes[-1]:
+        axis.set_xlabel("batch size", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=75)
+
+
+if __name__ == "__main__":
+    main()

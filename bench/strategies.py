@@ -1,0 +1,205 @@
+"""Who decides how many drafts are verified, and the loop that runs them against traces.
+
+A `Batch` of requests steps through its traces; a `Strategy` plans each step and learns from it. Packed
+strategies let every row pay for its own drafts, bucket strategies pad every row to K + 1 tokens and
+learn one step late; see `simulate.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.traces import MAX_DRAFTS, Trace
+from nanospec.bucket_policy import BucketPolicy
+from nanospec.kernels.ngram import Proposal
+from nanospec.policy import AutoPolicy, CostTable
+
+
+class Batch:
+    """The rows that run: each has a trace and a place in it."""
+
+    def __init__(self, source: Sequence[Trace], size: int, seed: int = 0) -> None:
+        if not any(len(trace) for trace in source):
+            raise ValueError("There is no trace to run.")
+        self._rng = random.Random(seed)
+        self._requests = self._endless(source)
+        self.traces = [next(self._requests) for _ in range(size)]
+        self.at = [self._rng.randrange(len(trace)) for trace in self.traces]  # not in step
+
+    def _endless(self, source: Sequence[Trace]) -> Iterator[Trace]:
+        while True:
+            yield from self._rng.sample(source, len(source))
+
+    def __len__(self) -> int:
+        return len(self.traces)
+
+    def match(self) -> list[int]:
+        return [trace.match[at] for trace, at in zip(self.traces, self.at)]
+
+    def offered(self, k: int = MAX_DRAFTS) -> list[int]:
+        """Drafts that lookup makes for each row when `k` are asked for."""
+        return [trace.drafts(at, k) for trace, at in zip(self.traces, self.at)]
+
+    def right(self) -> list[int]:
+        """How many of them would be accepted."""
+        return [min(n, t.run[at]) for n, t, at in zip(self.offered(), self.traces, self.at)]
+
+    def advance(self, emitted: Sequence[int]) -> list[int]:
+        """Returns the rows whose request ended, which the next one took."""
+        ended = []
+        for b, count in enumerate(emitted):
+            self.at[b] += count
+            if self.at[b] >= len(self.traces[b]):
+                self.traces[b], self.at[b] = next(self._requests), 0
+                ended.append(b)
+        return ended
+
+
+class Strategy:
+    """How many drafts each row verifies, and what the step costs."""
+
+    def plan(self, batch: Batch) -> tuple[list[int], float]:
+        """Drafts verified per row, and ms."""
+        raise NotImplementedError
+
+    def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:
+        """What the step gave, by row."""
+
+
+@dataclass
+class FixedPacked(Strategy):
+    k: int
+    cost: CostTable
+
+    def plan(self, batch: Batch) -> tuple[list[int], float]:
+        drafts = batch.offered(self.k)
+        return drafts, self.cost.step(len(batch) + sum(drafts))
+
+
+@dataclass
+class AutoPacked(Strategy):
+    policy: AutoPolicy
+
+    def plan(self, batch: Batch) -> tuple[list[int], float]:
+        rows = torch.arange(len(batch), dtype=torch.int32)
+        offered, match = (torch.tensor(x, dtype=torch.int32) for x in (batch.offered(), batch.match()))
+        drafts = self.policy.limit(rows, Proposal(rows, offered, rows, match)).tolist()
+        return drafts, self.policy.cost.step(len(batch) + sum(drafts))
+
+    def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:
+        for row, seen in enumerate(zip(match, drafted, accepted)):
+            self.policy.observe(row, *seen)
+        for row in ended:
+            self.policy.reset(row)
+
+
+@dataclass
+class OraclePacked(Strategy):
+    """Verifies right drafts only, as many as pay at the rate (tokens per ms) that it achieves."""
+
+    cost: CostTable
+    rate: float
+
+    def plan(self, batch: Batch) -> tuple[list[int], float]:
+        B, right = len(batch), batch.right()
+        step = [self.cost.step(B + n) for n in range(sum(right) + 1)]
+        number = max(range(len(step)), key=lambda n: n - self.rate * step[n])
+        drafts, left = [0] * B, number
+        for b, n in enumerate(right):
+            drafts[b] = min(n, left)
+            left -= drafts[b]
+        return drafts, step[number]
+
+
+@dataclass
+class FixedBucket(Strategy):
+    k: int
+    costs: Mapping[int, float]
+
+    def plan(self, batch: Batch) -> tuple[list[int], float]:
+        return batch.offered(self.k), self.costs[self.k]
+
+
+class AutoBucket(Strategy):
+    def __init__(self, policy: BucketPolicy, lag: int = 1) -> None:
+        self.policy, self.lag = policy, lag
+        self.seen: list[tuple[int, list[int], list[int], list[int], list[int]]] = []
+        self.k = 0
+
+    def plan(self, batch: Batch) -> tuple[list[int], float]:
+        self.k = self.policy.choose(range(len(batch)), MAX_DRAFTS)
+        return batch.offered(self.k), self.policy.costs.of(len(batch))[self.k]
+
+    def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:
+        self.seen.append((self.k, match, drafted, accepted, ended))
+        if len(self.seen) > self.lag:
+            k, match, drafted, accepted, ended = self.seen.pop(0)
+            for row, result in enumerate(zip(match, drafted, accepted) if k else ()):
+                self.policy.observe(row, *result)
+            for row in ended:
+                self.policy.reset(row)
+
+
+@dataclass
+class OracleBucket(Strategy):
+    """Takes the K that pays best for the drafts at hand, at the rate (tokens per ms) that it achieves."""
+
+    costs: Mapping[int, float]
+    rate: float
+
+    def plan(self, batch: Batch) -> tuple[list[int], float]:
+        right = batch.right()
+
+        def value(k: int) -> float:
+            return sum(min(n, k) for n in right) - self.rate * self.costs[k]
+
+        k = max(self.costs, key=value)
+        return batch.offered(k), self.costs[k]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of one strategy gave."""
+
+    tokens: int
+    ms: float
+    steps: int
+    drafted: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens per ms."""
+        return self.tokens / self.ms
+
+
+def simulate(source: Sequence[Trace], B: int, strategy: Strategy, tokens: int) -> Outcome:
+    """Run B requests at once until so many tokens are out."""
+    batch, ms = Batch(source, B), 0.0
+    out = steps = drafted = accepted = 0
+    while out < tokens:
+        match, right = batch.match(), batch.right()
+        drafts, cost = strategy.plan(batch)
+        taken = [min(a, b) for a, b in zip(drafts, right)]
+        strategy.observe(match, drafts, taken, batch.advance([n + 1 for n in taken]))
+        out, steps, ms = out + B + sum(taken), steps + 1, ms + cost
+        drafted, accepted = drafted + sum(drafts), accepted + sum(taken)
+    return Outcome(out, ms, steps, drafted, accepted)
+
+
+def run_trace(trace: Trace, strategy: Strategy) -> list[tuple[int, int]]:
+    """One request from its beginning to its end: (position, drafts verified) of every step."""
+    batch, steps, left = Batch([trace], 1), [], len(trace)
+    batch.at = [0]
+    while left > 0:
+        match, right, at = batch.match(), batch.right(), batch.at[0]
+        drafts, _ = strategy.plan(batch)
+        taken = [min(drafts[0], right[0])]
+        strategy.observe(match, drafts, taken, batch.advance([taken[0] + 1]))
+        steps.append((at, drafts[0]))
+        left -= taken[0] + 1
+    return steps

@@ -1,0 +1,145 @@
+"""What n-gram lookup finds in real text, without a model: the input of `simulate.py`.
+
+A reference text stands for the target's output. After each of its tokens the engine's own matcher looks
+the history up; a `Trace` keeps the length of the match and how many of the drafts, from the first on,
+equal the reference. That is all that speculation is about: with K drafts, min(K, that number) are
+accepted. Synthetic traces accept each draft with a given probability instead.
+
+Workloads: the answer of a code edit after its instruction and code; a passage of Shakespeare after the
+request to repeat it (short and long); the last quarter of a news article or of retrieved passages after
+the first three quarters, and of a scene of Shakespeare. The last three are text that people wrote on,
+which repeats words and names and hardly any phrase: the worst case.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench import common
+from nanospec.kernels import ngram
+from nanospec.tokenizer import Tokenizer
+
+MAX_DRAFTS = 16
+Text = tuple[list[int], list[int]]
+"""A prompt and the reference that continues it, in tokens."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What lookup gives one request after each token of its output.
+
+    Attributes:
+        match: length of the match, 0 for none; one entry for each position of the output.
+        run: how many drafts are right, from the first on, up to MAX_DRAFTS.
+    """
+
+    match: list[int]
+    run: list[int]
+
+    def __len__(self) -> int:
+        return len(self.match)
+
+    def __add__(self, other: Trace) -> Trace:
+        """One request whose text changes its nature."""
+        return Trace(self.match + other.match, self.run + other.run)
+
+    def drafts(self, position: int, k: int) -> int:
+        """Drafts that a step at this position makes: none without a match or at the last token."""
+        return min(k, len(self.match) - position - 1) if self.match[position] else 0
+
+
+# ---- from text ---------------------------------------------------------------------------------
+
+
+def replay(text: Text, min_n: int, max_n: int) -> Trace:
+    """The engine's matcher over a text: the longest match, the latest of several."""
+    prompt, reference = text
+    tokens = torch.tensor([prompt + reference], dtype=torch.int32)
+    count, total = len(reference), tokens.shape[1]
+
+    def each(value: int) -> torch.Tensor:
+        return torch.full((count,), value, dtype=torch.int32)
+
+    found = ngram.naive(
+        tokens.expand(count, -1),
+        torch.arange(len(prompt), total, dtype=torch.int32),
+        torch.arange(count, dtype=torch.int32),
+        each(min_n), each(max_n), each(MAX_DRAFTS), each(total + MAX_DRAFTS), MAX_DRAFTS, max_n,
+    )  # fmt: skip
+    matches = found.match_len.tolist()
+    runs = [
+        common_prefix(drafts, reference[i : i + MAX_DRAFTS]) if matches[i] else 0
+        for i, drafts in enumerate(found.drafts.tolist())
+    ]
+    return Trace(matches, runs)
+
+
+def replay_earliest(text: Text, min_n: int, max_n: int) -> Trace:
+    """Like `replay`, but of several longest matches the earliest wins."""
+    prompt, reference = text
+    tokens = prompt + reference
+    first: dict[tuple[int, ...], int] = {}  # where the text goes on after the first of equal n-grams
+    matches, runs, known = [], [], 1
+    for length in range(len(prompt), len(tokens)):
+        for end in range(known, length):
+            for n in range(1, min(max_n, end) + 1):
+                first.setdefault(tuple(tokens[end - n : end]), end)
+        known = length
+        suffixes = (tuple(tokens[length - n : length]) for n in range(min(max_n, length), min_n - 1, -1))
+        best = next((suffix for suffix in suffixes if suffix in first), ())
+        matches.append(len(best))
+        copied = tokens[first[best] : length] if best else [-1]
+        drafts = [copied[i % len(copied)] for i in range(MAX_DRAFTS)]
+        runs.append(common_prefix(drafts, tokens[length : length + MAX_DRAFTS]))
+    return Trace(matches, runs)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens at the beginning are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def workloads(tokenizer: Tokenizer, count: int = 40) -> dict[str, list[Text]]:
+    """Real texts by workload; see the module docstring."""
+
+    def answer(message: str, reply: str) -> Text:
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": message}])
+        return tokenizer.encode(chat, add_special_tokens=False), tokenizer.encode(reply, False)
+
+    def rest(passage: str) -> Text:
+        tokens = tokenizer.encode(passage)
+        return tokens[: 3 * len(tokens) // 4], tokens[3 * len(tokens) // 4 :]
+
+    scenes, size = common.shakespeare(), 4000
+    passages = [scenes[i : i + size] for i in range(0, len(scenes) - size, size)]
+    random.Random(0).shuffle(passages)
+    quote = "Repeat this text word for word:\n\n"
+    return {
+        "code edits": [answer(*pair) for pair in common.code_edit_pairs(count)],
+        "quotation": [answer(m, m.removeprefix(quote)) for m in common.quotations(count)],
+        "long quotation": [answer(quote + p, p) for p in passages[: -(-count // 4)]],
+        "retrieval": [rest(p) for p in common.spec_bench(count, "rag")],
+        "news": [rest(p) for p in common.spec_bench(count, "summarization")],
+        "Shakespeare": [rest(p) for p in passages[-count:]],
+    }
+
+
+# ---- synthetic ---------------------------------------------------------------------------------
+
+
+def synthetic(acceptance: float, match: float, tokens: int, seed: int = 0) -> Trace:
+    """A request whose drafts are accepted with this probability, made with probability `match`."""
+    rng = random.Random(seed)
+    matches, runs = [], []
+    for _ in range(tokens):
+        run = 0
+        while run < MAX_DRAFTS and rng.random() < acceptance:
+            run += 1
+        found = rng.random() < match
+        matches.append(3 if found else 0)
+        runs.append(run if found else 0)
+    return Trace(matches, runs)
