@@ -14,7 +14,7 @@ import json
 import sys
 from typing import Any
 
-from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig
+from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig, roofline
 from nanospec.batch import run_batch
 from nanospec.console import DIM, Console
 from nanospec.demo import run_demo
@@ -26,8 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if sum(map(bool, (args.prompt is not None, args.chat, args.input, args.demo))) != 1:
-        parser.error("give one of --prompt TEXT, --chat, --input FILE or --demo")
+    if sum(map(bool, (args.prompt is not None, args.chat, args.input, args.demo, args.explain))) != 1:
+        parser.error("give one of --prompt TEXT, --chat, --input FILE, --demo or --explain")
     if bool(args.input) != bool(args.output):
         parser.error("--input and --output go together")
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
             run_demo(args.model, console, engine_options(args))
             return 0
         llm = LLM(args.model, spec=spec_config(args), **engine_options(args))
-        if args.input:
+        if args.explain:
+            console.line(explain_costs(llm))
+            report(llm, args, console)
+        elif args.input:
             run_batch(llm, args.input, args.output, params)
             report(llm, args, console)
         elif args.chat:
@@ -99,6 +102,24 @@ def run_chat(llm: LLM, params: SamplingParams, console: Console, args: argparse.
         if outputs and not args.json:
             console.line(summary(outputs[0]), DIM)
     report(llm, args, console)
+
+
+def explain_costs(llm: LLM) -> str:
+    """Why guessing pays here: what a step must move and compute, and what it was measured to take."""
+    engine = llm.engine
+    model = engine.model
+    machine = roofline.measure(model.device, model.dtype)
+    lines = [
+        f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in {model.dtype}",
+        roofline.explain(model.config, machine, context=min(1024, engine.max_model_len)),
+        "",
+        "tokens per step: at least ms, measured ms, measured relative to one token",
+    ]
+    costs = engine.step_costs()
+    for tokens, ms in costs.items():
+        least = roofline.account(model.config, 1, tokens - 1, 1, model.dtype.itemsize).bound(machine)
+        lines.append(f"{tokens:5}: {least:8.2f} {ms:8.2f} {ms / next(iter(costs.values())):6.2f}x")
+    return "\n".join(lines)
 
 
 def report(
@@ -171,6 +192,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--input", metavar="FILE", help='requests, a JSON object a line: {"prompt"|"messages", ...sampling}')
     add("--output", metavar="FILE", help="results, a line each; what it already holds is not done again")
     add("--demo", action="store_true", help="three requests with and without speculation")
+    add("--explain", action="store_true", help="what a step costs by the number of tokens, and why")
     add("--raw", action="store_true", help="continue the text of --prompt instead of chatting about it")
     add("--system", metavar="TEXT", help="the system message of a chat")
     add("--json", action="store_true", help="print statistics as JSON on standard output")

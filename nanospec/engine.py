@@ -117,6 +117,13 @@ class Engine:
         context = min(TIMED_CONTEXT, self.max_model_len // 2)
         return BucketPolicy(BucketCosts(self.graphs.cost_table(context, progress_bar("Timing steps"))))
 
+    def step_costs(self) -> dict[int, float]:
+        """Measured ms of a step of one request, by the number of tokens it scores."""
+        if isinstance(self.policy, BucketPolicy):
+            return {k + 1: ms for k, ms in self.policy.costs.of(1).items()}
+        cost = self.policy.cost if isinstance(self.policy, AutoPolicy) else self.runner.measure_cost()
+        return dict(zip(cost.tokens, cost.ms, strict=True))
+
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
         vocab = self.model.config.vocab_size

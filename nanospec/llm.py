@@ -21,6 +21,7 @@ from .hub import resolve_model
 from .loader import load_model, resolve_dtype
 from .metrics import SpecStats
 from .model_config import ModelConfig
+from .policy import FixedPolicy
 from .request import Logprob, Piece, Request, Status
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
@@ -229,8 +230,12 @@ class LLM:
             on_finish(RequestOutput(text, request.prompt_ids, [Completion.of(request)]))
 
     def metrics(self) -> dict[str, object]:
-        """Engine-wide counters, and seconds per stage."""
-        return self.engine.metrics.to_dict()
+        """Engine-wide counters, seconds per stage, and with automatic K the measured ms of a step of one
+        request by the number of tokens it scores."""
+        found = self.engine.metrics.to_dict()
+        if not isinstance(self.engine.policy, FixedPolicy):
+            found["step_ms_by_tokens"] = {k: round(v, 4) for k, v in self.engine.step_costs().items()}
+        return found
 
     def _step(self) -> list[Request]:
         """One engine step. What interrupts it, Ctrl-C included, ends all requests: a step that was cut
