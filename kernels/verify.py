@@ -52,7 +52,7 @@ def naive(targets: Tensor, input_ids: Tensor, batch: Rows, parents: Tensor | Non
     emitted, num_emitted, paths = [], [], []
     for start, n in zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True):
         path = [0] if n else []
-        while path:
+        while 0 < len(path) < n:  # also ends a walk through parents in a circle
             node, drawn = path[-1], x[start + path[-1]]
             if above is None:
                 children = [node + 1] if node + 1 < n else []
@@ -88,7 +88,7 @@ def walk(targets, input_ids, parents, start, n, WIDTH: tl.constexpr):
         path = tl.zeros([WIDTH], tl.int32)
         emitted = tl.full([WIDTH], -1, tl.int32)
         count, node = n * 0, tl.where(n > 0, 0, WIDTH)
-        while node < WIDTH:
+        while (node < WIDTH) & (count < n):  # ends a walk in a circle too
             drawn = tl.sum(tl.where(place == node, x, 0))
             path = tl.where(place == count, node, path)
             emitted = tl.where(place == count, drawn, emitted)

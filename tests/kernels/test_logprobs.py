@@ -44,10 +44,11 @@ def test_matches_float64(V: int, num_top: int, dtype: torch.dtype, implementatio
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_a_certain_token_has_logprob_zero(implementation: str) -> None:
+@pytest.mark.parametrize("token", [0, 7])
+def test_a_certain_token_has_logprob_zero(token: int, implementation: str) -> None:
     logits = torch.full((1, 100), -math.inf)
-    logits[0, 7] = 3.0
-    one = torch.tensor([7], dtype=torch.int32)
+    logits[0, token] = 3.0
+    one = torch.tensor([token], dtype=torch.int32)
     result = IMPLEMENTATIONS[implementation](logits, one * 0, one, 3)
     assert float(result.own) == 0.0
     assert int(result.rank) == 1

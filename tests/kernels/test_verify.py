@@ -91,3 +91,15 @@ def test_kernel_matches_walk(q_len: list[int], seed: int, tree: bool, uniform: b
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_kernel_walks_64_nodes(tree: bool) -> None:
     check([64, 0, 63, 1], 3, tree, True, verify.launch)
+
+
+@pytest.mark.parametrize("implementation", [verify.naive, verify.launch], ids=["naive", "kernel"])
+def test_parents_in_a_circle_end(implementation: object) -> None:
+    """Malformed trees give nonsense, but neither hang nor write beyond their row."""
+    same = torch.zeros(4, dtype=torch.int32)
+    parents = torch.tensor([0, 2, 1, 1], dtype=torch.int32)
+    parents[1] = 1
+    for first in (0, 1):
+        parents[2] = first
+        verdict = implementation(same, same, make_rows([4], [0], True), parents)  # type: ignore[operator]
+        assert 1 <= int(verdict.num_emitted) <= 4
