@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import time
@@ -151,10 +152,16 @@ def shakespeare() -> str:
 
 
 def quotations(count: int) -> list[str]:
-    """A passage of Shakespeare to repeat."""
-    passages = [p for p in shakespeare().split("\n\n") if 350 < len(p) < 500]
-    random.Random(0).shuffle(passages)
-    return [f"Repeat this text word for word:\n\n{p}" for p in passages[:count]]
+    """The first sentences of a news article to repeat."""
+    found = []
+    for article in spec_bench(count, "summarization"):
+        text = ""
+        for sentence in re.split(r"(?<=[.!?])\s+", article.removeprefix("Summarize:").strip()):
+            if len(text) + len(sentence) > 420:
+                break
+            text += f" {sentence}" if text else sentence
+        found.append(f"Repeat this text word for word:\n\n{text}")
+    return found
 
 
 def spec_bench(count: int, group: str) -> list[str]:

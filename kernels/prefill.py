@@ -34,7 +34,7 @@ CONFIGS = {
     "gfx942": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
 }
 FP32_CONFIG = (32, 32, 4, 1)  # for tests
-NAIVE_TILE = 64  # queries
+NAIVE_TILE = 128  # queries
 
 
 def naive(

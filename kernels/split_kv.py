@@ -68,15 +68,16 @@ def naive(
 def _mask(
     rows: Rows, num_kv_heads: int, group: int, width: int, dtype: torch.dtype, window: int | None
 ) -> Tensor:
-    """[Hkv*B, group*Q, width] of 0 and -inf, made once per step and kept for all layers."""
+    """[Hkv*B, group*Q, width] of 0 and -inf (or [1, ...] for one row: it broadcasts over the heads), made
+    once per step and kept for all layers."""
     key = f"_mask_{window}"
     if key not in rows.__dict__:
         visible = rows.visible if window is None else rows.visible & _in_window(rows, window)
         B, Q, length = visible.shape
         mask = torch.full((B, 1, Q, width), float("-inf"), dtype=dtype, device=visible.device)
         mask[..., :length].masked_fill_(visible[:, None], 0.0)
-        mask = mask.expand(num_kv_heads, B, group, Q, width)
-        rows.__dict__[key] = mask.reshape(num_kv_heads * B, group * Q, width)
+        heads = 1 if B == 1 else num_kv_heads
+        rows.__dict__[key] = mask.expand(heads, B, group, Q, width).reshape(heads * B, group * Q, width)
     mask = rows.__dict__[key]
     return mask
 
