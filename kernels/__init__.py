@@ -1,9 +1,11 @@
 """The hot path: one operation per file, each with `naive`, the plain PyTorch specification, and its
 Triton kernel. Needs torch and triton only and knows nothing of the engine above it.
 
-Reading order: `rows` (which tokens belong to which request), `linear` (and its kernel, `skinny`),
-`norm`, `rope_cache`, `attention` (and its kernels, `split_kv` for few queries per row and `prefill` for
-many), then the speculative part: `ngram`, `noise`, `sample`, `verify`, `commit`, and `kv_move` for trees.
+Reading order: `dispatch` and `rows`; a decoder layer: `linear` (its kernel: `skinny`), `norm`,
+`rope_cache`, `attention` (its kernels: `split_kv` for few queries per row, `prefill` for many); then the
+speculative step: `ngram` guesses, `layout` makes a batch of it, `sample` (with `shaping`, `filters` and
+`noise`) draws the target's tokens, `verify` compares, `commit` appends, `logprobs` reports, and `kv_move`
+puts accepted tree nodes in place.
 
 A decoder layer launches 7 kernels in the decode path: the qkv product with its norm, rope_cache, two of
 attention, the output product with its residual, the gate-and-up product with norm and SwiGLU, the down

@@ -295,15 +295,3 @@ def launch(logits: Tensor, input_ids: Tensor, rows: Tensor, params: Params, batc
             BF16=logits.dtype == torch.bfloat16, num_warps=16,  # fewer would spill
         )  # fmt: skip
     return targets
-
-
-def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the model itself (before bias, penalties and temperature), as in vLLM.
-
-    logits [N, V], tokens [N] int -> (of `tokens` [N], the `num_top` largest [N, num_top], their ids),
-    float32.
-    """
-    values = logits.float().log_softmax(-1)
-    own = values.gather(1, tokens.long().clamp(min=0)[:, None])[:, 0]
-    top = values.topk(num_top, -1)
-    return own, top.values, top.indices

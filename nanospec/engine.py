@@ -20,12 +20,13 @@ from .config import EngineConfig
 from .drafters import Drafter, NgramDrafter
 from .graphs import StepGraphs, progress_bar
 from .kernels import commit
+from .kernels.logprobs import Logprobs
 from .memory import plan_cache
 from .metrics import Metrics
 from .model import Model
 from .policy import AutoPolicy, FixedPolicy, Policy
 from .request import Logprob, Request, StepOutput
-from .runner import Logprobs, Runner
+from .runner import Runner
 from .sampling import MAX_STOP_IDS, SamplingParams
 from .scheduler import Plan, Scheduler
 from .simulation import Simulation

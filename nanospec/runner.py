@@ -21,9 +21,10 @@ from .drafters import Drafter
 from .kernels.commit import RUNNING, verify_and_commit
 from .kernels.dispatch import use_triton
 from .kernels.layout import NUM_COLUMNS, lay_out, report
+from .kernels.logprobs import Logprobs, logprobs
 from .kernels.ngram import Proposal
 from .kernels.rows import Rows
-from .kernels.sample import logprobs, sample
+from .kernels.sample import sample
 from .metrics import Metrics
 from .model import Model
 from .policy import CostTable, Policy
@@ -47,15 +48,6 @@ class StepResult(NamedTuple):
     path: Tensor
     q_start: Tensor
     logits: Tensor
-
-
-class Logprobs(NamedTuple):
-    """Of all tokens of a step that were asked for, in order of row and place."""
-
-    own: Tensor  # [N] float32
-    rank: Tensor  # [N], 1 is the likeliest
-    top: Tensor  # [N, n] float32
-    top_ids: Tensor  # [N, n]
 
 
 class Runner:
@@ -197,10 +189,8 @@ class Runner:
         place = torch.arange(tokens.shape[1], device=table.device)
         asked = torch.tensor(wanted, device=table.device) >= 0
         b, j = ((place < table[:, :1]) & asked[:, None]).nonzero(as_tuple=True)
-        scores = result.logits[result.q_start[b].long() + result.path[b, j]].float()
-        own, top, top_ids = logprobs(scores, tokens[b, j], max(wanted))
-        chosen = scores.gather(1, tokens[b, j].long()[:, None])
-        return Logprobs(own, (scores > chosen).sum(1) + 1, top, top_ids)
+        index = result.q_start[b] + result.path[b, j]
+        return logprobs(result.logits, index, tokens[b, j], max(wanted))
 
     @torch.inference_mode()
     def measure_cost(self) -> CostTable:
