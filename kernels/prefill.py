@@ -15,14 +15,11 @@ equal those of `attention`, whose rows are few.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import split_kv
 from .launch import LOG2_E, arch, check_attention, next_power_of_2
 from .rows import Rows
 
@@ -34,39 +31,6 @@ CONFIGS = {
     "gfx942": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
 }
 FP32_CONFIG = (32, 32, 4, 1)  # for tests
-NAIVE_TILE = 128  # queries
-
-
-def naive(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float, window: int | None
-) -> Tensor:
-    """Tile by tile of each row, and each tile as `split_kv.naive` computes a few queries: so prefill has
-    the bits of decoding, in chunks of any size, and no row pays for another's length."""
-    if "_tiles" not in rows.__dict__:
-        rows.__dict__["_tiles"] = list(_tiles(rows))
-    out = torch.empty_like(q)
-    for tokens, tile in rows.__dict__["_tiles"]:
-        out[tokens] = split_kv.naive(q[tokens], k_cache, v_cache, tile, scale, window)
-    return out
-
-
-def _tiles(rows: Rows) -> Iterator[tuple[slice, Rows]]:
-    """The flat tokens of each tile, and the tile as a batch of its own."""
-    lengths = zip(rows.q_start.tolist(), rows.q_len.tolist(), rows.base_len.tolist(), strict=True)
-    for b, (start, n, base) in enumerate(lengths):
-        for first in range(0, n, NAIVE_TILE):
-            size = min(NAIVE_TILE, n - first)
-            tokens = slice(start + first, start + first + size)
-            yield tokens, Rows(
-                positions=rows.positions[tokens],
-                slots=rows.slots[tokens],
-                block_table=rows.block_table[b : b + 1],
-                q_start=torch.zeros_like(rows.q_start[:1]),
-                q_len=torch.full_like(rows.q_len[:1], size),
-                base_len=rows.base_len[b : b + 1] + first,
-                max_q_len=size,
-                max_kv_len=base + first + size,
-            )
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Attention of few queries per row over the paged KV cache: decoding and verification.
 
-Shapes as in `attention.py`, whose kernel this is. The cache is cut into tiles of 64 positions and
+Shapes as in `attention.py`, which also has `naive`. The cache is cut into tiles of 64 positions and
 spans of several tiles, both at fixed absolute places. A program computes whole units, tiles or spans,
 each from scratch, and a second small kernel combines the units of a query in order. So that a query
 gets the same bits alone, in any batch and beside any number of drafts:
@@ -41,54 +41,6 @@ CONFIGS = {
     "sm_100": {64: (64, 4, 5), 128: (64, 8, 5), 256: (32, 4, 2)},
     "gfx942": {64: (64, 4, 2), 128: (64, 4, 2), 256: (32, 4, 1)},
 }
-
-
-def naive(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float, window: int | None = None
-) -> Tensor:
-    """The specification in plain PyTorch; also the CPU path."""
-    num_kv_heads, _, block_size, head_dim = k_cache.shape
-    B, Q, G = rows.num_rows, rows.max_q_len, q.shape[1] // num_kv_heads
-    # Whole pages, so that the length of every sum is a multiple of the page size: with that, and
-    # plain batched products, a bf16 row has the same bits whatever is computed beside it.
-    blocks = rows.block_table[:, : -(-rows.max_kv_len // block_size)].flatten()
-    k = k_cache.index_select(1, blocks).view(num_kv_heads * B, -1, head_dim)
-    v = v_cache.index_select(1, blocks).view(num_kv_heads * B, -1, head_dim)
-    # The G query heads of a KV head become rows of one matrix: [Hkv*B, G*Q, D]
-    grid = q if rows.uniform else q[rows.grid]
-    grouped = grid.view(B, Q, num_kv_heads, G, head_dim).permute(2, 0, 3, 1, 4)
-    grouped = grouped.reshape(num_kv_heads * B, G * Q, head_dim)
-    mask = _mask(rows, num_kv_heads, G, k.shape[1], q.dtype, window)
-    scores = torch.baddbmm(mask, grouped, k.transpose(1, 2), alpha=scale)
-    out = torch.bmm(scores.softmax(-1), v).view(num_kv_heads, B, G, Q, head_dim)
-    out = out.permute(1, 3, 0, 2, 4).reshape(B * Q, -1, head_dim)
-    return out if rows.uniform else out[rows.in_row]
-
-
-def _mask(
-    rows: Rows, num_kv_heads: int, group: int, width: int, dtype: torch.dtype, window: int | None
-) -> Tensor:
-    """[Hkv*B, group*Q, width] of 0 and -inf (or [1, ...] for one row: it broadcasts over the heads), made
-    once per step and kept for all layers."""
-    key = f"_mask_{window}"
-    if key not in rows.__dict__:
-        visible = rows.visible if window is None else rows.visible & _in_window(rows, window)
-        B, Q, length = visible.shape
-        mask = torch.full((B, 1, Q, width), float("-inf"), dtype=dtype, device=visible.device)
-        mask[..., :length].masked_fill_(visible[:, None], 0.0)
-        heads = 1 if B == 1 else num_kv_heads
-        rows.__dict__[key] = mask.expand(heads, B, group, Q, width).reshape(heads * B, group * Q, width)
-    mask = rows.__dict__[key]
-    return mask
-
-
-def _in_window(rows: Rows, window: int) -> Tensor:
-    """[B, Q, kv] bool: cache index j is less than `window` positions before the query."""
-    position = rows.positions[rows.grid][..., None]  # [B, Q, 1]
-    j = torch.arange(rows.max_kv_len, device=position.device)
-    if rows.ancestors is None:
-        return j > position - window
-    return (j > position - window) | (j >= rows.base_len[:, None, None])
 
 
 @triton.jit

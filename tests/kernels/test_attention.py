@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanospec.kernels import attention, split_kv
 from nanospec.kernels.dispatch import forced
+from nanospec.kernels.rows import Rows
 from tests.util import assert_close
 
 from .texts import Texts, scored
@@ -133,3 +134,31 @@ def test_bad_arguments_are_refused() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 attention.attention(*bad, rows, 0.1)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_naive_treats_rows_with_and_without_drafts_apart(window: int | None) -> None:
+    """Nine rows, some with one query, some with several, one with none: as each row by itself."""
+    torch.manual_seed(0)
+    q_len = torch.tensor([1, 4, 1, 1, 0, 7, 1, 2, 1], dtype=torch.int32)
+    base_len = torch.tensor([30, 5, 0, 47, 12, 33, 16, 15, 64], dtype=torch.int32)
+    k_cache, v_cache = torch.randn(2, 2, 60, 16, 32)
+    table = torch.randperm(60)[:54].view(9, 6).int()
+    q = torch.randn(int(q_len.sum()), 6, 32)
+
+    def batch(chosen: list[int]) -> Rows:
+        lengths, bases = q_len[chosen], base_len[chosen]
+        positions = torch.cat([b + torch.arange(n) for b, n in zip(bases, lengths, strict=True)]).int()
+        start = (lengths.cumsum(0) - lengths).int()
+        longest, reach = int(lengths.max()), int((bases + lengths).max())
+        return Rows(positions, positions, table[chosen], start, lengths, bases, longest, reach)
+
+    together = attention.naive(q, k_cache, v_cache, batch(list(range(9))), 0.2, window)
+    assert len(attention._parts(batch(list(range(9))))) == 2
+    parts = torch.split(q, q_len.tolist())
+    alone = [
+        attention.naive(part, k_cache, v_cache, batch([b]), 0.2, window)
+        for b, part in enumerate(parts)
+        if len(part)
+    ]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
