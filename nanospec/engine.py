@@ -118,6 +118,22 @@ class Engine:
         context = min(TIMED_CONTEXT, self.max_model_len // 2)
         return BucketPolicy(BucketCosts(self.graphs.cost_table(context, progress_bar("Timing steps"))))
 
+    def report(self) -> dict[str, object]:
+        """The counters of `metrics`, what recording took, and the measured times of steps."""
+        found = self.metrics.to_dict()
+        if self.graphs is not None:
+            found["recorded_steps"] = {
+                "count": len(self.graphs.recordings),
+                "seconds": round(self.graphs.seconds, 3),
+                "bytes": self.graphs.bytes,
+                "fallbacks": self.graphs.fallbacks,
+            }
+        if isinstance(self.policy, BucketPolicy):
+            found["step_ms_by_batch_and_k"] = self.policy.costs.ms
+        elif isinstance(self.policy, AutoPolicy):
+            found["step_ms_by_tokens"] = self.step_costs()
+        return found
+
     def step_costs(self) -> dict[int, float]:
         """Measured ms of a step of one request, by the number of tokens it scores."""
         if isinstance(self.policy, BucketPolicy):

@@ -21,7 +21,6 @@ from .hub import resolve_model
 from .loader import load_model, resolve_dtype
 from .metrics import SpecStats
 from .model_config import ModelConfig
-from .policy import FixedPolicy
 from .request import Logprob, Piece, Request, Status
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
@@ -230,12 +229,8 @@ class LLM:
             on_finish(RequestOutput(text, request.prompt_ids, [Completion.of(request)]))
 
     def metrics(self) -> dict[str, object]:
-        """Engine-wide counters, seconds per stage, and with automatic K the measured ms of a step of one
-        request by the number of tokens it scores."""
-        found = self.engine.metrics.to_dict()
-        if not isinstance(self.engine.policy, FixedPolicy):
-            found["step_ms_by_tokens"] = {k: round(v, 4) for k, v in self.engine.step_costs().items()}
-        return found
+        """Engine-wide counters, seconds per stage, and the measured times of steps by their size."""
+        return self.engine.report()
 
     def _step(self) -> list[Request]:
         """One engine step. What interrupts it, Ctrl-C included, ends all requests: a step that was cut

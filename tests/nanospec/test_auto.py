@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from nanospec.bucket_policy import BucketPolicy
@@ -32,8 +34,12 @@ def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, 
     for request, expected in zip(requests, alone(model, jobs, max_model_len=128), strict=True):
         assert_same(outcome(request), expected)
     assert requests[0].stats.tokens_per_step > 2
+    report = json.loads(json.dumps(engine.report()))
+    assert ("step_ms_by_tokens" in report) == eager
     if engine.graphs is not None:
-        assert engine.graphs.fallbacks == 0
+        assert report["recorded_steps"]["fallbacks"] == 0
+        assert report["recorded_steps"]["count"] == len(engine.graphs.buckets())
+        assert set(report["step_ms_by_batch_and_k"]) == {"1", "2"}
         assert set(engine.graphs.recordings) == set(engine.graphs.buckets())
 
 
