@@ -32,6 +32,7 @@ from nanospec.kernels.layout import lay_out
 from nanospec.kernels.ngram import Proposal
 from nanospec.model import Model
 from nanospec.model_config import ModelConfig
+from nanospec.runner import synchronize
 from nanospec.simulation import Synthetic
 
 BATCHES, KS = (1, 4, 8, 16, 64), (0, 1, 2, 4, 8, 16)
@@ -169,11 +170,11 @@ def host_gap(model: Model, args: argparse.Namespace) -> dict[str, float]:
         engine.step()
     walls = []
     for _ in range(10):
-        _synchronize(model.device)
+        synchronize(model.device)
         start = time.perf_counter()
         for _ in range(20):
             engine.step()
-        _synchronize(model.device)
+        synchronize(model.device)
         walls.append((time.perf_counter() - start) / 20 * 1e3)
     engine.abort_all()
     step = statistics.median(walls)
@@ -183,11 +184,6 @@ def host_gap(model: Model, args: argparse.Namespace) -> dict[str, float]:
         "gap_ms": round(step - replay, 4),
         "gap_share": round(max(step - replay, 0.0) / step, 4),
     }
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .kernels.linear import MAX_ROWS
-from .runner import Runner, StepResult
+from .runner import Runner, StepResult, synchronize
 
 DEFAULT_KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 MAX_STEP_TOKENS = MAX_ROWS  # beyond, products would go to another library, with other bits
@@ -161,10 +161,10 @@ class StepGraphs:
         for _ in range(repeats + 1):
             with self.runner.state.rehearsal(bucket.batch, context, self.runner.kv_cache.shape[3]):
                 recording.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
-                _synchronize(device)
+                synchronize(device)
                 start = time.perf_counter()
                 recording.replay()
-                _synchronize(device)
+                synchronize(device)
                 times.append((time.perf_counter() - start) * 1e3)
         return statistics.median(times[1:])
 
@@ -207,8 +207,3 @@ def batch_sizes(largest: int) -> list[int]:
 
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -213,6 +213,7 @@ class Runner:
                 )
                 start = time.perf_counter()
                 self.model.logits(self.model.forward(zeros[:n], self.kv_cache, batch))
+                synchronize(self.model.device)
                 times[-1] = min(times[-1], (time.perf_counter() - start) * 1e3)
         return CostTable(list(COST_SIZES), times)
 
@@ -250,6 +251,12 @@ class Runner:
         """Cache slots of positions [...] of request rows [...], int32."""
         block = self.state.block_table[row, position // self.block_size]
         return (block * self.block_size + position % self.block_size).int()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def kv_shape(model: Model, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -1,0 +1,62 @@
+"""The engine on a GPU, in bf16: speculation on equals off to the bit, however steps are run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from nanospec.model import Model
+from nanospec.sampling import SamplingParams
+from tests.drive import Job, make_engine, outcome, random_jobs, run
+from tests.tiny import tiny_model
+
+VOCAB = 512
+
+
+@pytest.fixture
+def model(gpu: torch.device) -> Model:
+    return tiny_model(
+        dtype=torch.bfloat16,
+        device=gpu,
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+
+
+def make_jobs(seed: int) -> list[Job]:
+    """Random requests, and one that says the same for ever, so that drafts are accepted."""
+    again = SamplingParams(temperature=0, max_tokens=60, logit_bias={5: 60.0})
+    return [*random_jobs(random.Random(seed), VOCAB, 9, max_prompt=150), Job([5, 9, 5, 5], again)]
+
+
+@pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
+@pytest.mark.parametrize("k", [0, 1, 4, 9])
+def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) -> None:
+    jobs = make_jobs(k)
+    options = {"max_model_len": 256, "enable_prefix_caching": False}
+    plain = make_engine(model, None, max_num_seqs=1, enforce_eager=True, async_scheduling=False, **options)
+    expected = [outcome(run(plain, [job])[0]) for job in jobs]
+    engine = make_engine(model, k, max_num_seqs=6, enforce_eager=eager, async_scheduling=lag, **options)
+    requests = run(engine, jobs)
+    for request, wanted in zip(requests, expected, strict=True):
+        assert request.output_ids == wanted.token_ids
+        assert request.finish_reason == wanted.finish_reason
+    assert (requests[-1].stats.num_accepted > 0) == (k > 0)
+    assert engine.graphs is None or engine.graphs.fallbacks == 0
+
+
+def test_automatic_k_records_and_times_every_bucket(model: Model) -> None:
+    engine = make_engine(model, "auto", max_num_seqs=8, max_model_len=256)
+    assert engine.graphs is not None
+    assert set(engine.graphs.recordings) == set(engine.graphs.buckets())
+    requests = run(engine, make_jobs(1))
+    assert requests[-1].stats.tokens_per_step > 2
+    assert engine.graphs.fallbacks == 0
