@@ -92,6 +92,7 @@ class Engine:
         if simulation is not None:
             drafter = simulation.drafter or drafter
             self.metrics.simulated = simulation.label
+            simulation.attach(self.state)
         self.runner = Runner(model, self.state, num_blocks, size, drafter, self.metrics, simulation)
         self.graphs: StepGraphs | None = None
         if not (not on_gpu if config.enforce_eager is None else config.enforce_eager):
@@ -257,7 +258,7 @@ class Engine:
             self.state.admit(request, self.config.spec)
             self.policy.reset(request.row)
             if self.simulation is not None:
-                self.simulation.admit(request, self.state)
+                self.simulation.admit(request)
         for request in plan.grown:
             if request.row >= 0:  # not preempted since
                 self.state.write_blocks(request)

@@ -38,7 +38,11 @@ class Simulation(Protocol):
     label: str
     drafter: SyntheticDrafter | None
 
-    def admit(self, request: Request, state: State) -> None:
+    def attach(self, state: State) -> None:
+        """Make what `targets` reads, at addresses that stay, before any step is recorded."""
+        ...
+
+    def admit(self, request: Request) -> None:
         """A request got its row."""
         ...
 
@@ -56,20 +60,18 @@ class Replay:
     def __init__(self, references: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         """`references`: prompt ids -> the output's ids."""
         self.references = references
-        self._texts = torch.zeros(0, 0, dtype=torch.int32)  # [S, max_len], prompt and output
-        self._lengths = torch.zeros(0, dtype=torch.int32)
 
-    def admit(self, request: Request, state: State) -> None:
-        if self._texts.shape != state.tokens.shape:
-            self._texts, self._lengths = torch.zeros_like(state.tokens), torch.zeros_like(state.num_tokens)
+    def attach(self, state: State) -> None:
+        self._texts = torch.zeros_like(state.tokens)  # prompt and output
+        self._lengths = torch.zeros_like(state.num_tokens)
+
+    def admit(self, request: Request) -> None:
         text = [*request.prompt_ids, *self.references[tuple(request.prompt_ids)]]
         text = text[: self._texts.shape[1]]
         self._texts[request.row, : len(text)] = torch.tensor(text, dtype=torch.int32)
         self._lengths[request.row] = len(text)
 
     def targets(self, drawn: Tensor, input_ids: Tensor, rows: Tensor, batch: Rows) -> Tensor:
-        if not len(self._texts):
-            return drawn  # nothing was admitted yet
         row = rows.clamp(min=0)[_owner(batch)].long()
         at = batch.positions + 1
         known = at < self._lengths[row]
@@ -97,7 +99,10 @@ class Synthetic:
         self.drafter: SyntheticDrafter | None = SyntheticDrafter()
         self._threshold = int(acceptance * 2**32)
 
-    def admit(self, request: Request, state: State) -> None:
+    def attach(self, state: State) -> None:
+        pass
+
+    def admit(self, request: Request) -> None:
         pass
 
     def targets(self, drawn: Tensor, input_ids: Tensor, rows: Tensor, batch: Rows) -> Tensor:

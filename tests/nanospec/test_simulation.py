@@ -6,12 +6,14 @@ import json
 
 import pytest
 
-from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec import LLM, SamplingParams, SpecConfig, graphs
 from nanospec.config import EngineConfig
 from nanospec.engine import Engine
+from nanospec.kernels import dispatch
 from nanospec.llm import Completion
 from nanospec.simulation import Replay, Simulation, Synthetic
 from tests.drive import Job, run
+from tests.tape import TapeRecording
 from tests.tiny import tiny_model
 
 PROMPT = [5, 6, 7, 8, 9] * 3
@@ -45,6 +47,20 @@ def test_synthetic_acceptance_is_as_given(acceptance: float, eager: bool) -> Non
     steps = sum(s.num_steps for s in stats)
     expected = 1 + acceptance + acceptance**2 + acceptance**3
     assert sum(s.num_tokens for s in stats) / steps == pytest.approx(expected, rel=0.15)
+
+
+def test_replay_works_in_a_step_recorded_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the kernels, with a recording that freezes what a CUDA graph would."""
+    monkeypatch.setattr(graphs, "EagerRecording", TapeRecording)
+    text = [5, 6, 7, 8, 9, 5, 6, 1]
+    config = EngineConfig(
+        spec=SpecConfig(num_speculative_tokens=2), max_num_seqs=1, max_model_len=48, enforce_eager=False
+    )
+    with dispatch.forced("triton"):
+        engine = Engine(config, tiny_model(num_layers=1), simulation=Replay({tuple(PROMPT): text}))
+        [request] = run(engine, [Job(PROMPT, SamplingParams(temperature=0, max_tokens=8))])
+    assert request.output_ids == text
+    assert request.stats.num_accepted > 0
 
 
 def test_every_output_is_marked() -> None:
