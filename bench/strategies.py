@@ -8,6 +8,7 @@ learn one step late; see `simulate.py`.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,15 +60,15 @@ class Batch:
         return ended
 
 
-class Strategy:
+class Strategy(ABC):
     """How many drafts each row verifies, and what the step costs."""
 
+    @abstractmethod
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         """Drafts verified per row, and ms."""
-        raise NotImplementedError
 
-    def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:
-        """What the step gave, by row."""
+    def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:  # noqa: B027
+        """What the step gave, by row. Not every strategy learns."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from .graphs import StepGraphs, progress_bar
 from .kernels import commit
 from .kernels.logprobs import Logprobs
 from .memory import plan_cache
-from .metrics import Metrics
+from .metrics import STAGES, Metrics
 from .model import Model
 from .policy import AutoPolicy, FixedPolicy, Policy
 from .request import Logprob, Request, StepOutput
@@ -100,6 +100,7 @@ class Engine:
             if not config.lazy_capture:
                 self.graphs.record_all(progress_bar("Recording steps"))
         self.policy = self._make_policy()
+        self.metrics.stage_seconds.update(dict.fromkeys(STAGES, 0.0))  # recording and timing are no steps
         self._in_flight: deque[Flight] = deque()
         self._ids = itertools.count()
 

@@ -40,6 +40,7 @@ def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
     engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
     recorded = graphs_of(engine)
     assert set(recorded.recordings) == set(recorded.buckets())
+    assert not any(engine.metrics.stage_seconds.values())  # recording is no step
     for rows in range(1, 6):
         for k in range(7):
             bucket = recorded.bucket_for(rows, k)
