@@ -1,22 +1,28 @@
-"""The ends of a padded step: from request rows and drafts to a flat batch, and from results to a table.
+"""The ends of a step: from request rows and drafts to a flat batch, and from results to a table.
 
 `lay_out` gives every row K+1 tokens, the last committed one and its drafts, in the uniform layout of
 `rows.py`. Rows that are padding (-1) or whose request has ended get q_len 0, slots of -1 and a running
-row of -1, so that nothing after this needs to know why they take no part.
+row of -1, so that nothing after this needs to know why they take no part. Drafts that form trees get the
+positions of their depth, and each the mask of its ancestors. `pack` drops the padding tokens.
 
     rows         [B] int32, request rows              running    [B] int32, -1 where not taking part
     finished     [S] int8                             input_ids  [B * (K+1)] int32
     tokens       [S, max_len] int32, num_tokens [S]   batch      `Rows`
     block_table  [S, max_blocks] int32
-    drafts       [B, K] int32, num_drafts [B]
+    proposal     `Proposal` of B rows, K drafts
 
 `report` puts what the host wants to know into one table, so that it takes one copy:
 
-    [B, 6 + Q] int32: tokens kept; drafts; accepted drafts; source and length of the match; finished
-                      code; the tokens drawn, of which the kept ones count
+    [B, 6 + 2 Q] int32: tokens kept; drafts; accepted drafts; who drafted; length of the match; finished
+                        code; the tokens drawn, of which the kept ones count; the source of each (see
+                        `Proposal.source`), OWN for those that were not drafted
+
+Kernels: one program per row and 1024 pages, and one per row.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -26,7 +32,7 @@ from torch import Tensor
 from .commit import RUNNING
 from .dispatch import use_triton
 from .launch import next_power_of_2
-from .ngram import Proposal
+from .proposal import OWN, Proposal
 from .rows import Rows
 from .verify import Verdict
 
@@ -65,21 +71,59 @@ def naive(
     input_ids = torch.cat((tokens[index, base.long()][:, None], proposal.drafts), 1)
     place = torch.arange(k + 1, dtype=torch.int32, device=rows.device)
     inside = place < q_len[:, None]
-    positions = torch.where(inside, base[:, None] + place, 0)
+    at = torch.where(inside, base[:, None] + place, 0)
     table = block_table[index]
-    block = table.gather(1, (positions // block_size).long())
-    slots = torch.where(inside, block * block_size + positions % block_size, -1)
-    q_start = torch.arange(0, positions.numel(), k + 1, dtype=torch.int32, device=rows.device)
-    batch = Rows(
-        positions.flatten(), slots.flatten(), table, q_start, q_len, base, k + 1, tokens.shape[1]
-    )
+    block = table.gather(1, (at // block_size).long())
+    slots = torch.where(inside, block * block_size + at % block_size, -1)
+    q_start = torch.arange(0, at.numel(), k + 1, dtype=torch.int32, device=rows.device)
+    batch = Rows(at.flatten(), slots.flatten(), table, q_start, q_len, base, k + 1, tokens.shape[1])
+    if proposal.parents is not None:
+        depth, batch.ancestors, batch.parents = _shape_tree(proposal.parents)
+        batch.positions = torch.where(inside, base[:, None] + depth, 0).flatten()
     return running, input_ids.flatten(), batch
+
+
+def _shape_tree(parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Depth [B, K + 1] of the places of trees [B, K], and flat their masks and parents."""
+    depths, masks, above = [], [], []
+    for tree in parents.tolist():
+        depth, mask = [0], [1]
+        for i, parent in enumerate(tree, 1):
+            depth.append(depth[parent] + 1)
+            mask.append(mask[parent] | 1 << i)
+        depths.append(depth)
+        masks += [m - (1 << 64) if m >> 63 else m for m in mask]
+        above += [0, *tree]
+    device = parents.device
+    return (
+        torch.tensor(depths, dtype=torch.int32, device=device),
+        torch.tensor(masks, dtype=torch.int64, device=device),
+        torch.tensor(above, dtype=torch.int32, device=device),
+    )
+
+
+def pack(input_ids: Tensor, batch: Rows, max_kv_len: int) -> tuple[Tensor, Rows]:
+    """The batch without its padding tokens, rows back to back. Waits for the device."""
+    width = batch.max_q_len
+    places = torch.arange(width, device=input_ids.device)
+    keep = (places < batch.q_len[:, None]).flatten()
+    packed = replace(
+        batch,
+        positions=batch.positions[keep],
+        slots=batch.slots[keep],
+        q_start=(batch.q_len.cumsum(0) - batch.q_len).int(),
+        max_q_len=max(int(batch.q_len.max()), 1),
+        max_kv_len=max_kv_len,
+        ancestors=None if batch.ancestors is None else batch.ancestors[keep],
+        parents=None if batch.parents is None else batch.parents[keep],
+    )
+    return input_ids[keep], packed
 
 
 @triton.jit(do_not_specialize=["k"])
 def _lay_out(
-    rows, finished, tokens, tokens_stride, num_tokens, block_table, num_blocks, drafts, num_drafts,
-    running, input_ids, positions, slots, table, q_start, q_len, base_len, k,
+    rows, finished, tokens, tokens_stride, num_tokens, block_table, num_blocks, drafts, num_drafts, tree,
+    running, input_ids, positions, slots, table, q_start, q_len, base_len, ancestors, parents, k,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -96,13 +140,24 @@ def _lay_out(
         i = tl.arange(0, WIDTH)
         last = tl.load(tokens + row * tokens_stride + base)
         draft = tl.load(drafts + b * k + i - 1, (i > 0) & (i <= k), other=0)
-        position = tl.where(i < n, base + i, 0)
-        block = tl.load(block_table + row * num_blocks + position // BLOCK_SIZE, i < n, other=0)
-        slot = tl.where(i < n, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        index = tl.where(i < n, base + i, 0)
+        block = tl.load(block_table + row * num_blocks + index // BLOCK_SIZE, i < n, other=0)
+        slot = tl.where(i < n, block * BLOCK_SIZE + index % BLOCK_SIZE, -1)
         at = b * (k + 1) + i
         tl.store(input_ids + at, tl.where(i == 0, last, draft), i <= k)
-        tl.store(positions + at, position, i <= k)
         tl.store(slots + at, slot, i <= k)
+        if tree is not None:
+            depth = tl.zeros([WIDTH], tl.int32)
+            mask = tl.full([WIDTH], 1, tl.int64)
+            for node in range(1, k + 1):  # parents come first
+                parent = tl.load(tree + b * k + node - 1)
+                depth = tl.where(i == node, tl.sum(tl.where(i == parent, depth, 0)) + 1, depth)
+                above = tl.sum(tl.where(i == parent, mask, 0))
+                mask = tl.where(i == node, above | (tl.full([], 1, tl.int64) << node), mask)
+            index = tl.where(i < n, base + depth, 0)
+            tl.store(ancestors + at, mask, i <= k)
+            tl.store(parents + at, tl.load(tree + b * k + i - 1, (i > 0) & (i <= k), other=0), i <= k)
+        tl.store(positions + at, index, i <= k)
     # The row's pages, as far as the step reads them.
     j = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     used = (j < num_blocks) & (j * BLOCK_SIZE < base + n)
@@ -126,22 +181,28 @@ def launch(
     input_ids, positions, slots = rows.new_empty(3, B * (k + 1))
     running, q_start, q_len, base_len = rows.new_empty(4, B)
     table = rows.new_empty(B, num_blocks)
+    ancestors = parents = None
+    if proposal.parents is not None:
+        ancestors = torch.empty(B * (k + 1), dtype=torch.int64, device=rows.device)
+        parents = rows.new_empty(B * (k + 1))
     blocks = min(1024, next_power_of_2(num_blocks))
     if B:
         _lay_out[(B, triton.cdiv(num_blocks, blocks))](
             rows, finished, tokens, tokens.stride(0), num_tokens, block_table, num_blocks,
-            proposal.drafts, proposal.num_drafts, running, input_ids, positions, slots, table,
-            q_start, q_len, base_len, k,
+            proposal.drafts, proposal.num_drafts, proposal.parents, running, input_ids, positions, slots,
+            table, q_start, q_len, base_len, ancestors, parents, k,
             BLOCK_SIZE=block_size, WIDTH=next_power_of_2(k + 1), BLOCKS=blocks, num_warps=4,
         )  # fmt: skip
-    batch = Rows(positions, slots, table, q_start, q_len, base_len, k + 1, tokens.shape[1])
+    batch = Rows(
+        positions, slots, table, q_start, q_len, base_len, k + 1, tokens.shape[1], ancestors, parents
+    )
     return running, input_ids, batch
 
 
 def report(
     rows: Tensor, q_len: Tensor, proposal: Proposal, verdict: Verdict, kept: Tensor, finished: Tensor
 ) -> Tensor:
-    """The table of the module docstring, [B, 6 + Q] int32; `rows` as `lay_out` gave them."""
+    """The table of the module docstring, [B, 6 + 2 Q] int32; `rows` as `lay_out` gave them."""
     implementation = report_launch if use_triton(rows) else report_naive
     return implementation(rows, q_len, proposal, verdict, kept, finished)
 
@@ -153,38 +214,53 @@ def report_naive(
         kept,
         (q_len - 1).clamp(min=0),
         (verdict.num_emitted - 1).clamp(min=0),
-        proposal.source,
+        proposal.drafter,
         proposal.match_len,
         finished[rows.clamp(min=0).long()].int(),
     )
-    return torch.cat((torch.stack(columns, 1), verdict.emitted), 1)
+    # The token drawn at one place of the path was drafted as the next.
+    draft = torch.cat((verdict.path[:, 1:], verdict.path[:, :1]), 1).long() - 1
+    place = torch.arange(draft.shape[1], device=rows.device)
+    accepted = place + 1 < verdict.num_emitted[:, None]
+    source = torch.full_like(verdict.path, OWN)
+    if proposal.source.shape[1]:
+        copied = proposal.source.gather(1, draft.clamp(0, proposal.source.shape[1] - 1))
+        source = torch.where(accepted, copied, source)
+    return torch.cat((torch.stack(columns, 1), verdict.emitted, source), 1)
 
 
-@triton.jit(do_not_specialize=["Q"])
+@triton.jit(do_not_specialize=["Q", "k"])
 def _report(
-    rows, q_len, source, match_len, emitted, num_emitted, kept, finished, table, Q, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    rows, q_len, drafter, match_len, source, emitted, path, num_emitted, kept, finished, table, Q, k,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
-    out = table + b * (COLUMNS + Q)
+    out = table + b * (COLUMNS + 2 * Q)
+    number = tl.load(num_emitted + b)
     tl.store(out, tl.load(kept + b))
     tl.store(out + 1, tl.maximum(tl.load(q_len + b) - 1, 0))
-    tl.store(out + 2, tl.maximum(tl.load(num_emitted + b) - 1, 0))
-    tl.store(out + 3, tl.load(source + b))
+    tl.store(out + 2, tl.maximum(number - 1, 0))
+    tl.store(out + 3, tl.load(drafter + b))
     tl.store(out + 4, tl.load(match_len + b))
     tl.store(out + 5, tl.load(finished + tl.maximum(tl.load(rows + b), 0)).to(tl.int32))
     i = tl.arange(0, WIDTH)
     tl.store(out + COLUMNS + i, tl.load(emitted + b * Q + i, i < Q, other=0), i < Q)
+    # The token drawn at one place of the path was drafted as the next.
+    accepted = (i + 1 < Q) & (i + 1 < number)
+    draft = tl.load(path + b * Q + i + 1, accepted, other=1) - 1
+    copied = tl.load(source + b * k + draft, accepted, other=-1)  # OWN
+    tl.store(out + COLUMNS + Q + i, copied, i < Q)
 
 
 def report_launch(
     rows: Tensor, q_len: Tensor, proposal: Proposal, verdict: Verdict, kept: Tensor, finished: Tensor
 ) -> Tensor:
     B, Q = verdict.emitted.shape
-    table = rows.new_empty(B, NUM_COLUMNS + Q)
+    table = rows.new_empty(B, NUM_COLUMNS + 2 * Q)
     if B:
         _report[(B,)](
-            rows, q_len, proposal.source, proposal.match_len, verdict.emitted, verdict.num_emitted, kept,
-            finished, table, Q, WIDTH=next_power_of_2(Q), COLUMNS=NUM_COLUMNS, num_warps=1,
+            rows, q_len, proposal.drafter, proposal.match_len, proposal.source, verdict.emitted,
+            verdict.path, verdict.num_emitted, kept, finished, table, Q, proposal.source.shape[1],
+            WIDTH=next_power_of_2(Q), COLUMNS=NUM_COLUMNS, num_warps=1,
         )  # fmt: skip
     return table

@@ -11,8 +11,9 @@
     drafts      [B, K] int32         the guesses, 0 beyond their number
     num_drafts  [B] int32            as many as the limits and K allow where a match was found, else 0;
                                      where they allow none, nothing is looked up
-    source      [B] int32            index of the token copied first (-1: no match)
+    source      [B, K] int32         index in the history that each draft was copied from, -1 beyond
     match_len   [B] int32            length of the match, 0 or min_n .. max_n
+    drafter     [B] int32            NGRAM, always; there are neither parents nor logits
 
 Which match wins: the longest suffix of length min_n <= n <= max_n that occurs earlier; among equally
 long ones the latest, because recent text predicts best. The occurrence may overlap the suffix itself,
@@ -31,8 +32,6 @@ Limits: max_len <= 2^24, max_n_bound <= 127.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -40,21 +39,13 @@ from torch import Tensor
 
 from .dispatch import use_triton
 from .launch import next_power_of_2
+from .proposal import NGRAM, Proposal
 
 INDEX_BITS = tl.constexpr(24)  # of a packed (match length, index)
 INDEX_MASK = tl.constexpr((1 << 24) - 1)
 MAX_N = 127
 BLOCK = 1024  # tokens per program and iteration
 PROGRAMS = 512  # enough to fill a GPU
-
-
-class Proposal(NamedTuple):
-    """See the module docstring."""
-
-    drafts: Tensor
-    num_drafts: Tensor
-    source: Tensor
-    match_len: Tensor
 
 
 def propose(
@@ -98,9 +89,9 @@ def naive(
         copied = tokens[s, source : min(source + wanted, lengths[s])].tolist() if wanted else [0]
         drafts.append([copied[i % len(copied)] if i < wanted else 0 for i in range(k)])
         num_drafts.append(wanted)
-        sources.append(source)
+        sources.append([source + i % len(copied) if i < wanted else -1 for i in range(k)])
         match_len.append(n)
-    columns = (drafts, num_drafts, sources, match_len)
+    columns = (drafts, num_drafts, sources, match_len, [NGRAM] * len(drafts))
     return Proposal(*(torch.tensor(c, dtype=torch.int32, device=tokens.device) for c in columns))
 
 
@@ -109,7 +100,7 @@ def find(text: Tensor, min_n: int, max_n: int) -> tuple[int, int]:
 
     Returns (index of the token that followed it, its length), or (-1, 0).
     """
-    suffix = text[-max_n:].flip(0).tolist()  # latest token first
+    suffix = text[max(len(text) - max_n, 0) :].flip(0).tolist()  # latest token first
     if not suffix:
         return -1, 0
     # Indices that follow an occurrence of the last token; then keep those that match one token more.
@@ -127,12 +118,27 @@ def find(text: Tensor, min_n: int, max_n: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _wanted(num_tokens, limit, max_len, s, k):
+def wanted_drafts(num_tokens, limit, max_len, s, k):
     """The history's length and how many drafts request row s can use, 0 for padding."""
     row = tl.maximum(s, 0)
     length = tl.load(num_tokens + row)
     wanted = tl.minimum(tl.load(limit + row), tl.load(max_len + row) - length - 1)
     return length, tl.where(s < 0, 0, tl.minimum(wanted, k))
+
+
+@triton.jit
+def match_scores(text, length, p, shortest, longest, MAX_N: tl.constexpr):
+    """(match length, index) of each index p, packed; -1 where the length is not shortest .. longest."""
+    # matched: how many tokens before p equal the last tokens of the text.
+    matched = tl.zeros(p.shape, tl.int32)
+    alive = p < length  # a match that ends at `length` would be the suffix itself
+    for i in tl.static_range(1, MAX_N + 1):
+        alive &= i <= longest
+        alive &= tl.load(text + p - i, (p >= i) & (p < length), other=-1) == tl.load(
+            text + tl.maximum(length - i, 0)
+        )
+        matched += alive.to(tl.int32)
+    return tl.where((matched > 0) & (matched >= shortest), (matched << INDEX_BITS) | p, -1)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -142,7 +148,7 @@ def _search(
 ):  # fmt: skip
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     s = tl.load(rows + b)
-    length, wanted = _wanted(num_tokens, limit, max_len, s, k)
+    length, wanted = wanted_drafts(num_tokens, limit, max_len, s, k)
     if wanted <= 0:
         return
     text = tokens + s.to(tl.int64) * stride
@@ -150,28 +156,18 @@ def _search(
     score = tl.full([BLOCK], -1, tl.int32)
     for first in range(part * BLOCK, length, parts * BLOCK):
         p = first + tl.arange(0, BLOCK)
-        # matched: how many tokens before p equal the last tokens of the text.
-        matched = tl.zeros([BLOCK], tl.int32)
-        alive = p < length  # a match that ends at `length` would be the suffix itself
-        for i in tl.static_range(1, MAX_N + 1):
-            alive &= i <= longest
-            alive &= tl.load(text + p - i, (p >= i) & (p < length), other=-1) == tl.load(
-                text + tl.maximum(length - i, 0)
-            )
-            matched += alive.to(tl.int32)
-        found = (matched > 0) & (matched >= shortest)
-        score = tl.maximum(score, tl.where(found, (matched << INDEX_BITS) | p, -1))
+        score = tl.maximum(score, match_scores(text, length, p, shortest, longest, MAX_N))
     tl.store(best + b * parts + part, tl.max(score))
 
 
 @triton.jit(do_not_specialize=["k", "parts"])
 def _copy(
-    tokens, stride, num_tokens, rows, limit, max_len, best, drafts, num_drafts, source, match_len, k,
-    parts, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    tokens, stride, num_tokens, rows, limit, max_len, best, drafts, num_drafts, source, match_len,
+    drafter, k, parts, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     s = tl.load(rows + b)
-    length, wanted = _wanted(num_tokens, limit, max_len, s, k)
+    length, wanted = wanted_drafts(num_tokens, limit, max_len, s, k)
     part = tl.arange(0, PARTS)
     score = tl.max(tl.load(best + b * parts + part, (part < parts) & (wanted > 0), other=-1))
     wanted = tl.where(score >= 0, wanted, 0)
@@ -181,9 +177,21 @@ def _copy(
     index = first + j % tl.maximum(length - first, 1)
     text = tokens + tl.maximum(s, 0).to(tl.int64) * stride
     tl.store(drafts + b * k + j, tl.load(text + index, j < wanted, other=0), j < k)
+    tl.store(source + b * k + j, tl.where(j < wanted, index, -1), j < k)
     tl.store(num_drafts + b, tl.maximum(wanted, 0))
-    tl.store(source + b, tl.where(score >= 0, first, -1))
     tl.store(match_len + b, tl.where(score >= 0, score >> INDEX_BITS, 0))
+    tl.store(drafter + b, 0)  # NGRAM
+
+
+def check(tokens: Tensor, max_n_bound: int) -> None:
+    """Refuse what the kernels would read wrongly."""
+    if tokens.shape[1] > INDEX_MASK.value + 1 or not 1 <= max_n_bound <= MAX_N:
+        raise ValueError(
+            f"n-gram lookup reaches {INDEX_MASK.value + 1} tokens and n from 1 to {MAX_N}, "
+            f"not {tokens.shape[1]} tokens and n up to {max_n_bound}."
+        )
+    if tokens.stride(1) != 1:
+        raise ValueError("Each request's tokens must be contiguous.")
 
 
 def launch(
@@ -197,16 +205,11 @@ def launch(
     k: int,
     max_n_bound: int,
 ) -> Proposal:
+    check(tokens, max_n_bound)
     capacity, B = tokens.shape[1], rows.shape[0]
-    if capacity > INDEX_MASK.value + 1 or not 1 <= max_n_bound <= MAX_N:
-        raise ValueError(
-            f"n-gram lookup reaches {INDEX_MASK.value + 1} tokens and n from 1 to {MAX_N}, "
-            f"not {capacity} tokens and n up to {max_n_bound}."
-        )
-    if tokens.stride(1) != 1:
-        raise ValueError("Each request's tokens must be contiguous.")
     drafts = torch.empty(B, k, dtype=torch.int32, device=tokens.device)
-    num_drafts, source, match_len = torch.empty(3, B, dtype=torch.int32, device=tokens.device)
+    source = torch.empty_like(drafts)
+    num_drafts, match_len, drafter = torch.empty(3, B, dtype=torch.int32, device=tokens.device)
     if B:
         parts = min(-(-capacity // BLOCK), max(PROGRAMS // B, 1))
         best = torch.empty(B, parts, dtype=torch.int32, device=tokens.device)
@@ -216,7 +219,7 @@ def launch(
         )  # fmt: skip
         _copy[(B,)](
             tokens, tokens.stride(0), num_tokens, rows, limit, max_len, best, drafts, num_drafts,
-            source, match_len, k, parts,
+            source, match_len, drafter, k, parts,
             PARTS=next_power_of_2(parts), WIDTH=next_power_of_2(k), num_warps=1,
         )  # fmt: skip
-    return Proposal(drafts, num_drafts, source, match_len)
+    return Proposal(drafts, num_drafts, source, match_len, drafter)

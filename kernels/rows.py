@@ -34,6 +34,8 @@ class Rows:
         max_kv_len: an upper bound of base_len + q_len.
         ancestors: [T] int64 bit masks, bit i = "sees query i of its own row" (itself included), or
             None for chains.
+        parents: [T] int32, with `ancestors`: the place in its own row (0 .. q_len - 1) of the query that
+            each query follows, 0 for the first.
         prefill: whether these are pieces of prompts, chains of any length. Said rather than seen from the
             lengths, so that a row's bits do not depend on how long the rows beside it are.
     """
@@ -47,6 +49,7 @@ class Rows:
     max_q_len: int
     max_kv_len: int
     ancestors: Tensor | None = None
+    parents: Tensor | None = None
     prefill: bool = False
 
     @property

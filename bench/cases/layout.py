@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.cases import Built, Case
 from nanospec.kernels import layout
-from nanospec.kernels.ngram import Proposal
+from nanospec.kernels.proposal import Proposal
 from nanospec.kernels.verify import Verdict
 
 
@@ -23,7 +23,7 @@ def cases() -> Iterator[Case]:
 
                 rows = torch.arange(B, dtype=torch.int32, device=device)
                 finished = ints(B, dtype=torch.int8)
-                proposal = Proposal(ints(B, K), ints(B), ints(B), ints(B))
+                proposal = Proposal(ints(B, K), ints(B), ints(B, K), ints(B), ints(B))
                 if what == "lay_out":
                     tables = (ints(B, 32768), ints(B) + 4000, finished, ints(B, 2048))
                     return Built(lambda: layout.lay_out(rows, proposal, *tables, 16, K))

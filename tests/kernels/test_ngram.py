@@ -10,21 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanospec.kernels import ngram
-from nanospec.kernels.ngram import Proposal
+from nanospec.kernels.proposal import NGRAM, Proposal
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
 
-def reference(text: list[int], min_n: int, max_n: int, wanted: int) -> tuple[list[int], int, int]:
-    """(drafts, source, match length) of one request, by trying every suffix at every place."""
+def reference(text: list[int], min_n: int, max_n: int, wanted: int) -> tuple[list[int], list[int], int]:
+    """(drafts, their sources, match length) of one request, by trying every suffix at every place."""
     for n in range(max_n, min_n - 1, -1):
         for source in range(len(text) - 1, n - 1, -1):
             if text[source - n : source] == text[len(text) - n :]:
-                longer = list(text)
+                longer, origin = list(text), list(range(len(text)))
                 for i in range(wanted):
                     longer.append(longer[source + i])
-                return longer[len(text) :], source, n
-    return [], -1, 0
+                    origin.append(origin[source + i])
+                return longer[len(text) :], origin[len(text) :], n
+    return [], [], 0
 
 
 def check(
@@ -46,18 +47,21 @@ def check(
     lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
     result = propose(tokens, lengths, *tensors, k, max(max_n))  # type: ignore[operator]
     assert isinstance(result, Proposal)
-    assert all(part.dtype == torch.int32 for part in result)
-    assert result.drafts.shape == (len(rows), k)
+    assert result[5:] == (None, None)
+    assert all(part.dtype == torch.int32 for part in result[:5])
+    assert result.drafts.shape == result.source.shape == (len(rows), k)
+    assert result.drafter.tolist() == [NGRAM] * len(rows)
     for b, s in enumerate(rows):
         drafts: list[int] = []
-        source, n = -1, 0
+        sources: list[int] = []
+        n = 0
         wanted = max(min(limit[s], k, max_len[s] - len(texts[s]) - 1), 0)
         if s >= 0 and wanted > 0:  # who wants none is not searched for
-            drafts, source, n = reference(texts[s], min_n[s], max_n[s], wanted)
+            drafts, sources, n = reference(texts[s], min_n[s], max_n[s], wanted)
         assert int(result.num_drafts[b]) == len(drafts), f"row {b}"
-        assert int(result.source[b]) == source, f"row {b}"
         assert int(result.match_len[b]) == n, f"row {b}"
         assert result.drafts[b].tolist() == drafts + [0] * (k - len(drafts)), f"row {b}"
+        assert result.source[b].tolist() == sources + [-1] * (k - len(drafts)), f"row {b}"
 
 
 REQUEST = st.tuples(
@@ -94,7 +98,8 @@ def test_periodic_text_drafts_full_length() -> None:
     """The match runs into the end of the text, and copying goes on from the draft."""
     result = propose_one([1, 2, 3] * 3)
     assert result.drafts.tolist() == [[1, 2, 3, 1, 2, 3]]
-    assert (int(result.source), int(result.match_len)) == (6, 3)
+    assert result.source.tolist() == [[6, 7, 8, 6, 7, 8]]
+    assert int(result.match_len) == 3
 
 
 def test_longer_match_beats_later_match() -> None:

@@ -1,0 +1,38 @@
+"""What a drafter hands over: guessed tokens, chains or trees, of the rows of a step.
+
+A row's drafts are places 1 .. num_drafts of its row in the step; place 0 is its last committed token. In
+a chain each draft follows the one before. A tree says for each draft which place it follows; parents
+come before their children, so the first n drafts of a tree are a tree too, and siblings differ.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+NOBODY, NGRAM, MODEL, HEADS = -1, 0, 1, 2  # who guessed
+DRAFTERS = ("ngram", "draft", "medusa")  # their names, by code
+OWN, GUESSED = -1, -2  # in place of an index to copy from: the target's own token; guessed by a model
+
+
+class Proposal(NamedTuple):
+    """Drafts for B rows, at most K each.
+
+    Attributes:
+        drafts: [B, K] int32, the guesses, any valid token beyond their number.
+        num_drafts: [B] int32.
+        source: [B, K] int32, index in the row's history that each draft was copied from, else OWN or GUESSED.
+        match_len: [B] int32, length of the n-gram match, 0 where there is none.
+        drafter: [B] int32, a code above.
+        parents: [B, K] int32, trees only: the place (0 .. K) that each draft follows; None for chains.
+        logits: [B, K, V], what the drafts were drawn from, where a model drew them; else None.
+    """
+
+    drafts: Tensor
+    num_drafts: Tensor
+    source: Tensor
+    match_len: Tensor
+    drafter: Tensor
+    parents: Tensor | None = None
+    logits: Tensor | None = None
