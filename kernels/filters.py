@@ -74,14 +74,14 @@ def order_key(x):
 
 
 @triton.jit
-def draw(
+def threshold(
     inputs, query, groups, best, mass,
     NUM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn at `query` from what its request's filters keep.
+    """What the filters of a query's request keep: (the open groups, the least key, the least score).
 
     `groups` points to the largest scores of the query's NUM groups. `best` is the largest score,
-    `mass` the sum of exp((score - best) / temperature).
+    `mass` the sum of exp((score - best) / temperature). All that is kept lies in the open groups.
     """
     params, s = inputs.params, query[0]
     temperature = tl.load(params.temperature + s)
@@ -125,8 +125,18 @@ def draw(
         found = _search(inputs, query, opened, weighing, target, by_count, least, steps, GROUP)
         # Never nothing: the likeliest token stays even for a top-p of 0.
         least = tl.minimum(tl.maximum(found, least), order_key(best))
+    return opened, least, floor
 
-    # Draw among the tokens that are left.
+
+@triton.jit
+def draw(
+    inputs, query, groups, best, mass,
+    NUM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """The token drawn at `query` from what its request's filters keep. See `threshold`."""
+    params, s = inputs.params, query[0]
+    temperature = tl.load(params.temperature + s)
+    opened, least, floor = threshold(inputs, query, groups, best, mass, NUM, PADDED, GROUP, BF16)
     position, seed = tl.load(inputs.positions + query[1]) + 1, tl.load(params.seed + s)
     winner, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     for first in range(0, opened[1] * GROUP, TILE):

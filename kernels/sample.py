@@ -31,15 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import filters, noise, shaping
+from . import filters, noise, scan, shaping
 from .dispatch import use_triton
-from .launch import next_power_of_2
 from .rows import Rows
 
 NAN_TOKEN = -1
-CHUNK = 2048  # tokens of the vocabulary per program
-MAX_GROUPS = 1024  # per query; 64 to 256 tokens each
-MAX_VOCAB = 262144
 
 
 class Params(NamedTuple):
@@ -96,14 +92,22 @@ def naive(
         start, n = int(batch.q_start[b]), int(batch.q_len[b])
         for i in range(n):
             if targets[start + i] != NAN_TOKEN:
-                scores, position = logits[start + i].float(), int(batch.positions[start + i]) + 1
-                if shaped[s]:
-                    drafts = input_ids[_drafts_before(batch, start, i)]
-                    scores = shaping.naive(scores, s, position, drafts, params)
+                scores, position = scores_of(logits, input_ids, s, params, batch, start, i)
                 targets[start + i] = draw(scores, s, position, params)
             if lazy and i + 1 < n and targets[start + i] != input_ids[start + i + 1]:
                 break
     return targets
+
+
+def scores_of(
+    logits: Tensor, input_ids: Tensor, s: int, params: Params, batch: Rows, start: int, i: int
+) -> tuple[Tensor, int]:
+    """The scores [V] of query i of the row from `start` on, and the position it draws for."""
+    scores, position = logits[start + i].float(), int(batch.positions[start + i]) + 1
+    if params.shaped[s]:
+        drafts = input_ids[_drafts_before(batch, start, i)]
+        scores = shaping.naive(scores, s, position, drafts, params)
+    return scores, position
 
 
 def _drafts_before(batch: Rows, start: int, i: int) -> list[int]:
@@ -122,15 +126,18 @@ def draw(scores: Tensor, s: int, position: int, params: Params) -> Tensor:
     best = scores.amax()
     if not torch.isfinite(best):
         return torch.full_like(best, NAN_TOKEN)
-    threshold = filters.naive(
-        scores, temperature, int(params.top_k[s]), float(params.top_p[s]), float(params.min_p[s])
-    )
-    seed = int(params.seed[s])
-    if threshold > float("-inf"):
-        kept = (scores >= threshold).nonzero().squeeze(1)
+    least, seed = threshold(scores, s, params), int(params.seed[s])
+    if least > float("-inf"):
+        kept = (scores >= least).nonzero().squeeze(1)
     else:
         kept = _contenders(scores, temperature, seed, position)
     return kept[(scores[kept] - temperature * noise.naive(seed, position, kept)).argmax()]
+
+
+def threshold(scores: Tensor, s: int, params: Params) -> Tensor:
+    """The least score that the filters of request row s keep."""
+    temperature, top_k = float(params.temperature[s]), int(params.top_k[s])
+    return filters.naive(scores, temperature, top_k, float(params.top_p[s]), float(params.min_p[s]))
 
 
 def _contenders(scores: Tensor, temperature: float, seed: int, position: int) -> Tensor:
@@ -160,75 +167,6 @@ def argmax(scores: Tensor) -> Tensor:
     return (group * size + inside).masked_fill_(~best.isfinite(), NAN_TOKEN)
 
 
-class Inputs(NamedTuple):
-    """What the kernels read. A tuple keeps their argument lists short."""
-
-    logits: Tensor
-    stride: int
-    vocab: int
-    input_ids: Tensor
-    rows: Tensor
-    q_start: Tensor
-    q_len: Tensor
-    positions: Tensor
-    ancestors: Tensor | None
-    num_stops: int
-    params: Params
-
-
-class Partials(NamedTuple):
-    """What a chunk tells about itself, [T, chunks] each, and about its groups, [T, groups].
-
-    The winner's value and token; the largest score, NaN if a logit is; with filters the mass
-    sum(exp((score - largest) / T)) and the groups' largest scores.
-    """
-
-    value: Tensor
-    token: Tensor
-    largest: Tensor
-    mass: Tensor
-    groups: Tensor
-
-
-@triton.jit
-def _query(inputs, max_q_len):
-    """This program's query for `shaping.load_scores`; the request row is -1 if there is none."""
-    b = tl.program_id(0) // max_q_len
-    i = tl.program_id(0) % max_q_len
-    start, n = tl.load(inputs.q_start + b), tl.load(inputs.q_len + b)
-    s = tl.where(i < n, tl.load(inputs.rows + b), -1)
-    return s, start + i, start, i, n
-
-
-@triton.jit(do_not_specialize=["max_q_len"])
-def _scan(inputs, partials, max_q_len, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    query = _query(inputs, max_q_len)
-    s, t = query[0], query[1]
-    if s < 0:
-        return
-    chunk, num_chunks = tl.program_id(1), tl.num_programs(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    scores = shaping.load_scores(inputs, query, ids)
-    invalid = tl.max((scores != scores).to(tl.int32)) > 0
-    largest = tl.max(tl.where(scores == scores, scores, float("-inf")))
-    out = t * num_chunks + chunk
-    tl.store(partials.largest + out, tl.where(invalid, float("nan"), largest))
-    temperature = tl.load(inputs.params.temperature + s)
-    if filters.asked(inputs, s):
-        below = tl.where(scores == largest, 0.0, scores - largest)  # 0 also where all are -inf
-        tl.store(partials.mass + out, tl.sum(tl.exp(below / temperature)))
-        groups = tl.max(tl.reshape(scores, [CHUNK // GROUP, GROUP]), 1)
-        g = tl.arange(0, CHUNK // GROUP)
-        tl.store(partials.groups + out.to(tl.int64) * (CHUNK // GROUP) + g, groups)
-    else:
-        if temperature > 0:
-            position = tl.load(inputs.positions + t) + 1
-            scores -= temperature * noise.block(tl.load(inputs.params.seed + s), position, ids)
-        value, token = filters.best_of(scores, ids)
-        tl.store(partials.value + out, value)
-        tl.store(partials.token + out, token)
-
-
 @triton.jit(do_not_specialize=["max_q_len"])
 def _finish(
     inputs, partials, targets, max_q_len,
@@ -236,62 +174,31 @@ def _finish(
     GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr,
     BF16: tl.constexpr,
 ):  # fmt: skip
-    query = _query(inputs, max_q_len)
+    query = scan.this_query(inputs, max_q_len)
     s, t = query[0], query[1]
     if s < 0:
         return
-    c = tl.arange(0, CHUNKS_PADDED)
-    inside, at = c < CHUNKS, t * CHUNKS + c
-    largest = tl.load(partials.largest + at, inside, other=float("-inf"))
-    best = tl.max(tl.where(largest == largest, largest, float("-inf")))
-    invalid = tl.max((largest != largest).to(tl.int32)) > 0
-    if invalid | (tl.abs(best) == float("inf")):
+    best, invalid = scan.best_score(partials, t, CHUNKS, CHUNKS_PADDED)
+    if invalid:
         token = tl.full([], -1, tl.int32)  # NAN_TOKEN
     elif filters.asked(inputs, s):
-        below = (largest - best) / tl.load(inputs.params.temperature + s)
-        mass = tl.sum(tl.load(partials.mass + at, inside, other=0.0) * tl.exp(below))
+        mass = scan.whole_mass(inputs, partials, s, t, best, CHUNKS, CHUNKS_PADDED)
         groups = partials.groups + t.to(tl.int64) * GROUPS
         token = filters.draw(inputs, query, groups, best, mass, GROUPS, GROUPS_PADDED, GROUP, BF16)
     else:
+        c = tl.arange(0, CHUNKS_PADDED)
+        inside, at = c < CHUNKS, t * CHUNKS + c
         value = tl.load(partials.value + at, inside, other=float("-inf"))
         _, token = filters.best_of(value, tl.load(partials.token + at, inside, other=2147483647))
     tl.store(targets + t, token)
 
 
 def launch(logits: Tensor, input_ids: Tensor, rows: Tensor, params: Params, batch: Rows) -> Tensor:
-    T, V = logits.shape
-    if V > MAX_VOCAB:
-        raise ValueError(f"A vocabulary of {V} exceeds the sampling kernel's limit of {MAX_VOCAB}.")
-    if logits.stride(1) != 1:
-        raise ValueError("The rows of the logits must be contiguous.")
-    for name in ("bias", "in_prompt", "output_counts"):
-        table = getattr(params, name)
-        if table.shape[1] != V or not table.is_contiguous():
-            raise ValueError(f"`{name}` must be contiguous [S, {V}], not {tuple(table.shape)}.")
-    inputs = Inputs(
-        logits, logits.stride(0), V, input_ids, rows, batch.q_start, batch.q_len, batch.positions,
-        batch.ancestors, params.stop_ids.shape[1], params,
-    )  # fmt: skip
-    group = max(64, next_power_of_2(-(-V // MAX_GROUPS)))
-    chunks = -(-V // CHUNK)
-    groups = chunks * (CHUNK // group)
-
-    def empty(columns: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(T, columns, dtype=dtype, device=logits.device)
-
-    f32, i32 = torch.float32, torch.int32
-    partials = Partials(
-        empty(chunks, f32), empty(chunks, i32), empty(chunks, f32), empty(chunks, f32),
-        empty(groups, f32),
-    )  # fmt: skip
-    targets = torch.empty(T, dtype=i32, device=logits.device)
+    inputs = scan.make_inputs(logits, input_ids, rows, params, batch)
+    partials, constants = scan.scan(inputs, batch.max_q_len)
+    targets = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     queries = batch.num_rows * batch.max_q_len
-    if queries and T:
-        _scan[(queries, chunks)](inputs, partials, batch.max_q_len, CHUNK=CHUNK, GROUP=group, num_warps=4)
-        _finish[(queries,)](
-            inputs, partials, targets, batch.max_q_len,
-            CHUNKS=chunks, CHUNKS_PADDED=next_power_of_2(chunks),
-            GROUPS=groups, GROUPS_PADDED=next_power_of_2(groups), GROUP=group,
-            BF16=logits.dtype == torch.bfloat16, num_warps=16,  # fewer would spill
-        )  # fmt: skip
+    if queries and len(targets):
+        # Fewer warps would spill.
+        _finish[(queries,)](inputs, partials, targets, batch.max_q_len, **constants, num_warps=16)
     return targets

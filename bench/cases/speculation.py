@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from bench.cases import Built, Case
-from nanospec.kernels import commit, ngram, verify
+from nanospec.kernels import accept, commit, ngram, ngram_tree, verify
 from nanospec.kernels.logprobs import logprobs
 from nanospec.kernels.rows import Rows
 from nanospec.kernels.sample import Params, sample
@@ -27,8 +28,11 @@ FILTERS: dict[str, dict[str, float]] = {
 
 def cases() -> Iterator[Case]:
     yield from ngram_cases()
+    yield from ngram_tree_cases()
     yield from sample_cases()
     yield from sample_tree_cases()
+    yield from accept_cases()
+    yield from accept_tree_cases()
     yield from verify_cases()
     yield from logprobs_cases()
 
@@ -101,6 +105,25 @@ def ngram_cases() -> Iterator[Case]:
                 yield Case("ngram", f"B{B}-L{length}-n{max_n}", build, bytes=B * length * 4)
 
 
+def ngram_tree_cases() -> Iterator[Case]:
+    """Of two tokens, so that hundreds of places in each block match and none of the rounds is empty."""
+    for B in (1, 8, 64):
+        for length in (1024, 4096):
+            for width, k in itertools.product((2, 4), (8, 16, 63)):
+
+                def build(
+                    device: str, B: int = B, length: int = length, width: int = width, k: int = k
+                ) -> Built:
+                    tokens = torch.randint(0, 2, (B, 40960), dtype=torch.int32, device=device)
+                    one = torch.ones(B, dtype=torch.int32, device=device)
+                    rows = torch.arange(B, dtype=torch.int32, device=device)
+                    row = (tokens, one * length, rows, one, one * 3, one * k, one * 40960, one * width)
+                    return Built(lambda: ngram_tree.propose(*row, k, 3, width))
+
+                label = f"B{B}-L{length}-w{width}-K{k}"
+                yield Case("ngram_tree", label, build, bytes=B * length * 4)
+
+
 def sample_cases() -> Iterator[Case]:
     for model, V in VOCABS.items():
         for B, K in BATCHES:
@@ -148,6 +171,58 @@ def _sample_with_torch(logits: Tensor, **values: float) -> Tensor:
         scores = scores.masked_fill(p.cumsum(-1) - p > values["top_p"], float("-inf"))
     drawn = (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1)
     return ids.gather(1, drawn[:, None]) if "top_k" in values or "top_p" in values else drawn
+
+
+def accept_cases() -> Iterator[Case]:
+    """The further rules, all rows asking for one. Half of the drafts are accepted, about."""
+    for model, V in VOCABS.items():
+        for B, K in BATCHES[1:]:
+            for name in ("temperature", "top_k-top_p"):
+                for rule in (accept.REJECTION, accept.TYPICAL):
+
+                    def build(
+                        device: str, V: int = V, B: int = B, K: int = K, name: str = name, rule: int = rule
+                    ) -> Built:
+                        i32 = torch.int32
+                        rows = torch.arange(B, dtype=i32, device=device)
+                        rules = torch.full((B,), rule, dtype=torch.int8, device=device)
+                        params = make_params(B, V, device, **FILTERS[name])
+                        batch = make_rows(B, K + 1, device)
+                        logits = peaked_logits(B * (K + 1), V, device)
+                        targets = torch.zeros(B * (K + 1), dtype=i32, device=device)
+                        ids = torch.roll(logits.argmax(-1), 1).to(i32)
+                        if rule == accept.TYPICAL:
+                            return Built(
+                                lambda: accept.accept(targets, logits, ids, rows, params, batch, rules)
+                            )
+                        guesses = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, device=device)
+                        drafts = (guesses.bfloat16(), torch.ones(B, dtype=torch.bool, device=device))
+                        return Built(
+                            lambda: accept.accept(
+                                targets, logits, ids, rows, params, batch, rules, None, *drafts
+                            )
+                        )
+
+                    size = B * V * 2 * (2 * K if rule == accept.REJECTION else K)
+                    label = f"{model}-B{B}-K{K}-{accept.RULES[rule]}-{name}"
+                    yield Case("accept", label, build, bytes=size)
+
+
+def accept_tree_cases() -> Iterator[Case]:
+    """Typical acceptance among the children of each node."""
+
+    def build(device: str) -> Built:
+        B, Q, V = 8, 8, VOCABS["smollm2"]
+        i32 = torch.int32
+        rows = torch.arange(B, dtype=i32, device=device)
+        rules = torch.full((B,), accept.TYPICAL, dtype=torch.int8, device=device)
+        params, batch = make_params(B, V, device, **FILTERS["penalties"]), make_rows(B, Q, device, tree=True)
+        parents = ((torch.arange(B * Q, device=device) % Q - 1) // 2).to(i32)
+        targets, ids = torch.zeros(2, B * Q, dtype=i32, device=device)
+        logits = peaked_logits(B * Q, V, device)
+        return Built(lambda: accept.accept(targets, logits, ids, rows, params, batch, rules, parents))
+
+    yield Case("accept", "smollm2-B8-K7-typical-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 
 
 def verify_cases() -> Iterator[Case]:
