@@ -16,8 +16,10 @@ from typing import Any
 
 from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig, roofline
 from nanospec.batch import run_batch
+from nanospec.config import ACCEPTANCE, METHODS
 from nanospec.console import DIM, Console
 from nanospec.demo import run_demo
+from nanospec.metrics import LOSSY
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 
@@ -142,6 +144,8 @@ def summary(output: RequestOutput) -> str:
     text += f"{stats.tokens_per_step:.2f} tokens per step"
     if stats.num_drafted:
         text += f", {stats.acceptance_rate:.0%} of {stats.num_drafted} drafts accepted"
+    if stats.acceptance in LOSSY:
+        text += f" ({stats.acceptance} acceptance: not what the model alone would have written)"
     if output.error:
         text += f"; {output.error}"
     return text + f", finished: {output.finish_reason}]"
@@ -154,12 +158,10 @@ def messages_for(prompt: str, system: str | None) -> list[dict[str, str]]:
 
 
 def spec_config(args: argparse.Namespace) -> SpecConfig:
-    options = {
-        "num_speculative_tokens": args.num_speculative_tokens,
-        "prompt_lookup_min": args.prompt_lookup_min,
-        "prompt_lookup_max": args.prompt_lookup_max,
-    }
-    return SpecConfig(method=args.spec, **{k: v for k, v in options.items() if v is not None})
+    names = ["num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"]
+    names += ["draft_model", "heads", "tree_width", "acceptance"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return SpecConfig(method=args.spec, **given)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -200,7 +202,16 @@ def build_parser() -> argparse.ArgumentParser:
 
     spec = parser.add_argument_group("speculation")
     add = spec.add_argument
-    add("--spec", choices=("ngram", "none"), default="ngram", help="how to guess (default: ngram)")
+    add("--spec", choices=METHODS, default="ngram", help="how to guess (default: ngram)")
+    add("--draft-model", metavar="MODEL", help="for --spec draft: a small model, same vocabulary")
+    add("--heads", metavar="FILE", help="for --spec medusa (default: weights/heads/NAME.safetensors)")
+    add("--tree-width", type=int, metavar="W", help="most continuations guessed at once (default: 1)")
+    add(
+        "--acceptance",
+        choices=ACCEPTANCE,
+        help="exact (default): the output is what it is without speculation; rejection: its distribution is; "
+        "typical: the output changes, since tokens are accepted that are only likely enough",
+    )
     add(
         "--num-speculative-tokens",
         type=_auto_or_int,

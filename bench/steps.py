@@ -6,7 +6,8 @@ Shapes are those of real models, weights are random and made on the device: a st
 depend on what the weights are. Every row drafts K tokens (periodic text), so all work is done. Per
 bucket: ms of a replay (median), ms of the parts replayed alone, the roofline at the measured copy
 bandwidth and matrix rate (`bench/roofline.py`), and how long the host leaves the device idle between
-two steps of a running engine. Without a GPU `--shapes tiny` runs the same code eagerly, for tests.
+two steps of a running engine. Of the first shape also the steps of the other drafters. Without a GPU
+`--shapes tiny` runs the same code eagerly, for tests.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import gc
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ import torch
 from bench import common, roofline
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.costs import synchronize
 from nanospec.engine import Engine
 from nanospec.graphs import Bucket, StepGraphs
+from nanospec.heads import Heads
 from nanospec.kernels.layout import lay_out
-from nanospec.kernels.ngram import Proposal
+from nanospec.kernels.proposal import Proposal
 from nanospec.model import Model
 from nanospec.model_config import ModelConfig
-from nanospec.runner import synchronize
 from nanospec.simulation import Synthetic
 
 BATCHES, KS = (1, 4, 8, 16, 64), (0, 1, 2, 4, 8, 16)
@@ -61,9 +64,10 @@ def main() -> None:
         config = ModelConfig.from_dict(TINY) if shape == "tiny" else roofline.MODELS[shape]
         model = Model.random(config, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
         rows = [row for context in args.contexts for row in measure(model, shape, context, machine, args)]
+        drafters = by_drafter(model, shape, machine, args) if shape == args.shapes[0] else {}
         gap = host_gap(model, args)
         print(f"{shape}: host gap {gap['gap_share']:.1%} of a step of {gap['replay_ms']:.3f} ms")
-        result["shapes"][shape] = {"steps": rows, "host_gap": gap}
+        result["shapes"][shape] = {"steps": rows, "by_drafter": drafters, "host_gap": gap}
         del model
         gc.collect()
         if device.type == "cuda":
@@ -80,35 +84,63 @@ def ceilings(device: torch.device) -> dict[str, float]:
     return {"bandwidth": copy_bandwidth(), "flops": matrix_rate()}
 
 
-def make_engine(model: Model, batch: int, window: int, k: int, **options: Any) -> Engine:
+def make_engine(
+    model: Model, batch: int, window: int, k: int, guess: dict[str, Any] | None = None, **options: Any
+) -> Engine:
     """An engine without recordings, with room for `batch` rows of `window` tokens."""
     blocks = batch * -(-window // 16) + 1
+    models = [model] + ([options["draft_model"]] if "draft_model" in options else [])
     config = EngineConfig(
-        spec=SpecConfig(num_speculative_tokens=k, prompt_lookup_min=1),
+        spec=SpecConfig(num_speculative_tokens=k, prompt_lookup_min=1, **(guess or {})),
         max_num_seqs=batch,
         max_model_len=window,
-        kv_cache_memory=blocks * 16 * model.config.kv_bytes_per_token(model.dtype),
+        kv_cache_memory=blocks * 16 * sum(m.config.kv_bytes_per_token(m.dtype) for m in models),
         enforce_eager=False,
         lazy_capture=True,
     )
     return Engine(config, model, **options)
 
 
+def by_drafter(
+    model: Model, shape: str, machine: dict[str, float], args: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """Steps of the other drafters at the shortest context: trees, a draft model of two of the target's
+    layers, four heads."""
+    small = replace(model.config, num_layers=2, windows=model.config.windows[:2])
+    parts: dict[str, dict[str, Any]] = {
+        "ngram tree": {"guess": {"tree_width": 4}},
+        "draft": {
+            "guess": {"method": "draft"}, "draft_model": Model.random(small, model.dtype, model.device),
+        },
+        "medusa": {"guess": {"method": "medusa"}, "heads": Heads.random(model, 4)},
+        "medusa tree": {"guess": {"method": "medusa", "tree_width": 4}, "heads": Heads.random(model, 4)},
+    }  # fmt: skip
+    return {
+        name: measure(model, f"{shape} {name}", min(args.contexts), machine, args, **options)
+        for name, options in parts.items()
+    }
+
+
 def measure(
-    model: Model, shape: str, context: int, machine: dict[str, float], args: argparse.Namespace
+    model: Model,
+    shape: str,
+    context: int,
+    machine: dict[str, float],
+    args: argparse.Namespace,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """One row per (B, K) at this context."""
     found = []
     for batch in args.batches:
         try:
-            engine = make_engine(model, batch, context + 128, max(args.ks))
+            engine = make_engine(model, batch, context + 128, max(args.ks), **options)
         except (ValueError, torch.cuda.OutOfMemoryError) as error:
             print(f"{shape} B={batch} context {context}: left out ({str(error).splitlines()[0]})")
             continue
         graphs = engine.graphs
         assert graphs is not None
         base = 0.0
-        for k in args.ks:
+        for k in [k for k in args.ks if k <= engine.max_k]:
             bucket = Bucket(batch, k)
             graphs.ks = sorted({*graphs.ks, k})
             graphs.recordings[bucket] = graphs._add(bucket)
@@ -123,7 +155,7 @@ def measure(
                 "forward_ms": round(parts["forward"], 4), "propose_ms": round(parts["propose"], 4),
                 "rest_ms": round(max(ms - parts["forward"] - parts["propose"], 0.0), 4),
             }  # fmt: skip
-            print(f"{shape:14} " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+            print(f"{shape:22} " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             found.append(row)
             del graphs.recordings[bucket]
         del engine, graphs
@@ -142,11 +174,11 @@ def stage_ms(
 
         def part(rows: torch.Tensor, name: str = name) -> Any:
             if name == "propose":
-                return tuple(runner._propose(rows, bucket.k))
+                return tuple(runner._propose(rows, bucket.k, bucket.k, state.tokens.shape[1])[:5])
             full, drafts = torch.full_like(rows, bucket.k), rows.new_zeros(len(rows), bucket.k)
             _, ids, batch = lay_out(
-                rows, Proposal(drafts, full, full, full), state.tokens, state.num_tokens, state.finished,
-                state.block_table, runner.block_size, bucket.k,
+                rows, Proposal(drafts, full, drafts, full, full), state.tokens, state.num_tokens,
+                state.finished, state.block_table, runner.block_size, bucket.k,
             )  # fmt: skip
             return (runner.model.logits(runner.model.forward(ids, runner.kv_cache, batch)),)
 

@@ -16,7 +16,7 @@ import torch
 
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.bucket_policy import BucketPolicy
-from nanospec.kernels.ngram import Proposal
+from nanospec.kernels.proposal import Proposal
 from nanospec.policy import AutoPolicy, CostTable
 
 
@@ -88,7 +88,8 @@ class AutoPacked(Strategy):
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         rows = torch.arange(len(batch), dtype=torch.int32)
         offered, match = (torch.tensor(x, dtype=torch.int32) for x in (batch.offered(), batch.match()))
-        drafts = self.policy.limit(rows, Proposal(rows, offered, rows, match)).tolist()
+        proposal = Proposal(rows[:, None], offered, rows[:, None], match, rows * 0)
+        drafts = self.policy.limit(rows, proposal).tolist()
         return drafts, self.policy.cost.step(len(batch) + sum(drafts))
 
     def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:

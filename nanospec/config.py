@@ -10,7 +10,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-METHODS = ("ngram", "none")
+from .kernels.accept import RULES as ACCEPTANCE
+
+METHODS = ("ngram", "draft", "medusa", "ngram+draft", "ngram+medusa", "none")
+MAX_TREE_WIDTH = 8
 
 
 def check_number(
@@ -31,13 +34,30 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be True or False.")
 
 
+def check_acceptance(rule: object) -> None:
+    """Raise ValueError unless `rule` names a rule of acceptance."""
+    if rule not in ACCEPTANCE:
+        raise ValueError(f"acceptance={rule!r} is unknown; use one of {', '.join(ACCEPTANCE)}.")
+
+
 @dataclass(frozen=True)
 class SpecConfig:
     """How to guess tokens.
 
     Attributes:
-        method: "ngram" looks the last tokens up in the request's own text; "none" switches
-            speculation off.
+        method: "ngram" looks the last tokens up in the request's own text; "draft" lets a small model of
+            the same vocabulary write ahead; "medusa" has several heads guess from the target's last
+            hidden state; "ngram+draft" and "ngram+medusa" ask the model where the text gives no match;
+            "none" switches speculation off.
+        draft_model: for "draft": a folder, a name under `weights/`, or a hub id.
+        heads: for "medusa": a file or folder; None takes the one under `weights/heads/` that is named
+            like the target.
+        tree_width: most continuations guessed for a request in one step; 1 guesses chains. K stays the
+            number of all drafts, however they branch.
+        acceptance: which drafts are accepted: "exact", those that equal the target's own draw;
+            "rejection", by probability ratio (lossless in distribution; with a draft model that samples,
+            more are accepted); "typical", those that the target finds likely enough, which changes the
+            output. An engine started with another rule than "exact" lets every request choose its own.
         num_speculative_tokens: K, the most drafts verified per request and step; "auto" chooses by
             measured cost and observed acceptance, up to `max_speculative_tokens`.
         prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that is looked up. Longer
@@ -47,6 +67,10 @@ class SpecConfig:
     """
 
     method: str = "ngram"
+    draft_model: str | None = None
+    heads: str | None = None
+    tree_width: int = 1
+    acceptance: str = "exact"
     num_speculative_tokens: int | Literal["auto"] = "auto"
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 8
@@ -56,6 +80,14 @@ class SpecConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} is unknown; use one of {', '.join(METHODS)}.")
+        for name, method in (("draft_model", "draft"), ("heads", "medusa")):
+            if getattr(self, name) is not None and method not in self.methods:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is of no use to method={self.method!r}; use "
+                    f"method={method!r}."
+                )
+        check_number("tree_width", self.tree_width, 1, MAX_TREE_WIDTH)
+        check_acceptance(self.acceptance)
         k = self.num_speculative_tokens
         if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= 63):
             raise ValueError(f"num_speculative_tokens={k!r} must be 'auto' or an int from 0 to 63.")
@@ -69,6 +101,11 @@ class SpecConfig:
         check_number("max_speculative_tokens", self.max_speculative_tokens, 1, 63)
         for k in self.speculation_lengths:
             check_number("speculation_lengths", k, 0, 63)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Who guesses, first come first; nobody: ()."""
+        return () if self.method == "none" else tuple(self.method.split("+"))
 
     @property
     def max_k(self) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from .kernels.proposal import OWN
 from .request import Piece
 
 ACCEPTED = "\x1b[32m"  # green: drafted, and the target agreed
@@ -34,7 +35,7 @@ class Console:
         """Write streamed tokens; with `show_drafts`, drafted ones stand out from the target's own."""
         for text, source in pieces:
             if text:
-                self.write(text, ACCEPTED if self.show_drafts and source >= 0 else "")
+                self.write(text, ACCEPTED if self.show_drafts and source != OWN else "")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Columns as wide as their contents; the first to the left, the others to the right."""

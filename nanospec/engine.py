@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .blocks import BlockPool
 from .bucket_policy import BucketCosts, BucketPolicy
 from .config import EngineConfig
-from .drafters import Drafter, NgramDrafter
+from .drafters import make_drafter
+from .drafters.draft_model import CATCH_UP
 from .graphs import StepGraphs, progress_bar
+from .heads import Heads
 from .kernels import commit
 from .kernels.logprobs import Logprobs
+from .kernels.proposal import MODEL
 from .memory import plan_cache
 from .metrics import STAGES, Metrics
 from .model import Model
 from .policy import AutoPolicy, FixedPolicy, Policy
-from .request import Logprob, Request, StepOutput
+from .request import Request, StepOutput, as_dict, check_request, reported
 from .runner import Runner
-from .sampling import MAX_STOP_IDS, SamplingParams
+from .sampling import SamplingParams
 from .scheduler import Plan, Scheduler
 from .simulation import Simulation
 from .state import State
@@ -64,22 +67,18 @@ class Engine:
         model: Model,
         tokenizer: Tokenizer | None = None,
         simulation: Simulation | None = None,
+        draft_model: Model | None = None,
+        heads: Heads | None = None,
     ) -> None:
-        """`simulation` is for benchmarks: it makes up the output (see `simulation.py`)."""
+        """`draft_model` and `heads` are for the methods that need them. `simulation` is for benchmarks: it
+        makes up the output (see `simulation.py`)."""
         self.config, self.model, self.tokenizer = config, model, tokenizer
         spec, size = config.spec, config.block_size
-        num_blocks, self.max_model_len = plan_cache(config, model)
+        num_blocks, self.max_model_len = plan_cache(config, model, draft_model)
         self.metrics = Metrics()
+        self.metrics.spec.acceptance = spec.acceptance
         on_gpu = model.device.type == "cuda"
         self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
-        self.scheduler = Scheduler(
-            BlockPool(num_blocks),
-            size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            lookahead=spec.max_k,
-            lag=self.lag,
-        )
         self.state = State(
             config.max_num_seqs,
             self.max_model_len,
@@ -87,16 +86,33 @@ class Engine:
             model.config.vocab_size,
             model.device,
         )
-        drafter: Drafter | None = NgramDrafter(spec) if spec.max_k else None
+        drafter = make_drafter(spec, self.state, model, num_blocks, size, draft_model, heads)
         self.simulation = simulation
         if simulation is not None:
             drafter = simulation.drafter or drafter
             self.metrics.simulated = simulation.label
             simulation.attach(self.state)
-        self.runner = Runner(model, self.state, num_blocks, size, drafter, self.metrics, simulation)
+        self.drafter = drafter
+        self.max_k = 0 if drafter is None else min(spec.max_k, drafter.max_drafts)
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks),
+            size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            lookahead=self.max_k,
+            lag=self.lag,
+            draft_cache=drafter is not None and drafter.has_cache,
+        )
+        self.runner = Runner(
+            model, self.state, num_blocks, size, drafter, self.metrics, simulation,
+            exact=spec.acceptance == "exact",
+        )  # fmt: skip
         self.graphs: StepGraphs | None = None
         if not (not on_gpu if config.enforce_eager is None else config.enforce_eager):
-            self.graphs = StepGraphs(self.runner, config.max_num_seqs, spec.ks, config.lazy_capture)
+            ks = [k for k in spec.ks if k < self.max_k]
+            self.graphs = StepGraphs(
+                self.runner, config.max_num_seqs, [*ks, self.max_k], config.lazy_capture
+            )
             if not config.lazy_capture:
                 self.graphs.record_all(progress_bar("Recording steps"))
         self.policy = self._make_policy()
@@ -111,10 +127,12 @@ class Engine:
     def _make_policy(self) -> Policy:
         """How K is chosen; times what has to be timed."""
         spec = self.config.spec
-        if not spec.max_k or spec.num_speculative_tokens != "auto":
+        if self.drafter is None or spec.num_speculative_tokens != "auto":
             return FixedPolicy()
         if self.graphs is None:
-            return AutoPolicy(self.runner.measure_cost(), spec.prompt_lookup_max)
+            self.drafter.measure()
+            cost = self.runner.measure_cost()
+            return AutoPolicy(cost, spec.prompt_lookup_max, propose_ms=self.drafter.ms)
         if self.config.lazy_capture:  # what costs are to be known of must be recorded
             self.graphs.record_all(progress_bar("Recording steps"))
         context = min(TIMED_CONTEXT, self.max_model_len // 2)
@@ -145,31 +163,15 @@ class Engine:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
-        vocab = self.model.config.vocab_size
-        if not prompt_ids:
-            raise ValueError("The prompt is empty; give at least one token.")
-        if len(prompt_ids) >= self.max_model_len:
-            raise ValueError(
-                f"The prompt has {len(prompt_ids)} tokens, but max_model_len={self.max_model_len} must hold "
-                "it and at least one new token; shorten it or raise max_model_len."
-            )
-        for name, ids in (
-            ("The prompt", prompt_ids),
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            bad = [t for t in ids if not isinstance(t, int) or not 0 <= t < vocab]
-            if bad:
-                raise ValueError(
-                    f"{name} holds token id {bad[0]!r}; ids are integers from 0 to {vocab - 1}."
-                )
-        if (number := len(self._stop_ids(params))) > MAX_STOP_IDS:
-            raise ValueError(
-                f"stop_token_ids and the model's own end tokens are {number} ids, "
-                f"but the limit is {MAX_STOP_IDS}."
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
+        check_request(
+            prompt_ids,
+            params,
+            stop_ids=self._stop_ids(params),
+            vocab_size=self.model.config.vocab_size,
+            max_model_len=self.max_model_len,
+            has_text=self.tokenizer is not None,
+            acceptance=self.config.spec.acceptance,
+        )
 
     def add(
         self,
@@ -201,6 +203,7 @@ class Engine:
             detokenizer=Detokenizer(self.tokenizer) if self.tokenizer is not None else None,
         )
         request.simulated = self.metrics.simulated
+        request.stats.acceptance = params.acceptance or self.config.spec.acceptance
         self.scheduler.add(request)
         return request
 
@@ -241,6 +244,9 @@ class Engine:
         if plan.prefill:
             with self.metrics.stage("prefill"):
                 self.runner.prefill([(r.row, start, count) for r, start, count in plan.prefill])
+                if plan.draft_prefill:
+                    chunks = [(r.row, start, count) for r, start, count in plan.draft_prefill]
+                    self.runner.draft_prefill(chunks)
             self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
         if plan.decode:
             self._in_flight.append(self._launch(plan.decode))
@@ -258,6 +264,8 @@ class Engine:
         for request in plan.admitted:
             self.state.admit(request, self.config.spec)
             self.policy.reset(request.row)
+            if self.drafter is not None:
+                self.drafter.admit(request.row)
             if self.simulation is not None:
                 self.simulation.admit(request)
         for request in plan.grown:
@@ -268,8 +276,10 @@ class Engine:
         """Queue a step of these requests."""
         rows = [request.row for request in requests]
         own = [request.params.num_speculative_tokens for request in requests]
-        limit = self.config.spec.max_k
+        limit = self.max_k
         k = self.policy.choose(rows, max(limit if n is None else min(n, limit) for n in own))
+        if k and self.scheduler.draft_cache:
+            self._catch_up(requests)
         self.metrics.num_forward_steps += 1
         if self.graphs is not None:
             result = self.graphs.run(rows, k)
@@ -281,25 +291,40 @@ class Engine:
         logprobs = self.runner.logprobs(result, wanted) if max(wanted) >= 0 else None
         return Flight(requests, rows, k, self.runner.fetch(result), logprobs)
 
+    def _catch_up(self, requests: list[Request]) -> None:
+        """Let the draft model compute what it has missed of texts it is to continue."""
+        missing = []
+        for request in requests:
+            first, end = request.num_draft_computed, request.num_tokens - 1
+            if request.params.num_speculative_tokens != 0 and request.num_tokens - first > CATCH_UP:
+                missing.append((request.row, first, end - first))
+                request.num_draft_computed = end
+        if missing:
+            with self.metrics.stage("propose"):
+                self.runner.draft_prefill(missing)
+
     def _collect(self, flight: Flight, table: list[list[int]]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""
-        reported = _reported(flight.logprobs)
+        entries = reported(flight.logprobs)
         touched = []
         for request, row, line in zip(flight.requests, flight.rows, table, strict=True):
-            kept, drafted, accepted, source, match, code, *tokens = line
+            kept, drafted, accepted, drafter, match, code, *rest = line
+            tokens, sources = rest[:kept], rest[len(rest) // 2 :][:kept]
             logprobs = None
             if (num_top := request.params.logprobs) is not None:
-                logprobs = [_as_dict(t, *next(reported), num_top) for t in tokens[:kept]]
+                logprobs = [as_dict(t, *next(entries), num_top) for t in tokens]
             if request.is_finished:
                 continue  # by the host, after this step was queued
             touched.append(request)
             if flight.k:
                 self.policy.observe(row, match, drafted, accepted)
             before = request.num_tokens
-            step = StepOutput(tokens[:kept], drafted, accepted, source, FINISH[code], logprobs)
+            if drafter == MODEL:  # its last draft was never fed to it
+                request.num_draft_computed = before + min(accepted, max(drafted - 1, 0))
+            step = StepOutput(tokens, drafted, accepted, drafter, sources, FINISH[code], logprobs)
             ended = request.append(step)
             accepted = min(accepted, request.num_tokens - before)
-            self.metrics.spec.record(drafted, accepted, request.num_tokens - before)
+            self.metrics.spec.record(drafted, accepted, request.num_tokens - before, drafter)
             if request.row >= 0:  # not preempted since
                 self.scheduler.register(request)
             if ended:
@@ -308,20 +333,3 @@ class Engine:
                 self.scheduler.finish(request)
                 self.metrics.num_finished += 1
         return touched
-
-
-def _reported(logprobs: Logprobs | None) -> Iterator[tuple[float, int, list[float], list[int]]]:
-    """(own log-probability, rank, top values, top ids) of each reported token, in order."""
-    if logprobs is None:
-        return iter(())
-    return zip(*(column.tolist() for column in logprobs), strict=True)
-
-
-def _as_dict(
-    token: int, own: float, rank: int, top: list[float], ids: list[int], num_top: int
-) -> dict[int, Logprob]:
-    """The token itself first, then the `num_top` likeliest."""
-    found = {token: Logprob(own, rank)}
-    for i in range(num_top):
-        found.setdefault(ids[i], Logprob(top[i], i + 1))
-    return found

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .costs import synchronize
 from .kernels.linear import MAX_ROWS
-from .runner import Runner, StepResult, synchronize
+from .runner import Runner, StepResult
 
 DEFAULT_KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 MAX_STEP_TOKENS = MAX_ROWS  # beyond, products would go to another library, with other bits
@@ -159,7 +160,7 @@ class StepGraphs:
         recording, device = self.recordings[bucket], self.runner.model.device
         times = []
         for _ in range(repeats + 1):
-            with self.runner.state.rehearsal(bucket.batch, context, self.runner.kv_cache.shape[3]):
+            with self.runner.rehearsal(bucket.batch, context):
                 recording.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
                 synchronize(device)
                 start = time.perf_counter()

@@ -66,6 +66,18 @@ def resolve_model(name_or_path: str | Path) -> Path:
         ) from error
 
 
+def default_heads(model_folder: Path) -> Path:
+    """The parallel heads that come with a model: `weights/heads/NAME.safetensors`."""
+    for folder in weights_folders():
+        path = folder / "heads" / f"{model_folder.name}.safetensors"
+        if path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"there are no parallel heads for {model_folder.name!r}; name a file of them, or train some: "
+        f"python weights/train_heads.py --model {model_folder.name}"
+    )
+
+
 def download(hub_id: str) -> Path:
     """Download a model of the Hugging Face hub into the cache; returns the folder there."""
     from huggingface_hub import snapshot_download

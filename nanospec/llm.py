@@ -17,13 +17,14 @@ import torch
 
 from .config import EngineConfig, SpecConfig
 from .engine import Engine
-from .hub import resolve_model
+from .heads import Heads
+from .hub import default_heads, resolve_model
 from .loader import load_model, resolve_dtype
 from .metrics import SpecStats
 from .model_config import ModelConfig
 from .request import Logprob, Piece, Request, Status
 from .sampling import SamplingParams
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -130,7 +131,15 @@ class LLM:
         device = resolve_device(self.config.device)
         tokenizer = Tokenizer(folder)
         dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
-        self.engine = Engine(self.config, load_model(folder, dtype, device), tokenizer)
+        target = load_model(folder, dtype, device)
+        asked, draft_model, heads = self.config.spec, None, None
+        if "draft" in asked.methods and asked.draft_model is not None:
+            other = resolve_model(asked.draft_model)
+            check_same_vocabulary(tokenizer, Tokenizer(other))
+            draft_model = load_model(other, dtype, device)
+        elif "medusa" in asked.methods:
+            heads = Heads.load(asked.heads or default_heads(folder), target)
+        self.engine = Engine(self.config, target, tokenizer, draft_model=draft_model, heads=heads)
         self._groups = itertools.count()
 
     @property

@@ -14,17 +14,20 @@ CPU_SHARE = 0.4  # of what is free
 CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to fill more
 
 
-def plan_cache(config: EngineConfig, model: Model) -> tuple[int, int]:
-    """(number of KV blocks, max_model_len) for this model on this machine.
+def plan_cache(config: EngineConfig, model: Model, draft_model: Model | None = None) -> tuple[int, int]:
+    """(number of KV blocks, max_model_len) for these models on this machine. A block has room for the
+    same tokens in the caches of both.
 
-    Raises ValueError when the window is longer than the model's, or the memory too small for it.
+    Raises ValueError when the window is longer than a model's, or the memory too small for it.
     """
-    own = model.config.max_position_embeddings
+    models = [model] if draft_model is None else [model, draft_model]
+    own = min(m.config.max_position_embeddings for m in models)
     window = config.max_model_len or own
     if window > own:
-        raise ValueError(f"max_model_len={window} is beyond the model's own window of {own} tokens.")
+        whose = "model" if own == model.config.max_position_embeddings else "draft model"
+        raise ValueError(f"max_model_len={window} is beyond the {whose}'s own window of {own} tokens.")
     size = config.block_size
-    per_block = model.config.kv_bytes_per_token(model.dtype) * size
+    per_block = size * sum(m.config.kv_bytes_per_token(m.dtype) for m in models)
     budget = config.kv_cache_memory or spare_memory(model.device)
     useful = config.max_num_seqs * -(-window // size)
     num_blocks = min(budget // per_block, useful)

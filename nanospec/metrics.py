@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from .kernels.proposal import DRAFTERS
+
+LOSSY = ("typical",)  # rules of acceptance that change what comes out
 STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
 
 
@@ -15,9 +18,12 @@ class SpecStats:
     """Counters of speculation, for one request or for the whole engine.
 
     A *step* is one row in one forward pass; tokens per step are over all of them, also those without
-    drafts. Drafts behind a stop or the length limit count as drafted, not as accepted.
+    drafts. Drafts behind a stop or the length limit count as drafted, not as accepted. In trees a
+    draft's position is its place in the order they were made in, and the accepted ones are counted as if
+    they were the first; `by_drafter` has steps, drafted and accepted of each. `acceptance` is the rule.
     """
 
+    acceptance: str = "exact"
     num_steps: int = 0
     num_tokens: int = 0
     num_drafted: int = 0
@@ -25,9 +31,10 @@ class SpecStats:
     num_steps_with_drafts: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    by_drafter: dict[str, list[int]] = field(default_factory=dict)
 
-    def record(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Add one step of one row."""
+    def record(self, drafted: int, accepted: int, emitted: int, drafter: int) -> None:
+        """Add one step of one row; `drafter` is a code of `kernels.proposal`."""
         self.num_steps += 1
         self.num_tokens += emitted
         if not drafted:
@@ -35,6 +42,9 @@ class SpecStats:
         self.num_steps_with_drafts += 1
         self.num_drafted += drafted
         self.num_accepted += accepted
+        counts = self.by_drafter.setdefault(DRAFTERS[drafter], [0, 0, 0])
+        for i, count in enumerate((1, drafted, accepted)):
+            counts[i] += count
         while len(self.drafted_by_position) < drafted:
             self.drafted_by_position.append(0)
             self.accepted_by_position.append(0)
@@ -65,6 +75,8 @@ class SpecStats:
 
     def to_dict(self) -> dict[str, object]:
         return {
+            **({"acceptance": self.acceptance} if self.acceptance != "exact" else {}),
+            **({"lossy": True} if self.acceptance in LOSSY else {}),
             "num_steps": self.num_steps,
             "num_tokens": self.num_tokens,
             "num_drafted": self.num_drafted,
@@ -75,6 +87,10 @@ class SpecStats:
             "coverage": round(self.coverage, 4),
             "drafted_by_position": self.drafted_by_position,
             "accepted_by_position": self.accepted_by_position,
+            "by_drafter": {
+                name: dict(zip(("num_steps", "num_drafted", "num_accepted"), counts))
+                for name, counts in self.by_drafter.items()
+            },
         }
 
 

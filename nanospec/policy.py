@@ -14,22 +14,28 @@ repetitive is noticed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .kernels.ngram import Proposal
+from .costs import CostTable
+from .kernels.proposal import Proposal
 
 
 class Policy(Protocol):
     """Decides how many drafts are verified: at most `choose` in the whole step, before there are any;
-    then, in packed steps, `limit` of those proposed for each row."""
+    then, in packed steps, `limit` of those proposed for each row. There it also decides for how many of
+    them a model is run, in `passes`."""
 
     def choose(self, rows: list[int], most: int) -> int:
         """K of the next step of these rows, at most `most`."""
+        ...
+
+    def passes(self, rows: Sequence[int], most: int) -> int:
+        """The most drafts a model may be run for, at most `most`."""
         ...
 
     def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
@@ -51,6 +57,9 @@ class FixedPolicy:
     def choose(self, rows: list[int], most: int) -> int:
         return most
 
+    def passes(self, rows: Sequence[int], most: int) -> int:
+        return most
+
     def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
         return proposal.num_drafts
 
@@ -59,24 +68,6 @@ class FixedPolicy:
 
     def reset(self, row: int) -> None:
         pass
-
-
-@dataclass
-class CostTable:
-    """Milliseconds of a step by the number of tokens it scores, in ascending order of tokens."""
-
-    tokens: list[int]
-    ms: list[float]
-
-    def __post_init__(self) -> None:
-        for i in range(1, len(self.ms)):  # more tokens never cost less: smooth measurement noise away
-            self.ms[i] = max(self.ms[i], self.ms[i - 1])
-
-    def step(self, tokens: int) -> float:
-        """ms of a step of `tokens` tokens, interpolated."""
-        i = min(max(bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
-        slope = (self.ms[i] - self.ms[i - 1]) / (self.tokens[i] - self.tokens[i - 1])
-        return self.ms[i - 1] + (tokens - self.tokens[i - 1]) * slope
 
 
 @dataclass
@@ -101,7 +92,8 @@ class AutoPolicy:
 
     Attributes:
         cost: measured step times.
-        max_match: longest n-gram match.
+        max_match: longest n-gram match. Drafts of models count as matches of length 0.
+        propose_ms: (rows, passes) -> measured ms that running a model takes; 0 for n-gram lookup.
         decay: weight of a request's past per draft tried.
         prior: how many drafts the record shared by match length counts for in a request's own. The match
             length tells more than the request does.
@@ -115,10 +107,12 @@ class AutoPolicy:
     prior: float = 12.0
     probe_every: int = 4
     probe_budget: float = 0.01
-    _by_row: dict[int, _Estimate] = field(default_factory=dict)
+    propose_ms: Callable[[int, int], float] = lambda rows, passes: 0.0
+    _by_row: dict[tuple[int, bool], _Estimate] = field(default_factory=dict)  # with and without a match
     _by_match: list[_Estimate] = field(default_factory=list)
     _skipped: dict[int, int] = field(default_factory=dict)
     _credit: float = 0.0  # ms that may go into probes
+    _pass_credit: float = 0.0  # the same for running models, in plain steps
 
     def __post_init__(self) -> None:
         # A priori a match of n tokens continues with probability (n + 1) / (n + 2).
@@ -127,9 +121,29 @@ class AutoPolicy:
     def choose(self, rows: list[int], most: int) -> int:
         return most
 
+    def passes(self, rows: Sequence[int], most: int) -> int:
+        """Guesses of a model cost time before anybody knows what they are worth: those are made that pay
+        if every row takes them, or now and then one as a probe."""
+        B = len(rows)
+        chances = [self.acceptance(row, 0) for row in rows]
+        expected, best, number = float(B), B / self.cost.step(B), 0
+        for k in range(1, most + 1):
+            expected += sum(a**k for a in chances)
+            rate = expected / (self.cost.step(B * (k + 1)) + self.propose_ms(B, k))
+            if rate > best:
+                best, number = rate, k
+        if number:
+            return number
+        self._pass_credit = min(self._pass_credit + self.probe_budget, 1.0)
+        price = (self.cost.step(2 * B) + self.propose_ms(B, 1)) / self.cost.step(B) - 1
+        if price > self._pass_credit:
+            return 0
+        self._pass_credit -= price
+        return 1
+
     def acceptance(self, row: int, match_len: int) -> float:
         """Estimated probability that a draft is accepted, given that those before it were."""
-        shared, own = self._by_match[match_len], self._by_row.get(row)
+        shared, own = self._by_match[match_len], self._by_row.get((row, match_len > 0))
         if own is None:
             return shared.value
         return (own.accepted + self.prior * shared.value) / (own.tried + self.prior)
@@ -174,10 +188,11 @@ class AutoPolicy:
     def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
         if drafted:
             tried = min(accepted + 1, drafted)
-            own = self._by_row.setdefault(row, _Estimate(0.0, 0.0))
+            own = self._by_row.setdefault((row, match_len > 0), _Estimate(0.0, 0.0))
             own.add(tried, accepted, self.decay**tried)
             self._by_match[match_len].add(tried, accepted, 0.99)
 
     def reset(self, row: int) -> None:
-        self._by_row.pop(row, None)
+        for matched in (False, True):
+            self._by_row.pop((row, matched), None)
         self._skipped.pop(row, None)

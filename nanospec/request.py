@@ -8,13 +8,15 @@ drafts after it), so the same code draws the first token and all others.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from .blocks import block_hash
+from .kernels.logprobs import Logprobs
 from .metrics import SpecStats
-from .sampling import SamplingParams
+from .sampling import MAX_STOP_IDS, SamplingParams
 from .tokenizer import Detokenizer
 
 
@@ -37,14 +39,15 @@ class StepOutput(NamedTuple):
     tokens: list[int]
     num_drafted: int
     num_accepted: int
-    source: int  # where the drafts were copied from, an index into the history; -1: not from there
+    drafter: int  # who drafted, a code of `kernels.proposal`
+    sources: list[int]  # of each token, see `Proposal.source`
     finish: str | None  # "stop", "length", "error" or None
     logprobs: list[dict[int, Logprob]] | None
 
 
 class Piece(NamedTuple):
-    """Text of one output token and, if it was drafted, the index (in prompt + output) of the token it
-    was copied from, else -1."""
+    """Text of one output token, and its source: if it was drafted, the index (in prompt + output) of the
+    token it was copied from, or -2 for the guess of a model; -1 if it was not drafted."""
 
     text: str
     source: int
@@ -73,6 +76,7 @@ class Request:
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_draft_computed: int = 0  # as far as the host knows, see `drafters/draft_model.py`
     num_registered: int = 0  # blocks named in the prefix cache
     finish_reason: str | None = None
     error: str | None = None
@@ -133,9 +137,8 @@ class Request:
         if kept and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         accepted = min(step.num_accepted, kept)
-        self.stats.record(step.num_drafted, accepted, kept)
-        copied = accepted if step.source >= 0 else 0
-        self.draft_sources += [step.source + i if i < copied else -1 for i in range(kept)]
+        self.stats.record(step.num_drafted, accepted, kept, step.drafter)
+        self.draft_sources += step.sources[:kept]
         if step.logprobs is not None:
             self.logprobs += step.logprobs[:kept]
         self.num_computed = self.num_tokens - 1
@@ -194,3 +197,65 @@ class Request:
             pieces.append(Piece(self.text[self._streamed :], -1))
             self._streamed = end
         return pieces
+
+
+def check_request(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    stop_ids: Sequence[int],
+    vocab_size: int,
+    max_model_len: int,
+    has_text: bool,
+    acceptance: str,
+) -> None:
+    """Raise ValueError with a sentence if an engine with these limits cannot run the request.
+
+    `stop_ids`: all tokens that would end it; `has_text`: the engine has a tokenizer; `acceptance`: the rule
+    that the engine was started with.
+    """
+    if not prompt_ids:
+        raise ValueError("The prompt is empty; give at least one token.")
+    if len(prompt_ids) >= max_model_len:
+        raise ValueError(
+            f"The prompt has {len(prompt_ids)} tokens, but max_model_len={max_model_len} must hold "
+            "it and at least one new token; shorten it or raise max_model_len."
+        )
+    for name, ids in (
+        ("The prompt", prompt_ids),
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        bad = [t for t in ids if not isinstance(t, int) or not 0 <= t < vocab_size]
+        if bad:
+            raise ValueError(
+                f"{name} holds token id {bad[0]!r}; ids are integers from 0 to {vocab_size - 1}."
+            )
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids, "
+            f"but the limit is {MAX_STOP_IDS}."
+        )
+    if params.acceptance not in (None, "exact") and acceptance == "exact":
+        raise ValueError(
+            f"acceptance={params.acceptance!r} needs an engine started with SpecConfig(acceptance="
+            f"{params.acceptance!r}): with 'exact', steps have no room for other rules."
+        )
+    if params.stop and not has_text:
+        raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
+
+
+def reported(logprobs: Logprobs | None) -> Iterator[tuple[float, int, list[float], list[int]]]:
+    """(own log-probability, rank, top values, top ids) of each reported token, in order."""
+    if logprobs is None:
+        return iter(())
+    return zip(*(column.tolist() for column in logprobs), strict=True)
+
+
+def as_dict(
+    token: int, own: float, rank: int, top: list[float], ids: list[int], num_top: int
+) -> dict[int, Logprob]:
+    """The token itself first, then the `num_top` likeliest."""
+    found = {token: Logprob(own, rank)}
+    for i in range(num_top):
+        found.setdefault(ids[i], Logprob(top[i], i + 1))
+    return found

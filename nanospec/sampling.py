@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .config import check_bool, check_number
+from .config import MAX_TREE_WIDTH, check_acceptance, check_bool, check_number
 
 MAX_STOP_IDS = 32  # per request, EOS included; the width of a device row
 MAX_LOGPROBS = 20
@@ -33,6 +33,9 @@ class SamplingParams:
         logit_bias: token id -> number added to its logit.
         num_speculative_tokens: this request's own limit of drafts per step; None is the engine's, 0
             does not speculate.
+        tree_width: this request's own limit of continuations guessed per step; None is the engine's, 1
+            guesses chains.
+        acceptance: "exact", "rejection" or "typical" (see `SpecConfig`); None is the engine's.
     """
 
     n: int = 1
@@ -52,6 +55,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     num_speculative_tokens: int | None = None
+    tree_width: int | None = None
+    acceptance: str | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -80,6 +85,10 @@ class SamplingParams:
             check_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.num_speculative_tokens is not None:
             check_number("num_speculative_tokens", self.num_speculative_tokens, 0, 63)
+        if self.tree_width is not None:
+            check_number("tree_width", self.tree_width, 1, MAX_TREE_WIDTH)
+        if self.acceptance is not None:
+            check_acceptance(self.acceptance)
         check_bool("ignore_eos", self.ignore_eos)
         for token in self.stop_token_ids:
             check_number("stop_token_ids: token", token, 0, _MAX_INT)

@@ -25,6 +25,7 @@ class Plan:
 
     Attributes:
         prefill: (request, first token, number of tokens) of each prompt chunk.
+        draft_prefill: the same for the draft model, whose cache may hold fewer tokens.
         decode: the requests that decode.
         admitted: requests that got a row (their device state must be written first).
         grown: requests whose block lists changed.
@@ -34,6 +35,7 @@ class Plan:
     """
 
     prefill: list[tuple[Request, int, int]] = field(default_factory=list)
+    draft_prefill: list[tuple[Request, int, int]] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
@@ -53,13 +55,16 @@ class Scheduler:
         max_tokens: int,
         lookahead: int,
         lag: int = 0,
+        draft_cache: bool = False,
     ) -> None:
         """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead; `lag`: steps
-        that are queued before their results are known, each of which may add K + 1 tokens."""
+        that are queued before their results are known, each of which may add K + 1 tokens;
+        `draft_cache`: whether a draft model has pages of its own in every block."""
         self.pool = pool
         self.block_size = block_size
         self.max_tokens = max_tokens
         self.lookahead = lookahead
+        self.draft_cache = draft_cache
         self.slots_ahead = lookahead + lag * (lookahead + 1)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
@@ -119,6 +124,7 @@ class Scheduler:
         for i in range(request.num_registered, request.num_computed // self.block_size):
             self.pool.register(request.blocks[i], request.hashes(self.block_size)[i])
             request.num_registered = i + 1
+        self.pool.drafted.update(request.blocks[: request.num_draft_computed // self.block_size])
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -136,6 +142,9 @@ class Scheduler:
         request.num_registered = len(shared)
         request.num_computed = len(shared) * self.block_size
         request.num_cached_tokens += request.num_computed
+        request.num_draft_computed = self.block_size * next(
+            (i for i, block in enumerate(shared) if block not in self.pool.drafted), len(shared)
+        )
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         self.running.append(request)
@@ -147,6 +156,10 @@ class Scheduler:
         count = min(budget, request.num_tokens - 1 - start)
         plan.prefill.append((request, start, count))
         request.num_computed += count
+        if self.draft_cache and request.params.num_speculative_tokens != 0:
+            first = request.num_draft_computed
+            plan.draft_prefill.append((request, first, start + count - first))
+            request.num_draft_computed = start + count
         self.register(request)
         return count
 
@@ -175,7 +188,7 @@ class Scheduler:
         self._release(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
-        request.num_computed = 0
+        request.num_computed = request.num_draft_computed = 0
         plan.preempted.append(request)
 
     def _release(self, request: Request) -> None:

@@ -19,7 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .kernels.ngram import Proposal
+from .drafters.base import Drafter, nothing, room
+from .kernels.proposal import NGRAM, Proposal
 from .kernels.rows import Rows
 from .request import Request
 from .state import State
@@ -78,15 +79,14 @@ class Replay:
         return torch.where(known, self._texts[row, torch.where(known, at, 0).long()], drawn)
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(Drafter):
     """Always drafts as many tokens as the limits allow; which ones does not matter."""
 
-    def propose(self, state: State, rows: Tensor, k: int) -> Proposal:
-        index = rows.clamp(min=0).long()
-        left = state.max_len[index] - state.num_tokens[index] - 1
-        count = torch.minimum(state.limit[index], left).clamp(0, k).masked_fill(rows < 0, 0)
-        drafts = (state.num_tokens[index][:, None] + torch.arange(k, device=rows.device)).int() % TOKENS
-        return Proposal(drafts, count.int(), torch.full_like(rows, -1), torch.zeros_like(rows))
+    def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
+        start = state.num_tokens[rows.clamp(min=0).long()]
+        drafts = (start[:, None] + torch.arange(k, device=rows.device)).int() % TOKENS
+        none = nothing(rows, k)
+        return none._replace(drafts=drafts, num_drafts=room(state, rows, k), drafter=none.drafter * 0 + NGRAM)
 
 
 class Synthetic:

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from .config import SpecConfig
+from .config import MAX_TREE_WIDTH, SpecConfig
+from .kernels.accept import RULES
 from .kernels.commit import RUNNING
 from .kernels.sample import Params
 from .request import Request
@@ -31,7 +32,8 @@ class State:
         num_tokens, max_len: [S] int32, committed tokens; the length at which the request ends.
         block_table: [S, max_blocks] int32.
         finished: [S] int8, a code of `kernels.commit`.
-        limit, min_n, max_n: [S] int32, the request's own K and n-gram lengths.
+        limit, min_n, max_n, width: [S] int32, the request's own K, n-gram lengths and tree width.
+        rule: [S] int8, how its drafts are accepted, a code of `kernels.accept`.
         params: sampling parameters and what the penalties count.
     """
 
@@ -48,7 +50,8 @@ class State:
         self.max_len = zeros(S)
         self.block_table = zeros(S, max_blocks)
         self.finished = zeros(S, dtype=torch.int8)
-        self.limit, self.min_n, self.max_n = zeros(S), zeros(S), zeros(S)
+        self.limit, self.min_n, self.max_n, self.width = zeros(S), zeros(S), zeros(S), zeros(S)
+        self.rule = zeros(S, dtype=torch.int8)
         self.params = Params(
             temperature=zeros(S, dtype=f32),
             top_k=zeros(S),
@@ -76,6 +79,8 @@ class State:
         own = asked.num_speculative_tokens
         self.limit[r] = spec.max_k if own is None else min(own, spec.max_k)
         self.min_n[r], self.max_n[r] = spec.prompt_lookup_min, spec.prompt_lookup_max
+        self.width[r] = min(asked.tree_width or spec.tree_width, spec.tree_width)
+        self.rule[r] = RULES.index(asked.acceptance or spec.acceptance)
         self.write_blocks(request)
         for name, value in (
             ("temperature", asked.temperature),
@@ -127,7 +132,7 @@ class State:
         self.block_table[rows] = pages.view(count, max_blocks).int()
         self.num_tokens[rows] = max(min(context, length - MAX_DRAFTS - 1), 1)
         self.max_len[rows], self.limit[rows] = length, MAX_DRAFTS
-        self.min_n[rows], self.max_n[rows] = 1, 1
+        self.min_n[rows], self.max_n[rows], self.width[rows] = 1, 1, MAX_TREE_WIDTH
         self.params.stop_ids[rows] = -1
         try:
             yield

@@ -118,6 +118,21 @@ class Tokenizer:
             raise ValueError(f"the chat template refuses these messages: {error}.") from error
 
 
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise ValueError, naming the first difference, unless both give every token the same id."""
+    ours, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (target, draft))
+    different = [(i, token) for token, i in ours.items() if theirs.get(token) != i]
+    different += [(i, token) for token, i in theirs.items() if token not in ours]
+    if different:
+        _, token = min(different)
+        one, other = (vocab.get(token, "missing") for vocab in (ours, theirs))
+        raise ValueError(
+            f"The draft model's vocabulary differs from the target's in {len(different)} tokens; {token!r}, "
+            f"say, is {one} in the target and {other} in the draft model. Only a model with the same "
+            "vocabulary can draft."
+        )
+
+
 class Detokenizer:
     """Decodes one output while its tokens arrive.
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, SpecConfig
+from nanospec.drafters import Drafter
 from nanospec.engine import Engine
-from nanospec.kernels.ngram import Proposal
+from nanospec.heads import Heads
+from nanospec.kernels.proposal import GUESSED, HEADS, NOBODY, Proposal
 from nanospec.model import Model
 from nanospec.model_config import ModelConfig
 from nanospec.request import Logprob, Request, Status
@@ -47,17 +49,30 @@ class Outcome(NamedTuple):
 
 
 def make_engine(
-    model: Model, k: K = 4, *, num_blocks: int | None = None, min_n: int = 1, **options: Any
+    model: Model,
+    k: K = 4,
+    *,
+    num_blocks: int | None = None,
+    min_n: int = 1,
+    guess: dict[str, Any] | None = None,
+    draft_model: Model | None = None,
+    heads: Heads | None = None,
+    **options: Any,
 ) -> Engine:
-    """An engine without tokenizer; k drafts per step (None: method "none"), `num_blocks` pages."""
+    """An engine without tokenizer; k drafts per step (None: method "none"), `num_blocks` pages; `guess`
+    are further fields of its `SpecConfig`."""
     if k is None:
         spec = SpecConfig(method="none")
     else:
-        spec = SpecConfig(num_speculative_tokens=k, prompt_lookup_min=min_n, prompt_lookup_max=4)
+        lookup = {"prompt_lookup_min": min_n, "prompt_lookup_max": 4}
+        spec = SpecConfig(num_speculative_tokens=k, **{**lookup, **(guess or {})})
     if num_blocks is not None:
         size = options.get("block_size", EngineConfig.block_size)
-        options["kv_cache_memory"] = num_blocks * model.config.kv_bytes_per_token(model.dtype) * size
-    return Engine(EngineConfig(spec=spec, **{**DEFAULTS, **options}), model)
+        models = [model] if draft_model is None else [model, draft_model]
+        per_token = sum(m.config.kv_bytes_per_token(m.dtype) for m in models)
+        options["kv_cache_memory"] = num_blocks * per_token * size
+    config = EngineConfig(spec=spec, **{**DEFAULTS, **options})
+    return Engine(config, model, draft_model=draft_model, heads=heads)
 
 
 def finish(engine: Engine, max_steps: int = 5000) -> None:
@@ -131,14 +146,30 @@ def cycle(start: int, count: int, vocab_size: int = 32) -> list[int]:
     return [(start + i) % vocab_size for i in range(count)]
 
 
-class Guess:
+def similar_model(noise: float) -> Model:
+    """`tiny_model()` with so much noise (relative) on its matrices: a draft model that is often right."""
+    generator = torch.Generator().manual_seed(1)
+
+    class Blurred(Model):
+        def __init__(self, config: Any, dtype: Any, device: Any, get: Callable[[str], Tensor]) -> None:
+            def blurred(name: str) -> Tensor:
+                weight = get(name)
+                change = noise * weight.std() * torch.randn(weight.shape, generator=generator)
+                return weight + change if weight.dim() == 2 else weight
+
+            super().__init__(config, dtype, device, blurred)
+
+    return Blurred.random(tiny_config())
+
+
+class Guess(Drafter):
     """A drafter that proposes what `next_tokens(history, wanted)` says, within every limit."""
 
     def __init__(self, next_tokens: Callable[[list[int], int], Sequence[int]]) -> None:
         self.next_tokens = next_tokens
         self.calls = 0
 
-    def propose(self, state: State, rows: Tensor, k: int) -> Proposal:
+    def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
         self.calls += 1
         drafts = []
         for s in rows.tolist():
@@ -150,12 +181,9 @@ class Guess:
             drafts.append(list(self.next_tokens(history, wanted))[:wanted] if wanted else [])
         padded = [d + [0] * (k - len(d)) for d in drafts]
         count = torch.tensor([len(d) for d in drafts], dtype=torch.int32)
-        return Proposal(
-            torch.tensor(padded, dtype=torch.int32).view(len(drafts), k),
-            count,
-            torch.full_like(count, -1),
-            torch.zeros_like(count),
-        )
+        tokens = torch.tensor(padded, dtype=torch.int32).view(len(drafts), k)
+        drafter = torch.where(count > 0, HEADS, NOBODY).int()
+        return Proposal(tokens, count, torch.full_like(tokens, GUESSED), torch.zeros_like(count), drafter)
 
 
 def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False) -> Guess:

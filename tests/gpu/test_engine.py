@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from nanospec.heads import Heads
 from nanospec.model import Model
 from nanospec.sampling import SamplingParams
 from tests.drive import Job, make_engine, outcome, random_jobs, run
@@ -41,7 +43,7 @@ def make_jobs(seed: int) -> list[Job]:
 @pytest.mark.parametrize("k", [0, 1, 4, 9])
 def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) -> None:
     jobs = make_jobs(k)
-    options = {"max_model_len": 256, "enable_prefix_caching": False}
+    options: dict[str, Any] = {"max_model_len": 256, "enable_prefix_caching": False}
     plain = make_engine(model, None, max_num_seqs=1, enforce_eager=True, async_scheduling=False, **options)
     expected = [outcome(run(plain, [job])[0]) for job in jobs]
     engine = make_engine(model, k, max_num_seqs=6, enforce_eager=eager, async_scheduling=lag, **options)
@@ -60,3 +62,43 @@ def test_automatic_k_records_and_times_every_bucket(model: Model) -> None:
     requests = run(engine, make_jobs(1))
     assert requests[-1].stats.tokens_per_step > 2
     assert engine.graphs.fallbacks == 0
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ngram-tree": {"method": "ngram", "tree_width": 3},
+    "draft": {"method": "draft"},
+    "medusa": {"method": "medusa"},
+    "medusa-tree": {"method": "medusa", "tree_width": 3},
+    "ngram+draft": {"method": "ngram+draft"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_drafts_on_equals_off(model: Model, way: str) -> None:
+    """Chains to the bit in bf16; trees, whose sums have another order, in fp32."""
+    dtype = torch.float32 if "tree" in way else torch.bfloat16
+    target = tiny_model(dtype=dtype, device="cuda", vocab_size=VOCAB)
+    parts: dict[str, Any] = {}
+    if "draft" in way:
+        parts["draft_model"] = tiny_model(dtype=dtype, device="cuda", vocab_size=VOCAB, num_layers=1)
+    if "medusa" in way:
+        parts["heads"] = Heads.random(target, 3)
+    jobs = make_jobs(3)
+    options: dict[str, Any] = {"max_model_len": 256, "enable_prefix_caching": False}
+    plain = make_engine(target, None, max_num_seqs=1, enforce_eager=True, async_scheduling=False, **options)
+    expected = [outcome(run(plain, [job])[0]) for job in jobs]
+    engine = make_engine(target, 5, guess=WAYS[way], max_num_seqs=6, **parts, **options)
+    for request, wanted in zip(run(engine, jobs), expected, strict=True):
+        assert request.output_ids == wanted.token_ids
+    assert engine.graphs is not None
+    assert engine.graphs.fallbacks == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_draft_model_equal_to_the_target_is_always_right(model: Model, temperature: float) -> None:
+    engine = make_engine(model, 4, guess={"method": "draft"}, draft_model=model, max_model_len=256)
+    jobs = [
+        Job([i, 2, 3], SamplingParams(temperature=temperature, seed=i, max_tokens=60)) for i in range(5)
+    ]
+    for request in run(engine, jobs):
+        assert request.stats.num_accepted == request.stats.num_drafted > 20

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels import commit, logprobs, ngram, sample, verify
+from nanospec.kernels import accept, commit, logprobs, ngram, ngram_tree, sample, verify
+from nanospec.kernels.proposal import Proposal
 from nanospec.kernels.rows import Rows
 from nanospec.kernels.sample import Params
 from tests.kernels.batches import S, make_params, make_rows, random_logits, random_params
@@ -87,8 +88,47 @@ def test_ngram(B: int, length: int) -> None:
     arguments = (tokens, lengths, rows, one, one * 5, one * 7, one * 40_000, 8, 5)
     expected = ngram.naive(*arguments)
     actual = ngram.propose(*on_gpu(arguments))
-    for ours, theirs in zip(actual, expected):
-        assert torch.equal(ours.cpu(), theirs)
+    assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("B", "length", "k"), [(1, 1000, 8), (7, 4096, 16), (64, 4096, 8), (3, 30_000, 63)])
+def test_ngram_tree(B: int, length: int, k: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(length + B)
+    tokens = torch.randint(0, 12, (B, 32_768), generator=generator, dtype=torch.int32)
+    one = torch.ones(B, dtype=torch.int32)
+    rows = torch.randperm(B, generator=generator, dtype=torch.int32)
+    lengths = torch.randint(1, length + 1, (B,), generator=generator, dtype=torch.int32)
+    widths = torch.randint(1, width + 1, (B,), generator=generator, dtype=torch.int32)
+    arguments = (tokens, lengths, rows, one, one * 5, one * 63, one * 40_000, widths, k, 5, width)
+    assert_equal(ngram_tree.propose(*on_gpu(arguments)), ngram_tree.naive(*arguments))
+
+
+def assert_equal(actual: Proposal, expected: Proposal) -> None:
+    for name, ours, theirs in zip(actual._fields, actual, expected, strict=True):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None and theirs is not None:
+            assert torch.equal(ours.cpu(), theirs), name
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["all", "filtered"])
+def test_accept(filtered: bool) -> None:
+    """The same decisions, but where chance lies within rounding."""
+    V, B, K = 50_000, 64, 4
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(B * (K + 1), V, generator=generator) * 2
+    draft_logits = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, generator=generator)
+    filters: dict[str, object] = {"top_k": [0, 50, 0, 20], "top_p": [1.0, 1.0, 0.9, 0.8]} if filtered else {}
+    params = make_params(V, temperature=[1.0, 0.7, 1.3, 0.0], **filters)
+    rule = torch.tensor([1, 2, 1, 2], dtype=torch.int8)  # rejection, typical
+    rows = torch.arange(B, dtype=torch.int32) % S
+    batch = make_rows([K + 1] * B, [7] * B, True)
+    ids = torch.randint(0, V, (B, K + 1), generator=generator, dtype=torch.int32)
+    ids[:, 1:] = draft_logits.argmax(-1).int()
+    given = (logits, ids.flatten(), rows, params, batch)
+    arguments = (sample.naive(*given), *given, rule, None, draft_logits)
+    expected, actual = accept.naive(*arguments), accept.accept(*on_gpu(arguments)).cpu()
+    assert (actual == expected).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

@@ -144,7 +144,7 @@ def test_recording_and_running_behind_change_nothing(
 def test_every_step_has_its_recording(
     model: Model, jobs: list[Job], expected: list[Outcome], k: K
 ) -> None:
-    options = {"max_num_seqs": 3, "enforce_eager": False}
+    options: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": False}
     engine = make_engine(model, k, max_model_len=WINDOW, **options)
     assert engine.graphs is not None
     recorded = len(engine.graphs.recordings)
@@ -220,16 +220,16 @@ def test_the_truth_of_a_plain_python_lookup_is_drafted(model: Model) -> None:
 
     propose = drafter.propose
 
-    def compared(state: Any, rows: Tensor, k: int) -> Any:
+    def compared(state: Any, rows: Tensor, *limits: int) -> Any:
         nonlocal seen
-        proposal = propose(state, rows, k)
-        same = Guess(reference).propose(state, rows, k)
+        proposal = propose(state, rows, *limits)
+        same = Guess(reference).propose(state, rows, *limits)
         assert proposal.num_drafts.tolist() == same.num_drafts.tolist()
         assert proposal.drafts.tolist() == same.drafts.tolist()
         seen += int(same.num_drafts.sum())
         return proposal
 
-    drafter.propose = compared  # type: ignore[method-assign]
+    drafter.propose = compared  # type: ignore[method-assign, assignment]
     run(engine, random_jobs(random.Random(3), VOCAB, 8))
     assert seen > 150
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ import nanospec.graphs as graphs
 from nanospec import SamplingParams
 from nanospec.engine import Engine
 from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerRecording, StepGraphs, batch_sizes
+from nanospec.heads import Heads
 from nanospec.kernels import dispatch
 from nanospec.model import Model
 from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
@@ -157,3 +159,38 @@ def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int)
         assert torch.equal(old, new)
     jobs = [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))]
     assert_same(outcome(run(engine, jobs)[0]), alone(model, jobs)[0])
+
+
+@pytest.mark.parametrize(
+    "way", ["ngram-tree", "draft", "draft by rejection", "medusa-tree", "ngram-tree+draft"]
+)
+def test_every_drafter_rides_the_recorded_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded before any request exists, on the kernels, results collected one step behind."""
+    jobs = [
+        Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
+        Job([9, 4] * 5, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
+    ]
+    wanted = alone(tiny_model(num_layers=1), jobs)
+    monkeypatch.setattr(graphs, "EagerRecording", TapeRecording)
+    with dispatch.forced("triton"):
+        target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
+        guess = {
+            "method": way.replace("-tree", "").split(" ")[0],
+            "tree_width": 2 if "tree" in way else 1,
+            "acceptance": "rejection" if "rejection" in way else "exact",
+        }
+        if "rejection" in way:  # the others keep to their own rule
+            jobs[1] = Job(jobs[1].prompt, replace(jobs[1].params, acceptance="exact"))
+        heads = Heads.random(target, 2, vocab=40)
+        engine = make_engine(
+            target, 2, guess=guess, draft_model=draft if "draft" in way else None, heads=heads,
+            enforce_eager=False, max_num_seqs=2, max_model_len=32, async_scheduling=True,
+        )  # fmt: skip
+        requests = run(engine, jobs)
+    for request, expected in zip(requests, wanted, strict=True):
+        assert_same(outcome(request), expected)
+    stats = engine.metrics.spec
+    assert stats.num_drafted > 0
+    if way.startswith("draft"):
+        assert stats.num_accepted == stats.num_drafted
+    assert graphs_of(engine).fallbacks == 0

@@ -7,13 +7,14 @@ import time
 
 import pytest
 
+from nanospec.kernels.proposal import MODEL, NGRAM
 from nanospec.metrics import STAGES, Metrics, SpecStats
 
 
 def test_ratios_are_over_all_steps_also_those_without_drafts() -> None:
     stats = SpecStats()
     for drafted, accepted, emitted in ((4, 2, 3), (0, 0, 1), (4, 4, 5), (1, 0, 1)):
-        stats.record(drafted, accepted, emitted)
+        stats.record(drafted, accepted, emitted, MODEL if drafted == 1 else NGRAM)
     assert (stats.num_steps, stats.num_tokens) == (4, 10)
     assert (stats.num_drafted, stats.num_accepted) == (9, 6)
     assert stats.tokens_per_step == pytest.approx(10 / 4)
@@ -22,6 +23,7 @@ def test_ratios_are_over_all_steps_also_those_without_drafts() -> None:
     assert stats.coverage == pytest.approx(3 / 4)
     assert stats.drafted_by_position == [3, 2, 2, 2]
     assert stats.accepted_by_position == [2, 2, 1, 1]
+    assert stats.by_drafter == {"ngram": [2, 8, 6], "draft": [1, 1, 0]}
 
 
 def test_nothing_recorded_divides_by_nothing() -> None:
@@ -45,7 +47,7 @@ def test_a_stage_counts_its_time_also_when_it_fails() -> None:
 
 def test_everything_is_json() -> None:
     metrics = Metrics()
-    metrics.spec.record(2, 1, 2)
+    metrics.spec.record(2, 1, 2, NGRAM)
     shown = json.loads(json.dumps(metrics.to_dict()))
     assert shown["tokens_per_step"] == 2
     assert set(shown["stage_seconds"]) == set(STAGES)

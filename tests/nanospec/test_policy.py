@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanospec.kernels.ngram import Proposal
+from nanospec.kernels.proposal import Proposal
 from nanospec.policy import AutoPolicy, CostTable, FixedPolicy
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -26,7 +26,8 @@ def auto(ms: list[float] = CHEAP, probe_every: int = 16) -> AutoPolicy:
 def proposal(drafts: list[int], match: list[int] | None = None) -> Proposal:
     count = torch.tensor(drafts, dtype=torch.int32)
     length = torch.tensor(match or [3 if d else 0 for d in drafts], dtype=torch.int32)
-    return Proposal(torch.zeros(len(drafts), 16, dtype=torch.int32), count, count, length)
+    tokens = torch.zeros(len(drafts), 16, dtype=torch.int32)
+    return Proposal(tokens, count, tokens, length, count * 0)
 
 
 def limit(policy: AutoPolicy, drafts: list[int], match: list[int] | None = None) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nanospec.kernels.proposal import NGRAM, OWN
 from nanospec.request import Piece, Request, Status, StepOutput
 from nanospec.sampling import SamplingParams
 from nanospec.tokenizer import Detokenizer, Tokenizer
@@ -30,7 +31,8 @@ def request_for(tokenizer: Tokenizer | None, **params: object) -> Request:
 
 
 def step(tokens: list[int], finish: str | None = None, accepted: int = 0, source: int = -1) -> StepOutput:
-    return StepOutput(tokens, accepted, accepted, source, finish, None)
+    sources = [source + i if i < accepted and source >= 0 else OWN for i in range(len(tokens))]
+    return StepOutput(tokens, accepted, accepted, NGRAM, sources, finish, None)
 
 
 @pytest.mark.parametrize(("ends", "reason"), [("length", "stop"), ("abort", "abort")])

@@ -49,6 +49,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {7: float("inf")}}, "logit_bias[7]=inf must be a number"),
     ({"num_speculative_tokens": 64}, "num_speculative_tokens=64 must be an integer from 0 to 63."),
     ({"num_speculative_tokens": "auto"}, "num_speculative_tokens='auto' must be an integer"),
+    ({"tree_width": 9}, "tree_width=9 must be an integer from 1 to 8."),
+    ({"acceptance": "any"}, "acceptance='any' is unknown; use one of exact, rejection, typical."),
 ]
 
 

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from nanospec.blocks import BlockPool
+from nanospec.kernels.proposal import HEADS, NOBODY, OWN
 from nanospec.request import Request, Status, StepOutput
 from nanospec.sampling import SamplingParams
 from nanospec.scheduler import Plan, Scheduler
@@ -98,7 +99,7 @@ class Simulation:
     def decode(self, request: Request) -> StepOutput:
         """Draft up to k tokens, accept some, and commit them and one more."""
         if request in self.ended:  # what the host does not know yet
-            return StepOutput([], 0, 0, -1, None, None)
+            return StepOutput([], 0, 0, NOBODY, [], None, None)
         tokens = self.on_device[request]
         room = request.max_len - len(tokens)
         drafts = self.rng.randint(0, min(self.k, room - 1))
@@ -114,7 +115,7 @@ class Simulation:
         finish = "length" if len(new) == room else "stop" if self.rng.random() < 0.03 else None
         if finish:
             self.ended.add(request)
-        return StepOutput(new, drafts, accepted, -1, finish, None)
+        return StepOutput(new, drafts, accepted, HEADS, [OWN] * len(new), finish, None)
 
     def collect(self, flight: list[tuple[Request, StepOutput]]) -> None:
         """What the host learns of a step; now and then it cuts the tokens at a stop string."""

@@ -1,0 +1,143 @@
+"""The rules of acceptance in the engine: what each promises, in batches of all of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec import SamplingParams
+from nanospec.kernels import filters
+from nanospec.model import Model
+from tests.drive import (
+    MODES,
+    Job,
+    alone,
+    assert_same,
+    make_engine,
+    outcome,
+    random_jobs,
+    run,
+    similar_model,
+)
+from tests.tiny import Pages, tiny_model
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def draft() -> Model:
+    return similar_model(0.2)
+
+
+def engine_of(model: Model, draft: Model, rule: str, k: int = 3, **options: Any) -> Any:
+    guess = {"method": "ngram+draft", "acceptance": rule, **options.pop("guess", {})}
+    return make_engine(model, k, guess=guess, draft_model=draft, **options)
+
+
+def jobs_with(rule: str, count: int, seed: int = 0, **params: Any) -> list[Job]:
+    rng = random.Random(seed)
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 30, **params}
+    prompts = [rng.choices(range(VOCAB), k=rng.randint(1, 30)) for _ in range(count)]
+    return [
+        Job(prompt, SamplingParams(seed=i, acceptance=rule, **options)) for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rule", ["rejection", "typical"])
+def test_greedy_and_exact_requests_do_not_notice_their_neighbours(
+    model: Model, draft: Model, rule: str, mode: str
+) -> None:
+    exact = random_jobs(random.Random(1), VOCAB, 5)
+    greedy = jobs_with(rule, 3, temperature=0.0)
+    others = jobs_with(rule, 4)
+    marked = [Job(j.prompt, SamplingParams(**{**vars(j.params), "acceptance": "exact"})) for j in exact]
+    engine = engine_of(model, draft, rule, **MODES[mode])
+    mixed = [job for group in itertools.zip_longest(marked, greedy, others) for job in group if job]
+    requests = run(engine, mixed)
+    unmarked = [Job(j.prompt, SamplingParams(**{**vars(j.params), "acceptance": None})) for j in mixed]
+    for job, request, wanted in zip(mixed, requests, alone(model, unmarked), strict=True):
+        if job not in others:
+            assert_same(outcome(request), wanted)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "typical"])
+def test_a_draft_model_equal_to_the_target_is_always_right(model: Model, rule: str) -> None:
+    engine = engine_of(model, model, rule, guess={"method": "draft"})
+    requests = run(engine, jobs_with(rule, 6, top_p=0.8))
+    for request in requests:
+        assert request.stats.num_accepted == request.stats.num_drafted > 10
+
+
+def law(model: Model, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    """The probability of every output of `length` tokens."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for output, p in found.items():
+            pages = Pages(model, 1, 64)
+            scores = pages.step({0: torch.tensor([*prompt, *output])})[0][-1].float()
+            least = filters.naive(scores, params.temperature, params.top_k, params.top_p, params.min_p)
+            kept = torch.where(scores >= least, scores / params.temperature, float("-inf")).softmax(-1)
+            longer |= {(*output, t): p * float(kept[t]) for t in kept.nonzero().flatten().tolist()}
+        found = longer
+    return found
+
+
+def distance(outputs: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Total variation."""
+    total = outputs.total()
+    keys = outputs.keys() | expected.keys()
+    return sum(abs(outputs[key] / total - expected.get(key, 0.0)) for key in keys) / 2
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.7, "top_k": 4}, {"temperature": 1.2, "top_p": 0.6}])
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
+def test_the_law_of_the_output_is_the_targets(
+    model: Model, draft: Model, rule: str, params: dict[str, Any]
+) -> None:
+    """Of three tokens: the distance shrinks as 1 / sqrt(N), as that of independent draws."""
+    prompt, asked = [5, 9, 9, 3], SamplingParams(max_tokens=3, **params)
+    expected = law(model, prompt, asked, 3)
+    engine = engine_of(model, draft, "rejection", max_num_seqs=64, guess={"method": "draft"})
+    outputs: list[tuple[int, ...]] = []
+    for start in range(0, 1600, 400):
+        jobs = [
+            Job(prompt, SamplingParams(max_tokens=3, seed=seed, acceptance=rule, **params))
+            for seed in range(start, start + 400)
+        ]
+        outputs += [tuple(request.output_ids) for request in run(engine, jobs)]
+    assert engine.metrics.spec.num_accepted > 500
+    support = sum(1 for p in expected.values() if p > 1e-4)
+    small, large = distance(Counter(outputs[:100]), expected), distance(Counter(outputs), expected)
+    assert large < 0.8 * (support / len(outputs)) ** 0.5  # independent draws: at most 0.5 of that
+    assert large < small / 2.4  # sixteen times as many: a quarter
+
+
+def test_typical_accepts_more_and_says_what_it_is(model: Model, draft: Model) -> None:
+    accepted = {}
+    for rule in ("exact", "typical"):
+        engine = engine_of(model, draft, "typical", guess={"method": "draft"})
+        requests = run(engine, jobs_with(rule, 12, temperature=0.6))
+        accepted[rule] = engine.metrics.spec.acceptance_rate
+        for request in requests:
+            assert request.stats.to_dict().get("acceptance", "exact") == rule
+            assert request.stats.to_dict().get("lossy", False) == (rule == "typical")
+    assert accepted["typical"] > accepted["exact"] + 0.05
+
+
+def test_a_request_cannot_ask_for_what_the_engine_was_not_started_with(model: Model) -> None:
+    engine = make_engine(model, 3)
+    with pytest.raises(ValueError, match="needs an engine started with"):
+        engine.add([1, 2], SamplingParams(acceptance="typical"))
+    engine.add([1, 2], SamplingParams(acceptance="exact"))

@@ -1,0 +1,262 @@
+"""Every way of guessing gives the output of not guessing, and guesses what it should."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec import SamplingParams
+from nanospec.config import SpecConfig
+from nanospec.drafters.parallel import tree_paths
+from nanospec.heads import Heads
+from nanospec.kernels.linear import pack
+from nanospec.kernels.proposal import GUESSED, OWN
+from nanospec.model import Model
+from tests.drive import (
+    MODES,
+    Job,
+    alone,
+    assert_same,
+    cycle,
+    cycle_model,
+    make_engine,
+    outcome,
+    random_jobs,
+    run,
+)
+from tests.tiny import tiny_model
+
+VOCAB = 64
+WAYS: dict[str, dict[str, Any]] = {
+    "ngram-tree": {"method": "ngram", "tree_width": 3},
+    "draft": {"method": "draft"},
+    "medusa": {"method": "medusa"},
+    "medusa-tree": {"method": "medusa", "tree_width": 3},
+    "ngram+draft": {"method": "ngram+draft"},
+    "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
+    "ngram+medusa": {"method": "ngram+medusa"},
+    "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def parts(model: Model) -> dict[str, Any]:
+    """A draft model and heads that are sometimes right."""
+    return {"draft_model": tiny_model(num_layers=1), "heads": Heads.random(model, 3, vocab=50)}
+
+
+def engine_of(model: Model, parts: dict[str, Any], way: str, k: Any = 5, **options: Any) -> Any:
+    guess = WAYS[way]
+    needed = {"draft": "draft_model", "medusa": "heads"}
+    given = {needed[m]: parts[needed[m]] for m in guess["method"].split("+") if m in needed}
+    return make_engine(model, k, guess=guess, **given, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_output_is_that_of_decoding_alone(
+    model: Model, parts: dict[str, Any], way: str, mode: str
+) -> None:
+    """Greedy and seeded, penalties, logprobs, prefix hits, chunks and preemption, whoever drafts."""
+    accepted = 0
+    for seed in range(3):
+        rng = random.Random(f"{way}{seed}")
+        jobs = random_jobs(rng, VOCAB, 7)
+        engine = engine_of(
+            model, parts, way, rng.choice((2, 5, 9)), num_blocks=17, max_num_batched_tokens=32,
+            max_num_seqs=4, **MODES[mode],
+        )  # fmt: skip
+        for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
+            assert_same(outcome(request), wanted, (way, mode, seed))
+        accepted += engine.metrics.spec.num_accepted
+        if engine.graphs is not None:
+            assert engine.graphs.fallbacks == 0
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_automatic_k_changes_nothing(model: Model, parts: dict[str, Any], way: str) -> None:
+    jobs = random_jobs(random.Random(way), VOCAB, 6)
+    engine = engine_of(model, parts, way, "auto", max_num_seqs=3)
+    for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
+        assert_same(outcome(request), wanted, way)
+
+
+def plain_jobs(seed: int, count: int, **params: Any) -> list[Job]:
+    """Without what a draft model does not see (penalties, bias), and never stopped early."""
+    rng = random.Random(seed)
+    common = rng.choices(range(VOCAB), k=33)
+    return [
+        Job(
+            common[: rng.choice((0, 33))] + rng.choices(range(VOCAB), k=rng.randint(1, 40)),
+            SamplingParams(seed=i, max_tokens=rng.randint(20, 45), **params),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_draft_model_equal_to_the_target_is_always_right(
+    model: Model, mode: str, temperature: float
+) -> None:
+    """Also after preemption, prefix hits, chunked prompts and full acceptance: its cache is never stale."""
+    engine = make_engine(
+        model, 4, guess=WAYS["draft"], draft_model=model, num_blocks=11, max_num_seqs=3,
+        max_num_batched_tokens=32, **MODES[mode],
+    )  # fmt: skip
+    for seed in range(2):  # the second time from the cache
+        requests = run(engine, plain_jobs(1, 8, temperature=temperature, top_p=0.9))
+        stats = engine.metrics.spec
+        for request in requests:
+            ends = request.stats.num_drafted - request.stats.num_accepted
+            assert ends == 0, (seed, request.id)
+    assert stats.num_accepted / stats.num_drafted == 1
+    assert engine.metrics.num_preemptions > 0
+    assert engine.metrics.num_cached_tokens > 0
+    assert stats.tokens_per_step > 4
+
+
+def test_a_draft_model_catches_up_with_what_others_drafted_or_nobody(model: Model) -> None:
+    """Steps without drafts, and steps that n-gram lookup drafted for, leave its cache behind."""
+    engine = make_engine(model, 4, guess=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
+    choose, rng = engine.policy.choose, random.Random(0)
+    engine.policy.choose = lambda rows, most: choose(rows, most) if rng.random() < 0.4 else 0  # type: ignore
+    requests = run(engine, plain_jobs(2, 9, temperature=0.7))
+    by = engine.metrics.spec.by_drafter
+    assert by["draft"][1] == by["draft"][2] > 30
+    assert by["ngram"][1] > by["ngram"][2]
+    for request, wanted in zip(requests, alone(model, plain_jobs(2, 9, temperature=0.7)), strict=True):
+        assert_same(outcome(request), wanted)
+
+
+def test_a_prompt_cached_without_drafting_is_computed_by_the_draft_model_later(model: Model) -> None:
+    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model)
+    prompt = random.Random(3).choices(range(VOCAB), k=60)
+    run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=30, num_speculative_tokens=0))])
+    assert engine.metrics.spec.num_drafted == 0
+    requests = run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=30)) for _ in range(2)])
+    assert requests[0].num_cached_tokens > 0
+    for request in requests:
+        assert request.stats.num_drafted == request.stats.num_accepted > 0
+
+
+def test_a_draft_vocabulary_padded_to_another_size_drafts(model: Model) -> None:
+    for size in (60, 70):
+        draft = tiny_model(vocab_size=size)
+        engine = make_engine(model, 3, guess=WAYS["draft"], draft_model=draft)
+        jobs = random_jobs(random.Random(size), 60, 3)
+        for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
+            assert_same(outcome(request), wanted)
+        assert engine.metrics.spec.num_drafted > 0
+
+
+def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
+    draft = tiny_model(num_layers=1)
+    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=draft, num_blocks=20)
+    assert engine.scheduler.pool.num_blocks == 20
+    drafter = engine.drafter
+    assert drafter is not None
+    assert drafter.kv_cache.shape[3] == engine.runner.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
+    short = tiny_model(num_layers=1, max_position_embeddings=100)
+    with pytest.raises(ValueError, match="draft model's own window of 100"):
+        make_engine(model, 4, guess=WAYS["draft"], draft_model=short, max_model_len=128)
+    fitted = make_engine(model, 4, guess=WAYS["draft"], draft_model=short, max_model_len=None)
+    assert fitted.max_model_len == 100
+
+
+def cycle_heads(model: Model, count: int) -> Heads:
+    """Heads that know how the text of `cycle_model` goes on."""
+    hidden = model.config.hidden_size
+    blocks = Heads.random(model, count).blocks
+    silent = replace(
+        blocks[0],
+        weights=(pack(torch.zeros(count * hidden, hidden)),),
+        biases=(torch.zeros(count * hidden),),
+    )
+    own = tuple(pack(8 * torch.eye(hidden).roll(2 + i, 0)) for i in range(count))
+    return Heads(count, (silent,), own, None)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_heads_that_know_the_text_are_always_right(mode: str, width: int) -> None:
+    known = cycle_model()
+    engine = make_engine(
+        known, 6, guess={"method": "medusa", "tree_width": width}, heads=cycle_heads(known, 3), **MODES[mode]
+    )
+    params = SamplingParams(temperature=0, max_tokens=41)
+    [request] = run(engine, [Job(cycle(3, 5), params)])
+    assert request.output_ids == cycle(8, 41)
+    depth = 3 if width == 1 else 2  # of a tree of six
+    assert request.stats.num_steps <= 2 + -(-40 // (depth + 1)) + 2
+    assert set(request.draft_sources) == {OWN, GUESSED}
+    assert request.stats.by_drafter.keys() == {"medusa"}
+
+
+def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:
+    """The latest occurrence goes on one way, an earlier one the other."""
+    known = cycle_model()
+    prompt = [*cycle(0, 12), 30, *cycle(0, 4), 30, *cycle(0, 4)]  # 3 -> 4 earlier, 3 -> 30 later
+    steps = {}
+    for width in (1, 2):
+        engine = make_engine(known, 6, guess={"tree_width": width})
+        [request] = run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=9))])
+        assert request.output_ids == cycle(4, 9)
+        steps[width] = request.stats.num_steps
+        if width == 2:
+            assert request.draft_sources[:3] == [4, 5, 6]
+    assert steps[2] < steps[1]
+
+
+def test_requests_limit_themselves(model: Model, parts: dict[str, Any]) -> None:
+    """Tree width, K and no speculation at all, in one batch."""
+    engine = engine_of(model, parts, "medusa-tree", 8)
+    job = plain_jobs(4, 1, temperature=0)[0]
+    widths: list[Any] = [{"tree_width": 1}, {"tree_width": 8}, {"num_speculative_tokens": 2}]
+    widths += [{"num_speculative_tokens": 0}]
+    requests = run(engine, [Job(job.prompt, replace(job.params, **limits)) for limits in widths])
+    assert len({tuple(r.output_ids) for r in requests}) == 1
+    drafted = [len(r.stats.drafted_by_position) for r in requests]
+    assert drafted == [3, 8, 2, 0]
+
+
+def test_unlikely_paths_come_last_and_parents_first() -> None:
+    for heads, width, k in ((4, 1, 8), (4, 3, 20), (2, 8, 63), (5, 4, 63)):
+        paths = tree_paths(heads, width, k)
+        assert len(set(paths)) == len(paths) == min(k, sum(width**d for d in range(1, heads + 1)))
+        for i, path in enumerate(paths):
+            assert len(path) == 1 or path[:-1] in paths[:i]
+            assert max(path) < width
+    assert tree_paths(4, 1, 8) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert tree_paths(3, 2, 3) == [(0,), (0, 0), (1,)]
+
+
+@pytest.mark.parametrize("method", ["draft", "medusa", "ngram+draft"])
+def test_a_method_says_what_it_lacks(model: Model, method: str) -> None:
+    with pytest.raises(ValueError, match="needs"):
+        make_engine(model, 3, guess={"method": method})
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"method": "draft+ngram"}, "unknown"),
+        ({"method": "ngram", "draft_model": "x"}, "of no use"),
+        ({"method": "draft", "heads": "x"}, "of no use"),
+        ({"tree_width": 0}, "tree_width"),
+        ({"acceptance": "lossy"}, "acceptance"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        SpecConfig(**options)
