@@ -12,7 +12,9 @@ least of k and what its limits allow. `match_len` is that of the first chain.
 Candidates are all indices p of the text such that m >= min_n of the tokens before p (as many as match,
 but at most max_n) equal the last m tokens of the text. A candidate's chain is the D tokens from p on,
 going back to p at the end of the text, as in `ngram.py`. The chains that are used are the first `width`
-different ones in order of (m, p), larger first. So the first is what `ngram.propose` drafts.
+different ones in order of (m, p), larger first. So the first is what `ngram.propose` drafts. It is also
+the only one if its match is longer than LONG_MATCH: such matches are mostly right, so that what a branch
+takes from the chain is lost (`bench/trees.py`: quoting, trees everywhere lose a quarter and more).
 
 The D nodes are shared out in that order: each chain gets half of those that are left (rounded up), the
 last chain all of them. A chain follows the tree as far as it is in there, and adds its share of nodes
@@ -54,6 +56,8 @@ from .proposal import NGRAM, Proposal
 from .rows import MAX_TREE_NODES
 
 MAX_WIDTH = 8
+LONG_MATCH = 3  # tokens; longer matches are not branched
+_LONG_MATCH = tl.constexpr(LONG_MATCH)
 MAX_DRAFTS = MAX_TREE_NODES - 1
 
 
@@ -101,7 +105,8 @@ def naive(
         if s >= 0 and limits[s] > 0:
             text = tokens[s, : lengths[s]]
             starts, matched = candidates(text, shortest[s], min(longest[s], max_n_bound))
-            chains = different(text, starts, limits[s], widths[s])
+            wide = min(widths[s], 1) if matched > LONG_MATCH else widths[s]
+            chains = different(text, starts, limits[s], wide)
             nodes = grow(chains, limits[s], lengths[s])
             n = matched if nodes else 0
         rest = k - len(nodes)
@@ -241,6 +246,7 @@ def _build(
     i, slot = tl.arange(0, FOUND), tl.arange(0, SLOTS)
     n = parts * SLOTS
     score = tl.load(found + b * n + i, (i < n) & (wanted > 0), other=-1)
+    wide = tl.where(tl.max(score) >> INDEX_BITS > _LONG_MATCH, tl.minimum(wide, 1), wide)
     chosen = _different(text, length, wanted, wide, score, tl.full([SLOTS], -1, tl.int32), SLOTS)
     count = tl.sum((chosen >= 0).to(tl.int32))
 

@@ -60,6 +60,8 @@ def reference(text: list[int], min_n: int, max_n: int, D: int, width: int) -> tu
     order = sorted(((matched(text, p, max_n), p) for p in range(1, n)), reverse=True)
     chains: list[tuple[int, list[int]]] = []
     best = 0
+    if order and order[0][0] > ngram_tree.LONG_MATCH:
+        width = min(width, 1)
     for m, p in order:
         chain = [text[p + j % (n - p)] for j in range(D)]
         if m >= max(min_n, 1) and len(chains) < width and chain not in [c for _, c in chains]:

@@ -206,7 +206,7 @@ def test_heads_that_know_the_text_are_always_right(mode: str, width: int) -> Non
 def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:
     """The latest occurrence goes on one way, an earlier one the other."""
     known = cycle_model()
-    prompt = [*cycle(0, 12), 30, *cycle(0, 4), 30, *cycle(0, 4)]  # 3 -> 4 earlier, 3 -> 30 later
+    prompt = [*cycle(0, 12), 30, 2, 3, 30, 2, 3]  # 3 -> 4 earlier, 3 -> 30 later
     steps = {}
     for width in (1, 2):
         engine = make_engine(known, 6, guess={"tree_width": width})
