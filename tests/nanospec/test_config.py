@@ -11,7 +11,7 @@ from nanospec.config import EngineConfig, SpecConfig
 from nanospec.llm import resolve_device
 
 BAD_SPEC = [
-    ({"method": "tree"}, "method='tree' is unknown; use one of ngram, draft, medusa, ngram+draft, ngram+medu"),
+    ({"method": "tree"}, "method='tree' is unknown; use one of ngram, draft, medusa, ngram+draft,"),
     ({"num_speculative_tokens": -1}, "=-1 must be 'auto' or an int from 0 to 63."),
     ({"num_speculative_tokens": 64}, "=64 must be 'auto' or an int from 0 to 63."),
     ({"num_speculative_tokens": "5"}, "='5' must be 'auto' or an int from 0 to 63."),

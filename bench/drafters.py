@@ -1,0 +1,209 @@
+"""Every way of guessing, side by side: tokens per step and speed-up by kind of text, on a CPU.
+
+    python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--out bench/results]
+                             [--draft-model smollm2-135m-draft]
+
+One process and one copy of the weights; every system on every prompt in turn, repeated; ratios to no
+speculation are taken within a repeat, and their median is reported. Greedy, one request at a time,
+prefill included, EOS honoured. Kinds: Spec-Bench's six groups (first turns) and code edits. Without the
+draft model of `weights/train_draft.py` the systems that need it are left out.
+
+The last part is sampled, at temperature 1, and compares the rules of acceptance by what they accept.
+Needs the evaluation text; nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import common
+from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.config import EngineConfig
+from nanospec.engine import Engine
+from nanospec.heads import Heads
+from nanospec.hub import default_heads, resolve_model
+from nanospec.loader import load_model
+
+GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "ngram": {},
+    "ngram K=8": {"num_speculative_tokens": 8},
+    "ngram tree W=2 K=8": {"num_speculative_tokens": 8, "tree_width": 2},
+    "ngram tree W=4 K=8": {"num_speculative_tokens": 8, "tree_width": 4},
+    "medusa": {"method": "medusa"},
+    "medusa K=2": {"method": "medusa", "num_speculative_tokens": 2},
+    "medusa tree W=3 K=6": {"method": "medusa", "num_speculative_tokens": 6, "tree_width": 3},
+    "ngram+medusa": {"method": "ngram+medusa"},
+    "draft": {"method": "draft"},
+    "draft K=2": {"method": "draft", "num_speculative_tokens": 2},
+    "ngram+draft": {"method": "ngram+draft"},
+}
+RULES = ("exact", "rejection", "typical")
+
+
+class Run(NamedTuple):
+    """One prompt on one system."""
+
+    token_ids: list[int]
+    seconds: float
+    steps: int
+    drafted: int
+    accepted: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--draft-model", default="smollm2-135m-draft")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=4, help="per kind of text")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    args = parser.parse_args()
+
+    none = SpecConfig(method="none")
+    llm = LLM(args.model, spec=none, dtype="bfloat16", max_model_len=2048, max_num_seqs=1)
+    makers = Makers(llm, args.model, args.draft_model)
+    systems = {name: makers.engine(**spec) for name, spec in SYSTEMS.items() if makers.can(spec)}
+    kinds = {group: common.spec_bench(args.prompts, group) for group in GROUPS}
+    kinds["code edits"] = common.code_edits(args.prompts)
+    prompts = {
+        kind: [llm.chat_prompt([{"role": "user", "content": text}])[-1500:] for text in texts]
+        for kind, texts in kinds.items()
+    }
+    result: dict[str, Any] = {
+        "machine": common.environment(),
+        "model": args.model,
+        "settings": {"repeats": args.repeats, "prompts": args.prompts, "max_tokens": args.max_tokens},
+        "greedy": {},
+    }
+    for kind, given in prompts.items():
+        result["greedy"][kind] = compare(given, systems, args)
+        show(kind, result["greedy"][kind])
+    result["sampled"] = rules(prompts["chat"] + prompts["code edits"], makers, args)
+    for name, row in result["sampled"].items():
+        print(f"{name:30} " + "  ".join(f"{key} {value}" for key, value in row.items()))
+    common.save("drafters", result, args.out)
+
+
+class Makers:
+    """Engines that share the target, the draft model and the heads."""
+
+    def __init__(self, llm: LLM, model_name: str, draft_model: str) -> None:
+        self.llm, model = llm, llm.engine.model
+        self.parts: dict[str, Any] = {}
+        try:
+            self.parts["draft"] = load_model(resolve_model(draft_model), model.dtype, model.device)
+        except FileNotFoundError as error:
+            print(f"without a draft model: {error}")
+        self.parts["medusa"] = Heads.load(default_heads(resolve_model(model_name)), model)
+
+    def can(self, spec: dict[str, Any]) -> bool:
+        return "draft" not in spec.get("method", "") or "draft" in self.parts
+
+    def engine(self, **spec: Any) -> Engine:
+        config = EngineConfig(
+            spec=SpecConfig(**spec), max_model_len=2048, max_num_seqs=1, enable_prefix_caching=False
+        )
+        target, methods = self.llm.engine, config.spec.methods
+        return Engine(
+            config,
+            target.model,
+            target.tokenizer,
+            draft_model=self.parts["draft"] if "draft" in methods else None,
+            heads=self.parts["medusa"] if "medusa" in methods else None,
+        )
+
+
+def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Run:
+    start = time.perf_counter()
+    request = engine.add(prompt, params)
+    while engine.has_work:
+        engine.step()
+    seconds, s = time.perf_counter() - start, request.stats
+    return Run(request.output_ids, seconds, s.num_steps, s.num_drafted, s.num_accepted)
+
+
+def compare(prompts: list[list[int]], systems: dict[str, Engine], args: argparse.Namespace) -> dict[str, Any]:
+    """Per system: tokens per step over all steps, speed-up over none, outputs that differ from none's."""
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    for engine in systems.values():
+        run(engine, prompts[0], params)  # warm up
+    ratios: dict[str, list[float]] = {name: [] for name in systems}
+    last: dict[str, list[Run]] = {}
+    for _ in range(args.repeats):
+        last = {name: [] for name in systems}
+        for prompt in prompts:
+            for name, engine in systems.items():
+                last[name].append(run(engine, prompt, params))
+        rate = {name: tokens_per_second(runs) for name, runs in last.items()}
+        for name in systems:
+            ratios[name].append(rate[name] / rate["none"])
+    table: dict[str, Any] = {}
+    for name, runs in last.items():
+        table[name] = {
+            "tokens_per_step": round(sum(len(r.token_ids) for r in runs) / sum(r.steps for r in runs), 3),
+            "acceptance": round(sum(r.accepted for r in runs) / max(sum(r.drafted for r in runs), 1), 3),
+            "speedup": common.spread(ratios[name]),
+            "outputs_differing": sum(
+                a.token_ids != b.token_ids for a, b in zip(runs, last["none"], strict=True)
+            ),
+        }
+    texts = [r.token_ids for r in last["none"]]
+    table["looping_outputs"] = sum(map(common.is_looping, texts))
+    table["distinct_4grams"] = round(statistics.mean(map(common.distinct_ratio, texts)), 3)
+    return table
+
+
+def tokens_per_second(runs: list[Run]) -> float:
+    return sum(len(r.token_ids) for r in runs) / sum(r.seconds for r in runs)
+
+
+def show(kind: str, table: dict[str, Any]) -> None:
+    print(f"\n{kind} ({table['looping_outputs']} looping outputs)")
+    for name, row in table.items():
+        if isinstance(row, dict):
+            speedup = row["speedup"]
+            print(
+                f"  {name:22} {row['tokens_per_step']:5.2f} tokens per step  "
+                f"{row['acceptance']:4.0%} accepted  "
+                f"{speedup['median']:5.2f}x ({speedup['min']:.2f}-{speedup['max']:.2f})  "
+                f"{row['outputs_differing']} differ",
+                flush=True,
+            )
+
+
+def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) -> dict[str, Any]:
+    """Sampled at temperature 1: what each rule accepts, with the drafters for which it matters."""
+    found: dict[str, Any] = {}
+    for spec in ({"method": "medusa"}, {"method": "draft"}):
+        if not makers.can(spec):
+            continue
+        engine = makers.engine(**spec, num_speculative_tokens=2, acceptance="typical")
+        for rule in RULES:
+            if rule == "rejection" and spec["method"] == "medusa":
+                continue  # point guesses: the same as exact
+            params = [
+                SamplingParams(temperature=1, seed=i, max_tokens=args.max_tokens, acceptance=rule)
+                for i in range(len(prompts))
+            ]
+            runs = [run(engine, prompt, asked) for prompt, asked in zip(prompts, params)]
+            found[f"{spec['method']} K=2, {rule}"] = {
+                "tokens_per_step": round(sum(len(r.token_ids) for r in runs) / sum(r.steps for r in runs), 3),
+                "acceptance": round(sum(r.accepted for r in runs) / sum(r.drafted for r in runs), 3),
+            }
+    return found
+
+
+if __name__ == "__main__":
+    main()
