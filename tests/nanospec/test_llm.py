@@ -8,6 +8,7 @@ token is "!" with the first half of "é", the next one the other half. The last 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from copy import copy
 from itertools import zip_longest
@@ -349,6 +350,48 @@ def test_metrics_are_those_of_all_requests(folder: Path) -> None:
     for name in ("num_steps", "num_drafted", "num_accepted"):
         assert metrics[name] == sum(getattr(output.stats, name) for output in outputs)
     assert json.loads(json.dumps(metrics)) == metrics
+
+
+def test_a_draft_model_is_loaded_by_name_and_must_have_the_same_vocabulary(
+    folder: Path, tmp_path: Path
+) -> None:
+    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
+    spec = SpecConfig(method="draft", draft_model=str(folder), num_speculative_tokens=3)
+    [output] = LLM(folder, spec=spec, **options).generate(after("abcd"), greedy(max_tokens=16))
+    assert output.text == ALPHABET[4:20]
+    assert output.stats.num_accepted == output.stats.num_drafted == 12
+    assert {piece.source for piece in output.pieces} == {-1, -2}
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokenizer.replace('"q":16', '"q":99').replace('"q": 16', '"q": 99'))
+    with pytest.raises(ValueError, match="'q', say, is 16 in the target and 99 in the draft"):
+        LLM(folder, spec=SpecConfig(method="draft", draft_model=str(other)), **options)
+    with pytest.raises(ValueError, match="needs a draft model"):
+        LLM(folder, spec=SpecConfig(method="draft"), **options)
+    with pytest.raises(FileNotFoundError, match="there is no model 'nowhere'"):
+        LLM(folder, spec=SpecConfig(method="draft", draft_model="nowhere"), **options)
+
+
+def test_heads_are_found_by_the_models_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path))
+    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
+    with pytest.raises(FileNotFoundError, match="train some: python weights/train_heads.py"):
+        LLM(folder, spec=SpecConfig(method="medusa"), **options)
+    size, heads = len(TOKENS), {}
+    for i in range(2):
+        heads[f"{i}.0.linear.weight"] = torch.zeros(size, size)
+        heads[f"{i}.0.linear.bias"] = torch.zeros(size)
+        heads[f"{i}.1.weight"] = torch.eye(size).roll(2 + i, 0)  # what follows in the alphabet
+    (tmp_path / "heads").mkdir()
+    save_file(heads, tmp_path / "heads" / f"{folder.name}.safetensors")
+    llm = LLM(folder, spec=SpecConfig(method="medusa", num_speculative_tokens=5), **options)
+    [output] = llm.generate(after("abcd"), greedy(max_tokens=16))
+    assert output.text == ALPHABET[4:20]
+    assert output.stats.num_steps == 6  # the first without drafts
+    assert output.stats.by_drafter == {"medusa": [5, 10, 10]}
 
 
 # SmolLM2: a real model, with its real tokenizer.
