@@ -57,6 +57,7 @@ class Run(NamedTuple):
     steps: int
     drafted: int
     accepted: int
+    logprobs: list[float]
 
 
 def main() -> None:
@@ -131,7 +132,8 @@ def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Run:
     while engine.has_work:
         engine.step()
     seconds, s = time.perf_counter() - start, request.stats
-    return Run(request.output_ids, seconds, s.num_steps, s.num_drafted, s.num_accepted)
+    logprobs = [next(iter(at.values())).logprob for at in request.logprobs]
+    return Run(request.output_ids, seconds, s.num_steps, s.num_drafted, s.num_accepted, logprobs)
 
 
 def compare(prompts: list[list[int]], systems: dict[str, Engine], args: argparse.Namespace) -> dict[str, Any]:
@@ -184,7 +186,8 @@ def show(kind: str, table: dict[str, Any]) -> None:
 
 
 def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) -> dict[str, Any]:
-    """Sampled at temperature 1: what each rule accepts, with the drafters for which it matters."""
+    """Sampled at temperature 1: what each rule accepts, with the drafters for which it matters, and how
+    likely the target finds what comes out: that grows where a rule changes the output."""
     found: dict[str, Any] = {}
     for spec in ({"method": "medusa"}, {"method": "draft"}):
         if not makers.can(spec):
@@ -194,13 +197,16 @@ def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) ->
             if rule == "rejection" and spec["method"] == "medusa":
                 continue  # point guesses: the same as exact
             params = [
-                SamplingParams(temperature=1, seed=i, max_tokens=args.max_tokens, acceptance=rule)
+                SamplingParams(
+                    temperature=1, seed=i, max_tokens=args.max_tokens, acceptance=rule, logprobs=0
+                )
                 for i in range(len(prompts))
             ]
             runs = [run(engine, prompt, asked) for prompt, asked in zip(prompts, params)]
             found[f"{spec['method']} K=2, {rule}"] = {
                 "tokens_per_step": round(sum(len(r.token_ids) for r in runs) / sum(r.steps for r in runs), 3),
                 "acceptance": round(sum(r.accepted for r in runs) / sum(r.drafted for r in runs), 3),
+                "mean_logprob": round(statistics.mean(x for r in runs for x in r.logprobs), 3),
             }
     return found
 

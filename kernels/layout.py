@@ -210,23 +210,21 @@ def report(
 def report_naive(
     rows: Tensor, q_len: Tensor, proposal: Proposal, verdict: Verdict, kept: Tensor, finished: Tensor
 ) -> Tensor:
-    columns = (
-        kept,
-        (q_len - 1).clamp(min=0),
-        (verdict.num_emitted - 1).clamp(min=0),
-        proposal.drafter,
-        proposal.match_len,
-        finished[rows.clamp(min=0).long()].int(),
-    )
-    # The token drawn at one place of the path was drafted as the next.
-    draft = torch.cat((verdict.path[:, 1:], verdict.path[:, :1]), 1).long() - 1
-    place = torch.arange(draft.shape[1], device=rows.device)
-    accepted = place + 1 < verdict.num_emitted[:, None]
-    source = torch.full_like(verdict.path, OWN)
-    if proposal.source.shape[1]:
-        copied = proposal.source.gather(1, draft.clamp(0, proposal.source.shape[1] - 1))
-        source = torch.where(accepted, copied, source)
-    return torch.cat((torch.stack(columns, 1), verdict.emitted, source), 1)
+    codes, sources = finished.tolist(), proposal.source.tolist()
+    columns = (kept, q_len, verdict.num_emitted, proposal.drafter, proposal.match_len, rows)
+    lines = []
+    for b, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        keep, n, emitted, drafter, match, s = row
+        accepted = max(emitted - 1, 0)
+        # The token drawn at one place of the path was drafted as the next.
+        places = verdict.path[b, 1 : accepted + 1].tolist()
+        source = [sources[b][place - 1] for place in places]
+        lines.append(
+            [keep, max(n - 1, 0), accepted, drafter, match, codes[max(s, 0)], *verdict.emitted[b].tolist()]
+            + source
+            + [OWN] * (verdict.emitted.shape[1] - len(source))
+        )
+    return torch.tensor(lines, dtype=torch.int32, device=rows.device)
 
 
 @triton.jit(do_not_specialize=["Q", "k"])
