@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         params = sampling_params(args)
         if args.demo:
-            run_demo(args.model, console, engine_options(args))
+            run_demo(args.model, spec_config(args), console, engine_options(args))
             return 0
         llm = LLM(args.model, spec=spec_config(args), **engine_options(args))
         if args.explain:
@@ -218,7 +218,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="most guesses per step; auto (default) chooses by measured cost and acceptance",
     )
-    add("--prompt-lookup-min", type=int, metavar="N", help="shortest text to look up (default: 1; 3 with a model)")
+    add("--prompt-lookup-min", type=int, metavar="N", help="shortest text to look up (default: 1, or 3)")
     add("--prompt-lookup-max", type=int, metavar="N", help="longest text to look up (default: 8 tokens)")
 
     sampling = parser.add_argument_group("sampling (defaults for all requests)")

@@ -7,7 +7,8 @@ other targets, and the same walk does the rest:
     rule         [S] int8      per request row: EXACT, REJECTION or TYPICAL
     parents      [T] int32     trees only, as for `verify`
     draft_logits [B, K, V]     what the draft at place j + 1 of its row was drawn from; rows contiguous
-    has_probs    [B] bool      whether a row's drafts were drawn from them at all; None: all were
+    has_probs    [B] bool      whether a row's drafts were drawn from them at all, as a chain; None: all
+                               were, but no trees
 
 REJECTION (Leviathan et al., 2023; Chen et al., 2023) is lossless in distribution, though which tokens a
 seed gives depends on the drafts: with p the target's and q the draft model's probabilities, a draft d
@@ -15,7 +16,7 @@ becomes the target with probability min(1, p(d) / q(d)), and a draw from max(p -
 So sum(min(p, q)) of the drafts are accepted, the most that a lossless rule can. EXACT accepts somewhat
 fewer if both draws share their noise, and sum(p q) if they do not. p is what `sample` draws from; q is
 the same of the draft's logits, but penalties count committed tokens only. The last query keeps its
-target, and so do queries that no q is given for (n-gram guesses, all trees): with all of q on the draft,
+target, and so do queries that no q is given for (n-gram guesses, trees): with all of q on the draft,
 a draw from p that may equal it *is* rejection sampling.
 
 TYPICAL (Medusa; Cai et al., 2024) is lossy. Where no draft equals the target's draw, the likeliest of
@@ -98,7 +99,8 @@ def naive(
             continue
         guesses = []
         if asked[s] == REJECTION:
-            if draft_logits is None or parents is not None or not (has_probs is None or has_probs[b]):
+            drawn_from = parents is None if has_probs is None else bool(has_probs[b])
+            if draft_logits is None or not drawn_from:
                 continue
             guesses = list(draft_logits[b])
         start, n = int(batch.q_start[b]), int(batch.q_len[b])
@@ -118,7 +120,7 @@ def naive(
                 token = _typical(scores, [ids[start + c] for c in children], token, s, params)
             matched = [c for c in children if ids[start + c] == token]
             if lazy:
-                drawn = drawn and (batch.ancestors is not None or int(targets[t]) == token)
+                drawn = drawn and (not sample.walks_lazily(batch) or int(targets[t]) == token)
             targets[t] = token
             if lazy and not matched:
                 break
@@ -270,7 +272,7 @@ def launch(
     B, Q, tree, device = batch.num_rows, batch.max_q_len, parents is not None, logits.device
     if Q > MAX_Q_LEN:
         raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_Q_LEN}.")
-    if tree or (draft_logits is not None and draft_logits.shape[1] == 0):
+    if (tree and has_probs is None) or (draft_logits is not None and draft_logits.shape[1] == 0):
         draft_logits = None  # point guesses
     if B == 0 or Q == 1:
         return targets

@@ -24,6 +24,7 @@ rows, the tables of `Params` and everything else contiguous.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -73,7 +74,12 @@ def sample(logits: Tensor, input_ids: Tensor, rows: Tensor, params: Params, batc
     """Draw the target's token at each position. See the module docstring."""
     if use_triton(logits):
         return launch(logits, input_ids, rows, params, batch)
-    return naive(logits, input_ids, rows, params, batch, lazy=batch.ancestors is None)
+    return naive(logits, input_ids, rows, params, batch, lazy=walks_lazily(batch))
+
+
+def walks_lazily(batch: Rows) -> bool:
+    """Whether `naive` draws only what verification reads: it must know whom a draft follows."""
+    return batch.ancestors is None or batch.parents is not None
 
 
 def naive(
@@ -81,8 +87,9 @@ def naive(
 ) -> Tensor:
     """The specification in plain PyTorch; also the CPU path.
 
-    Drawing takes a CPU some 0.2 ms per query. So with `lazy`, for chains, the draw stops at the first
-    draft that is wrong: verification reads no further. What follows stays the plain argmax.
+    Drawing takes a CPU some 0.2 ms per query. So with `lazy` only those are drawn that verification will
+    read: up to the first draft that is wrong, in a tree along the drafts that are right. The others stay
+    the plain argmax.
     """
     targets = argmax(logits).int()
     shaped, temperature = params.shaped.tolist(), params.temperature.tolist()
@@ -90,11 +97,18 @@ def naive(
         if s < 0 or not (shaped[s] or temperature[s] > 0):
             continue  # the argmax was all
         start, n = int(batch.q_start[b]), int(batch.q_len[b])
-        for i in range(n):
+        tree = None if batch.parents is None else batch.parents[start : start + n].tolist()
+        i = 0
+        for _ in range(n):  # ends a walk through parents in a circle too
             if targets[start + i] != NAN_TOKEN:
                 scores, position = scores_of(logits, input_ids, s, params, batch, start, i)
                 targets[start + i] = draw(scores, s, position, params)
-            if lazy and i + 1 < n and targets[start + i] != input_ids[start + i + 1]:
+            after: Iterable[int] = [i + 1] if i + 1 < n else []
+            if lazy:
+                children = after if tree is None else (c for c in range(1, n) if tree[c] == i)
+                after = [c for c in children if input_ids[start + c] == targets[start + i]]
+            i = next(iter(after), -1)
+            if i < 0:
                 break
     return targets
 

@@ -159,7 +159,7 @@ class BucketPolicy:
         self._credit -= extra
         return larger
 
-    def passes(self, rows: Sequence[int], most: int) -> int:
+    def passes(self, rows: Sequence[int], others: int, most: int) -> int:
         """A recorded step runs its model for every draft."""
         return most
 

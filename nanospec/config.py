@@ -87,7 +87,13 @@ class SpecConfig:
                     f"{name}={getattr(self, name)!r} is of no use to method={self.method!r}; use "
                     f"method={method!r}."
                 )
+            if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
+                raise ValueError(f"{name}={getattr(self, name)!r} must be the name of a folder or file.")
         check_number("tree_width", self.tree_width, 1, MAX_TREE_WIDTH)
+        if self.tree_width > 1 and not {"ngram", "medusa"} & set(self.methods):
+            raise ValueError(
+                f"tree_width={self.tree_width} is of no use to method={self.method!r}, which guesses chains."
+            )
         check_acceptance(self.acceptance)
         k = self.num_speculative_tokens
         if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= 63):
@@ -100,6 +106,8 @@ class SpecConfig:
                 f"{self.prompt_lookup_max}."
             )
         check_number("max_speculative_tokens", self.max_speculative_tokens, 1, 63)
+        if not isinstance(self.speculation_lengths, tuple | list):
+            raise ValueError(f"speculation_lengths={self.speculation_lengths!r} must be a tuple of integers.")
         for k in self.speculation_lengths:
             check_number("speculation_lengths", k, 0, 63)
 

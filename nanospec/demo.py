@@ -43,14 +43,14 @@ REQUESTS = {
 }
 
 
-def run_demo(model: str, console: Console, options: dict[str, Any]) -> None:
+def run_demo(model: str, spec: SpecConfig, console: Console, options: dict[str, Any]) -> None:
     """Answer the built-in requests greedily, streaming them, and compare with speculation off."""
     options = {**options, "enable_prefix_caching": False}  # the second run must not profit from the first
     console.line(f"Loading {model} ...", DIM)
-    llm = LLM(model, spec=SpecConfig(), **options)
+    llm = LLM(model, spec=spec, **options)
     console.show_drafts = console.colour
     if console.colour:
-        console.line("Green: guessed from the text so far, and right.", DIM)
+        console.line("Green: guessed, and right.", DIM)
     plain = SamplingParams(temperature=0.0, max_tokens=240, num_speculative_tokens=0)
     speculative = SamplingParams(temperature=0.0, max_tokens=240)
     llm.generate("Warm up.", plain)
@@ -65,9 +65,12 @@ def run_demo(model: str, console: Console, options: dict[str, Any]) -> None:
         rows.append(_row(name, llm.generate(prompt, plain)[0], with_drafts[0]))
     console.line()
     console.table(
-        ("request", "tokens", "plain tok/s", "ngram tok/s", "speed-up", "tokens/step", "accepted", "equal"),
+        (
+            "request", "tokens", "plain tok/s", f"{spec.method} tok/s", "speed-up", "tokens/step", "accepted",
+            "equal",
+        ),
         rows,
-    )
+    )  # fmt: skip
 
 
 def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from .blocks import BlockPool
 from .bucket_policy import BucketCosts, BucketPolicy
 from .config import EngineConfig
 from .drafters import make_drafter
-from .drafters.draft_model import CATCH_UP
 from .graphs import StepGraphs, progress_bar
 from .heads import Heads
 from .kernels import commit
@@ -265,7 +264,7 @@ class Engine:
             self.state.admit(request, self.config.spec)
             self.policy.reset(request.row)
             if self.drafter is not None:
-                self.drafter.admit(request.row)
+                self.drafter.admit(request.row, request.num_draft_computed)
             if self.simulation is not None:
                 self.simulation.admit(request)
         for request in plan.grown:
@@ -278,27 +277,35 @@ class Engine:
         own = [request.params.num_speculative_tokens for request in requests]
         limit = self.max_k
         k = self.policy.choose(rows, max(limit if n is None else min(n, limit) for n in own))
-        if k and self.scheduler.draft_cache:
-            self._catch_up(requests)
         self.metrics.num_forward_steps += 1
         if self.graphs is not None:
+            if k and self.scheduler.draft_cache:
+                self._catch_up(requests)
             result = self.graphs.run(rows, k)
         else:
+            passes = k
+            if k and self.drafter is not None and self.drafter.has_model:
+                drafting = [row for row, n in zip(rows, own, strict=True) if n != 0]
+                passes = self.policy.passes(drafting, len(rows) - len(drafting), k)
             ahead = self.scheduler.slots_ahead
             longest = max(min(r.num_tokens + ahead, r.max_len) for r in requests)
-            result = self.runner.packed_step(rows, k, longest, self.policy)
+            result = self.runner.packed_step(rows, k, passes, longest, self.policy)
         wanted = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
         logprobs = self.runner.logprobs(result, wanted) if max(wanted) >= 0 else None
         return Flight(requests, rows, k, self.runner.fetch(result), logprobs)
 
     def _catch_up(self, requests: list[Request]) -> None:
-        """Let the draft model compute what it has missed of texts it is to continue."""
-        missing = []
+        """Let the draft model compute what it has missed of texts it is to continue, beyond what a recorded
+        step computes itself. (Where steps are not recorded, it does so when it is asked to draft.)"""
+        assert self.drafter is not None
+        missing, budget = [], self.config.max_num_batched_tokens
         for request in requests:
-            first, end = request.num_draft_computed, request.num_tokens - 1
-            if request.params.num_speculative_tokens != 0 and request.num_tokens - first > CATCH_UP:
-                missing.append((request.row, first, end - first))
-                request.num_draft_computed = end
+            first = request.num_draft_computed
+            count = min(request.num_tokens - 1 - first, budget)
+            if request.params.num_speculative_tokens != 0 and count >= self.drafter.catch_up:
+                missing.append((request.row, first, count))
+                request.num_draft_computed += count
+                budget -= count
         if missing:
             with self.metrics.stage("propose"):
                 self.runner.draft_prefill(missing)

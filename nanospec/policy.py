@@ -34,8 +34,9 @@ class Policy(Protocol):
         """K of the next step of these rows, at most `most`."""
         ...
 
-    def passes(self, rows: Sequence[int], most: int) -> int:
-        """The most drafts a model may be run for, at most `most`."""
+    def passes(self, rows: Sequence[int], others: int, most: int) -> int:
+        """The most drafts a model may be run for in a step of these rows, which may draft, and `others`
+        that may not; at most `most`."""
         ...
 
     def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
@@ -57,7 +58,7 @@ class FixedPolicy:
     def choose(self, rows: list[int], most: int) -> int:
         return most
 
-    def passes(self, rows: Sequence[int], most: int) -> int:
+    def passes(self, rows: Sequence[int], others: int, most: int) -> int:
         return most
 
     def limit(self, rows: Tensor, proposal: Proposal) -> Tensor:
@@ -112,7 +113,8 @@ class AutoPolicy:
     _by_match: list[_Estimate] = field(default_factory=list)
     _skipped: dict[int, int] = field(default_factory=dict)
     _credit: float = 0.0  # ms that may go into probes
-    _pass_credit: float = 0.0  # the same for running models, in plain steps
+    _pass_credit: float = 0.0  # the same for running models
+    _probing: bool = False  # a model runs in this step although it does not seem to pay
 
     def __post_init__(self) -> None:
         # A priori a match of n tokens continues with probability (n + 1) / (n + 2).
@@ -121,25 +123,27 @@ class AutoPolicy:
     def choose(self, rows: list[int], most: int) -> int:
         return most
 
-    def passes(self, rows: Sequence[int], most: int) -> int:
+    def passes(self, rows: Sequence[int], others: int, most: int) -> int:
         """Guesses of a model cost time before anybody knows what they are worth: those are made that pay
         if every row takes them, or now and then one as a probe."""
-        B = len(rows)
+        B, all_rows = len(rows), len(rows) + others
+        plain = self.cost.step(all_rows)
         chances = [self.acceptance(row, 0) for row in rows]
-        expected, best, number = float(B), B / self.cost.step(B), 0
+        expected, best, number = float(all_rows), all_rows / plain, 0
         for k in range(1, most + 1):
             expected += sum(a**k for a in chances)
-            rate = expected / (self.cost.step(B * (k + 1)) + self.propose_ms(B, k))
+            rate = expected / (self.cost.step(all_rows + B * k) + self.propose_ms(B, k))
             if rate > best:
                 best, number = rate, k
+        self._probing = not number
         if number:
             return number
-        self._pass_credit = min(self._pass_credit + self.probe_budget, 1.0)
-        price = (self.cost.step(2 * B) + self.propose_ms(B, 1)) / self.cost.step(B) - 1
-        if price > self._pass_credit:
-            return 0
-        self._pass_credit -= price
-        return 1
+        price = self.cost.step(all_rows + B) + self.propose_ms(B, 1) - plain
+        self._pass_credit = min(self._pass_credit + self.probe_budget * plain, max(plain, price))
+        self._probing = price <= self._pass_credit
+        if self._probing:
+            self._pass_credit -= price
+        return int(self._probing)
 
     def acceptance(self, row: int, match_len: int) -> float:
         """Estimated probability that a draft is accepted, given that those before it were."""
@@ -166,6 +170,9 @@ class AutoPolicy:
         taken = [0] * len(names)
         for _, b in gains[:number]:
             taken[b] += 1
+        if self._probing:  # it is paid for
+            for b, match in enumerate(matches):
+                taken[b] = max(taken[b], min(drafts[b], 1) if not match else 0)
         self._probe([b for b in range(len(names)) if drafts[b] and not taken[b]], names, taken)
         return torch.tensor(taken, dtype=torch.int32, device=rows.device)
 
@@ -191,6 +198,8 @@ class AutoPolicy:
             own = self._by_row.setdefault((row, match_len > 0), _Estimate(0.0, 0.0))
             own.add(tried, accepted, self.decay**tried)
             self._by_match[match_len].add(tried, accepted, 0.99)
+            if self._probing and not match_len:  # what was right pays for the next probe
+                self._pass_credit += accepted * self.cost.step(1)
 
     def reset(self, row: int) -> None:
         for matched in (False, True):

@@ -102,7 +102,7 @@ class Runner:
         row, start, count = (torch.tensor(column, device=device) for column in zip(*chunks, strict=True))
         total = sum(n for _, _, n in chunks)
         q_start = count.cumsum(0) - count
-        b = torch.repeat_interleave(torch.arange(len(chunks), device=device), count)
+        b = torch.repeat_interleave(torch.arange(len(chunks), device=device), count, output_size=total)
         positions = torch.arange(total, device=device) - q_start[b] + start[b]
         batch = Rows(
             positions=positions.int(),
@@ -118,10 +118,13 @@ class Runner:
         return row, self.state.tokens[row[b], positions], batch
 
     @torch.inference_mode()
-    def packed_step(self, rows: Sequence[int], k: int, max_kv_len: int, policy: Policy) -> StepResult:
+    def packed_step(
+        self, rows: Sequence[int], k: int, passes: int, max_kv_len: int, policy: Policy
+    ) -> StepResult:
         """A step of these request rows with at most `k` drafts each, as many as `policy` allows.
 
-        `max_kv_len` is an upper bound of the rows' tokens + k.
+        `passes`: the most drafts that a model may be run for. `max_kv_len`: an upper bound of the rows'
+        tokens + k.
         """
         state = self.state
         with self.metrics.stage("propose"):
@@ -131,9 +134,6 @@ class Runner:
                 nobody = torch.zeros(len(rows), NUM_COLUMNS, dtype=torch.int32)
                 logits = torch.zeros(0, self.model.config.vocab_size)
                 return StepResult(nobody, nobody, nobody[:, 0], logits)
-            passes = k
-            if k and self.drafter is not None and self.drafter.has_model:
-                passes = policy.passes(rows, k)
             proposal = self._propose(running, k, passes, max_kv_len)
             if k:
                 proposal = proposal._replace(num_drafts=policy.limit(running, proposal))

@@ -157,9 +157,11 @@ class Scheduler:
         plan.prefill.append((request, start, count))
         request.num_computed += count
         if self.draft_cache and request.params.num_speculative_tokens != 0:
-            first = request.num_draft_computed
-            plan.draft_prefill.append((request, first, start + count - first))
-            request.num_draft_computed = start + count
+            first, budget = request.num_draft_computed, self.max_tokens
+            missing = min(start + count - first, budget - sum(n for _, _, n in plan.draft_prefill))
+            if missing > 0:
+                plan.draft_prefill.append((request, first, missing))
+                request.num_draft_computed += missing
         self.register(request)
         return count
 

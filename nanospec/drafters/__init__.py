@@ -26,6 +26,12 @@ def make_drafter(
 ) -> Drafter | None:
     """The drafter of `spec.method`, None for none; ValueError if what it needs is not given."""
     drafter: Drafter | None = None
+    narrowest = min((window for window in target.config.windows if window is not None), default=None)
+    if spec.tree_width > 1 and narrowest is not None and narrowest <= spec.max_k:
+        raise ValueError(
+            f"Trees of {spec.max_k} drafts do not fit into the model's sliding window of {narrowest} tokens; "
+            "lower num_speculative_tokens or use tree_width=1."
+        )
     for method in reversed(spec.methods if spec.max_k else ()):
         made: Drafter
         if method == "ngram":
@@ -33,11 +39,29 @@ def make_drafter(
         elif method == "draft":
             if draft_model is None:
                 raise ValueError(f"method={spec.method!r} needs a draft model: SpecConfig(draft_model=...).")
-            vocab, keep_logits = target.config.vocab_size, spec.acceptance != "exact"
-            made = ModelDrafter(draft_model, vocab, state, num_blocks, block_size, keep_logits)
+            made = ModelDrafter(
+                draft_model, target.config.vocab_size, state, num_blocks, block_size,
+                keep_logits=spec.acceptance != "exact",
+                catch_up=2 if len(spec.methods) == 1 else spec.max_k + 2,  # what lookup may have drafted
+            )  # fmt: skip
         else:
             if heads is None:
                 raise ValueError(f"method={spec.method!r} needs heads: SpecConfig(heads=...).")
+            check_heads(heads, target, spec.tree_width)
             made = HeadsDrafter(heads, state, target.config.hidden_size, target.dtype, spec.tree_width)
         drafter = made if drafter is None else Fallback(made, drafter)
     return drafter
+
+
+def check_heads(heads: Heads, target: Model, width: int) -> None:
+    """Raise ValueError unless the heads fit the target and can guess so many tokens each."""
+    weight, hidden = heads.blocks[0].biases[0], target.config.hidden_size
+    if len(weight) != heads.num_heads * hidden or weight.dtype != target.dtype:
+        raise ValueError(
+            f"These heads are for hidden states of {len(weight) // heads.num_heads} in {weight.dtype}, but "
+            f"the target's are {hidden} in {target.dtype}; load them for this target."
+        )
+    if heads.token_map is not None and width > len(heads.token_map):
+        raise ValueError(
+            f"tree_width={width} is more than the {len(heads.token_map)} tokens that the heads can guess."
+        )

@@ -28,11 +28,13 @@ class Drafter:
         max_drafts: the most it ever guesses for a row.
         has_model: whether it runs a model, so that `passes` matters.
         has_cache: whether it keeps K/V of its own, which `prefill` fills.
+        catch_up: how many tokens of a row's text may be missing in there when a recorded step begins.
     """
 
     max_drafts = 63
     has_model = False
     has_cache = False
+    catch_up = 0
 
     def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
         """Up to `k` drafts for each of the request rows [B] int32; none for -1.
@@ -49,8 +51,9 @@ class Drafter:
         """See what the target made of the drafts verified: its hidden states [T, H] and its verdict over
         `batch`, which is committed already. `rows` [B]: the running request rows, -1 for none."""
 
-    def admit(self, row: int) -> None:
-        """A new request took the row."""
+    def admit(self, row: int, num_computed: int) -> None:
+        """A new request took the row; the cache holds `num_computed` tokens of it, or will before the next
+        step."""
 
     def prefill(self, rows: Tensor, input_ids: Tensor, batch: Rows) -> None:
         """Compute K/V of pieces of the texts of request rows [B]."""
@@ -81,4 +84,4 @@ def nothing(rows: Tensor, k: int) -> Proposal:
     """No drafts for any of the rows [B]."""
     none = torch.zeros_like(rows)
     grid = none.new_zeros(len(rows), k)
-    return Proposal(grid, none, grid + OWN, none, none + NOBODY)
+    return Proposal(grid, none, grid + OWN, none.clone(), none + NOBODY)

@@ -8,10 +8,10 @@ tokens in both, so the two are allocated, shared, preempted and freed as one. In
 
 * `computed[row]` tokens of the row's text have their K/V in this cache. A rejected draft leaves only
   garbage behind it, so going back costs nothing.
-* A row drafts if at most `CATCH_UP` tokens are missing, which the first pass computes: after a step that
-  it drafted for, one or, if all was accepted, two. More are missing when the row did not draft for a
-  while, or when cached blocks hold only the target's half; the host then has them computed like a piece
-  of a prompt before the next step (`Engine._catch_up`).
+* Before it drafts, a row's missing tokens are computed: after a step that it drafted for, one or, if all
+  was accepted, two; more if others drafted meanwhile, or nobody, or if cached blocks hold only the
+  target's half. A recorded step computes up to `catch_up` of them in its first pass, and rows that miss
+  more do not draft; the host then has them computed like a piece of a prompt (`Engine._catch_up`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..model import Model
 from ..state import State
 from .base import Drafter, nothing, room
 
-CATCH_UP = 2
+MAX_CATCH_UP = 2048  # tokens of all rows, where a step is not recorded
 
 
 class ModelDrafter(Drafter):
@@ -49,10 +49,11 @@ class ModelDrafter(Drafter):
         num_blocks: int,
         block_size: int,
         keep_logits: bool = False,
+        catch_up: int = 2,
     ) -> None:
         """`vocab_size` is the target's; where the two differ in padding, what the target lacks is never
         drafted. `keep_logits`: proposals tell what drafts were drawn from."""
-        self.keep_logits = keep_logits
+        self.keep_logits, self.catch_up = keep_logits, catch_up
         self.model, self.vocab_size, self.block_size = model, vocab_size, block_size
         shape = kv_shape(model, num_blocks, block_size)
         self.kv_cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -61,8 +62,8 @@ class ModelDrafter(Drafter):
         self.computed = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=model.device)
         self._cost: CostTable | None = None
 
-    def admit(self, row: int) -> None:
-        self.computed[row] = 0
+    def admit(self, row: int, num_computed: int) -> None:
+        self.computed[row] = num_computed
 
     def clear(self, blocks: Sequence[int]) -> None:
         if not use_triton(self.kv_cache):
@@ -74,14 +75,62 @@ class ModelDrafter(Drafter):
         self.computed[rows] = torch.maximum(self.computed[rows], batch.base_len + batch.q_len)
 
     def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
+        wanted = room(state, rows, min(k, passes))
+        if passes and use_triton(state.tokens):
+            missing = state.num_tokens[rows.clamp(min=0).long()] - self.computed[rows.clamp(min=0).long()]
+            return self._write_ahead(
+                state, rows, wanted.masked_fill(missing > self.catch_up, 0), k, passes, max_kv_len
+            )
+        proposal = nothing(rows, k)
+        chosen = wanted.nonzero().squeeze(1)
+        if len(chosen):
+            chosen = chosen[self._catch_up(state, rows[chosen].long())]
+        if len(chosen):
+            part = self._write_ahead(state, rows[chosen], wanted[chosen], k, passes, max_kv_len)
+            for whole, own in zip(proposal[:5], part[:5], strict=True):
+                assert whole is not None
+                whole[chosen] = own
+            if part.logits is not None:
+                logits = part.logits.new_zeros(len(rows), *part.logits.shape[1:])
+                logits[chosen] = part.logits
+                proposal = proposal._replace(logits=logits)
+        return proposal
+
+    def _catch_up(self, state: State, rows: Tensor) -> Tensor:
+        """Compute what the request rows [B] miss but for their last two tokens, up to a limit; returns which
+        of them are ready."""
+        first, end = self.computed[rows], state.num_tokens[rows] - 2
+        count = (end - first).clamp(min=0)
+        before = count.cumsum(0) - count
+        count = torch.minimum(count, (MAX_CATCH_UP - before).clamp(min=0))
+        late = count.nonzero().squeeze(1)
+        if len(late):
+            b = torch.repeat_interleave(late, count[late])
+            place = torch.arange(len(b)) - torch.repeat_interleave(before[late], count[late])
+            positions, table = (first[b] + place).long(), state.block_table[rows]
+            slots = table[b, positions // self.block_size] * self.block_size + positions % self.block_size
+            batch = Rows(
+                positions=positions.int(),
+                slots=slots.int(),
+                block_table=table[late],
+                q_start=before[late].int(),
+                q_len=count[late].int(),
+                base_len=first[late],
+                max_q_len=int(count.max()),
+                max_kv_len=int(end.max()),
+                prefill=True,
+            )
+            self.prefill(rows[late], state.tokens[rows[b], positions], batch)
+        return self.computed[rows] >= end
+
+    def _write_ahead(
+        self, state: State, rows: Tensor, wanted: Tensor, k: int, passes: int, max_kv_len: int
+    ) -> Proposal:
+        """`wanted` [B] drafts for each of the rows, all but the first few tokens of which are computed."""
         index = rows.clamp(min=0).long()
         num_tokens, first = state.num_tokens[index], self.computed[index]
-        behind = num_tokens - first
-        wanted = room(state, rows, min(k, passes)).masked_fill(behind > CATCH_UP, 0)
-        if passes == 0 or (not use_triton(state.tokens) and not bool(wanted.any())):
-            return nothing(rows, k)
-        table = state.block_table[index]
-        hidden = self._first_pass(state, index, first, torch.where(wanted > 0, behind, 0), table, max_kv_len)
+        table, count = state.block_table[index], torch.where(wanted > 0, num_tokens - first, 0)
+        hidden = self._first_pass(state, index, first, count, table, max_kv_len)
         drafts: list[Tensor] = []
         logits: list[Tensor] = []
         for j in range(min(k, passes)):
@@ -110,7 +159,7 @@ class ModelDrafter(Drafter):
     ) -> Tensor:
         """Compute `count` [B] tokens of the rows' texts from `first` [B] on; the hidden states [B, H] of
         the last ones."""
-        width = CATCH_UP if use_triton(first) else int(count.max())
+        width = self.catch_up if use_triton(first) else int(count.max())
         place = torch.arange(width, dtype=torch.int32, device=first.device)
         positions = first[:, None] + place
         batch = self._batch(positions, count, table, max_kv_len)

@@ -21,7 +21,7 @@ class Fallback(Drafter):
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self.first, self.second = first, second
         self.max_drafts = max(first.max_drafts, second.max_drafts)
-        self.has_model, self.has_cache = second.has_model, second.has_cache
+        self.has_model, self.has_cache, self.catch_up = second.has_model, second.has_cache, second.catch_up
 
     def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
         found = self.first.propose(state, rows, k, passes, max_kv_len)
@@ -46,8 +46,8 @@ class Fallback(Drafter):
     ) -> None:
         self.second.learn(state, rows, proposal, hidden, batch, verdict)
 
-    def admit(self, row: int) -> None:
-        self.second.admit(row)
+    def admit(self, row: int, num_computed: int) -> None:
+        self.second.admit(row, num_computed)
 
     def prefill(self, rows: Tensor, input_ids: Tensor, batch: Rows) -> None:
         self.second.prefill(rows, input_ids, batch)

@@ -18,6 +18,7 @@ import time
 import torch
 from torch import Tensor
 
+from ..costs import synchronize
 from ..heads import Heads
 from ..kernels.dispatch import use_triton
 from ..kernels.proposal import GUESSED, HEADS, NOBODY, OWN, Proposal
@@ -61,7 +62,7 @@ class HeadsDrafter(Drafter):
         self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._ms: dict[int, float] = {}
 
-    def admit(self, row: int) -> None:
+    def admit(self, row: int, num_computed: int) -> None:
         self.drawn_at[row] = 0
 
     def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
@@ -122,6 +123,7 @@ class HeadsDrafter(Drafter):
             for _ in range(4):
                 start = time.perf_counter()
                 self.heads.top(hidden, self.width)
+                synchronize(self.device)
                 times.append((time.perf_counter() - start) * 1e3)
             self._ms[batch] = min(times)
 

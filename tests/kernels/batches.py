@@ -23,6 +23,7 @@ def make_rows(q_len: list[int], base_len: list[int], uniform: bool, tree: bool =
     total = len(q_len) * widest if uniform else max(sum(q_len), 1)
     positions = torch.zeros(total, dtype=torch.int32)
     ancestors = torch.zeros(total, dtype=torch.int64) if tree else None
+    parents = torch.zeros(total, dtype=torch.int32) if tree else None
     rng = random.Random(sum(q_len))
     for start, n, base in zip(starts.tolist(), q_len, base_len):
         for i in range(n):
@@ -31,8 +32,10 @@ def make_rows(q_len: list[int], base_len: list[int], uniform: bool, tree: bool =
             if ancestors is not None:
                 above = int(ancestors[start + parent]) if i else 0
                 ancestors[start + i] = above | 1 << i
+            if parents is not None:
+                parents[start + i] = max(parent, 0)
     return Rows(positions, positions, torch.zeros(len(q_len), 1, dtype=torch.int32), starts, lengths,
-                torch.tensor(base_len, dtype=torch.int32), widest, 1000, ancestors)  # fmt: skip
+                torch.tensor(base_len, dtype=torch.int32), widest, 1000, ancestors, parents)  # fmt: skip
 
 
 def make_params(V: int, **rows: object) -> Params:

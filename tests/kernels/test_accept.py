@@ -81,6 +81,11 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
         draft_logits[rows.index(2), 0, 0] = math.nan
         draft_logits[rows.index(3), 0] = -math.inf
     row_ids = ints(*rows)
+    parents = make_parents(batch) if form == "tree" else None
+    has_probs = None if seed % 2 else torch.tensor(rng.sample([True, True, True, True, False], 5))
+    if parents is not None and has_probs is not None:  # beside trees, chains may have been drawn
+        for b, (start, n) in enumerate(zip(batch.q_start.tolist(), q_len)):
+            has_probs[b] = parents[start : start + n].tolist() == list(range(-1, n - 1))
     return {
         "targets": sample.naive(logits, input_ids, row_ids, params, batch),
         "logits": logits,
@@ -89,9 +94,9 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
         "params": params,
         "batch": batch,
         "rule": rules(*rng.sample([EXACT, REJECTION, TYPICAL, REJECTION, TYPICAL], S)),
-        "parents": make_parents(batch) if form == "tree" else None,
+        "parents": parents,
         "draft_logits": None if form == "ngram" else draft_logits,
-        "has_probs": None if seed % 2 else torch.tensor(rng.sample([True, True, True, True, False], 5)),
+        "has_probs": has_probs,
     }
 
 
@@ -103,8 +108,8 @@ def check_rows_that_keep_their_targets(case: dict[str, Any], targets: Tensor) ->
     params, rule = case["params"], case["rule"].tolist()
     for b, s in enumerate(case["rows"].tolist()):
         own = places(case["batch"], b)
-        guess = case["draft_logits"] is None or case["parents"] is not None
-        guess = guess or not (case["has_probs"] is None or case["has_probs"][b])
+        drawn = case["parents"] is None if case["has_probs"] is None else case["has_probs"][b]
+        guess = case["draft_logits"] is None or not drawn
         if s >= 0 and (rule[s] == EXACT or params.temperature[s] == 0 or (rule[s] == REJECTION and guess)):
             assert torch.equal(targets[own], case["targets"][own])
         if s >= 0:
@@ -141,7 +146,7 @@ def test_lazy_walk_gives_the_same_verdict(form: str) -> None:
         expected = verify.naive(accept.naive(**case), *verdict)
         check_rows_that_keep_their_targets(case, accept.naive(**case))
         arguments = {name: case[name] for name in ("logits", "input_ids", "rows", "params", "batch")}
-        lazy = sample.naive(**arguments, lazy=form != "tree")
+        lazy = sample.naive(**arguments, lazy=True)
         further += int((expected.num_emitted > verify.naive(lazy, *verdict).num_emitted).sum())
         with dispatch.forced("naive"):
             actual = verify.naive(accept.accept(**{**case, "targets": lazy}), *verdict)

@@ -264,6 +264,24 @@ def test_lazy_drawing_stops_where_verification_does() -> None:
     assert torch.equal(actual.emitted, expected.emitted)
 
 
+def test_lazy_drawing_of_trees_follows_the_walk_of_verification() -> None:
+    V, Q = 4, 12  # so few tokens that walks go deep
+    rows, params = torch.arange(S, dtype=torch.int32), make_params(V, temperature=[1.0, 1.0, 0.3, 0.0])
+    deepest = drawn = 0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        batch = make_rows([Q, Q - seed % 3, Q, Q], [5] * S, True, tree=True)
+        ids = torch.randint(0, V, (S * Q,), generator=generator, dtype=torch.int32)
+        logits = torch.randn(S * Q, V, generator=generator)
+        full = sample.naive(logits, ids, rows, params, batch)
+        lazy = sample.sample(logits, ids, rows, params, batch)
+        expected, actual = (verify.naive(x, ids, batch, batch.parents) for x in (full, lazy))
+        assert torch.equal(actual.emitted, expected.emitted)
+        deepest, drawn = max(deepest, int(expected.num_emitted.max())), drawn + int((full != lazy).sum())
+    assert deepest >= 4
+    assert drawn > 0  # not all was drawn
+
+
 # The kernel, in the interpreter.
 
 

@@ -79,6 +79,21 @@ def test_a_draft_model_equal_to_the_target_is_always_right(model: Model, rule: s
         assert request.stats.num_accepted == request.stats.num_drafted > 10
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_models_chains_are_rejected_by_ratio_beside_trees_too(
+    model: Model, draft: Model, mode: str
+) -> None:
+    outputs = []
+    for width in (1, 2):  # where lookup has nothing to say
+        guess = {"tree_width": width, "prompt_lookup_min": 4}
+        engine = engine_of(model, draft, "rejection", guess=guess, **MODES[mode])
+        requests = run(engine, jobs_with("rejection", 8))
+        outputs.append([request.output_ids for request in requests])
+        assert engine.metrics.spec.by_drafter["draft"][1] > 100
+    same = sum(a == b for a, b in zip(*outputs, strict=True))
+    assert same >= 6  # what lookup drafts may differ
+
+
 def law(model: Model, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
     """The probability of every output of `length` tokens."""
     found: dict[tuple[int, ...], float] = {(): 1.0}

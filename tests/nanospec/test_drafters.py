@@ -11,6 +11,8 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
+from nanospec.costs import CostTable
+from nanospec.drafters import draft_model
 from nanospec.drafters.parallel import tree_paths
 from nanospec.heads import Heads
 from nanospec.kernels.linear import pack
@@ -254,9 +256,97 @@ def test_a_method_says_what_it_lacks(model: Model, method: str) -> None:
         ({"method": "ngram", "draft_model": "x"}, "of no use"),
         ({"method": "draft", "heads": "x"}, "of no use"),
         ({"tree_width": 0}, "tree_width"),
+        ({"method": "draft", "tree_width": 2}, "guesses chains"),
+        ({"method": "draft", "draft_model": 5}, "name of a folder"),
+        ({"speculation_lengths": 4}, "tuple of integers"),
         ({"acceptance": "lossy"}, "acceptance"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         SpecConfig(**options)
+
+
+def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Will hold the size of every piece of text that the draft model computes outside of drafting."""
+    sizes: list[int] = []
+    drafter = engine.drafter
+    drafter = getattr(drafter, "second", drafter)
+    prefill = drafter.prefill
+
+    def spy(rows: torch.Tensor, input_ids: torch.Tensor, batch: Any) -> None:
+        sizes.append(len(input_ids))
+        prefill(rows, input_ids, batch)
+
+    monkeypatch.setattr(drafter, "prefill", spy)
+    return sizes
+
+
+def test_a_draft_model_rests_while_lookup_finds_something(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(cycle_model(), 5, guess=WAYS["ngram+draft"], draft_model=cycle_model())
+    sizes = draft_prefills(engine, monkeypatch)
+    [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=60))])
+    assert request.stats.by_drafter.keys() == {"ngram"}
+    assert sizes == [39]  # the prompt
+
+
+def test_a_draft_model_that_does_not_pay_is_hardly_run(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(
+        model, "auto", guess=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400
+    )
+    policy: Any = engine.policy
+    policy.cost = CostTable([1, 64], [10.0, 40.0])
+    policy.propose_ms = lambda rows, passes: 5.0 * passes
+    sizes = draft_prefills(engine, monkeypatch)
+    [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=300))])
+    assert len(sizes) <= 25
+    assert request.stats.num_drafted <= 40
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_a_row_drafts_at_once_when_its_whole_prompt_is_cached(model: Model, lag: bool) -> None:
+    engine = make_engine(
+        model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=lag, enforce_eager=not lag
+    )
+    job = Job(list(range(33)), SamplingParams(temperature=0, max_tokens=20))
+    steps = [run(engine, [job])[0].stats.num_steps for _ in range(2)]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_draft_model_missed_is_computed_in_pieces(
+    model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model, "MAX_CATCH_UP", 32)
+    options = {"max_num_batched_tokens": 32, "max_model_len": 256, **MODES[mode]}
+    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, **options)
+    rng = random.Random(0)
+    prompts = [rng.choices(range(VOCAB), k=150) for _ in range(3)]
+    plain, spec = (
+        SamplingParams(temperature=0, max_tokens=40, num_speculative_tokens=k) for k in (0, None)
+    )
+    run(engine, [Job(prompt, plain) for prompt in prompts])
+    sizes = draft_prefills(engine, monkeypatch)
+    requests = run(engine, [Job(prompt, spec) for prompt in prompts])
+    assert max(sizes) <= 32
+    assert sum(sizes) >= 3 * 140
+    for request in requests:
+        assert request.stats.num_drafted == request.stats.num_accepted > 0
+
+
+def test_heads_must_fit_the_target(model: Model) -> None:
+    other = tiny_model(hidden_size=48, num_heads=3, num_kv_heads=3)
+    with pytest.raises(ValueError, match="hidden states of 48"):
+        make_engine(model, 3, guess={"method": "medusa"}, heads=Heads.random(other, 2))
+    with pytest.raises(ValueError, match="more than the 4 tokens"):
+        make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=Heads.random(model, 2, 4))
+
+
+def test_trees_must_fit_into_a_sliding_window() -> None:
+    with pytest.raises(ValueError, match="sliding window of 8"):
+        make_engine(tiny_model(windows=(None, 8)), 8, guess={"tree_width": 2})
+    make_engine(tiny_model(windows=(None, 8)), 8, guess={"tree_width": 1})

@@ -193,3 +193,44 @@ def test_a_fixed_policy_takes_all() -> None:
     policy.reset(0)
     asked = proposal([3, 0, 16])
     assert policy.limit(torch.arange(3), asked).tolist() == [3, 0, 16]
+
+
+def model_policy(pass_ms: float) -> AutoPolicy:
+    return AutoPolicy(
+        CostTable([1, 64], [10.0, 40.0]), max_match=4, propose_ms=lambda rows, passes: pass_ms * passes
+    )
+
+
+def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[int]:
+    """Drafts verified in each step, of a model that is always right or never."""
+    rows, found = list(range(B)), []
+    for _ in range(steps):
+        k = policy.passes(rows, 0, 8)
+        offered = torch.full((B,), k, dtype=torch.int32)
+        grid, none = offered.new_zeros(B, 8), torch.zeros_like(offered)
+        drafts = policy.limit(torch.tensor(rows), Proposal(grid, offered, grid, none, none)).tolist()
+        for row, n in zip(rows, drafts, strict=True):
+            policy.observe(row, 0, n, n if right else 0)
+        found.append(sum(drafts))
+    return found
+
+
+@pytest.mark.parametrize("B", [1, 8])
+def test_a_model_that_becomes_right_is_noticed(B: int) -> None:
+    policy = model_policy(1.0)
+    drafted_steps(policy, B, False, 200)
+    assert sum(drafted_steps(policy, B, False, 100)) <= 20 * B
+    later = drafted_steps(policy, B, True, 120)
+    assert min(later[-20:]) >= 2 * B
+
+
+def test_a_model_that_costs_more_than_it_can_give_is_hardly_run() -> None:
+    policy = model_policy(30.0)
+    assert sum(1 for n in drafted_steps(policy, 1, True, 300) if n) <= 40
+
+
+def test_rows_that_may_not_draft_gain_nothing_by_a_model() -> None:
+    policy = model_policy(4.0)
+    policy._by_match[0].add(100, 90, 1.0)
+    assert policy.passes([0], 0, 8) > 0
+    assert policy.passes([0], 30, 8) == 0
