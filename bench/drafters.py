@@ -30,6 +30,7 @@ from nanospec.engine import Engine
 from nanospec.heads import Heads
 from nanospec.hub import default_heads, resolve_model
 from nanospec.loader import load_model
+from nanospec.token_map import load_token_map
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -104,7 +105,9 @@ class Makers:
         self.llm, model = llm, llm.engine.model
         self.parts: dict[str, Any] = {}
         try:
-            self.parts["draft"] = load_model(resolve_model(draft_model), model.dtype, model.device)
+            folder = resolve_model(draft_model)
+            self.parts["draft"] = load_model(folder, model.dtype, model.device)
+            self.parts["token_map"] = load_token_map(folder, model.config.vocab_size)
         except FileNotFoundError as error:
             print(f"without a draft model: {error}")
         self.parts["medusa"] = Heads.load(default_heads(resolve_model(model_name)), model)
@@ -123,6 +126,7 @@ class Makers:
             target.tokenizer,
             draft_model=self.parts["draft"] if "draft" in methods else None,
             heads=self.parts["medusa"] if "medusa" in methods else None,
+            token_map=self.parts["token_map"] if "draft" in methods else None,
         )
 
 

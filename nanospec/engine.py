@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from .blocks import BlockPool
 from .bucket_policy import BucketCosts, BucketPolicy
 from .config import EngineConfig
@@ -68,9 +70,10 @@ class Engine:
         simulation: Simulation | None = None,
         draft_model: Model | None = None,
         heads: Heads | None = None,
+        token_map: Tensor | None = None,
     ) -> None:
-        """`draft_model` and `heads` are for the methods that need them. `simulation` is for benchmarks: it
-        makes up the output (see `simulation.py`)."""
+        """`draft_model` (with the only tokens that it may guess, `token_map` [Vd]) and `heads` are for the
+        methods that need them. `simulation` is for benchmarks: it makes up the output."""
         self.config, self.model, self.tokenizer = config, model, tokenizer
         spec, size = config.spec, config.block_size
         num_blocks, self.max_model_len = plan_cache(config, model, draft_model)
@@ -85,7 +88,9 @@ class Engine:
             model.config.vocab_size,
             model.device,
         )
-        drafter = make_drafter(spec, self.state, model, num_blocks, size, draft_model, heads)
+        drafter = make_drafter(
+            spec, self.state, model, num_blocks, size, draft_model, heads, token_map
+        )
         self.simulation = simulation
         if simulation is not None:
             drafter = simulation.drafter or drafter

@@ -31,13 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels.linear import linear, pack
-from .loader import STORED_DTYPES, _listed, _open
+from .loader import STORED_DTYPES, listed, open_safetensors
 from .model import Model
+from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 PREFIX = "medusa_head."
-TOKEN_MAP = "token_map"
-PIECE = 64  # columns of a packed lm_head that are read at once
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,14 @@ class Heads:
             ValueError: it is corrupt or does not fit the model.
         """
         file = _find(Path(path))
-        with _open(file) as handle:
+        with open_safetensors(file) as handle:
             names: list[str] = handle.keys()
             stored = {name.removeprefix(PREFIX): name for name in names}
             num_heads, num_layers = _count(file, stored)
-            token_map = _token_map(file, handle, stored, model)
+            token_map = None
+            if TOKEN_MAP in stored:
+                ids = handle.get_tensor(stored[TOKEN_MAP])
+                token_map = checked_token_map(ids, file, model.config.vocab_size).to(model.device)
             _check(file, handle, stored, num_heads, num_layers, token_map, model)
 
             def get(name: str) -> Tensor | None:
@@ -173,24 +175,6 @@ def _assemble(
     return Heads(num_heads, tuple(blocks), projections, token_map)
 
 
-def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
-    """The rows of the target's lm_head for the tokens [n] int64, not packed: [n, H].
-
-    A packed lm_head cannot be read, but products with 0 and 1 are exact: the unit vectors give its columns.
-    """
-    if model.config.tie_word_embeddings:
-        return model.embedding[tokens]
-    if not model.lm_head.is_mkldnn:
-        return model.lm_head[tokens]
-    hidden = model.config.hidden_size
-    rows = torch.empty(len(tokens), hidden, dtype=model.dtype)
-    units = torch.eye(hidden, dtype=model.dtype)
-    for start in range(0, hidden, PIECE):
-        columns = model.logits(units[start : start + PIECE])[:, tokens]  # [PIECE, n]
-        rows[:, start : start + PIECE] = columns.T
-    return rows
-
-
 def _find(path: Path) -> Path:
     if path.is_file():
         return path
@@ -211,7 +195,7 @@ def _count(file: Path, stored: dict[str, str]) -> tuple[int, int]:
     if not blocks:
         raise ValueError(
             f"{file} holds no heads: no tensor has a name such as '0.0.linear.weight' (it has "
-            f"{_listed(stored) or 'no tensors'}); give a file of Medusa heads."
+            f"{listed(stored) or 'no tensors'}); give a file of Medusa heads."
         )
     num_heads, num_layers = (max(column) + 1 for column in zip(*blocks.values(), strict=True))
     names = (f"{head}.{layer}" for head in range(num_heads) for layer in range(num_layers))
@@ -222,28 +206,6 @@ def _count(file: Path, stored: dict[str, str]) -> tuple[int, int]:
             f"{num_layers - 1}; download it again."
         )
     return num_heads, num_layers
-
-
-def _token_map(file: Path, handle: Any, stored: dict[str, str], model: Model) -> Tensor | None:
-    """The tensor `token_map` [Vd] as int64 on the model's device, checked; None if there is none."""
-    if TOKEN_MAP not in stored:
-        return None
-    ids: Tensor = handle.get_tensor(stored[TOKEN_MAP])
-    size = model.config.vocab_size
-    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or len(ids) == 0:
-        raise ValueError(
-            f"{TOKEN_MAP} in {file} must be a list of token ids, int32 or int64, not "
-            f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}."
-        )
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"{TOKEN_MAP} in {file} names token {low if low < 0 else high}, but the model's tokens are 0 to "
-            f"{size - 1}; these heads belong to another model."
-        )
-    if len(ids.unique()) < len(ids):
-        raise ValueError(f"{TOKEN_MAP} in {file} names a token twice; its {len(ids)} ids must differ.")
-    return ids.to(device=model.device, dtype=torch.int64, copy=True)
 
 
 def _check(
@@ -278,7 +240,7 @@ def _check(
         "of the wrong shape": misshapen,
         f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
     }
-    found = [f"{len(n)} tensor(s) {what}: {_listed(n)}" for what, n in problems.items() if n]
+    found = [f"{len(n)} tensor(s) {what}: {listed(n)}" for what, n in problems.items() if n]
     if found:
         raise ValueError(
             f"The {num_heads} heads of {num_layers} block(s) in {file} do not fit the model (hidden size "

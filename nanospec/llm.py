@@ -24,6 +24,7 @@ from .metrics import SpecStats
 from .model_config import ModelConfig
 from .request import Logprob, Piece, Request, Status
 from .sampling import SamplingParams
+from .token_map import load_token_map
 from .tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
@@ -132,14 +133,17 @@ class LLM:
         tokenizer = Tokenizer(folder)
         dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
         target = load_model(folder, dtype, device)
-        asked, draft_model, heads = self.config.spec, None, None
+        asked, draft_model, heads, token_map = self.config.spec, None, None, None
         if "draft" in asked.methods and asked.draft_model is not None:
             other = resolve_model(asked.draft_model)
             check_same_vocabulary(tokenizer, Tokenizer(other))
             draft_model = load_model(other, dtype, device)
+            token_map = load_token_map(other, min(target.config.vocab_size, draft_model.config.vocab_size))
         elif "medusa" in asked.methods:
             heads = Heads.load(asked.heads or default_heads(folder), target)
-        self.engine = Engine(self.config, target, tokenizer, draft_model=draft_model, heads=heads)
+        self.engine = Engine(
+            self.config, target, tokenizer, draft_model=draft_model, heads=heads, token_map=token_map
+        )
         self._groups = itertools.count()
 
     @property

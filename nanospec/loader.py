@@ -74,7 +74,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str)
     with ExitStack() as stack:
         source: dict[str, Any] = {}  # tensor name -> the open file that has it
         for file in weight_files(folder):
-            handle = stack.enter_context(_open(file))
+            handle = stack.enter_context(open_safetensors(file))
             source.update(dict.fromkeys(handle.keys(), handle))
         _check(folder, config, source)
 
@@ -102,7 +102,7 @@ def weight_files(folder: Path) -> list[Path]:
             "model.safetensors.index.json, which says how they belong together."
         )
     other = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pth", ".gguf")]
-    hint = f" (found {_listed(other)}; convert to safetensors first)" if other else ""
+    hint = f" (found {listed(other)}; convert to safetensors first)" if other else ""
     raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}.")
 
 
@@ -122,12 +122,13 @@ def _shards(index: Path) -> list[Path]:
     if missing:
         raise FileNotFoundError(
             f"{index.parent} lacks {len(missing)} of the {len(names)} shards that {index.name} "
-            f"names: {_listed(missing)}; download the model again."
+            f"names: {listed(missing)}; download the model again."
         )
     return [index.parent / name for name in names]
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
+    """The open file, for tensor-wise reading; ValueError if it is corrupt."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
@@ -155,7 +156,7 @@ def _check(folder: Path, config: ModelConfig, source: Mapping[str, Any]) -> None
         "of the wrong shape": misshapen,
         f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
     }
-    found = [f"{len(n)} tensor(s) {what}: {_listed(n)}" for what, n in problems.items() if n]
+    found = [f"{len(n)} tensor(s) {what}: {listed(n)}" for what, n in problems.items() if n]
     if found:
         raise ValueError(f"The weights in {folder} do not fit its config.json: {'; '.join(found)}.")
 
@@ -166,7 +167,7 @@ def _harmless(name: str, config: ModelConfig) -> bool:
     return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """The first few, sorted, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""

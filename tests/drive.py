@@ -57,6 +57,7 @@ def make_engine(
     guess: dict[str, Any] | None = None,
     draft_model: Model | None = None,
     heads: Heads | None = None,
+    token_map: Tensor | None = None,
     **options: Any,
 ) -> Engine:
     """An engine without tokenizer; k drafts per step (None: method "none"), `num_blocks` pages; `guess`
@@ -72,7 +73,7 @@ def make_engine(
         per_token = sum(m.config.kv_bytes_per_token(m.dtype) for m in models)
         options["kv_cache_memory"] = num_blocks * per_token * size
     config = EngineConfig(spec=spec, **{**DEFAULTS, **options})
-    return Engine(config, model, draft_model=draft_model, heads=heads)
+    return Engine(config, model, draft_model=draft_model, heads=heads, token_map=token_map)
 
 
 def finish(engine: Engine, max_steps: int = 5000) -> None:

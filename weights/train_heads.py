@@ -39,11 +39,12 @@ from tqdm import tqdm
 
 from nanospec import LLM, SpecConfig
 from nanospec.config import check_number
-from nanospec.heads import TOKEN_MAP, Heads, lm_head_rows
+from nanospec.heads import Heads
 from nanospec.hub import resolve_model
 from nanospec.kernels.rows import Rows
 from nanospec.model import Model
 from nanospec.model_config import ModelConfig
+from nanospec.token_map import TOKEN_MAP, lm_head_rows
 
 HELD_OUT = 16  # of so many texts, one is kept for measuring
 WINDOW = 1024  # tokens of a conversation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..config import SpecConfig
 from ..heads import Heads
 from ..model import Model
@@ -23,6 +25,7 @@ def make_drafter(
     block_size: int,
     draft_model: Model | None = None,
     heads: Heads | None = None,
+    token_map: Tensor | None = None,
 ) -> Drafter | None:
     """The drafter of `spec.method`, None for none; ValueError if what it needs is not given."""
     drafter: Drafter | None = None
@@ -43,6 +46,7 @@ def make_drafter(
                 draft_model, target.config.vocab_size, state, num_blocks, block_size,
                 keep_logits=spec.acceptance != "exact",
                 catch_up=2 if len(spec.methods) == 1 else spec.max_k + 2,  # what lookup may have drafted
+                token_map=token_map,
             )  # fmt: skip
         else:
             if heads is None:

@@ -24,12 +24,14 @@ from torch import Tensor
 
 from ..costs import CostTable, forward_cost, kv_shape
 from ..kernels.dispatch import use_triton
+from ..kernels.linear import linear, pack
 from ..kernels.proposal import GUESSED, MODEL, NOBODY, OWN, Proposal
 from ..kernels.rows import Rows
 from ..kernels.sample import sample
 from ..kernels.verify import Verdict
 from ..model import Model
 from ..state import State
+from ..token_map import lm_head_rows
 from .base import Drafter, nothing, room
 
 MAX_CATCH_UP = 2048  # tokens of all rows, where a step is not recorded
@@ -50,9 +52,13 @@ class ModelDrafter(Drafter):
         block_size: int,
         keep_logits: bool = False,
         catch_up: int = 2,
+        token_map: Tensor | None = None,
     ) -> None:
         """`vocab_size` is the target's; where the two differ in padding, what the target lacks is never
-        drafted. `keep_logits`: proposals tell what drafts were drawn from."""
+        drafted. `keep_logits`: proposals tell what drafts were drawn from. `token_map` [Vd] int64: the only
+        tokens to draft, None for all."""
+        self.token_map = None if token_map is None else token_map.to(model.device)
+        self._lm_head = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
         self.keep_logits, self.catch_up = keep_logits, catch_up
         self.model, self.vocab_size, self.block_size = model, vocab_size, block_size
         shape = kv_shape(model, num_blocks, block_size)
@@ -139,7 +145,7 @@ class ModelDrafter(Drafter):
             batch = self._batch(position[:, None], active.int(), table, max_kv_len)
             if j:
                 hidden = self.model.forward(drafts[-1], self.kv_cache, batch)
-            logits.append(self._fit(self.model.logits(hidden)))
+            logits.append(self._fit(linear(hidden, self._lm_head)))
             running = torch.where(active, rows, -1)
             drawn = sample(logits[-1], torch.zeros_like(rows), running, state.params, batch)
             drafts.append(torch.where(active, drawn.clamp(min=0), 0))
@@ -191,7 +197,11 @@ class ModelDrafter(Drafter):
         return input_ids.clamp(max=self.model.config.vocab_size - 1)
 
     def _fit(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, which may be padded to another size."""
+        """Logits over the target's vocabulary, which may be padded to another size; -inf for what is never
+        drafted."""
+        if self.token_map is not None:
+            everything = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+            return everything.index_copy_(1, self.token_map, logits)
         missing = self.vocab_size - logits.shape[1]
         if missing > 0:
             return F.pad(logits, (0, missing), value=float("-inf"))

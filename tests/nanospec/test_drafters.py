@@ -350,3 +350,20 @@ def test_trees_must_fit_into_a_sliding_window() -> None:
     with pytest.raises(ValueError, match="sliding window of 8"):
         make_engine(tiny_model(windows=(None, 8)), 8, guess={"tree_width": 2})
     make_engine(tiny_model(windows=(None, 8)), 8, guess={"tree_width": 1})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_model_may_guess_from_a_part_of_the_vocabulary(model: Model, mode: str) -> None:
+    token_map = torch.arange(0, VOCAB, 2)
+    jobs = plain_jobs(5, 5, temperature=0.9)
+    engine = make_engine(
+        model, 3, guess=WAYS["draft"], draft_model=model, token_map=token_map, **MODES[mode]
+    )
+    requests = run(engine, jobs)
+    for request, wanted in zip(requests, alone(model, jobs), strict=True):
+        assert_same(outcome(request), wanted)
+    stats = engine.metrics.spec
+    assert 0 < stats.num_accepted < stats.num_drafted
+    for request in requests:  # what is drafted right is in the part
+        for token, source in zip(request.output_ids, request.draft_sources, strict=True):
+            assert source == OWN or token % 2 == 0

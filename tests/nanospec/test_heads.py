@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanospec.heads import FILES, Heads, lm_head_rows
+from nanospec.heads import FILES, Heads
 from nanospec.kernels.dispatch import forced
 from nanospec.model import Model
+from nanospec.token_map import lm_head_rows
 from tests.tiny import tiny_config
 from tests.util import assert_close
 
