@@ -218,7 +218,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="most guesses per step; auto (default) chooses by measured cost and acceptance",
     )
-    add("--prompt-lookup-min", type=int, metavar="N", help="shortest text to look up (default: 1, or 3)")
+    add("--prompt-lookup-min", type=int, metavar="N", help="shortest text to look up (default: 1 token)")
     add("--prompt-lookup-max", type=int, metavar="N", help="longest text to look up (default: 8 tokens)")
 
     sampling = parser.add_argument_group("sampling (defaults for all requests)")

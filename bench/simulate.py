@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="a model's folder or name")
-    parser.add_argument("--min", type=int, default=SpecConfig().min_n, help="prompt_lookup_min")
+    parser.add_argument("--min", type=int, default=SpecConfig.prompt_lookup_min, help="prompt_lookup_min")
     parser.add_argument("--max", type=int, default=SpecConfig.prompt_lookup_max, help="prompt_lookup_max")
     parser.add_argument("--texts", type=int, default=40, help="per workload")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)

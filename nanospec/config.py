@@ -61,8 +61,7 @@ class SpecConfig:
         num_speculative_tokens: K, the most drafts verified per request and step; "auto" chooses by
             measured cost and observed acceptance, up to `max_speculative_tokens`.
         prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that is looked up. Longer
-            suffixes match less often and more reliably. The shortest is 1 by default, and 3 where a model
-            guesses otherwise.
+            suffixes match less often and more reliably.
         max_speculative_tokens: the bound of "auto".
         speculation_lengths: the Ks for which steps are recorded (GPU), as far as the bounds above allow.
     """
@@ -73,7 +72,7 @@ class SpecConfig:
     tree_width: int = 1
     acceptance: str = "exact"
     num_speculative_tokens: int | Literal["auto"] = "auto"
-    prompt_lookup_min: int | None = None
+    prompt_lookup_min: int = 1
     prompt_lookup_max: int = 8
     max_speculative_tokens: int = 16
     speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -99,8 +98,8 @@ class SpecConfig:
         if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= 63):
             raise ValueError(f"num_speculative_tokens={k!r} must be 'auto' or an int from 0 to 63.")
         check_number("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
-        check_number("prompt_lookup_min", self.min_n, 1, 32)
-        if self.min_n > self.prompt_lookup_max:
+        check_number("prompt_lookup_min", self.prompt_lookup_min, 1, 32)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} must not exceed prompt_lookup_max="
                 f"{self.prompt_lookup_max}."
@@ -115,13 +114,6 @@ class SpecConfig:
     def methods(self) -> tuple[str, ...]:
         """Who guesses, first come first; nobody: ()."""
         return () if self.method == "none" else tuple(self.method.split("+"))
-
-    @property
-    def min_n(self) -> int:
-        """The shortest suffix that is looked up."""
-        if self.prompt_lookup_min is not None:
-            return self.prompt_lookup_min
-        return min(3, self.prompt_lookup_max) if len(self.methods) > 1 else 1
 
     @property
     def max_k(self) -> int:

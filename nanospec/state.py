@@ -78,7 +78,7 @@ class State:
         self.finished[r] = RUNNING
         own = asked.num_speculative_tokens
         self.limit[r] = spec.max_k if own is None else min(own, spec.max_k)
-        self.min_n[r], self.max_n[r] = spec.min_n, spec.prompt_lookup_max
+        self.min_n[r], self.max_n[r] = spec.prompt_lookup_min, spec.prompt_lookup_max
         self.width[r] = min(asked.tree_width or spec.tree_width, spec.tree_width)
         self.rule[r] = RULES.index(asked.acceptance or spec.acceptance)
         self.write_blocks(request)

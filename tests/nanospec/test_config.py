@@ -90,10 +90,3 @@ def test_max_k_is_the_most_drafts_that_can_occur(options: dict[str, Any], max_k:
 def test_devices_that_do_not_exist_are_refused(name: Any) -> None:
     with pytest.raises(ValueError, match=r"use 'auto', 'cpu' or 'cuda'"):
         resolve_device(name)
-
-
-def test_short_matches_are_left_to_a_model() -> None:
-    assert SpecConfig().min_n == 1
-    assert SpecConfig(method="ngram+medusa").min_n == 3
-    assert SpecConfig(method="ngram+draft", prompt_lookup_max=2).min_n == 2
-    assert SpecConfig(method="ngram+draft", prompt_lookup_min=1).min_n == 1
