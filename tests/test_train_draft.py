@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 import torch
 import train_draft
-import train_heads
+import training
 from corpus import Text
 from tokenizers import decoders, models, pre_tokenizers
 from train_draft import Exam, Settings, Trainer, take_layers
-from train_heads import Data
+from training import Data
 
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.loader import load_model
@@ -58,7 +58,7 @@ def made_up(number: int = 48) -> list[Text]:
 @pytest.fixture(scope="module")
 def data(target: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Data, Data]:
     rounds = [made_up()]
-    return train_heads.split(rounds, train_heads.cached_hidden(target, rounds, tmp_path_factory.mktemp("h")))
+    return training.split(rounds, training.cached_hidden(target, rounds, tmp_path_factory.mktemp("h")))
 
 
 def trainer(folder: Path, target: Model, data: Data, settings: Settings = SETTINGS) -> Trainer:
@@ -148,7 +148,7 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A few prompts, with short answers."""
     monkeypatch.setattr(corpus, "ROUND", 16)
     monkeypatch.setattr(corpus, "ANSWER_TOKENS", 24)
-    monkeypatch.setattr(train_heads, "HELD_OUT", 4)
+    monkeypatch.setattr(training, "HELD_OUT", 4)
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"ab{i}"}) + "\n" for i in range(16)))
     return path

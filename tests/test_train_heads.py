@@ -12,12 +12,14 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import train_heads
+import training
 from corpus import Text, before_loop, read_prompts, variety, write_texts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
-from train_heads import Data, Settings, Trainer, _FrozenCrossEntropy, measure
+from train_heads import Settings, Trainer, measure
+from training import Data, FrozenCrossEntropy
 
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.heads import Heads
@@ -48,12 +50,12 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def data(model: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Data, Data]:
     rounds = [counting(model), counting(model, 9)]
-    parts = train_heads.cached_hidden(model, rounds, tmp_path_factory.mktemp("hidden"))
-    return train_heads.split(rounds, parts)
+    parts = training.cached_hidden(model, rounds, tmp_path_factory.mktemp("hidden"))
+    return training.split(rounds, parts)
 
 
 def trainer(model: Model, data: tuple[Data, Data], settings: Settings = SETTINGS) -> Trainer:
-    vocab = train_heads.choose_vocab(data[0], settings.vocab, model.config.vocab_size)
+    vocab = training.choose_vocab(data[0], settings.vocab, model.config.vocab_size)
     return Trainer(model, settings, data[0], vocab)
 
 
@@ -64,7 +66,7 @@ class NoBar:
 
 def test_hidden_states_are_those_of_each_text_alone(model: Model) -> None:
     texts = counting(model, 5)
-    parts = train_heads.hidden_states(model, texts, NoBar()).split([len(text.ids) - 1 for text in texts])
+    parts = training.hidden_states(model, texts, NoBar()).split([len(text.ids) - 1 for text in texts])
     for text, part in zip(texts, parts, strict=True):
         expected = Pages(model, 1, 64).step({0: torch.tensor(text.ids)})[0]
         assert_close(model.logits(part), expected[1:], 1e-5)
@@ -74,21 +76,21 @@ def test_hidden_states_are_not_computed_twice(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = [counting(model, 3), counting(model, 5), counting(model, 4)]
-    expected = train_heads.cached_hidden(model, rounds, tmp_path / "at once")
-    train_heads.cached_hidden(model, rounds[:2], tmp_path / "resumed")
+    expected = training.cached_hidden(model, rounds, tmp_path / "at once")
+    training.cached_hidden(model, rounds[:2], tmp_path / "resumed")
     done: list[int] = []
-    compute = train_heads.hidden_states
+    compute = training.hidden_states
 
     def counted(model: Model, texts: list[Text], bar: Any) -> Tensor:
         done.append(len(texts))
         return compute(model, texts, bar)
 
-    monkeypatch.setattr(train_heads, "hidden_states", counted)
-    resumed = train_heads.cached_hidden(model, rounds, tmp_path / "resumed")
+    monkeypatch.setattr(training, "hidden_states", counted)
+    resumed = training.cached_hidden(model, rounds, tmp_path / "resumed")
     assert done == [4]
     assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
     with pytest.raises(ValueError, match=r"hidden-0000.safetensors does not belong to the texts"):
-        train_heads.cached_hidden(model, [rounds[1]], tmp_path / "resumed")
+        training.cached_hidden(model, [rounds[1]], tmp_path / "resumed")
 
 
 def test_a_head_begins_as_the_targets_own(model: Model, data: tuple[Data, Data]) -> None:
@@ -109,7 +111,7 @@ def test_frozen_cross_entropy_is_the_usual_one(labels: str) -> None:
     target = logits.softmax(-1) if labels == "soft" else logits.argmax(-1)
     expected = (F.cross_entropy(x @ projection.T, target, reduction="none") * weight).sum() * 3
     (gradient,) = torch.autograd.grad(expected, x)
-    actual = _FrozenCrossEntropy.apply(x, projection, target, weight) * 3
+    actual = FrozenCrossEntropy.apply(x, projection, target, weight) * 3
     assert_close(actual, expected, 1e-6)  # it sums in float32
     assert_close(torch.autograd.grad(actual, x)[0], gradient, 1e-6)
 
@@ -197,9 +199,9 @@ def test_measuring_counts_what_a_chain_would_gain(data: tuple[Data, Data]) -> No
 def test_the_vocabulary_is_the_most_frequent(data: tuple[Data, Data]) -> None:
     tokens = torch.tensor([5, 5, 5, 9, 9, 3])
     few = Data(torch.empty(6, 1), tokens, tokens, [])
-    assert train_heads.choose_vocab(few, 2, 64).tolist() == [5, 9]
-    assert train_heads.choose_vocab(few, 5, 64).tolist() == [0, 1, 3, 5, 9]
-    assert train_heads.choose_vocab(few, 0, 7).tolist() == list(range(7))
+    assert training.choose_vocab(few, 2, 64).tolist() == [5, 9]
+    assert training.choose_vocab(few, 5, 64).tolist() == [0, 1, 3, 5, 9]
+    assert training.choose_vocab(few, 0, 7).tolist() == list(range(7))
 
 
 def test_the_heads_that_are_here_foresee_the_model(smollm2: Path) -> None:
@@ -211,9 +213,9 @@ def test_the_heads_that_are_here_foresee_the_model(smollm2: Path) -> None:
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=120))[0].token_ids
     text = Text(prompt + output, len(prompt), len(prompt), 0.0, "chat")
     model = llm.engine.model
-    hidden = train_heads.hidden_states(model, [text], NoBar())
+    hidden = training.hidden_states(model, [text], NoBar())
     heads = Heads.load(file, model)
-    _, held_out = train_heads.split([[text]] * 2, [hidden] * 2)
+    _, held_out = training.split([[text]] * 2, [hidden] * 2)
     accuracy = measure(lambda part: heads.top(part, 1), held_out)["all"]["accuracy"]
     assert len(accuracy) == heads.num_heads
     assert accuracy[0] > 0.2  # far from chance; a tiny model, and only the first guess
@@ -282,7 +284,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "MESSAGE_TOKENS", 10)
     monkeypatch.setattr(corpus, "ANSWER_TOKENS", 24)
     monkeypatch.setattr(corpus, "QUOTE", 30)
-    monkeypatch.setattr(train_heads, "HELD_OUT", 4)
+    monkeypatch.setattr(training, "HELD_OUT", 4)
 
 
 def open_llm(folder: Path) -> LLM:
@@ -363,7 +365,7 @@ def test_a_work_folder_has_one_owner(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "heads.safetensors"
-    train_heads.claim(tmp_path / ".heads-work", folder, None, seed=1)
+    training.claim(tmp_path / ".heads-work", folder, None, seed=1)
     assert train_heads.main(command(folder, out)) == 1
     assert "was begun with seed=1, not 0; name another folder or delete it." in capsys.readouterr().err
 

@@ -37,12 +37,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from train_heads import (
+from training import (
     WARMUP,
     WINDOW,
     Data,
+    FrozenCrossEntropy,
     TrainError,
-    _FrozenCrossEntropy,
     cached_hidden,
     choose_vocab,
     claim,
@@ -154,7 +154,7 @@ class Trainer:
         for x, theirs in zip(hidden.split(LOSS_ROWS), above.split(LOSS_ROWS)):
             wanted = (theirs.to(self.device, self.dtype) @ projection.T).float().softmax(-1)
             weight = torch.full((len(x),), 1 / len(hidden), device=self.device)
-            loss = loss + _FrozenCrossEntropy.apply(x, projection, wanted, weight)
+            loss = loss + FrozenCrossEntropy.apply(x, projection, wanted, weight)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * self._schedule()
         self.optimizer.zero_grad()
