@@ -110,8 +110,8 @@ def naive(
             t = start + node
             children = [c for c in range(1, n) if above[c] == node]
             scores, position = sample.scores_of(logits, input_ids, s, params, batch, start, node)
-            token = None
-            if children and node < len(guesses):
+            token = NAN_TOKEN if int(targets[t]) == NAN_TOKEN else None
+            if token is None and children and node < len(guesses):
                 token = _rejection(scores, guesses[node].float(), ids[t + 1], s, position, params)
             if token is None and not drawn:
                 token = int(sample.draw(scores, s, position, params))

@@ -78,7 +78,7 @@ def random_params(rng: random.Random, V: int) -> Params:
         params.presence[s] = rng.choice([0.0, 0.6, -0.4])
         params.frequency[s] = rng.choice([0.0, 0.3, -0.2])
         params.shaped[s] = rng.random() < 0.6
-    params.bias[:] = torch.randn(S, V, generator=generator) * (torch.rand(S, V) < 0.2)
+    params.bias[:] = torch.randn(S, V, generator=generator) * (torch.rand(S, V, generator=generator) < 0.2)
     params.in_prompt[:] = torch.rand(S, V, generator=generator) < 0.2
     params.output_counts[:] = torch.randint(0, 3, (S, V), generator=generator)
     return params

@@ -485,3 +485,19 @@ def test_typical_changes_the_distribution() -> None:
     expected = taken + (1 - taken.sum()) * p
     assert float((emitted - expected).abs().sum()) / 2 < 0.04
     assert 0.04 < float((emitted - p).abs().sum()) / 2 < 0.2
+
+
+def test_nan_stays_nan_where_shaping_hides_it() -> None:
+    """A barred stop token whose logit is NaN: the target says so, and no rule draws another."""
+    V = 20
+    logits = torch.zeros(2, V)
+    logits[0, 3] = math.nan
+    params = make_params(V, temperature=1.0, min_len=100, shaped=True)
+    params.stop_ids[:, 0] = 3
+    batch, ids, rows = make_rows([2], [5], True), ints(1, 2), ints(0)
+    given = (logits, ids, rows, params, batch)
+    targets = sample.naive(*given)
+    assert targets[0] == -1
+    for rule in (REJECTION, TYPICAL):
+        changed = accept.naive(targets, *given, rules(*[rule] * S), None, torch.zeros(1, 1, V))
+        assert changed[0] == -1
