@@ -23,6 +23,7 @@ from .drafters import make_drafter
 from .graphs import StepGraphs, progress_bar
 from .heads import Heads
 from .kernels import commit
+from .kernels.dispatch import use_triton
 from .kernels.logprobs import Logprobs
 from .kernels.proposal import MODEL
 from .memory import plan_cache
@@ -283,15 +284,16 @@ class Engine:
         limit = self.max_k
         k = self.policy.choose(rows, max(limit if n is None else min(n, limit) for n in own))
         self.metrics.num_forward_steps += 1
+        passes = k
+        if k and self.graphs is None and self.drafter is not None and self.drafter.has_model:
+            drafting = [row for row, n in zip(rows, own, strict=True) if n != 0]
+            passes = self.policy.passes(drafting, len(rows) - len(drafting), k)
+        no_waiting = self.graphs is not None or use_triton(self.state.tokens)
+        if passes and no_waiting and self.scheduler.draft_cache:
+            self._catch_up(requests)
         if self.graphs is not None:
-            if k and self.scheduler.draft_cache:
-                self._catch_up(requests)
             result = self.graphs.run(rows, k)
         else:
-            passes = k
-            if k and self.drafter is not None and self.drafter.has_model:
-                drafting = [row for row, n in zip(rows, own, strict=True) if n != 0]
-                passes = self.policy.passes(drafting, len(rows) - len(drafting), k)
             ahead = self.scheduler.slots_ahead
             longest = max(min(r.num_tokens + ahead, r.max_len) for r in requests)
             result = self.runner.packed_step(rows, k, passes, longest, self.policy)
@@ -300,8 +302,8 @@ class Engine:
         return Flight(requests, rows, k, self.runner.fetch(result), logprobs)
 
     def _catch_up(self, requests: list[Request]) -> None:
-        """Let the draft model compute what it has missed of texts it is to continue, beyond what a recorded
-        step computes itself. (Where steps are not recorded, it does so when it is asked to draft.)"""
+        """Let the draft model compute what it has missed of texts it is to continue, beyond what a step
+        computes itself without waiting. (Unrecorded on a CPU, it does so when it is asked to draft.)"""
         assert self.drafter is not None
         missing, budget = [], self.config.max_num_batched_tokens
         for request in requests:

@@ -15,6 +15,7 @@ from nanospec.costs import CostTable
 from nanospec.drafters import draft_model
 from nanospec.drafters.parallel import tree_paths
 from nanospec.heads import Heads
+from nanospec.kernels import dispatch
 from nanospec.kernels.linear import pack
 from nanospec.kernels.proposal import GUESSED, OWN
 from nanospec.model import Model
@@ -367,3 +368,16 @@ def test_a_draft_model_may_guess_from_a_part_of_the_vocabulary(model: Model, mod
     for request in requests:  # what is drafted right is in the part
         for token, source in zip(request.output_ids, request.draft_sources, strict=True):
             assert source == OWN or token % 2 == 0
+
+
+def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
+    with dispatch.forced("triton"):
+        target = tiny_model(num_layers=1)
+        engine = make_engine(
+            target, 2, guess=WAYS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,
+            max_model_len=48,
+        )  # fmt: skip
+        choose, steps = engine.policy.choose, iter([0] * 5)
+        engine.policy.choose = lambda rows, most: next(steps, choose(rows, most))  # type: ignore
+        [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))])
+    assert request.stats.num_drafted == request.stats.num_accepted > 0
