@@ -14,11 +14,12 @@ import json
 import sys
 from typing import Any
 
-from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig, roofline
-from nanospec.batch import run_batch
+from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig
+from nanospec.cli import roofline
+from nanospec.cli.console import DIM, Console
+from nanospec.cli.demo import run_demo
+from nanospec.cli.jsonl import run_batch
 from nanospec.config import ACCEPTANCE, METHODS
-from nanospec.console import DIM, Console
-from nanospec.demo import run_demo
 from nanospec.metrics import LOSSY
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130

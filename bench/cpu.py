@@ -26,7 +26,7 @@ import torch
 
 from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.hub import resolve_model
+from nanospec.models.hub import resolve_model
 
 FIXED = (4, 8, 16)
 Run = Callable[[list[int]], tuple[list[int], float]]

@@ -27,10 +27,10 @@ from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.engine import Engine
-from nanospec.heads import Heads
-from nanospec.hub import default_heads, resolve_model
-from nanospec.loader import load_model
-from nanospec.token_map import load_token_map
+from nanospec.models.heads import Heads
+from nanospec.models.hub import default_heads, resolve_model
+from nanospec.models.token_map import load_token_map
+from nanospec.models.weights import load_model
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
 SYSTEMS: dict[str, dict[str, Any]] = {

@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import common, roofline
+from bench.simulation import Replay, Simulation, Synthetic
 from bench.steps import TINY
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.engine import Engine
-from nanospec.model import Model
-from nanospec.model_config import ModelConfig
-from nanospec.simulation import Replay, Simulation, Synthetic
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
 
 Text = tuple[list[int], list[int]]
 Jobs = tuple[Callable[[], Simulation], list[Text]]
@@ -70,8 +70,8 @@ def workloads(vocab_size: int) -> dict[str, Jobs]:
     """How outputs are made up, and the requests, by name."""
     try:
         from bench.traces import workloads as texts
-        from nanospec.hub import resolve_model
-        from nanospec.tokenizer import Tokenizer
+        from nanospec.models.hub import resolve_model
+        from nanospec.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(resolve_model("smollm2-135m-instruct"))
         if tokenizer.vocab_size > vocab_size:

@@ -26,9 +26,9 @@ from bench.simulate import bucket_costs, cpu_costs, packed_costs
 from bench.strategies import AutoBucket, AutoPacked, FixedPacked, simulate
 from bench.traces import Text
 from nanospec.bucket_policy import BucketPolicy
-from nanospec.hub import resolve_model
+from nanospec.models.hub import resolve_model
 from nanospec.policy import AutoPolicy
-from nanospec.tokenizer import Tokenizer
+from nanospec.text.tokenizer import Tokenizer
 
 MATCHES: tuple[tuple[str, int, int], ...] = (
     *(("latest", low, high) for high in (3, 4, 5, 6, 8) for low in (1, 2, 3, 4) if low <= high),

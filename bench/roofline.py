@@ -14,8 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from nanospec.model_config import ModelConfig, read_json
-from nanospec.roofline import ACCEPTANCES, Machine, account, break_even, expected_tokens, explain, speedup
+from nanospec.cli.roofline import ACCEPTANCES, Machine, account, break_even, expected_tokens, explain, speedup
+from nanospec.models.config import ModelConfig, read_json
 
 BATCHES = (1, 8, 64, 256)
 DRAFTS = (0, 2, 4, 8)

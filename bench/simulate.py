@@ -42,9 +42,9 @@ from bench.strategies import (
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.bucket_policy import BucketCosts, BucketPolicy
 from nanospec.config import SpecConfig
-from nanospec.hub import resolve_model
+from nanospec.models.hub import resolve_model
 from nanospec.policy import AutoPolicy, CostTable
-from nanospec.tokenizer import Tokenizer
+from nanospec.text.tokenizer import Tokenizer
 
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 BATCHES = (1, 4, 16, 64, 128, 256)

@@ -26,17 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import common, roofline
+from bench.simulation import Synthetic
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.costs import synchronize
 from nanospec.engine import Engine
 from nanospec.graphs import Bucket, StepGraphs
-from nanospec.heads import Heads
-from nanospec.kernels.layout import lay_out
-from nanospec.kernels.proposal import Proposal
-from nanospec.model import Model
-from nanospec.model_config import ModelConfig
-from nanospec.simulation import Synthetic
+from nanospec.kernels.speculation.layout import lay_out
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
 
 BATCHES, KS = (1, 4, 8, 16, 64), (0, 1, 2, 4, 8, 16)
 TINY = {

@@ -16,7 +16,7 @@ import torch
 
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.bucket_policy import BucketPolicy
-from nanospec.kernels.proposal import Proposal
+from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.policy import AutoPolicy, CostTable
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from bench import common
-from nanospec.kernels import ngram
-from nanospec.tokenizer import Tokenizer
+from nanospec.kernels.speculation import ngram
+from nanospec.text.tokenizer import Tokenizer
 
 MAX_DRAFTS = 16
 Text = tuple[list[int], list[int]]

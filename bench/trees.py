@@ -23,9 +23,9 @@ import torch
 
 from bench import common, traces
 from bench.traces import Text
-from nanospec.hub import resolve_model
-from nanospec.kernels import ngram_tree
-from nanospec.tokenizer import Tokenizer
+from nanospec.kernels.speculation import ngram_tree
+from nanospec.models.hub import resolve_model
+from nanospec.text.tokenizer import Tokenizer
 
 KS, WIDTHS, UP_TO = (4, 8, 16), (2, 4), (1, 2, 3, 8)
 MAX_N = 8

@@ -30,7 +30,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from .kernels.proposal import Proposal
+from .kernels.speculation.proposal import Proposal
 
 FINE, COARSE = 256, 64  # estimates are rounded to such fractions, so that each curve is computed once
 

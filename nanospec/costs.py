@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels.rows import Rows
-from .model import Model
+from .kernels.batch import Batch
+from .models.decoder import Model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens per pass at which the cost is measured
 REPEATS = 3
@@ -45,7 +45,7 @@ def forward_cost(model: Model, kv_cache: Tensor, block_table: Tensor, block_size
     for n in SIZES:
         times.append(math.inf)
         for _ in range(REPEATS):
-            batch = Rows(
+            batch = Batch(
                 positions=zeros[:n],
                 slots=zeros[:n] - 1,
                 block_table=block_table[:1],

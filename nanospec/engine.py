@@ -16,27 +16,28 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from bench.simulation import Simulation
+
 from .blocks import BlockPool
 from .bucket_policy import BucketCosts, BucketPolicy
 from .config import EngineConfig
 from .drafters import make_drafter
 from .graphs import StepGraphs, progress_bar
-from .heads import Heads
-from .kernels import commit
 from .kernels.dispatch import use_triton
-from .kernels.logprobs import Logprobs
-from .kernels.proposal import MODEL
+from .kernels.sampling.logprobs import Logprobs
+from .kernels.speculation import commit
+from .kernels.speculation.proposal import MODEL
 from .memory import plan_cache
 from .metrics import STAGES, Metrics
-from .model import Model
+from .models.decoder import Model
+from .models.heads import Heads
 from .policy import AutoPolicy, FixedPolicy, Policy
 from .request import Request, StepOutput, as_dict, check_request, reported
 from .runner import Runner
 from .sampling import SamplingParams
 from .scheduler import Plan, Scheduler
-from .simulation import Simulation
 from .state import State
-from .tokenizer import Detokenizer, Tokenizer
+from .text.tokenizer import Detokenizer, Tokenizer
 
 FINISH = {commit.RUNNING: None, commit.STOPPED: "stop", commit.LENGTH: "length", commit.NAN: "error"}
 TIMED_CONTEXT = 1024  # tokens per row when recorded steps are timed

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .costs import synchronize
-from .kernels.linear import MAX_ROWS
+from .kernels.layer.linear import MAX_ROWS
 from .runner import Runner, StepResult
 
 DEFAULT_KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)

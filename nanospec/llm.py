@@ -17,15 +17,15 @@ import torch
 
 from .config import EngineConfig, SpecConfig
 from .engine import Engine
-from .heads import Heads
-from .hub import default_heads, resolve_model
-from .loader import load_model, resolve_dtype
 from .metrics import SpecStats
-from .model_config import ModelConfig
+from .models.config import ModelConfig
+from .models.heads import Heads
+from .models.hub import default_heads, resolve_model
+from .models.token_map import load_token_map
+from .models.weights import load_model, resolve_dtype
 from .request import Logprob, Piece, Request, Status
 from .sampling import SamplingParams
-from .token_map import load_token_map
-from .tokenizer import Tokenizer, check_same_vocabulary
+from .text.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]

@@ -7,7 +7,7 @@ import os
 import torch
 
 from .config import EngineConfig
-from .model import Model
+from .models.decoder import Model
 
 GPU_SHARE = 0.9  # of the device's memory, weights included
 CPU_SHARE = 0.4  # of what is free

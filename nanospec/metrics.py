@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .kernels.proposal import DRAFTERS
+from .kernels.speculation.proposal import DRAFTERS
 
 LOSSY = ("typical",)  # rules of acceptance that change what comes out
 STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")

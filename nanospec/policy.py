@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .costs import CostTable
-from .kernels.proposal import Proposal
+from .kernels.speculation.proposal import Proposal
 
 
 class Policy(Protocol):

@@ -14,10 +14,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from .blocks import block_hash
-from .kernels.logprobs import Logprobs
+from .kernels.sampling.logprobs import Logprobs
 from .metrics import SpecStats
 from .sampling import MAX_STOP_IDS, SamplingParams
-from .tokenizer import Detokenizer
+from .text.tokenizer import Detokenizer
 
 
 class Status(Enum):

@@ -16,22 +16,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bench.simulation import Simulation
+
 from .costs import CostTable, forward_cost, kv_shape
 from .drafters import Drafter
 from .drafters.base import nothing
-from .kernels.accept import accept
-from .kernels.commit import RUNNING, verify_and_commit
+from .kernels.batch import Batch
 from .kernels.dispatch import use_triton
-from .kernels.kv_move import kv_move
-from .kernels.layout import NUM_COLUMNS, lay_out, pack, report
-from .kernels.logprobs import Logprobs, logprobs
-from .kernels.proposal import MODEL, Proposal
-from .kernels.rows import Rows
-from .kernels.sample import sample
+from .kernels.sampling.accept import accept
+from .kernels.sampling.logprobs import Logprobs, logprobs
+from .kernels.sampling.sample import sample
+from .kernels.speculation.commit import RUNNING, verify_and_commit
+from .kernels.speculation.kv_move import kv_move
+from .kernels.speculation.layout import NUM_COLUMNS, lay_out, pack, report
+from .kernels.speculation.proposal import MODEL, Proposal
 from .metrics import Metrics
-from .model import Model
+from .models.decoder import Model
 from .policy import Policy
-from .simulation import Simulation
 from .state import State
 
 Chunk = tuple[int, int, int]  # request row, first token, number of tokens
@@ -96,7 +97,7 @@ class Runner:
         assert self.drafter is not None
         self.drafter.prefill(*self._lay_out_chunks(chunks))
 
-    def _lay_out_chunks(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Rows]:
+    def _lay_out_chunks(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Batch]:
         """The request rows [B] of the chunks, input_ids [T] int32, and the batch."""
         device = self.model.device
         row, start, count = (torch.tensor(column, device=device) for column in zip(*chunks, strict=True))
@@ -104,7 +105,7 @@ class Runner:
         q_start = count.cumsum(0) - count
         b = torch.repeat_interleave(torch.arange(len(chunks), device=device), count, output_size=total)
         positions = torch.arange(total, device=device) - q_start[b] + start[b]
-        batch = Rows(
+        batch = Batch(
             positions=positions.int(),
             slots=self._slots(row[b], positions),
             block_table=self.state.block_table[row],
@@ -149,13 +150,13 @@ class Runner:
         running, input_ids, batch = self._lay_out(rows, proposal, k)
         return self._score(running, proposal, batch, input_ids)
 
-    def _lay_out(self, rows: Tensor, proposal: Proposal, k: int) -> tuple[Tensor, Tensor, Rows]:
+    def _lay_out(self, rows: Tensor, proposal: Proposal, k: int) -> tuple[Tensor, Tensor, Batch]:
         s = self.state
         return lay_out(
             rows, proposal, s.tokens, s.num_tokens, s.finished, s.block_table, self.block_size, k
         )
 
-    def _score(self, rows: Tensor, proposal: Proposal, batch: Rows, input_ids: Tensor) -> StepResult:
+    def _score(self, rows: Tensor, proposal: Proposal, batch: Batch, input_ids: Tensor) -> StepResult:
         """Forward, verify, commit."""
         state = self.state
         with self.metrics.stage("forward"):

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 
 from .config import MAX_TREE_WIDTH, SpecConfig
-from .kernels.accept import RULES
-from .kernels.commit import RUNNING
-from .kernels.sample import Params
+from .kernels.sampling.accept import RULES
+from .kernels.sampling.sample import Params
+from .kernels.speculation.commit import RUNNING
 from .request import Request
 from .sampling import MAX_STOP_IDS
 

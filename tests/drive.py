@@ -12,10 +12,10 @@ from torch import Tensor
 from nanospec.config import EngineConfig, SpecConfig
 from nanospec.drafters import Drafter
 from nanospec.engine import Engine
-from nanospec.heads import Heads
-from nanospec.kernels.proposal import GUESSED, HEADS, NOBODY, Proposal
-from nanospec.model import Model
-from nanospec.model_config import ModelConfig
+from nanospec.kernels.speculation.proposal import GUESSED, HEADS, NOBODY, Proposal
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
 from nanospec.request import Logprob, Request, Status
 from nanospec.sampling import SamplingParams
 from nanospec.state import State

@@ -20,8 +20,8 @@ from train_draft import Exam, Settings, Trainer, take_layers
 from training import Data
 
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.loader import load_model
-from nanospec.model import Model
+from nanospec.models.decoder import Model
+from nanospec.models.weights import load_model
 from tests.tiny import Pages, checkpoint
 from tests.util import assert_close
 

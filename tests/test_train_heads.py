@@ -22,8 +22,8 @@ from train_heads import Settings, Trainer, measure
 from training import Data, FrozenCrossEntropy
 
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.heads import Heads
-from nanospec.model import Model
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
 from tests.tiny import Pages, tiny_config, tiny_model
 from tests.util import assert_close
 

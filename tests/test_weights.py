@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nanospec.hub import available_models, resolve_model
+from nanospec.models.hub import available_models, resolve_model
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, INTERMEDIATE = 4, 2, 8, 2, 48
 HIDDEN = HEADS * HEAD_DIM

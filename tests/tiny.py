@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanospec.kernels.rows import MAX_TREE_NODES, Rows
-from nanospec.model import Model
-from nanospec.model_config import ModelConfig
+from nanospec.kernels.batch import MAX_TREE_NODES, Batch
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:
@@ -175,7 +175,7 @@ class Pages:
         lengths = [len(chunk) for chunk in chunks.values()]
         bases = [self.length[row] for row in chunks]
         device = self.model.device
-        rows = Rows(
+        rows = Batch(
             positions=torch.cat(positions).to(device),
             slots=torch.cat(slots).to(device),
             block_table=self.table[list(chunks)].to(device),

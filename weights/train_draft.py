@@ -53,10 +53,10 @@ from training import (
 
 from nanospec import LLM, SpecConfig
 from nanospec.config import check_number
-from nanospec.hub import resolve_model
-from nanospec.model import Model
-from nanospec.model_config import ModelConfig
-from nanospec.token_map import TOKEN_MAP, lm_head_rows
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
+from nanospec.models.hub import resolve_model
+from nanospec.models.token_map import TOKEN_MAP, lm_head_rows
 
 OTHERS = 1024  # tokens compared besides the frequent ones
 WEIGHT_DECAY = 0.1

@@ -49,11 +49,11 @@ from training import (
 
 from nanospec import LLM, SpecConfig
 from nanospec.config import check_number
-from nanospec.heads import Heads
-from nanospec.hub import resolve_model
-from nanospec.model import Model
-from nanospec.model_config import ModelConfig
-from nanospec.token_map import TOKEN_MAP, lm_head_rows
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
+from nanospec.models.hub import resolve_model
+from nanospec.models.token_map import TOKEN_MAP, lm_head_rows
 
 RUN = 32  # consecutive positions that a batch takes together: they share the model's distributions
 PIECE = {"cpu": 256, "cuda": 4096}  # positions of a batch whose logits exist at once

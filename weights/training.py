@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from nanospec.kernels.rows import Rows
-from nanospec.model import Model
+from nanospec.kernels.batch import Batch
+from nanospec.models.decoder import Model
 
 HELD_OUT = 16  # of so many texts, one is kept for measuring
 WINDOW = 1024  # tokens of a conversation
@@ -93,7 +93,7 @@ def hidden_states(model: Model, texts: Sequence[Text], bar: Any) -> Tensor:
         row = torch.repeat_interleave(torch.arange(len(batch)), count)
         q_start = count.cumsum(0) - count
         position = torch.arange(int(count.sum())) - q_start[row]
-        rows = Rows(
+        rows = Batch(
             positions=position.int().to(model.device),
             slots=(row * pages * block + position).int().to(model.device),
             block_table=table.to(model.device),

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import Built, Call, Case
-from nanospec.kernels.attention import attention
-from nanospec.kernels.kv_move import kv_move
-from nanospec.kernels.linear import linear, linear_add, norm_linear, norm_swiglu
-from nanospec.kernels.norm import rms_norm
-from nanospec.kernels.rope_cache import rope_cache
-from nanospec.kernels.rows import MAX_TREE_NODES, Rows
+from nanospec.kernels.batch import MAX_TREE_NODES, Batch
+from nanospec.kernels.layer.attention import attention
+from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
+from nanospec.kernels.layer.norm import rms_norm
+from nanospec.kernels.layer.rope_cache import rope_cache
+from nanospec.kernels.speculation.kv_move import kv_move
 
 BF16 = torch.bfloat16
 
@@ -67,7 +67,7 @@ def norm_cases() -> Iterator[Case]:
             yield Case("rms_norm", f"H{width}-T{rows}", build, bytes=(2 * rows + 1) * width * 2)
 
 
-def make_rows(device: str, B: int, Q: int, length: int, block_size: int, tree: bool = False) -> Rows:
+def make_rows(device: str, B: int, Q: int, length: int, block_size: int, tree: bool = False) -> Batch:
     """B rows of Q queries after `length - Q` cached tokens, in pages of random order."""
     blocks = -(-length // block_size)
     table = torch.randperm(B * blocks, device=device).int().view(B, blocks)
@@ -78,7 +78,7 @@ def make_rows(device: str, B: int, Q: int, length: int, block_size: int, tree: b
     ancestors = None
     if tree:  # a chain, stated as a tree
         ancestors = ((torch.ones_like(place, dtype=torch.int64) << (place + 1)) - 1).repeat(B)
-    return Rows(
+    return Batch(
         positions=positions,
         slots=slots.flatten(),
         block_table=table,
@@ -92,7 +92,7 @@ def make_rows(device: str, B: int, Q: int, length: int, block_size: int, tree: b
     )
 
 
-def make_cache(device: str, shape: Shape, rows: Rows, block_size: int) -> tuple[Tensor, Tensor]:
+def make_cache(device: str, shape: Shape, rows: Batch, block_size: int) -> tuple[Tensor, Tensor]:
     size = (shape.kv_heads, rows.block_table.numel(), block_size, shape.head_dim)
     return (
         torch.randn(size, device=device, dtype=BF16),
@@ -141,7 +141,7 @@ def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False
     )
 
 
-def sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float) -> dict[str, Call]:
+def sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Batch, scale: float) -> dict[str, Call]:
     """torch's attention over keys and values that were gathered beforehand, which is not timed.
 
     `sdpa` computes the same; `sdpa_unmasked` lets every query see everything, so that torch may take

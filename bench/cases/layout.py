@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from bench.cases import Built, Case
-from nanospec.kernels import layout
-from nanospec.kernels.proposal import Proposal
-from nanospec.kernels.verify import Verdict
+from nanospec.kernels.speculation import layout
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.verify import Verdict
 
 
 def cases() -> Iterator[Case]:

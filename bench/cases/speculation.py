@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from bench.cases import Built, Case
-from nanospec.kernels import accept, commit, ngram, ngram_tree, verify
-from nanospec.kernels.logprobs import logprobs
-from nanospec.kernels.rows import Rows
-from nanospec.kernels.sample import Params, sample
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.sampling import accept
+from nanospec.kernels.sampling.logprobs import logprobs
+from nanospec.kernels.sampling.sample import Params, sample
+from nanospec.kernels.speculation import commit, ngram, ngram_tree, verify
 
 VOCABS = {"smollm2": 49152, "llama3": 128256, "qwen": 151936}
 BATCHES = ((1, 0), (1, 4), (8, 4), (64, 4))  # (B, K)
@@ -37,11 +38,11 @@ def cases() -> Iterator[Case]:
     yield from logprobs_cases()
 
 
-def make_rows(B: int, Q: int, device: str, tree: bool = False) -> Rows:
+def make_rows(B: int, Q: int, device: str, tree: bool = False) -> Batch:
     """B rows of Q tokens each, at position 1000."""
     i32 = torch.int32
     positions = (torch.arange(B * Q, dtype=i32, device=device) % Q) + 1000
-    return Rows(
+    return Batch(
         positions=positions,
         slots=torch.zeros_like(positions),
         block_table=torch.zeros(B, 1, dtype=i32, device=device),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..config import SpecConfig
-from ..heads import Heads
-from ..model import Model
+from ..models.decoder import Model
+from ..models.heads import Heads
 from ..state import State
 from .base import Drafter
 from .draft_model import ModelDrafter
-from .fallback import Fallback
+from .first_match import FirstMatch
+from .medusa import MedusaDrafter
 from .ngram import NgramDrafter
-from .parallel import HeadsDrafter
 
-__all__ = ["Drafter", "Fallback", "HeadsDrafter", "ModelDrafter", "NgramDrafter", "make_drafter"]
+__all__ = ["Drafter", "FirstMatch", "MedusaDrafter", "ModelDrafter", "NgramDrafter", "make_drafter"]
 
 
 def make_drafter(
@@ -52,8 +52,8 @@ def make_drafter(
             if heads is None:
                 raise ValueError(f"method={spec.method!r} needs heads: SpecConfig(heads=...).")
             check_heads(heads, target, spec.tree_width)
-            made = HeadsDrafter(heads, state, target.config.hidden_size, target.dtype, spec.tree_width)
-        drafter = made if drafter is None else Fallback(made, drafter)
+            made = MedusaDrafter(heads, state, target.config.hidden_size, target.dtype, spec.tree_width)
+        drafter = made if drafter is None else FirstMatch(made, drafter)
     return drafter
 
 

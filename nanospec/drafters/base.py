@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.commit import RUNNING
-from ..kernels.proposal import NOBODY, OWN, Proposal
-from ..kernels.rows import Rows
-from ..kernels.verify import Verdict
+from ..kernels.batch import Batch
+from ..kernels.speculation.commit import RUNNING
+from ..kernels.speculation.proposal import NOBODY, OWN, Proposal
+from ..kernels.speculation.verify import Verdict
 from ..state import State
 
 
@@ -46,7 +46,7 @@ class Drafter:
         raise NotImplementedError
 
     def learn(
-        self, state: State, rows: Tensor, proposal: Proposal, hidden: Tensor, batch: Rows, verdict: Verdict
+        self, state: State, rows: Tensor, proposal: Proposal, hidden: Tensor, batch: Batch, verdict: Verdict
     ) -> None:
         """See what the target made of the drafts verified: its hidden states [T, H] and its verdict over
         `batch`, which is committed already. `rows` [B]: the running request rows, -1 for none."""
@@ -55,7 +55,7 @@ class Drafter:
         """A new request took the row; the cache holds `num_computed` tokens of it, or will before the next
         step."""
 
-    def prefill(self, rows: Tensor, input_ids: Tensor, batch: Rows) -> None:
+    def prefill(self, rows: Tensor, input_ids: Tensor, batch: Batch) -> None:
         """Compute K/V of pieces of the texts of request rows [B]."""
 
     def clear(self, blocks: Sequence[int]) -> None:

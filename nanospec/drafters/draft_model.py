@@ -23,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..costs import CostTable, forward_cost, kv_shape
+from ..kernels.batch import Batch
 from ..kernels.dispatch import use_triton
-from ..kernels.linear import linear, pack
-from ..kernels.proposal import GUESSED, MODEL, NOBODY, OWN, Proposal
-from ..kernels.rows import Rows
-from ..kernels.sample import sample
-from ..kernels.verify import Verdict
-from ..model import Model
+from ..kernels.layer.linear import linear, pack
+from ..kernels.sampling.sample import sample
+from ..kernels.speculation.proposal import GUESSED, MODEL, NOBODY, OWN, Proposal
+from ..kernels.speculation.verify import Verdict
+from ..models.decoder import Model
+from ..models.token_map import lm_head_rows
 from ..state import State
-from ..token_map import lm_head_rows
 from .base import Drafter, nothing, room
 
 MAX_CATCH_UP = 2048  # tokens of all rows, where a step is not recorded
@@ -76,7 +76,7 @@ class ModelDrafter(Drafter):
             for block in blocks:
                 self.kv_cache[:, :, :, block] = 0
 
-    def prefill(self, rows: Tensor, input_ids: Tensor, batch: Rows) -> None:
+    def prefill(self, rows: Tensor, input_ids: Tensor, batch: Batch) -> None:
         self.model.forward(self._known(input_ids), self.kv_cache, batch)
         self.computed[rows] = torch.maximum(self.computed[rows], batch.base_len + batch.q_len)
 
@@ -115,7 +115,7 @@ class ModelDrafter(Drafter):
             place = torch.arange(len(b)) - torch.repeat_interleave(before[late], count[late])
             positions, table = (first[b] + place).long(), state.block_table[rows]
             slots = table[b, positions // self.block_size] * self.block_size + positions % self.block_size
-            batch = Rows(
+            batch = Batch(
                 positions=positions.int(),
                 slots=slots.int(),
                 block_table=table[late],
@@ -174,14 +174,14 @@ class ModelDrafter(Drafter):
         hidden = hidden.view(len(index), width, -1)
         return hidden[torch.arange(len(index), device=first.device), (count - 1).clamp(min=0).long()]
 
-    def _batch(self, positions: Tensor, count: Tensor, table: Tensor, max_kv_len: int) -> Rows:
+    def _batch(self, positions: Tensor, count: Tensor, table: Tensor, max_kv_len: int) -> Batch:
         """`count` [B] queries of each row at consecutive positions [B, Q]."""
         B, Q = positions.shape
         place = torch.arange(Q, dtype=torch.int32, device=count.device)
         inside = place < count[:, None]
         safe = torch.where(inside, positions, 0)
         slots = table.gather(1, (safe // self.block_size).long()) * self.block_size + safe % self.block_size
-        return Rows(
+        return Batch(
             positions=safe.flatten(),
             slots=torch.where(inside, slots, -1).flatten(),
             block_table=table,
@@ -208,7 +208,7 @@ class ModelDrafter(Drafter):
         return logits[:, : self.vocab_size]
 
     def learn(
-        self, state: State, rows: Tensor, proposal: Proposal, hidden: Tensor, batch: Rows, verdict: Verdict
+        self, state: State, rows: Tensor, proposal: Proposal, hidden: Tensor, batch: Batch, verdict: Verdict
     ) -> None:
         # The last draft was never fed to the model.
         right = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1

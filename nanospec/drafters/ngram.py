@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..config import SpecConfig
-from ..kernels import ngram, ngram_tree
-from ..kernels.proposal import Proposal
+from ..kernels.speculation import ngram, ngram_tree
+from ..kernels.speculation.proposal import Proposal
 from ..state import State
 from .base import Drafter
 

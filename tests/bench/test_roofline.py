@@ -10,7 +10,7 @@ import pytest
 
 from bench import roofline
 from bench.roofline import MODELS, Machine, account, break_even, expected_tokens
-from nanospec.model_config import ModelConfig
+from nanospec.models.config import ModelConfig
 
 H200 = Machine()
 MISTRAL = {

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels import attention, kv_move, linear, norm, rope_cache, split_kv
-from nanospec.kernels.rows import Rows
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.layer import attention, linear, norm, rope_cache, split_kv
+from nanospec.kernels.speculation import kv_move
 from tests.kernels.texts import Texts, scored
 from tests.util import assert_close
 
@@ -33,7 +34,7 @@ MODELS = {
 }
 
 
-Tensors = TypeVar("Tensors", Texts, Rows)
+Tensors = TypeVar("Tensors", Texts, Batch)
 
 
 def to(thing: Tensors, device: torch.device) -> Tensors:
@@ -203,7 +204,7 @@ def test_rope_cache(model: str, gpu: torch.device) -> None:
     empty = torch.zeros(1, dtype=torch.int32, device=gpu)
     slots = torch.randperm(160, device=gpu)[:T].int()
     slots[::5] = -1
-    rows = Rows(
+    rows = Batch(
         torch.randint(0, 100, (T,), dtype=torch.int32, device=gpu),
         slots,
         empty[None],
@@ -228,7 +229,7 @@ def test_kv_move(gpu: torch.device) -> None:
     B, width = 9, 8
     table = torch.randperm(B * 4, device=gpu).int().view(B, 4)
     base = torch.randint(0, 40, (B,), dtype=torch.int32, device=gpu)
-    rows = Rows(base, base, table, base, base, base, width, 64)
+    rows = Batch(base, base, table, base, base, base, width, 64)
     nodes = torch.rand(B, 23, device=gpu).argsort(1)[:, : width - 1].sort(1)[0] + 1
     path = torch.cat((torch.zeros_like(nodes[:, :1]), nodes), 1).int()
     count = torch.randint(0, width + 1, (B,), dtype=torch.int32, device=gpu)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels import accept, commit, logprobs, ngram, ngram_tree, sample, verify
-from nanospec.kernels.proposal import Proposal
-from nanospec.kernels.rows import Rows
-from nanospec.kernels.sample import Params
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.sampling import accept, logprobs, sample
+from nanospec.kernels.sampling.sample import Params
+from nanospec.kernels.speculation import commit, ngram, ngram_tree, verify
+from nanospec.kernels.speculation.proposal import Proposal
 from tests.kernels.batches import S, make_params, make_rows, random_logits, random_params
 from tests.util import assert_close
 
@@ -26,8 +27,8 @@ def on_gpu(value: Any) -> Any:
     """A copy of a tensor, tuple or batch on the GPU."""
     if isinstance(value, Tensor):
         return value.cuda()
-    if isinstance(value, Rows):
-        return Rows(**{name: on_gpu(getattr(value, name)) for name in Rows.__dataclass_fields__})
+    if isinstance(value, Batch):
+        return Batch(**{name: on_gpu(getattr(value, name)) for name in Batch.__dataclass_fields__})
     if isinstance(value, Params):
         return Params(*map(on_gpu, value))
     if isinstance(value, tuple):
@@ -180,7 +181,7 @@ def test_inside_a_graph() -> None:
     one = torch.ones(B, dtype=torch.int32, device="cuda")
     rows = torch.arange(B, dtype=torch.int32, device="cuda")
     params: Params = on_gpu(make_params(V, temperature=[0.0, 1.0, 1.0, 0.5], top_p=[1.0, 1.0, 0.8, 1.0]))
-    batch: Rows = on_gpu(make_rows([Q] * B, [40] * B, True))
+    batch: Batch = on_gpu(make_rows([Q] * B, [40] * B, True))
     table = (torch.randn(50, V, device="cuda") * 4).bfloat16()  # a model that looks at one token
     start = torch.randint(0, 9, (B, capacity), dtype=torch.int32, device="cuda")
 

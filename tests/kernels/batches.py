@@ -8,13 +8,13 @@ import random
 import torch
 from torch import Tensor
 
-from nanospec.kernels.rows import Rows
-from nanospec.kernels.sample import Params
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.sampling.sample import Params
 
 S, M = 4, 3  # request rows, stop ids per row
 
 
-def make_rows(q_len: list[int], base_len: list[int], uniform: bool, tree: bool = False) -> Rows:
+def make_rows(q_len: list[int], base_len: list[int], uniform: bool, tree: bool = False) -> Batch:
     """Chains, or random trees, of the given lengths; no row has any pages."""
     widest = max([1, *q_len])
     lengths = torch.tensor(q_len, dtype=torch.int32)
@@ -34,7 +34,7 @@ def make_rows(q_len: list[int], base_len: list[int], uniform: bool, tree: bool =
                 ancestors[start + i] = above | 1 << i
             if parents is not None:
                 parents[start + i] = max(parent, 0)
-    return Rows(positions, positions, torch.zeros(len(q_len), 1, dtype=torch.int32), starts, lengths,
+    return Batch(positions, positions, torch.zeros(len(q_len), 1, dtype=torch.int32), starts, lengths,
                 torch.tensor(base_len, dtype=torch.int32), widest, 1000, ancestors, parents)  # fmt: skip
 
 

@@ -47,10 +47,10 @@ def test_no_spills_within_limits_on_tensor_cores(
 def test_one_instruction_per_weight_whatever_the_number_of_rows(
     compiled: tuple[list[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Only the instruction's width, which is that of the tile of tokens, may vary: see skinny.py."""
+    """Only the instruction's width, which is that of the tile of tokens, may vary: see gemm.py."""
     shapes = defaultdict(set)
     for result in compiled[0]:
-        if result["function"] == "_skinny":
+        if result["function"] == "_gemm":
             family, _, shape = result["mma"].partition(" ")
             if family == "wgmma":  # m64n16k16: n counts tokens
                 shape = shape[: shape.index("n")] + shape[shape.index("k") :]

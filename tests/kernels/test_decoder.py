@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
-from nanospec.model import Model
+from nanospec.models.decoder import Model
 from tests.tiny import Pages, tiny_model
 from tests.util import assert_close
 

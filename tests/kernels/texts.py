@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec.kernels.rows import MAX_TREE_NODES, Rows
+from nanospec.kernels.batch import MAX_TREE_NODES, Batch
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Texts:
         padded: bool = True,
         max_q_len: int | None = None,
         trees: list[list[int]] | None = None,
-    ) -> tuple[Rows, Tensor]:
+    ) -> tuple[Batch, Tensor]:
         """Rows of the `parts` (request, cached tokens, queries), and their queries [T, Hq, D].
 
         With `padded`, rows have equal length, and padding has slot -1 and NaN as query. `trees` gives
@@ -97,7 +97,7 @@ class Texts:
                     mask = 0 if parent < 0 else int(ancestors[starts[b] + parent])
                     ancestors[t] = mask | (1 << i if i < 63 else -1 << 63)
         i32 = torch.int32
-        rows = Rows(
+        rows = Batch(
             positions=positions,
             slots=slots,
             block_table=self.block_table[[r for r, _, _ in parts]].contiguous(),
@@ -112,7 +112,7 @@ class Texts:
         return rows, q
 
 
-def scored(rows: Rows, flat: Tensor) -> Tensor:
+def scored(rows: Batch, flat: Tensor) -> Tensor:
     """The tokens of a flat batch that are not padding."""
     index = [s + i for s, n in zip(rows.q_start.tolist(), rows.q_len.tolist()) for i in range(n)]
     return flat[index]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanospec import SamplingParams
-from nanospec.kernels import filters
-from nanospec.model import Model
+from nanospec.kernels.sampling import top_k_top_p
+from nanospec.models.decoder import Model
 from tests.drive import (
     MODES,
     Job,
@@ -102,7 +102,7 @@ def law(model: Model, prompt: list[int], params: SamplingParams, length: int) ->
         for output, p in found.items():
             pages = Pages(model, 1, 64)
             scores = pages.step({0: torch.tensor([*prompt, *output])})[0][-1].float()
-            least = filters.naive(scores, params.temperature, params.top_k, params.top_p, params.min_p)
+            least = top_k_top_p.naive(scores, params.temperature, params.top_k, params.top_p, params.min_p)
             kept = torch.where(scores >= least, scores / params.temperature, float("-inf")).softmax(-1)
             longer |= {(*output, t): p * float(kept[t]) for t in kept.nonzero().flatten().tolist()}
         found = longer

@@ -13,12 +13,12 @@ from nanospec import SamplingParams
 from nanospec.config import SpecConfig
 from nanospec.costs import CostTable
 from nanospec.drafters import draft_model
-from nanospec.drafters.parallel import tree_paths
-from nanospec.heads import Heads
+from nanospec.drafters.medusa import tree_paths
 from nanospec.kernels import dispatch
-from nanospec.kernels.linear import pack
-from nanospec.kernels.proposal import GUESSED, OWN
-from nanospec.model import Model
+from nanospec.kernels.layer.linear import pack
+from nanospec.kernels.speculation.proposal import GUESSED, OWN
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
 from tests.drive import (
     MODES,
     Job,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanospec.model import Model
+from nanospec.models.decoder import Model
 from nanospec.policy import FixedPolicy
 from nanospec.request import Request, Status
 from nanospec.sampling import SamplingParams

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanospec.config import EngineConfig
 from nanospec.engine import Engine
 from nanospec.kernels import dispatch
-from nanospec.model import Model
+from nanospec.models.decoder import Model
 from nanospec.request import Request, Status
 from nanospec.sampling import SamplingParams
 from tests import drive

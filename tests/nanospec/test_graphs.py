@@ -14,9 +14,9 @@ import nanospec.graphs as graphs
 from nanospec import SamplingParams
 from nanospec.engine import Engine
 from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerRecording, StepGraphs, batch_sizes
-from nanospec.heads import Heads
 from nanospec.kernels import dispatch
-from nanospec.model import Model
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
 from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
 from tests.tape import TapeRecording
 from tests.tiny import tiny_model

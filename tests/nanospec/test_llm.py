@@ -23,9 +23,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig
 from nanospec.engine import Engine
-from nanospec.heads import Heads
-from nanospec.hub import default_heads
-from nanospec.loader import cpu_has_bfloat16
+from nanospec.models.heads import Heads
+from nanospec.models.hub import default_heads
+from nanospec.models.weights import cpu_has_bfloat16
 from tests.drive import MODES, assert_idle, cycle_weights
 
 EOS = "<e>"

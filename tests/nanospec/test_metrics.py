@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nanospec.kernels.proposal import MODEL, NGRAM
+from nanospec.kernels.speculation.proposal import MODEL, NGRAM
 from nanospec.metrics import STAGES, Metrics, SpecStats
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanospec.kernels.proposal import Proposal
+from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.policy import AutoPolicy, CostTable, FixedPolicy
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]

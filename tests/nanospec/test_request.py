@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nanospec.kernels.proposal import NGRAM, OWN
+from nanospec.kernels.speculation.proposal import NGRAM, OWN
 from nanospec.request import Piece, Request, Status, StepOutput
 from nanospec.sampling import SamplingParams
-from nanospec.tokenizer import Detokenizer, Tokenizer
-from tests.test_tokenizer import byte_fallback
+from nanospec.text.tokenizer import Detokenizer, Tokenizer
+from tests.nanospec.text.test_tokenizer import byte_fallback
 
 
 @pytest.fixture(scope="module")

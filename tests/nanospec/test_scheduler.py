@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from nanospec.blocks import BlockPool
-from nanospec.kernels.proposal import HEADS, NOBODY, OWN
+from nanospec.kernels.speculation.proposal import HEADS, NOBODY, OWN
 from nanospec.request import Request, Status, StepOutput
 from nanospec.sampling import SamplingParams
 from nanospec.scheduler import Plan, Scheduler

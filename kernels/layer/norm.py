@@ -1,0 +1,59 @@
+"""RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * weight, reduced in float32.
+
+    x [..., H], weight [H]  ->  [..., H] in x's dtype         (Zhang & Sennrich, 2019)
+
+Kernel: one program per row, which holds the whole row (H <= 65536). Launch and code depend on H
+only, so a row's bits do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch import use_triton
+from ..launch import next_power_of_2
+
+MAX_WIDTH = 65536
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise each row of x by its root mean square and scale by `weight`."""
+    return launch(x, weight, eps) if use_triton(x) else naive(x, weight, eps)
+
+
+def naive(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+@triton.jit
+def _rms_norm(x, weight, out, row_stride, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    value = tl.load(x + row * row_stride + i, inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / width + eps)
+    w = tl.load(weight + i, inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + i, (value * scale * w).to(out.dtype.element_ty), inside)
+
+
+def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    width = x.shape[-1]
+    if weight.shape != (width,) or not weight.is_contiguous():
+        raise ValueError(f"The weight of RMSNorm must be [{width}] and contiguous, not {weight.shape}.")
+    if width > MAX_WIDTH:
+        raise ValueError(f"RMSNorm of width {width} exceeds the limit of {MAX_WIDTH} per program.")
+    rows = x.reshape(-1, width)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        block = next_power_of_2(width)
+        warps = min(max(block // 512, 1), 16)  # 16 values or fewer per thread up to 8192
+        _rms_norm[(rows.shape[0],)](
+            rows, weight, out, rows.stride(0), width, eps, BLOCK=block, num_warps=warps
+        )
+    return out.view(x.shape)

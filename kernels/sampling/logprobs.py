@@ -1,0 +1,137 @@
+"""Log-probabilities of the model itself (before bias, penalties and temperature), as vLLM reports them.
+
+    logits  [T, V]        bf16, fp16 or fp32
+    index   [N] int       which row of logits each result is about
+    tokens  [N] int       whose log-probability is asked; -1 (no token) counts as 0
+    own     [N] float32   log softmax(logits[index])[tokens]
+    rank    [N] int32     1 + the number of tokens with a larger logit
+    top     [N, n] float32, top_ids [N, n] int32    the n likeliest tokens; which of equal ones come
+                          first is unspecified in `naive`, the lowest ids in the kernel
+
+Kernel: two launches, and no float32 copy of the logits. `_scan` reads them once, each program a chunk
+of 4096 tokens of one row, and leaves the chunk's n largest, found one after another in registers;
+`_finish` merges. Meant for the few rows that ask and an n of some 20; limit: chunks * n <= 8192.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch import use_triton
+from ..launch import next_power_of_2
+from .top_k_top_p import best_of
+
+CHUNK = 4096
+MAX_CANDIDATES = 8192
+
+
+class Logprobs(NamedTuple):
+    """See the module docstring."""
+
+    own: Tensor
+    rank: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+
+def logprobs(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
+    """Log-probabilities of `tokens` and of the `num_top` likeliest, in rows `index` of `logits`."""
+    return (launch if use_triton(logits) else naive)(logits, index, tokens, num_top)
+
+
+def naive(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
+    """The specification in plain PyTorch; also the CPU path."""
+    x = logits[index.long()].float()
+    chosen = x.gather(1, tokens.long().clamp(min=0)[:, None])
+    total = x.logsumexp(-1, keepdim=True)
+    top, top_ids = x.topk(num_top, -1)
+    rank = (x > chosen).sum(1) + 1
+    return Logprobs((chosen - total)[:, 0], rank.int(), top - total, top_ids.int())
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _scan(
+    logits, stride, vocab, index, tokens, largest_out, mass_out, above_out, value_out, id_out, num_top,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    x = logits + tl.load(index + row).to(tl.int64) * stride
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    scores = tl.load(x + ids, ids < vocab, other=float("-inf")).to(tl.float32)
+    chosen = tl.load(x + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
+    largest = tl.max(scores)
+    below = tl.where(scores == largest, 0.0, scores - largest)  # 0 also where all are -inf
+    out = row * tl.num_programs(1) + chunk
+    tl.store(largest_out + out, largest)
+    tl.store(mass_out + out, tl.sum(tl.exp(below)))
+    tl.store(above_out + out, tl.sum((scores > chosen).to(tl.int32)))
+    _store_largest(scores, ids, 0.0, value_out + out * num_top, id_out + out * num_top, num_top)
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _finish(
+    logits, stride, index, tokens, largest_in, mass_in, above_in, value_in, id_in,
+    own, rank, top, top_ids, num_top,
+    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    c = tl.arange(0, CHUNKS_PADDED)
+    inside, at = c < CHUNKS, row * CHUNKS + c
+    largest = tl.load(largest_in + at, inside, other=float("-inf"))
+    best = tl.max(largest)
+    total = best + tl.log(tl.sum(tl.load(mass_in + at, inside, other=0.0) * tl.exp(largest - best)))
+    x = logits + tl.load(index + row).to(tl.int64) * stride
+    chosen = tl.load(x + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
+    tl.store(own + row, chosen - total)
+    tl.store(rank + row, 1 + tl.sum(tl.load(above_in + at, inside, other=0)))
+    c = tl.arange(0, CANDIDATES)
+    inside, at = c < CHUNKS * num_top, row * CHUNKS * num_top + c
+    values = tl.load(value_in + at, inside, other=float("-inf"))
+    ids = tl.load(id_in + at, inside, other=2147483647)
+    _store_largest(values, ids, total, top + row * num_top, top_ids + row * num_top, num_top)
+
+
+@triton.jit
+def _store_largest(values, ids, minus, value_out, id_out, num_top):
+    """Store the num_top largest of a block of values less `minus`, and their ids, one by one."""
+    for j in range(num_top):
+        value, token = best_of(values, ids)
+        tl.store(value_out + j, value - minus)
+        tl.store(id_out + j, token)
+        # A logit may be -inf too; with the highest of ids it loses the tie to those not found yet.
+        found = ids == token
+        values, ids = tl.where(found, float("-inf"), values), tl.where(found, 2147483647, ids)
+
+
+def launch(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
+    (_, V), N = logits.shape, len(index)
+    chunks = -(-V // CHUNK)
+    if not 0 <= num_top <= min(V, MAX_CANDIDATES // chunks):
+        limit = min(V, MAX_CANDIDATES // chunks)
+        raise ValueError(f"{num_top} log-probabilities per token exceed the limit of {limit}.")
+    if logits.stride(1) != 1:
+        raise ValueError("The rows of the logits must be contiguous.")
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(N, *shape, dtype=dtype, device=logits.device)
+
+    i32, wide = torch.int32, chunks * num_top
+    partials = (
+        empty(chunks), empty(chunks), empty(chunks, dtype=i32), empty(wide), empty(wide, dtype=i32)
+    )  # fmt: skip
+    result = Logprobs(empty(), empty(dtype=i32), empty(num_top), empty(num_top, dtype=i32))
+    if N:
+        _scan[(N, chunks)](
+            logits, logits.stride(0), V, index, tokens, *partials, num_top, CHUNK=CHUNK, num_warps=8
+        )
+        _finish[(N,)](
+            logits, logits.stride(0), index, tokens, *partials, *result, num_top,
+            CHUNKS=chunks, CHUNKS_PADDED=next_power_of_2(chunks),
+            CANDIDATES=next_power_of_2(max(wide, 1)), num_warps=4,
+        )  # fmt: skip
+    return result

@@ -1,0 +1,191 @@
+"""One decoder for the Llama family, driven by `ModelConfig`.
+
+    hidden = model.forward(input_ids, kv_cache, rows)      [T] int32 -> [T, H]
+    logits = model.logits(hidden)                          [N, H]    -> [N, V]
+
+The model knows nothing of requests: `Batch` says which tokens belong together, where their keys and
+values go and what each may see, so one `forward` serves prefill, decoding and verification. It has
+no state of its own besides the weights; the KV cache belongs to the caller:
+
+    kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D]      2: keys, values
+
+Weights used together lie together (rows of q, k, v; rows of gate, up), in `linear.pack`'s layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.batch import Batch
+from ..kernels.layer.attention import attention
+from ..kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu, pack
+from ..kernels.layer.norm import rms_norm
+from ..kernels.layer.rope_cache import rope_cache
+from .config import ModelConfig
+from .rope import cos_sin_table
+
+GetWeight = Callable[[str], Tensor]
+"""Gives a tensor of `ModelConfig.parameter_shapes` by name, in the model's dtype, on its device."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one decoder layer: [out, in] matrices, possibly packed, and vectors.
+
+    Attributes:
+        qkv: [(Hq + 2 Hkv) * D, H], with all q heads first, then all k heads, then all v heads.
+        gate_up: [2 I, H], gate first.
+        window: sliding window in tokens, None for none.
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    window: int | None
+
+
+class Model:
+    """A decoder with its weights in place; see the module docstring.
+
+    Attributes:
+        config, dtype, device: as given.
+        embedding: [V, H].
+        layers: one `Layer` each.
+        norm: [H], the final one.
+        lm_head: [V, H], possibly packed; on a GPU the embedding itself where the two are tied.
+        cos_sin: [max_position_embeddings, D] float32; positions must be below its length.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
+    ) -> None:
+        """Take the weights from `get`, in the order of the forward pass, each exactly once.
+
+        Layers are packed one by one, so that no more than one layer exists twice at any time.
+        """
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.cos_sin = cos_sin_table(
+            config.rope, config.head_dim, config.max_position_embeddings, self.device
+        )
+        self.embedding = get("model.embed_tokens.weight")
+        self.layers = [_layer(config, i, get) for i in range(config.num_layers)]
+        self.norm = get("model.norm.weight")
+        self.lm_head = pack(self.embedding if config.tie_word_embeddings else get("lm_head.weight"))
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> Model:
+        """A model with random weights, made on the device: for tests and benchmarks.
+
+        Scaled so that activations stay near 1 and logits have a standard deviation of about 2: the
+        text is nonsense, but neither constant nor uniform. The same seed gives the same weights up
+        to rounding in every dtype (not across devices).
+        """
+        shapes = config.parameter_shapes()
+        generator = torch.Generator(device=device).manual_seed(seed)
+
+        def get(name: str) -> Tensor:
+            shape = shapes[name]
+            noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            if name.endswith("norm.weight"):
+                noise = 1 + 0.1 * noise
+            elif len(shape) == 1:  # biases
+                noise *= 0.1
+            else:
+                scale = 2.0 if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
+                noise *= scale / math.sqrt(shape[1])
+            return noise.to(dtype)
+
+        return cls(config, dtype, device, get)
+
+    def forward(self, input_ids: Tensor, kv_cache: Tensor, rows: Batch) -> Tensor:
+        """Run the decoder over a flat batch and write its keys and values to the cache.
+
+        Args:
+            input_ids: [T] int32, all in 0 .. V - 1, also those of padding tokens.
+            kv_cache: [num_layers, 2, Hkv, num_blocks, block_size, D] in the model's dtype. Entries
+                that no query sees may hold anything finite.
+            rows: the batch; positions below `max_position_embeddings`.
+
+        Returns:
+            [T, H] after the final norm. Padding tokens get unspecified values.
+        """
+        x = F.embedding(input_ids, self.embedding)
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            x = self._layer_forward(layer, x, cache[0], cache[1], rows)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def _layer_forward(
+        self, layer: Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Batch
+    ) -> Tensor:
+        """x [T, H] -> [T, H]; k_cache and v_cache [Hkv, num_blocks, block_size, D]."""
+        eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
+        qkv = norm_linear(x, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
+        q = rope_cache(qkv, self.cos_sin, k_cache, v_cache, rows, layer.q_norm, layer.k_norm, eps)
+        out = attention(q, k_cache, v_cache, rows, scale, layer.window)  # [T, Hq, D]
+        x = linear_add(out.flatten(1), layer.o, x, layer.o_bias)
+        if layer.gate_up_bias is None:
+            h = norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [T, I]
+        else:  # rare, so not worth a kernel
+            h = norm_linear(x, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias)
+            gate, up = h.chunk(2, -1)
+            h = F.silu(gate) * up
+        return linear_add(h, layer.down, x, layer.down_bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token for rows of `forward`'s result: [N, H] -> [N, V]."""
+        return linear(hidden, self.lm_head)
+
+
+def _layer(config: ModelConfig, index: int, get: GetWeight) -> Layer:
+    prefix = f"model.layers.{index}"
+
+    def weight(*names: str) -> Tensor:
+        return pack(_cat([get(f"{prefix}.{name}.weight") for name in names]))
+
+    def bias(present: bool, *names: str) -> Tensor | None:
+        return _cat([get(f"{prefix}.{name}.bias") for name in names]) if present else None
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    return Layer(
+        input_norm=get(f"{prefix}.input_layernorm.weight"),
+        qkv=weight(*qkv),
+        qkv_bias=bias(config.qkv_bias, *qkv),
+        q_norm=get(f"{prefix}.self_attn.q_norm.weight") if config.qk_norm else None,
+        k_norm=get(f"{prefix}.self_attn.k_norm.weight") if config.qk_norm else None,
+        o=weight("self_attn.o_proj"),
+        o_bias=bias(config.o_bias, "self_attn.o_proj"),
+        post_norm=get(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=weight(*gate_up),
+        gate_up_bias=bias(config.mlp_bias, *gate_up),
+        down=weight("mlp.down_proj"),
+        down_bias=bias(config.mlp_bias, "mlp.down_proj"),
+        window=config.windows[index],
+    )
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

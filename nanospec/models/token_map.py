@@ -1,0 +1,66 @@
+"""Guessing from a part of the vocabulary only (as in FR-Spec, Zhao et al., 2025).
+
+For a small model the projection to the vocabulary is most of the work, and a few thousand tokens make up
+nearly all of a text. `token_map` [Vd] lists those that may be guessed; the target still draws from all.
+A draft model's lies beside it as `token_map.safetensors`; heads have theirs in their own file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .decoder import Model
+from .weights import open_safetensors
+
+TOKEN_MAP = "token_map"
+PIECE = 64  # columns of a packed lm_head that are read at once
+
+
+def load_token_map(folder: Path, vocab_size: int) -> Tensor | None:
+    """[Vd] int64, the tokens that the draft model in a folder guesses; None for all."""
+    file = folder / f"{TOKEN_MAP}.safetensors"
+    if not file.is_file():
+        return None
+    with open_safetensors(file) as handle:
+        if list(handle.keys()) != [TOKEN_MAP]:
+            raise ValueError(f"{file} must hold one tensor, {TOKEN_MAP!r}, not {list(handle.keys())}.")
+        return checked_token_map(handle.get_tensor(TOKEN_MAP), file, vocab_size)
+
+
+def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
+    """The list of token ids as int64; ValueError with a sentence if it is none."""
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or len(ids) == 0:
+        raise ValueError(
+            f"{TOKEN_MAP} in {file} must be a list of token ids, int32 or int64, not "
+            f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}."
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{TOKEN_MAP} in {file} names token {low if low < 0 else high}, but the model's tokens are 0 to "
+            f"{vocab_size - 1}; it belongs to another model."
+        )
+    if len(ids.unique()) < len(ids):
+        raise ValueError(f"{TOKEN_MAP} in {file} names a token twice; its {len(ids)} ids must differ.")
+    return ids.long()
+
+
+def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
+    """The rows of the target's lm_head for the tokens [n] int64, not packed: [n, H].
+
+    A packed lm_head cannot be read, but products with 0 and 1 are exact: the unit vectors give its columns.
+    """
+    if model.config.tie_word_embeddings:
+        return model.embedding[tokens]
+    if not model.lm_head.is_mkldnn:
+        return model.lm_head[tokens]
+    hidden = model.config.hidden_size
+    rows = torch.empty(len(tokens), hidden, dtype=model.dtype)
+    units = torch.eye(hidden, dtype=model.dtype)
+    for start in range(0, hidden, PIECE):
+        columns = model.logits(units[start : start + PIECE])[:, tokens]  # [PIECE, n]
+        rows[:, start : start + PIECE] = columns.T
+    return rows

@@ -1,0 +1,174 @@
+"""From a folder of safetensors to a `Model`.
+
+    dtype = resolve_dtype("auto", ModelConfig.from_path(path), device)
+    model = load_model(path, dtype, device)
+
+The files are memory-mapped and copied tensor by tensor, so loading takes little more memory than
+the weights. Names, shapes and dtypes of all tensors are checked before the first one is copied, and
+every mismatch is named in one error: a model is loaded right or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .config import DTYPES, ModelConfig, read_json
+from .decoder import Model
+
+STORED_DTYPES = ("F32", "BF16", "F16")
+MAX_NAMED = 8  # tensors named per kind of mismatch
+
+
+def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
+    """The dtype to compute in.
+
+    "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 where the CPU has instructions
+    for it, else float32. float16 on a CPU is a ValueError.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    if name == "auto":
+        if on_cpu:
+            return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+        return config.torch_dtype
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} must be 'auto' or one of {', '.join(map(repr, DTYPES))}.")
+    if on_cpu and name == "float16":
+        raise ValueError(
+            "dtype='float16' is not supported on a CPU; use 'auto', 'bfloat16' or 'float32'."
+        )
+    return DTYPES[name]
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices natively (avx512_bf16 or AMX)."""
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):  # private: may go away
+        try:
+            if getattr(torch.cpu, probe)():
+                return True
+        except (AttributeError, RuntimeError):
+            continue
+    return False
+
+
+def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str) -> Model:
+    """Load the checkpoint in the folder `path`.
+
+    Reads `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, or
+    the only other `*.safetensors`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is corrupt, the config is not supported, or tensors do not fit it.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; give the folder of a downloaded model.")
+    config = ModelConfig.from_path(folder)
+    with ExitStack() as stack:
+        source: dict[str, Any] = {}  # tensor name -> the open file that has it
+        for file in weight_files(folder):
+            handle = stack.enter_context(open_safetensors(file))
+            source.update(dict.fromkeys(handle.keys(), handle))
+        _check(folder, config, source)
+
+        def get(name: str) -> Tensor:
+            # Always a copy: what aliases the file would change with it.
+            tensor: Tensor = source[name].get_tensor(name)
+            return tensor.to(device=device, dtype=dtype, copy=True)
+
+        return Model(config, dtype, device, get)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint in `folder`."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return _shards(index)
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise ValueError(
+            f"{folder} has {len(files)} safetensors files but neither model.safetensors nor "
+            "model.safetensors.index.json, which says how they belong together."
+        )
+    other = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pth", ".gguf")]
+    hint = f" (found {listed(other)}; convert to safetensors first)" if other else ""
+    raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}.")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        mapping = read_json(index).get("weight_map")
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}") from None
+    if (
+        not isinstance(mapping, dict)
+        or not mapping
+        or not all(isinstance(name, str) and Path(name).name == name for name in mapping.values())
+    ):
+        raise ValueError(f"{index} must have a 'weight_map' from tensors to files beside it.")
+    names = sorted(set(mapping.values()))
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{index.parent} lacks {len(missing)} of the {len(names)} shards that {index.name} "
+            f"names: {listed(missing)}; download the model again."
+        )
+    return [index.parent / name for name in names]
+
+
+def open_safetensors(file: Path) -> Any:
+    """The open file, for tensor-wise reading; ValueError if it is corrupt."""
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{file} is not a valid safetensors file ({error}); it may be truncated, download "
+            "it again."
+        ) from None
+
+
+def _check(folder: Path, config: ModelConfig, source: Mapping[str, Any]) -> None:
+    """Raise one ValueError that names every tensor that is missing, extra or unfit."""
+    expected = config.parameter_shapes()
+    misshapen, foreign = [], []
+    for name in expected.keys() & source.keys():
+        tensor = source[name].get_slice(name)
+        shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+        if shape != expected[name]:
+            misshapen.append(f"{name} {list(shape)} instead of {list(expected[name])}")
+        if dtype not in STORED_DTYPES:
+            foreign.append(f"{name} {dtype}")
+    extra = [name for name in source.keys() - expected.keys() if not _harmless(name, config)]
+    problems = {
+        "missing": expected.keys() - source.keys(),
+        "not expected": extra,
+        "of the wrong shape": misshapen,
+        f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
+    }
+    found = [f"{len(n)} tensor(s) {what}: {listed(n)}" for what, n in problems.items() if n]
+    if found:
+        raise ValueError(f"The weights in {folder} do not fit its config.json: {'; '.join(found)}.")
+
+
+def _harmless(name: str, config: ModelConfig) -> bool:
+    """Extra tensors of real checkpoints that carry nothing: RoPE frequencies, a tied head."""
+    tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    return tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few, sorted, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
+    return ", ".join(ordered[:MAX_NAMED]) + more

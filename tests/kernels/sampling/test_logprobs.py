@@ -1,0 +1,69 @@
+"""Log-probabilities against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nanospec.kernels.sampling import logprobs
+from tests.util import assert_close
+
+IMPLEMENTATIONS = {"naive": logprobs.naive, "kernel": logprobs.launch}
+
+pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.parametrize("V", [5, 63, 1000, 9001], ids=lambda V: f"V{V}")
+def test_matches_float64(V: int, num_top: int, dtype: torch.dtype, implementation: str) -> None:
+    generator = torch.Generator().manual_seed(V)
+    # All values differ, so that the ids are defined.
+    logits = torch.stack([torch.randperm(V, generator=generator) for _ in range(4)])
+    logits = (logits * (8.0 / V) - 4).to(dtype)
+    if dtype == torch.float16 and V == 9001:
+        logits = (torch.stack([torch.randperm(V) for _ in range(4)]) * 2.0).to(dtype)  # exact to 2^11
+        logits[:, 2000:] = -math.inf
+        logits[:, :2000] = torch.arange(2000.0).flip(0) / 256
+    index = torch.tensor([3, 0, 3], dtype=torch.int32)
+    tokens = torch.tensor([2, -1, 4], dtype=torch.int32)
+    result = IMPLEMENTATIONS[implementation](logits, index, tokens, num_top)
+    x = logits[index.long()].double()
+    expected = x.log_softmax(-1)
+    chosen = tokens.long().clamp(min=0)[:, None]
+    assert_close(result.own, expected.gather(1, chosen)[:, 0], 1e-5)
+    assert result.rank.tolist() == ((x > x.gather(1, chosen)).sum(1) + 1).tolist()
+    top = expected.topk(num_top, -1)
+    assert result.top.shape == result.top_ids.shape == (3, num_top)
+    assert_close(result.top, top.values, 1e-5)
+    assert torch.equal(result.top_ids.long(), top.indices)
+    assert result.rank.dtype == result.top_ids.dtype == torch.int32
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("token", [0, 7])
+def test_a_certain_token_has_logprob_zero(token: int, implementation: str) -> None:
+    logits = torch.full((1, 100), -math.inf)
+    logits[0, token] = 3.0
+    one = torch.tensor([token], dtype=torch.int32)
+    result = IMPLEMENTATIONS[implementation](logits, one * 0, one, 3)
+    assert float(result.own) == 0.0
+    assert int(result.rank) == 1
+    assert float(result.top[0, 0]) == 0.0
+    assert len(set(result.top_ids[0].tolist())) == 3
+
+
+def test_kernel_names_the_lowest_of_equal_tokens() -> None:
+    logits = torch.zeros(1, 5000)
+    logits[0, [11, 4500]] = 1.0
+    result = logprobs.launch(logits, torch.zeros(1, dtype=torch.int32), torch.tensor([0]), 4)
+    assert result.top_ids.tolist() == [[11, 4500, 0, 1]]
+
+
+def test_kernel_refuses_too_many() -> None:
+    zero = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="exceed the limit of 5"):
+        logprobs.launch(torch.zeros(1, 5), zero, zero, 6)

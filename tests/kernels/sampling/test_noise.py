@@ -1,0 +1,123 @@
+"""The noise is what it says: exponential, independent, and a function of its arguments alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanospec.kernels.sampling import noise
+
+V = 50_000
+
+
+def exponentials(seed: int, position: int, n: int = V) -> Tensor:
+    return noise.naive(seed, position, torch.arange(n, dtype=torch.int32)).double().exp()
+
+
+def kolmogorov_smirnov(e: Tensor) -> float:
+    """sqrt(N) times the largest distance to the Exp(1) distribution function."""
+    ordered = e.sort()[0]
+    n = len(ordered)
+    expected = 1 - torch.exp(-ordered)
+    steps = torch.arange(n, dtype=torch.float64)
+    distance = torch.maximum(expected - steps / n, (steps + 1) / n - expected).max()
+    return float(distance) * math.sqrt(n)
+
+
+def chi_square(counts: Tensor) -> float:
+    """Normalised: (chi^2 - degrees of freedom) / sqrt(2 * degrees of freedom), about N(0, 1)."""
+    expected = counts.sum() / counts.numel()
+    degrees = counts.numel() - 1
+    return float((((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
+
+
+# One-in-a-million bounds; the seeds are fixed, so a test that passes once passes always.
+KS_BOUND, CHI_BOUND, CORRELATION_BOUND = 2.6, 6.0, 5.0
+SEEDS = [0, 1, 2, -1, 1 << 31, 1 << 32, 1 << 62, -(1 << 63), 123456789123456789]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_exponential_over_tokens(seed: int) -> None:
+    for position in (0, 1, 77, 131_071):
+        assert kolmogorov_smirnov(exponentials(seed, position)) < KS_BOUND
+
+
+@pytest.mark.parametrize("token", [0, 1, 49_151])
+def test_exponential_over_positions_and_seeds(token: int) -> None:
+    ids = torch.tensor([token], dtype=torch.int32)
+    for pairs in ([(7, p) for p in range(4000)], [(s, 7) for s in range(4000)],
+                  [(s << 32, 7) for s in range(4000)]):  # fmt: skip
+        values = torch.cat([noise.naive(seed, position, ids) for seed, position in pairs])
+        assert kolmogorov_smirnov(values.double().exp()) < KS_BOUND
+
+
+def test_the_smallest_of_many_are_exponential_too() -> None:
+    """They decide who is drawn: N times the minimum of N is Exp(1) again, also for many tokens."""
+    minima = torch.stack([exponentials(3, p, 20_000).min() * 20_000 for p in range(600)])
+    assert kolmogorov_smirnov(minima) < KS_BOUND
+
+
+def _correlation(a: Tensor, b: Tensor) -> float:
+    """sqrt(N) times the correlation of the uniform variates."""
+    a, b = torch.exp(-a) - 0.5, torch.exp(-b) - 0.5
+    return abs(float((a * b).mean() / (a.std() * b.std()))) * math.sqrt(len(a))
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_every_seed_bit_gives_independent_noise(bit: int) -> None:
+    flipped = 1 << bit if bit < 63 else -(1 << 63)
+    assert _correlation(exponentials(0, 5), exponentials(flipped, 5)) < CORRELATION_BOUND
+
+
+@pytest.mark.parametrize("step", [1, 2, 16, 1024, 65_536])
+def test_positions_and_tokens_are_independent(step: int) -> None:
+    e = exponentials(9, 100, V + step)
+    assert _correlation(e[:V], exponentials(9, 100 + step)) < CORRELATION_BOUND
+    assert _correlation(e[:V], e[step : V + step]) < CORRELATION_BOUND
+
+
+def test_pairs_fill_the_square_evenly() -> None:
+    """Neighbouring tokens, positions and seeds, jointly: chi-square over a 16 x 16 grid."""
+    base = exponentials(4, 10, V + 1)
+    for other in (base[1:], exponentials(4, 11), exponentials(5, 10)):
+        a, b = ((1 - torch.exp(-e[:V])).mul(16).long().clamp(max=15) for e in (base, other))
+        counts = torch.bincount(a * 16 + b, minlength=256).double()
+        assert abs(chi_square(counts)) < CHI_BOUND
+
+
+def test_values_are_bounded() -> None:
+    """No infinity may reach the scores."""
+    log_e = torch.cat([noise.naive(1, p, torch.arange(V)) for p in range(20)])
+    assert bool(log_e.isfinite().all())
+    extremes = noise.log_exponential(torch.tensor([0, 2**31 - 1], dtype=torch.int32))
+    assert extremes.tolist() == pytest.approx([math.log(2.0**-32), math.log(32 * math.log(2))])
+
+
+def test_token_values_do_not_depend_on_their_neighbours() -> None:
+    ids = torch.tensor([5, 49_000, 17], dtype=torch.int32)
+    assert torch.equal(noise.naive(3, 4, ids), noise.naive(3, 4, torch.arange(V))[ids.long()])
+
+
+@triton.jit
+def _kernel(seed, position, out, bits_out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, N)
+    tl.store(out + i, noise.block(tl.load(seed), tl.load(position), i))
+    first, second = noise.block_keys(tl.load(seed), tl.load(position))
+    bits = noise.block_mix(noise.block_mix(i.to(tl.uint32) ^ first) ^ second)
+    tl.store(bits_out + i, bits.to(tl.int64))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernel_has_the_same_bits(seed: int) -> None:
+    n, position = 4096, 131_071
+    out, bits = torch.empty(n), torch.empty(n, dtype=torch.int64)
+    _kernel[(1,)](torch.tensor([seed]), torch.tensor([position], dtype=torch.int32), out, bits, N=n)
+    first, second = noise.keys(seed, position)
+    assert bits.tolist() == [noise.mix(noise.mix(token ^ first) ^ second) for token in range(n)]
+    expected = noise.naive(seed, position, torch.arange(n, dtype=torch.int32))
+    assert float((out - expected).abs().max()) < 1e-5

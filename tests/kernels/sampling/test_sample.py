@@ -1,0 +1,376 @@
+"""The target's own token at every position, against a per-row reference in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.sampling import noise, sample
+from nanospec.kernels.sampling.sample import Params
+from nanospec.kernels.speculation import verify
+from tests.kernels.batches import S, make_params, make_rows, random_logits, random_params
+
+pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
+
+
+def reference(
+    logits: Tensor, input_ids: Tensor, rows: list[int], params: Params, batch: Batch
+) -> list[tuple[int, int, bool]]:
+    """(flat index, token, whether rounding could decide otherwise) of every token of real rows."""
+    results = []
+    for b, s in enumerate(rows):
+        start = int(batch.q_start[b])
+        for i in range(int(batch.q_len[b]) if s >= 0 else 0):
+            before = list(range(1, i + 1))
+            if batch.ancestors is not None:
+                before = [j for j in range(1, batch.max_q_len) if int(batch.ancestors[start + i]) >> j & 1]
+            drafts = [int(input_ids[start + j]) for j in before]
+            scores = logits[start + i].double().numpy()
+            token, close = reference_token(scores, drafts, s, int(batch.positions[start + i]) + 1, params)
+            results.append((start + i, token, close))
+    return results
+
+
+def reference_token(
+    x: np.ndarray, drafts: list[int], s: int, position: int, params: Params
+) -> tuple[int, bool]:
+    p = {name: value[s].double().numpy() for name, value in params._asdict().items() if name != "seed"}
+    if np.isnan(x).any() or np.isinf(x.max()):
+        return -1, False
+    if bool(p["shaped"]):
+        x = x + p["bias"]
+        if position < p["min_len"]:
+            x[[int(t) for t in p["stop_ids"] if t >= 0]] = -np.inf
+        for token in range(len(x)):
+            count = p["output_counts"][token] + drafts.count(token)
+            if count or p["in_prompt"][token]:
+                x[token] = x[token] / p["repetition"] if x[token] > 0 else x[token] * p["repetition"]
+            if count:
+                x[token] -= p["frequency"] * count + p["presence"]
+        if np.isinf(x.max()):
+            return -1, False
+    T = float(p["temperature"])
+    close = False
+    if T > 0:
+        keep = np.ones(len(x), dtype=bool)
+        if 0 < p["top_k"] < len(x):
+            keep &= [np.sum(x > score) < p["top_k"] for score in x]
+        weight = np.where(keep, np.exp((x - x.max()) / T), 0.0)
+        if p["top_p"] < 1:
+            above = np.array([weight[x > score].sum() for score in x]) / weight.sum()
+            close |= bool((np.abs(above - p["top_p"]) < 1e-5).any())
+            keep &= (above < p["top_p"]) | (x == x.max())
+        if p["min_p"] > 0:
+            ratio = np.exp((x - x.max()) / T) / p["min_p"]
+            close |= bool((np.abs(ratio - 1) < 1e-4).any())
+            keep &= ratio >= 1
+        log_e = noise.naive(int(params.seed[s]), position, torch.arange(len(x))).double().numpy()
+        x = np.where(keep, x - T * log_e, -np.inf)
+    order = np.sort(x)
+    if shaped_or_random(p):
+        close |= bool(len(x) > 1 and 0 < order[-1] - order[-2] < 1e-4 * max(1.0, T))
+    return int(x.argmax()), close
+
+
+def shaped_or_random(p: dict[str, np.ndarray]) -> bool:
+    """Whether the scores are rounded results rather than the logits themselves."""
+    return bool(p["shaped"]) or bool(p["temperature"] > 0)
+
+
+def check(
+    q_len: list[int],
+    V: int,
+    seed: int,
+    implementation: object,
+    uniform: bool = True,
+    tree: bool = False,
+    dtype: torch.dtype = torch.float32,
+    nan: bool = False,
+) -> None:
+    rng = random.Random(seed)
+    rows = rng.sample([*range(S), *[-1] * len(q_len)], len(q_len))
+    batch = make_rows([n if s >= 0 else 0 for n, s in zip(q_len, rows)],
+                      [rng.randint(0, 20) for _ in q_len], uniform, tree)  # fmt: skip
+    params = random_params(rng, V)
+    logits = random_logits(rng, batch.num_tokens, V, dtype)
+    if nan:
+        logits[rng.randrange(len(logits)), rng.randrange(V)] = math.nan
+        logits[rng.randrange(len(logits)), rng.randrange(V)] = math.inf
+    input_ids = torch.randint(0, V, (batch.num_tokens,), dtype=torch.int32)
+    targets = implementation(  # type: ignore[operator]
+        logits, input_ids, torch.tensor(rows, dtype=torch.int32), params, batch
+    )
+    assert targets.dtype == torch.int32
+    assert targets.shape == (batch.num_tokens,)
+    for t, expected, close in reference(logits, input_ids, rows, params, batch):
+        if not close:
+            assert int(targets[t]) == expected, f"token {t}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 40, 63, 100]),
+    st.integers(0, 1 << 30),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_naive_matches_reference(
+    q_len: list[int], V: int, seed: int, uniform: bool, tree: bool, nan: bool
+) -> None:
+    check(q_len, V, seed, sample.naive, uniform, tree, nan=nan)
+
+
+def draw_many(params: Params, logits: Tensor, n: int, position: int = 1) -> Tensor:
+    """Tokens drawn from one row of logits at n successive positions."""
+    return torch.stack([sample.draw(logits, 0, position + i, params) for i in range(n)])
+
+
+def distances(drawn: Tensor, expected: Tensor, sizes: tuple[int, ...]) -> list[float]:
+    """Total variation of the first N draws times sqrt(N), over its expectation: about 1 for each N."""
+    unit = float((2 * expected * (1 - expected) / math.pi).sqrt().sum()) / 2
+    counts = [torch.bincount(drawn[:n], minlength=len(expected)).double() / n for n in sizes]
+    return [float((c - expected).abs().sum()) / 2 * math.sqrt(n) / unit for c, n in zip(counts, sizes)]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.8])
+def test_total_variation_shrinks(temperature: float) -> None:
+    """The distance to the expected distribution falls like 1 / sqrt(N), for every seed."""
+    V, sizes = 30, (500, 2000, 8000)
+    logits = torch.randn(V, generator=torch.Generator().manual_seed(1)) * 1.5
+    expected = (logits.double() / temperature).softmax(-1)
+    ids = torch.arange(V, dtype=torch.int32)
+    by_seed = []
+    for seed in range(8):
+        log_e = torch.stack([noise.naive(seed, position, ids) for position in range(sizes[-1])])
+        by_seed.append(distances((logits - temperature * log_e).argmax(-1), expected, sizes))
+    mean = torch.tensor(by_seed).mean(0)
+    assert bool(((mean > 0.75) & (mean < 1.3)).all()), mean
+    # `draw` is that argmax.
+    params = make_params(V, temperature=temperature)
+    drawn = draw_many(params, logits, 500, position=0)
+    log_e = torch.stack([noise.naive(0, position, ids) for position in range(500)])
+    assert torch.equal(drawn, (logits - temperature * log_e).argmax(-1))
+
+
+def test_filters_leave_the_renormalised_distribution() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log()
+    params = make_params(5, temperature=1.0, top_p=0.85)
+    counts = torch.bincount(draw_many(params, logits, 4000), minlength=5) / 4000
+    expected = torch.tensor([4 / 9, 3 / 9, 2 / 9, 0.0, 0.0])
+    assert float((counts - expected).abs().max()) < 0.03
+    assert counts[3:].sum() == 0
+
+
+def test_ties_at_the_threshold_are_all_kept() -> None:
+    logits = torch.tensor([1.0, 5.0, 5.0, 5.0, 0.0])
+    for filters in ({"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}):
+        params = make_params(5, temperature=1.0, **filters)
+        assert set(draw_many(params, logits, 100).tolist()) == {1, 2, 3}
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    logits = torch.zeros(3, 96)
+    logits[1, 40:] = 1.0
+    logits[2, 33] = logits[2, 95] = 2.0
+    assert sample.argmax(logits).tolist() == [0, 40, 33]
+
+
+@pytest.mark.parametrize("V", [1, 7, 64, 1000, 1024, 49152 + 1])
+def test_argmax_is_argmax(V: int) -> None:
+    x = torch.randn(5, V)
+    x[1, V // 2] = math.nan
+    x[2] = -math.inf
+    x[3, 0] = math.inf
+    expected = x.argmax(-1)
+    expected[1:4] = -1
+    assert torch.equal(sample.argmax(x), expected)
+
+
+def test_seeded_row_does_not_depend_on_the_batch() -> None:
+    """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
+    V, base = 100, 11
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(8, V, generator=generator)
+    ids = torch.randint(0, V, (8,), generator=generator, dtype=torch.int32)
+    params = make_params(V, temperature=1.0, top_p=[1.0, 0.9, 1.0, 0.5], top_k=[0, 0, 9, 30])
+    for s in range(S):
+        row = torch.tensor([s], dtype=torch.int32)
+        together = sample.naive(logits, ids, row, params, make_rows([8], [base], True))
+        for i in range(8):
+            one = make_rows([1], [base + i], True)
+            assert int(sample.naive(logits[i : i + 1], ids[:1], row, params, one)) == int(together[i])
+        crowd = torch.randn(24, V)
+        crowd[8:16] = logits
+        rows = torch.tensor([(s + 1) % S, s, (s + 2) % S], dtype=torch.int32)
+        three = make_rows([8, 8, 8], [3, base, 9], True)
+        assert torch.equal(sample.naive(crowd, ids.repeat(3), rows, params, three)[8:16], together)
+
+
+IMPLEMENTATIONS = {"naive": sample.naive, "kernel": sample.launch}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("form", ["chain", "tree", "min_len"])
+def test_shaping_follows_the_drafts(form: str, implementation: str) -> None:
+    """Penalties ban what was drafted before a query; stop tokens are barred below min_len only."""
+    batch = make_rows([4], [10], True)
+    params = make_params(6, shaped=True, presence=10.0)
+    ids = torch.tensor([5, 0, 1, 2], dtype=torch.int32)
+    expected = [0, 1, 2, 3]
+    if form == "tree":  # 0 and 1 follow the root, 2 follows 0
+        batch.ancestors = torch.tensor([0b1, 0b11, 0b101, 0b1011])
+        expected = [0, 1, 0, 1]
+    if form == "min_len":
+        params = make_params(6, shaped=True, min_len=12, stop_ids=[-1, 0, -1])
+        expected = [1, 0, 0, 0]  # for the positions 11, 12, ...
+    logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]).repeat(4, 1)
+    targets = IMPLEMENTATIONS[implementation](logits, ids, torch.zeros(1, dtype=torch.int32), params, batch)
+    assert targets.tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
+def test_draw_from_all_is_a_draw_from_the_contenders(temperature: float) -> None:
+    """The shortcut for drawing without filters finds what the noise of all tokens says."""
+    V = 3000
+    params = make_params(V, temperature=temperature)
+    for position in range(200):
+        logits = torch.randn(V, generator=torch.Generator().manual_seed(position)) * (position % 5)
+        log_e = noise.naive(0, position, torch.arange(V))
+        assert int(sample.draw(logits, 0, position, params)) == int((logits - temperature * log_e).argmax())
+
+
+def test_lazy_drawing_stops_where_verification_does() -> None:
+    V, Q = 50, 8
+    rows = torch.arange(S, dtype=torch.int32)
+    batch = make_rows([Q] * S, [5] * S, True)
+    params = make_params(V, temperature=[1.0, 1.0, 0.3, 0.0])
+    logits = torch.randn(S * Q, V, generator=torch.Generator().manual_seed(2)) * 3
+    targets = sample.naive(logits, torch.zeros(S * Q, dtype=torch.int32), rows, params, batch)
+    drafts = torch.cat((torch.zeros(1, dtype=torch.int32), targets[:-1]))  # all right, across rows too
+    for wrong in (3, Q + 1, 2 * Q + 7):
+        drafts[wrong] = (drafts[wrong] + 1) % V
+    lazy = sample.naive(logits, drafts, rows, params, batch, lazy=True)
+    expected, actual = (verify.naive(x, drafts, batch) for x in (targets, lazy))
+    assert expected.num_emitted.tolist() == [3, 1, 7, 8]
+    assert torch.equal(actual.emitted, expected.emitted)
+
+
+def test_lazy_drawing_of_trees_follows_the_walk_of_verification() -> None:
+    V, Q = 4, 12  # so few tokens that walks go deep
+    rows, params = torch.arange(S, dtype=torch.int32), make_params(V, temperature=[1.0, 1.0, 0.3, 0.0])
+    deepest = drawn = 0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        batch = make_rows([Q, Q - seed % 3, Q, Q], [5] * S, True, tree=True)
+        ids = torch.randint(0, V, (S * Q,), generator=generator, dtype=torch.int32)
+        logits = torch.randn(S * Q, V, generator=generator)
+        full = sample.naive(logits, ids, rows, params, batch)
+        lazy = sample.sample(logits, ids, rows, params, batch)
+        expected, actual = (verify.naive(x, ids, batch, batch.parents) for x in (full, lazy))
+        assert torch.equal(actual.emitted, expected.emitted)
+        deepest, drawn = max(deepest, int(expected.num_emitted.max())), drawn + int((full != lazy).sum())
+    assert deepest >= 4
+    assert drawn > 0  # not all was drawn
+
+
+# The kernel, in the interpreter.
+
+
+@pytest.mark.parametrize("V", [1, 63, 1000], ids=lambda V: f"V{V}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["chain", "packed", "tree", "nan"])
+def test_kernel_matches_reference(V: int, dtype: torch.dtype, form: str) -> None:
+    for seed in range(V, V + 3):
+        check([2, 0, 3, 1], V, seed, sample.launch, form != "packed", form == "tree", dtype, form == "nan")
+
+
+PEAKED = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 0.8, "top_k": 20},
+    "top_k-top_p": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "min_p": {"temperature": 1.0, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("case", PEAKED, ids=str)
+def test_kernel_with_a_real_vocabulary(case: str) -> None:
+    """Peaked distributions, where most groups stay shut, over several chunks."""
+    V = 49152 if case == "top_k-top_p" else 5000
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(V)) * 3
+    params = make_params(V, **PEAKED[case])
+    arguments = (torch.zeros(3, dtype=torch.int32), torch.tensor([1], dtype=torch.int32), params)
+    batch = make_rows([3], [10], True)
+    assert torch.equal(sample.launch(logits, *arguments, batch), sample.naive(logits, *arguments, batch))
+
+
+def probabilities(*values: float, rest: int = 0) -> Tensor:
+    return torch.cat((torch.tensor(values).log(), torch.full((rest,), -30.0)))
+
+
+EXACT: dict[str, tuple[Tensor, dict[str, float], set[int]]] = {  # scores, filters, what may be drawn
+    "top_p over what top_k left": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_k": 2, "top_p": 0.5}, {0}),
+    "top_p alone": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_p": 0.5}, {0, 1}),
+    "top_p of 0 keeps the likeliest": (probabilities(0.2, 0.5, 0.3), {"top_p": 0.0}, {1}),
+    "zeros of both signs are equal": (torch.tensor([-1.0, 0.0, -0.0, -2.0]), {"top_k": 1}, {1, 2}),
+    "negative scores": (torch.tensor([-9.0, -3.0, -2.5, -4.0]), {"top_k": 2}, {1, 2}),
+    "min_p after top_k": (probabilities(0.5, 0.3, 0.2), {"top_k": 2, "min_p": 0.9}, {0}),
+    "ties in shut groups": (torch.zeros(3000), {"top_k": 2}, set(range(3000))),
+    "top_p of a flat distribution": (torch.zeros(3000), {"top_p": 0.3}, set(range(3000))),
+    "whole chunks without a score": (probabilities(*[0.0] * 2500, 0.4, 0.6), {"top_p": 0.5}, {2501}),
+    "few in many groups": (probabilities(0.3, 0.3, 0.4, rest=4000), {"top_p": 0.8}, {0, 1, 2}),
+}
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_kernel_keeps_exactly(case: str) -> None:
+    scores, filters, allowed = EXACT[case]
+    V, Q = len(scores), 8
+    params = make_params(V, temperature=1.0, **filters)
+    arguments = (torch.zeros(Q, dtype=torch.int32), torch.tensor([2], dtype=torch.int32), params)
+    logits, batch = scores.expand(Q, V), make_rows([Q], [10], True)
+    drawn = sample.launch(logits.contiguous(), *arguments, batch)
+    assert torch.equal(drawn, sample.naive(logits, *arguments, batch))
+    assert set(drawn.tolist()) <= allowed
+    assert len(allowed) > 2 or set(drawn.tolist()) == allowed
+
+
+def test_kernel_row_does_not_depend_on_the_batch() -> None:
+    """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
+    V, base = 1000, 11
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(8, V, generator=generator)
+    ids = torch.randint(0, V, (8,), generator=generator, dtype=torch.int32)
+    params = make_params(V, temperature=[1.0, 1.0, 0.0, 0.7], top_p=[1.0, 0.9, 1.0, 0.5])
+    for s in range(S):
+        row = torch.tensor([s], dtype=torch.int32)
+        together = sample.launch(logits, ids, row, params, make_rows([8], [base], True))
+        for i in (0, 5, 7):
+            one = make_rows([1], [base + i], True)
+            assert int(sample.launch(logits[i : i + 1], ids[:1], row, params, one)) == int(together[i])
+        rows = torch.tensor([(s + 1) % S, s, -1], dtype=torch.int32)
+        crowd = torch.cat((torch.randn(8, V), logits, torch.randn(8, V)))
+        three = make_rows([2, 8, 0], [3, base, 0], True)
+        assert torch.equal(sample.launch(crowd, ids.repeat(3), rows, params, three)[8:16], together)
+
+
+def test_kernel_leaves_padding_alone() -> None:
+    """Padding rows read nothing and draw nothing: their logits may be anything."""
+    logits = torch.full((4, 100), math.nan)
+    logits[:2] = torch.randn(2, 100)
+    params = make_params(100)
+    rows = torch.tensor([0, -1], dtype=torch.int32)
+    ids = torch.full((4,), 10**9, dtype=torch.int32)
+    targets = sample.launch(logits, ids, rows, params, make_rows([2, 0], [4, 0], True))
+    assert torch.equal(targets[:2].long(), logits[:2].argmax(-1))

@@ -1,0 +1,70 @@
+"""Moving accepted tree nodes into place."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.dispatch import forced
+from nanospec.kernels.speculation import kv_move
+
+LAYERS, HEADS, BLOCK_SIZE, WIDTH = 2, 3, 16, 9
+
+
+def make(seed: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Batch]:
+    rng = random.Random(seed)
+    bases = [0, 14, 15, 40, 7]
+    counts = [WIDTH, rng.randint(1, WIDTH), 1, 0, rng.randint(1, WIDTH)]
+    table = torch.randperm(5 * 4, generator=torch.Generator().manual_seed(seed)).int().view(5, 4)
+    path = torch.full((5, WIDTH), 99, dtype=torch.int32)  # what is beyond num_emitted must not matter
+    for b, n in enumerate(counts):
+        nodes = [0, *sorted(rng.sample(range(1, 2 * WIDTH), max(n - 1, 0)))][:n]
+        path[b, :n] = torch.tensor(nodes, dtype=torch.int32)
+    empty = torch.zeros(0, dtype=torch.int32)
+    base_len = torch.tensor(bases, dtype=torch.int32)
+    rows = Batch(empty, empty, table, base_len, base_len, base_len, WIDTH, 64)
+    cache = torch.randn(LAYERS, 2, HEADS, 20, BLOCK_SIZE, head_dim).to(dtype)
+    return cache, path, torch.tensor(counts, dtype=torch.int32), rows
+
+
+def moved(cache: Tensor, path: Tensor, counts: Tensor, rows: Batch) -> Tensor:
+    """The same, entry by entry."""
+    out = cache.clone()
+    for b, n in enumerate(counts.tolist()):
+        pages, base = rows.block_table[b], int(rows.base_len[b])
+        for to in range(n):
+            source, target = base + int(path[b, to]), base + to
+            out[:, :, :, pages[target // BLOCK_SIZE], target % BLOCK_SIZE] = cache[
+                :, :, :, pages[source // BLOCK_SIZE], source % BLOCK_SIZE
+            ]
+    return out
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(80, torch.float16), (64, torch.float32)], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kv_move(seed: int, head_dim: int, dtype: torch.dtype, backend: str) -> None:
+    cache, path, counts, rows = make(seed, head_dim, dtype)
+    expected = moved(cache, path, counts, rows)
+    with forced(backend):  # type: ignore[arg-type]
+        kv_move.kv_move(cache, path, counts, rows)
+    assert torch.equal(cache, expected)
+
+
+def test_a_chain_moves_nothing() -> None:
+    cache, path, counts, rows = make(0, 64, torch.float32)
+    path[:] = torch.arange(WIDTH)
+    before = cache.clone()
+    with forced("triton"):
+        kv_move.kv_move(cache, path, counts, rows)
+    assert torch.equal(cache, before)
+
+
+def test_a_cache_with_gaps_is_refused() -> None:
+    cache, path, counts, rows = make(0, 64, torch.float32)
+    with forced("triton"), pytest.raises(ValueError, match="contiguous"):
+        kv_move.kv_move(cache[..., :32], path, counts, rows)

@@ -1,0 +1,254 @@
+"""`ModelConfig` reads every supported config.json and refuses the others with a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec.models.config import ModelConfig
+from nanospec.models.rope import Rope
+from tests.tiny import VARIANTS, checkpoint, tiny_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def parse(architecture: str = "Llama", **changes: Any) -> ModelConfig:
+    names = [f"{architecture}ForCausalLM"]
+    return ModelConfig.from_dict({**LLAMA, "architectures": names, **changes})
+
+
+def test_llama_with_defaults() -> None:
+    assert parse() == ModelConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        max_position_embeddings=128,
+        windows=(None,) * 4,
+        rms_norm_eps=1e-5,
+        rope=Rope("default", 10000.0),
+        dtype="float32",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"rope_theta": 5e5}, Rope("default", 5e5), id="theta"),
+        pytest.param({"rope_scaling": None}, Rope(), id="null"),
+        pytest.param(
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            Rope("linear", 1e4, 2.0),
+            id="linear-old-type",
+        ),
+        pytest.param(
+            {"rope_scaling": {"rope_type": "linear", "factor": 4}, "rope_theta": 100},
+            Rope("linear", 100.0, 4.0),
+            id="linear-rope_type",
+        ),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}},
+            Rope("linear", 7.0, 2.0),
+            id="linear-v5",
+        ),
+        pytest.param(
+            {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+            Rope("llama3", 5e5, 32.0, 1.0, 4.0, 8192),
+            id="llama3-old",
+        ),
+        pytest.param(
+            {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 3.0},
+            Rope("llama3", 5e5, 32.0, 1.0, 4.0, 8192),
+            id="llama3-v5-inner-theta-wins",
+        ),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            Rope("default", 1e6),
+            id="default-v5",
+        ),
+    ],
+)
+def test_rope(changes: dict[str, Any], expected: Rope) -> None:
+    assert parse(**changes).rope == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("Llama", {"sliding_window": 8}, (None, None, None, None)),
+        ("Mistral", {"sliding_window": 8}, (8, 8, 8, 8)),
+        ("Mistral", {"sliding_window": None}, (None, None, None, None)),
+        ("Mistral", {}, (4096, 4096, 4096, 4096)),
+        ("Qwen2", {"sliding_window": 8, "max_window_layers": 1}, (None, None, None, None)),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            (None, 8, 8, 8),
+        ),
+        (
+            "Qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 8, None, 8),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_windows(
+    architecture: str, changes: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
+    assert parse(architecture, **changes).windows == expected
+
+
+def test_biases_and_norms() -> None:
+    def flags(config: ModelConfig) -> tuple[bool, bool, bool, bool]:
+        return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
+
+    assert flags(parse("Llama")) == (False, False, False, False)
+    assert flags(parse("Llama", attention_bias=True)) == (True, True, False, False)
+    assert flags(parse("Llama", mlp_bias=True)) == (False, False, True, False)
+    assert flags(parse("Mistral", attention_bias=True)) == (False, False, False, False)
+    assert flags(parse("Qwen2")) == (True, False, False, False)
+    assert flags(parse("Qwen3")) == (False, False, False, True)
+    assert flags(parse("Qwen3", attention_bias=True)) == (True, True, False, True)
+
+
+def test_head_dim() -> None:
+    assert parse(head_dim=32).head_dim == 32
+    assert parse(head_dim=None).head_dim == 16
+    assert parse("Qwen3").head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "'GPT2LMHeadModel' is not supported.*Qwen3ForCausalLM",
+        ),
+        ({"architectures": None}, "'architectures' is missing"),
+        ({"architectures": []}, "'architectures' is missing"),
+        ({"architectures": [None]}, "None is not supported"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a positive integer"),
+        ({"vocab_size": True}, "vocab_size=True must be a positive integer"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 must be a positive number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of .*=3"),
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu'"),
+        ({"quantization_config": {"bits": 4}}, "Quantized checkpoints .* not supported"),
+        ({"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn' is not one of float32"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "RoPE type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+        ({"rope_scaling": 3}, "rope_scaling=3 must be an object"),
+        (
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
+            "low_freq_factor=1.0 must be below",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "only one for all"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_refuses(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        parse(**changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, "a list of 4 entries"),
+        ({"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supported"),
+        ({"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
+        ({"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers=-1"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
+    ],
+    ids=["short", "unknown", "no-window", "negative", "zero"],
+)
+def test_refuses_windows(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse("Qwen2", **changes)
+
+
+def test_windows_must_fit_the_layers() -> None:
+    with pytest.raises(ValueError, match=r"each of 2 layers, not 1\."):
+        tiny_config(windows=(None,))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype(key: str) -> None:
+    assert parse(**{key: "bfloat16"}).torch_dtype == torch.bfloat16
+    assert parse(**{key: "torch.float16"}).torch_dtype == torch.float16
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shapes_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    folder = checkpoint(tmp_path, variant)
+    config = ModelConfig.from_path(folder)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        count = sum(file.get_tensor(name).numel() for name in stored)
+    assert config.parameter_shapes() == stored
+    assert config.num_parameters == count
+
+
+def test_derived_numbers() -> None:
+    config = parse(num_key_value_heads=2)
+    assert config.kv_bytes_per_token(torch.bfloat16) == 4 * 2 * 2 * 16 * 2
+    assert config.kv_bytes_per_token(torch.float32) == 4 * 2 * 2 * 16 * 4
+    tied = parse(tie_word_embeddings=True)
+    assert parse().num_parameters - tied.num_parameters == 100 * 64
+
+
+def test_from_path(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(FileNotFoundError, match=r"needs a config\.json"):
+        ModelConfig.from_path(tmp_path)
+    path.write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_path(tmp_path) == parse()
+    for content, words in [
+        ("{", "config.json is not valid JSON"),
+        ("[]", "must hold a JSON object, not a list"),
+        ("{}", f"{path}: 'architectures' is missing"),
+    ]:
+        path.write_text(content)
+        with pytest.raises(ValueError, match=words):
+            ModelConfig.from_path(tmp_path)
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        ModelConfig.from_path(tmp_path)

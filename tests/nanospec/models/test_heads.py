@@ -1,0 +1,231 @@
+"""Parallel heads: against a plain reference in float64, and what is refused with which sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanospec.kernels.dispatch import forced
+from nanospec.models.decoder import Model
+from nanospec.models.heads import FILES, Heads
+from nanospec.models.token_map import lm_head_rows
+from tests.tiny import tiny_config
+from tests.util import assert_close
+
+H, V = 32, 64
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+
+
+def target(dtype: torch.dtype = torch.float32, **overrides: Any) -> tuple[Model, Tensor]:
+    """A tiny target and its lm_head as it was before packing."""
+    config = tiny_config(**overrides)
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+        for name, shape in config.parameter_shapes().items()
+    }
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return Model(config, dtype, "cpu", weights.__getitem__), weights[head]
+
+
+def tensors(
+    num_heads: int = 3, num_layers: int = 1, own: tuple[int, ...] = (), rows: int = V
+) -> dict[str, Tensor]:
+    """Random heads in the published layout; the heads `own` have projections."""
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            found[f"{head}.{layer}.linear.weight"] = torch.randn(H, H, generator=generator) / H**0.5
+            found[f"{head}.{layer}.linear.bias"] = torch.randn(H, generator=generator)
+        if head in own:
+            found[f"{head}.{num_layers}.weight"] = torch.randn(rows, H, generator=generator)
+    return found
+
+
+def states(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, H, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def reference(found: dict[str, Tensor], hidden: Tensor, lm_head: Tensor) -> Tensor:
+    """The published computation, head by head, with the rows of the lm_head where a head has none."""
+    num_heads = 1 + max(int(name.split(".")[0]) for name in found if name != "token_map")
+    if "token_map" in found:
+        lm_head = lm_head[found["token_map"].long()]
+    results = []
+    for head in range(num_heads):
+        x, layer = hidden.double(), 0
+        while f"{head}.{layer}.linear.weight" in found:
+            weight, bias = (found[f"{head}.{layer}.linear.{part}"].double() for part in ("weight", "bias"))
+            x, layer = x + F.silu(F.linear(x, weight, bias)), layer + 1
+        results.append(F.linear(x, found.get(f"{head}.{layer}.weight", lm_head).double()))
+    return torch.stack(results, 1)
+
+
+MAP = torch.tensor([3, 60, 7, 8, 41, 0, 22], dtype=torch.int32)
+LAYOUTS: dict[str, dict[str, Tensor]] = {
+    "published": tensors(own=(0, 1, 2)),
+    "published-2-blocks": tensors(num_layers=2, own=(0, 1, 2)),
+    "shared": tensors(),
+    "shared-3-blocks": tensors(num_layers=3),
+    "one-of-three-shared": tensors(own=(0, 2)),
+    "shared-map": {**tensors(), "token_map": MAP},
+    "own-map": {**tensors(own=(0, 1, 2), rows=len(MAP)), "token_map": MAP.long()},
+    "mixed-map-1-head": {**tensors(num_heads=1), "token_map": MAP},
+    "prefixed": {f"medusa_head.{name}": tensor for name, tensor in tensors(own=(1,)).items()},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_the_references(tmp_path: Path, layout: str, tied: bool, dtype: torch.dtype) -> None:
+    model, lm_head = target(dtype, tie_word_embeddings=tied)
+    save_file(LAYOUTS[layout], tmp_path / "heads.safetensors")
+    heads = Heads.load(tmp_path / "heads.safetensors", model)
+    found = {name.removeprefix("medusa_head."): tensor for name, tensor in LAYOUTS[layout].items()}
+    for count in (0, 1, 63):
+        hidden = states(count, dtype)
+        expected = reference(found, hidden, lm_head)
+        actual = heads.logits(hidden)
+        assert actual.dtype == dtype
+        assert actual.shape[1] == heads.num_heads
+        assert_close(actual, expected, TOLERANCE[dtype], layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("hidden", [32, 144], ids=lambda size: f"H{size}")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_rows_of_a_packed_lm_head_are_read_exactly(tied: bool, hidden: int, dtype: torch.dtype) -> None:
+    model, lm_head = target(dtype, tie_word_embeddings=tied, hidden_size=hidden)
+    assert torch.equal(lm_head_rows(model, MAP.long()), lm_head[MAP.long()])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_is_searched(tmp_path: Path, name: str) -> None:
+    model, _ = target()
+    save_file(tensors(num_heads=2), tmp_path / name)
+    assert Heads.load(str(tmp_path), model).num_heads == 2
+
+
+def test_heads_of_zeros_are_the_targets_own(tmp_path: Path) -> None:
+    model, _ = target()
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors(num_layers=2).items()}
+    save_file(zeros, tmp_path / "heads.safetensors")
+    logits = Heads.load(tmp_path / "heads.safetensors", model).logits(states(5))
+    for head in range(3):
+        assert_close(logits[:, head], model.logits(states(5)), 1e-6)
+
+
+@pytest.mark.parametrize("vocab", [None, 10], ids=["all", "map"])
+@pytest.mark.parametrize("count", [1, 2, 10])
+def test_top_gives_token_ids_in_order(vocab: int | None, count: int) -> None:
+    model, _ = target()
+    heads = Heads.random(model, 4, vocab, seed=1)
+    logits, top = heads.logits(states(9)), heads.top(states(9), count)
+    assert top.dtype == torch.int32
+    assert top.shape == (9, 4, count)
+    scores = torch.full((9, 4, V), -torch.inf)
+    scores[..., torch.arange(V) if heads.token_map is None else heads.token_map] = logits
+    assert torch.equal(top.long(), scores.topk(count).indices)
+
+
+def test_more_guesses_than_tokens_are_refused() -> None:
+    heads = Heads.random(target()[0], 2, vocab=5)
+    with pytest.raises(ValueError, match="count=6 tokens per head are more than the 5"):
+        heads.top(states(1), 6)
+
+
+def test_random_heads_depend_on_the_seed_alone() -> None:
+    model, _ = target()
+    first, again, other = (Heads.random(model, 2, 9, seed).logits(states(3)) for seed in (4, 4, 5))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("layout", ["shared-map", "published-2-blocks"])
+def test_kernels_give_the_same(tmp_path: Path, layout: str) -> None:
+    save_file(LAYOUTS[layout], tmp_path / "heads.safetensors")
+    with forced("triton"):
+        model, lm_head = target()
+        heads = Heads.load(tmp_path / "heads.safetensors", model)
+        actual = heads.logits(states(3))
+    assert_close(actual, reference(LAYOUTS[layout], states(3), lm_head), 1e-5)
+
+
+def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda found: found.update({name: tensor})
+
+
+ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "no heads": (lambda found: found.clear(), r"holds no heads: .* \(it has no tensors\)"),
+    "another file": (
+        lambda found: [found.pop(name) for name in list(found)] and found.update(norm=torch.ones(4)),
+        r"holds no heads: .*\(it has norm\)",
+    ),
+    "hidden size": (
+        put("1.0.linear.weight", torch.zeros(48, 48)),
+        r"hidden size 32, 64 tokens.*wrong shape: 1.0.linear.weight \[48, 48\] instead of \[32, 32\]",
+    ),
+    "vocabulary": (put("0.1.weight", torch.zeros(99, H)), r"0.1.weight \[99, 32\] instead of \[64, 32\]"),
+    "a projection that does not fit the map": (
+        lambda found: found.update({"0.1.weight": torch.zeros(V, H), "token_map": MAP}),
+        r"7 tokens to guess.*0.1.weight \[64, 32\] instead of \[7, 32\]",
+    ),
+    "bias missing": (lambda found: found.pop("2.0.linear.bias"), "1 tensor.s. missing: 2.0.linear.bias"),
+    "head missing": (
+        lambda found: [found.pop(f"1.0.linear.{part}") for part in ("weight", "bias")],
+        "lacks 1.0.linear.weight, although it has heads up to 2 and blocks up to 0",
+    ),
+    "a gap of many": (put("99999999.0.linear.bias", torch.zeros(H)), "lacks 3.0.linear.weight"),
+    "unknown": (put("lm_head.weight", torch.zeros(V, H)), "not expected: lm_head.weight"),
+    "unknown projection": (put("0.7.weight", torch.zeros(V, H)), "not expected: 0.7.weight"),
+    "integers": (
+        put("0.0.linear.bias", torch.zeros(H, dtype=torch.int32)),
+        "something else than F32, BF16, F16: 0.0.linear.bias I32",
+    ),
+    "token too high": (
+        put("token_map", torch.tensor([1, 64])),
+        "names token 64, but the model's tokens are 0 to 63",
+    ),
+    "token negative": (put("token_map", torch.tensor([-2, 5])), "names token -2"),
+    "token twice": (put("token_map", torch.tensor([5, 5])), "names a token twice"),
+    "map of floats": (put("token_map", torch.ones(3)), r"must be a list of token ids, .* not float32 \[3\]"),
+    "map of pairs": (put("token_map", torch.ones(3, 2).int()), r"not int32 \[3, 2\]"),
+    "empty map": (put("token_map", torch.zeros(0).int()), r"not int32 \[0\]"),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_what_does_not_fit_is_refused(tmp_path: Path, what: str) -> None:
+    change, sentence = ERRORS[what]
+    found = tensors()
+    change(found)
+    save_file(found, tmp_path / "heads.safetensors")
+    with pytest.raises(ValueError, match=sentence):
+        Heads.load(tmp_path / "heads.safetensors", target()[0])
+
+
+@pytest.mark.parametrize("size", [0, 7, 200, -1], ids=["empty", "7-bytes", "in-header", "last-byte"])
+def test_a_truncated_file_is_refused(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "heads.safetensors"
+    save_file(tensors(), file)
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ValueError, match="not a valid safetensors file .* may be truncated"):
+        Heads.load(file, target()[0])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    model, _ = target()
+    with pytest.raises(FileNotFoundError, match="there are no heads at .*nowhere"):
+        Heads.load(tmp_path / "nowhere", model)
+    (tmp_path / "medusa_lm_head.pt").touch()
+    with pytest.raises(FileNotFoundError, match=r"neither .* \(found medusa_lm_head.pt; convert"):
+        Heads.load(tmp_path, model)

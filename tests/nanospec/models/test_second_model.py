@@ -1,0 +1,59 @@
+"""Qwen2.5-Coder-1.5B, the second real model (`make test-models`): qkv bias, its own tokenizer and head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.models.weights import cpu_has_bfloat16
+from tests.conftest import WEIGHTS
+
+pytestmark = [pytest.mark.model2, pytest.mark.timeout(900)]
+CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
+CODE += "    return area(width, height) * depth\n"
+QUESTION = f"Rename width to w everywhere and return only the code:\n\n{CODE}"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    path = WEIGHTS / "qwen2.5-coder-1.5b-instruct"
+    if not (path / "config.json").is_file():
+        pytest.skip(f"needs {path.name}: python weights/fetch.py {path.name}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, spec=SpecConfig(), max_model_len=512, max_num_seqs=3, enable_prefix_caching=False)
+
+
+def test_speculation_on_equals_off_and_edits_code(llm: LLM) -> None:
+    prompt = llm.chat_prompt([{"role": "user", "content": QUESTION}])
+    params = [
+        SamplingParams(temperature=0, max_tokens=60),
+        SamplingParams(temperature=0, max_tokens=60, num_speculative_tokens=0),
+        SamplingParams(temperature=0.7, top_p=0.8, seed=1, max_tokens=40),
+        SamplingParams(temperature=0.7, top_p=0.8, seed=1, max_tokens=40, num_speculative_tokens=0),
+    ]
+    on, off, sampled_on, sampled_off = llm.generate([prompt] * 4, params)
+    assert "def area(w, " in on.text
+    assert on.stats.tokens_per_step > 1.1
+    if cpu_has_bfloat16():  # in bf16 to the bit; in fp32 up to rounding
+        assert on.token_ids == off.token_ids
+        assert sampled_on.token_ids == sampled_off.token_ids
+
+
+def test_next_token_is_that_of_transformers(llm: LLM, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = llm.tokenizer.encode("def fibonacci(n):\n    if n < 2:\n        return n\n    return")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+    [output] = llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, logprobs=3))
+    assert output.token_ids[0] == int(expected.argmax())
+    for token, (logprob, _) in output.logprobs[0].items():
+        assert abs(logprob - float(expected[token])) < 0.15, llm.tokenizer.decode([token])

@@ -1,0 +1,224 @@
+"""A checkpoint is loaded right or refused with a sentence that says why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanospec.models import weights
+from nanospec.models.decoder import Model
+from nanospec.models.weights import load_model, resolve_dtype
+from tests.tiny import Pages, checkpoint, tiny_config
+
+IDS = torch.arange(20)
+
+
+def logits(model: Model) -> Tensor:
+    return Pages(model, 1, 32).step({0: IDS})[0]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("original"), "llama")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A checkpoint of one file that the test may spoil."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """The same checkpoint in several files."""
+    return checkpoint(tmp_path / "sharded", "llama", max_shard_size="100KB")
+
+
+@pytest.fixture
+def expected(original: Path) -> Tensor:
+    return logits(load_model(original, torch.float32, "cpu"))
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Rewrite the tensors of a one-file checkpoint."""
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def load(folder: Path) -> Model:
+    return load_model(folder, torch.float32, "cpu")
+
+
+def refused(folder: Path, kind: type[Exception] = ValueError) -> str:
+    """The one-line message with which loading is refused."""
+    with pytest.raises(kind) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    return message
+
+
+def test_shards(sharded: Path, expected: Tensor) -> None:
+    assert not (sharded / "model.safetensors").exists()
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert torch.equal(logits(load(sharded)), expected)
+
+
+def test_another_file_name(folder: Path, expected: Tensor) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    assert torch.equal(logits(load(folder)), expected)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes(folder: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    edit(folder, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    model = load_model(folder, wanted, "cpu")
+    assert table.dtype == stored
+    assert torch.equal(model.embedding, table.to(wanted))
+    assert logits(model).dtype == wanted
+
+
+def test_weights_do_not_alias_the_file(folder: Path, expected: Tensor) -> None:
+    model = load(folder)
+    file = folder / "model.safetensors"
+    with file.open("r+b") as stream:  # in place, as the mapping would see it
+        stream.write(bytes(file.stat().st_size))
+    assert torch.equal(logits(model), expected)
+
+
+def test_all_mismatches_are_named_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.norm.weight"] = torch.zeros(65)
+        name = "model.layers.2.mlp.down_proj.weight"
+        tensors[name] = tensors[name].to(torch.int8)
+
+    edit(folder, spoil)
+    monkeypatch.setattr(weights, "Model", None)  # nothing is loaded before the check
+    message = refused(folder)
+    assert "1 tensor(s) missing: model.layers.1.mlp.up_proj.weight" in message
+    assert "1 tensor(s) not expected: model.layers.0.self_attn.q_proj.bias" in message
+    assert "of the wrong shape: model.norm.weight [65] instead of [64]" in message
+    assert "F32, BF16, F16: model.layers.2.mlp.down_proj.weight I8" in message
+
+
+def test_long_lists_are_cut(folder: Path) -> None:
+    edit(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers" in name])
+    assert "27 tensor(s) missing" in refused(folder)
+    assert "and 19 more" in refused(folder)
+
+
+def test_harmless_extras(folder: Path, expected: Tensor) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    edit(folder, lambda tensors: tensors.update(extra))
+    assert torch.equal(logits(load(folder)), expected)
+
+
+def test_output_head_beside_a_tied_table(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "qwen2-tied")
+    expected = logits(load(folder))
+    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert torch.equal(logits(load(folder)), expected)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.999], ids=lambda keep: f"keep{keep}")
+def test_truncated_file(folder: Path, keep: float) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: keep if isinstance(keep, int) else int(len(content) * keep)])
+    assert f"{file} is not a valid safetensors file" in refused(folder)
+
+
+def test_corrupt_file(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 1000)
+    assert "is not a valid safetensors file" in refused(folder)
+
+
+def test_git_lfs_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
+    assert "is not a valid safetensors file" in refused(folder)
+
+
+def test_missing_files(folder: Path) -> None:
+    assert "is not a folder" in refused(folder / "nowhere", FileNotFoundError)
+    assert "is not a folder" in refused(folder / "config.json", FileNotFoundError)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "found pytorch_model.bin" in refused(folder, FileNotFoundError)
+    (folder / "pytorch_model.bin").unlink()
+    assert refused(folder, FileNotFoundError).endswith("has no *.safetensors file.")
+    (folder / "config.json").unlink()
+    assert "needs a config.json" in refused(folder, FileNotFoundError)
+
+
+def test_several_files_without_an_index(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "a.safetensors")
+    (folder / "model.safetensors").rename(folder / "b.safetensors")
+    assert "2 safetensors files but neither" in refused(folder)
+
+
+def test_missing_shard(sharded: Path) -> None:
+    files = sorted(sharded.glob("*.safetensors"))
+    files[1].unlink()
+    message = refused(sharded, FileNotFoundError)
+    assert f"lacks 1 of the {len(files)} shards" in message
+    assert files[1].name in message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "must have a 'weight_map'"),
+        ('{"weight_map": {"a": 1}}', "must have a 'weight_map'"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "must have a 'weight_map'"),
+    ],
+    ids=["broken", "empty", "number", "outside"],
+)
+def test_bad_index(sharded: Path, content: str, words: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content)
+    assert words in refused(sharded)
+
+
+def test_config_of_another_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    assert "9 tensor(s) of the wrong shape" in refused(folder)
+
+
+def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(dtype="float16")
+    assert resolve_dtype("float32", config, "cpu") == torch.float32
+    assert resolve_dtype("bfloat16", config, "cpu") == torch.bfloat16
+    assert resolve_dtype("float16", config, "cuda") == torch.float16
+    assert resolve_dtype("auto", config, "cuda:1") == torch.float16
+    assert resolve_dtype("auto", tiny_config(dtype="bfloat16"), "cuda") == torch.bfloat16
+    monkeypatch.setattr(weights, "cpu_has_bfloat16", lambda: True)
+    assert resolve_dtype("auto", config, torch.device("cpu")) == torch.bfloat16
+    monkeypatch.setattr(weights, "cpu_has_bfloat16", lambda: False)
+    assert resolve_dtype("auto", config, "cpu") == torch.float32
+    with pytest.raises(ValueError, match="not supported on a CPU"):
+        resolve_dtype("float16", config, "cpu")
+    with pytest.raises(ValueError, match="'int8' must be 'auto' or one of 'float32'"):
+        resolve_dtype("int8", config, "cpu")
+
+
+def test_bfloat16_probe_survives_missing_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
+    assert weights.cpu_has_bfloat16() is False
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    assert weights.cpu_has_bfloat16() is True
