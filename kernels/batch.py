@@ -1,36 +1,53 @@
-"""Which tokens of a flat batch belong to which request, and where each lies in the KV cache.
+"""Which tokens of a step belong to which request, and where each lies in the KV cache.
 
-A step scores T tokens laid out flat. Row b (one request) owns tokens `q_start[b] .. q_start[b] +
-q_len[b]`. Two layouts occur: *uniform*, `q_start[b] = b * max_q_len`, with rows padded to the same
-length (what a captured graph needs), and *packed*, rows back to back (what a CPU prefers). A padding
-token has slot -1, and nothing it computes reaches another token.
+A step scores T tokens laid out flat. Batch row b (one request) owns tokens `q_start[b] .. q_start[b] +
+q_len[b]`. Two layouts occur: *padded*, `q_start[b] = b * max_q_len`, with rows of the same length (what a
+recorded step needs), and *packed*, rows back to back (what a CPU prefers). A padding token has slot -1,
+and nothing it computes reaches another token.
 
 Positions count from 0. Before the step the cache holds `base_len[b]` entries of row b; its query i is
 at cache index `base_len[b] + i`. It sees cache index j iff j < base_len[b], or j - base_len[b] is set
 in its ancestor mask. Without a mask the queries form a chain: query i sees j <= base_len[b] + i.
+
+Batches are made here and in `speculation/layout.py`, and are not changed once they are made.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-MAX_TREE_NODES = 64  # one bit per query of a row in an int64 ancestor mask
+from .codes import MAX_DRAFTS
+from .table import Table
+
+MAX_QUERIES = MAX_DRAFTS + 1  # of a tree row: one bit each in an int64 ancestor mask
 
 
-@dataclass
+class Chunk(NamedTuple):
+    """A piece of the text of a request row: `count` tokens from index `start` on."""
+
+    row: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """A flat batch of T tokens over B rows. All tensors are on the model's device.
 
     Attributes:
+        rows: [B] int32, the request row of each batch row, -1 where it takes no part.
+        input_ids: [T] int32, any valid token for padding.
         positions: [T] int32, rotary position of each token (0 for padding).
         slots: [T] int32, `block * block_size + offset` in the cache, -1 for padding.
         block_table: [B, max_blocks] int32, the pages of each row.
         q_start, q_len, base_len: [B] int32, see the module docstring. q_len may be 0.
-        max_q_len: the largest q_len (uniform layout: the padded length).
+        max_q_len: the largest q_len (padded layout: the padded length).
         max_kv_len: an upper bound of base_len + q_len.
         ancestors: [T] int64 bit masks, bit i = "sees query i of its own row" (itself included), or
             None for chains.
@@ -40,6 +57,8 @@ class Batch:
             lengths, so that a row's bits do not depend on how long the rows beside it are.
     """
 
+    rows: Tensor
+    input_ids: Tensor
     positions: Tensor
     slots: Tensor
     block_table: Tensor
@@ -51,6 +70,73 @@ class Batch:
     ancestors: Tensor | None = None
     parents: Tensor | None = None
     prefill: bool = False
+
+    @classmethod
+    def of_chunks(cls, table: Table, chunks: Sequence[Chunk]) -> Batch:
+        """Pieces of the texts of request rows, packed, for prefill."""
+        rows, start, count = (
+            torch.tensor(column, dtype=torch.int32, device=table.device)
+            for column in zip(*chunks, strict=True)
+        )
+        total = sum(chunk.count for chunk in chunks)
+        q_start = (count.cumsum(0) - count).int()
+        b = torch.repeat_interleave(torch.arange(len(chunks), device=table.device), count, output_size=total)
+        positions = torch.arange(total, dtype=torch.int32, device=table.device) - q_start[b] + start[b]
+        pages = table.block_table[rows]
+        return cls(
+            rows=rows,
+            input_ids=table.tokens[rows[b], positions],
+            positions=positions,
+            slots=slots_of(pages, b, positions, table.block_size),
+            block_table=pages,
+            q_start=q_start,
+            q_len=count,
+            base_len=start,
+            max_q_len=max(chunk.count for chunk in chunks),
+            max_kv_len=max(chunk.start + chunk.count for chunk in chunks),
+            prefill=True,
+        )
+
+    @classmethod
+    def of_grid(cls, table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int) -> Batch:
+        """`count` [B] <= `width` tokens of the texts of request `rows` [B] int32 from index `first` [B] on,
+        padded to `width`; rows of -1 or without a token take no part. Never waits for the device."""
+        place = torch.arange(width, dtype=torch.int32, device=rows.device)
+        count = torch.where(rows >= 0, count, 0).int()
+        inside = place < count[:, None]
+        positions = torch.where(inside, first[:, None] + place, 0)  # [B, width]
+        index = rows.clamp(min=0)
+        pages = table.block_table[index]
+        b = torch.arange(len(rows), device=rows.device)[:, None]
+        slots = torch.where(inside, slots_of(pages, b, positions, table.block_size), -1)
+        return cls(
+            rows=torch.where(count > 0, rows, -1),
+            input_ids=table.tokens[index[:, None], positions].flatten(),
+            positions=positions.flatten().int(),
+            slots=slots.flatten(),
+            block_table=pages,
+            q_start=torch.arange(0, len(rows) * width, width, dtype=torch.int32, device=rows.device),
+            q_len=count,
+            base_len=first.int(),
+            max_q_len=width,
+            max_kv_len=table.max_context,
+        )
+
+    def packed(self) -> Batch:
+        """Without padding tokens, rows back to back. Waits for the device."""
+        places = torch.arange(self.max_q_len, device=self.input_ids.device)
+        keep = (places < self.q_len[:, None]).flatten()
+        return replace(
+            self,
+            input_ids=self.input_ids[keep],
+            positions=self.positions[keep],
+            slots=self.slots[keep],
+            q_start=(self.q_len.cumsum(0) - self.q_len).int(),
+            max_q_len=max(int(self.q_len.max()), 1),
+            max_kv_len=max(int((self.base_len + self.q_len).max()), 1),
+            ancestors=None if self.ancestors is None else self.ancestors[keep],
+            parents=None if self.parents is None else self.parents[keep],
+        )
 
     @property
     def num_rows(self) -> int:
@@ -89,8 +175,8 @@ class Batch:
         if self.ancestors is None:
             return j[:, None] <= i[:, None]
         masks = self.ancestors[self.grid]  # [B, Q]
-        own = (masks[..., None] >> j.clamp(0, MAX_TREE_NODES - 1)[:, None]) & 1
-        own = (own == 1) & (j < MAX_TREE_NODES)[:, None]
+        own = (masks[..., None] >> j.clamp(0, MAX_QUERIES - 1)[:, None]) & 1
+        own = (own == 1) & (j < MAX_QUERIES)[:, None]
         return torch.where(j[:, None] < 0, True, own)
 
     @cached_property
@@ -101,3 +187,9 @@ class Batch:
             return None, self.slots.long()
         index = keep.nonzero().squeeze(1)
         return index, self.slots[index].long()
+
+
+def slots_of(pages: Tensor, b: Tensor, index: Tensor, block_size: int) -> Tensor:
+    """Cache slots [...] int32 of cache indices `index` [...] of batch rows `b` [...] with `pages`
+    [B, max_blocks]."""
+    return (pages[b, index // block_size] * block_size + index % block_size).int()

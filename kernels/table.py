@@ -1,0 +1,115 @@
+"""The request rows: all that a step reads and writes of the requests that run, one row each.
+
+The host writes a row when its request is admitted and extends its block table; everything else is
+updated by the step itself. Operations take the table whole. Invariants: `tokens[r, :num_tokens[r]]` are
+committed tokens only; the K/V of position num_tokens - 1 and beyond are garbage until a step computes
+them; entries of a block table beyond a request's blocks repeat its last one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codes import MAX_STOP_IDS
+
+
+class Table(NamedTuple):
+    """S request rows, on one device; every tensor is contiguous. A tuple, since kernels take it whole.
+
+    Attributes:
+        tokens: [S, max_context] int32, prompt and output.
+        num_tokens, max_len: [S] int32, committed tokens; the length at which the request ends.
+        block_table: [S, max_blocks] int32, pages of `block_size` tokens.
+        finished: [S] int8, a code of `codes.py`.
+        limit, min_n, max_n, width: [S] int32, the request's own K, n-gram lengths and tree width.
+        rule: [S] int8, how its drafts are accepted, a code of `codes.py`.
+        temperature, top_p, min_p, repetition, presence, frequency: [S] float32.
+        top_k: [S] int32, 0 switches it off.
+        seed: [S] int64.
+        min_len: [S] int32, tokens at absolute positions below it must not be stop tokens.
+        stop_ids: [S, num_stops] int32, padded with -1.
+        penalized: [S] bool, whether bias, min_len or a penalty is set, so that plain rows skip them.
+        bias: [S, vocab_size] float32, added to the logits.
+        in_prompt: [S, vocab_size] bool, whether a token occurs in the prompt.
+        output_counts: [S, vocab_size] int32, how often a token occurs in the committed output.
+        max_context, max_blocks, num_stops, vocab_size: the widths of the tensors above.
+        block_size: tokens per page.
+    """
+
+    tokens: Tensor
+    num_tokens: Tensor
+    max_len: Tensor
+    block_table: Tensor
+    finished: Tensor
+    limit: Tensor
+    min_n: Tensor
+    max_n: Tensor
+    width: Tensor
+    rule: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    min_len: Tensor
+    stop_ids: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    penalized: Tensor
+    bias: Tensor
+    in_prompt: Tensor
+    output_counts: Tensor
+    max_context: int
+    max_blocks: int
+    num_stops: int
+    vocab_size: int
+    block_size: int
+
+    @classmethod
+    def empty(
+        cls, num_rows: int, max_context: int, block_size: int, vocab_size: int, device: torch.device | str
+    ) -> Table:
+        """A table of rows that belong to nobody: all zeros."""
+        max_blocks = -(-max_context // block_size)
+        f32, i32 = torch.float32, torch.int32
+        wide, row = (vocab_size,), ()
+        kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "tokens": ((max_context,), i32),
+            "block_table": ((max_blocks,), i32),
+            "finished": (row, torch.int8),
+            "rule": (row, torch.int8),
+            "seed": (row, torch.int64),
+            "stop_ids": ((MAX_STOP_IDS,), i32),
+            "penalized": (row, torch.bool),
+            "bias": (wide, f32),
+            "in_prompt": (wide, torch.bool),
+            "output_counts": (wide, i32),
+            **dict.fromkeys(("num_tokens", "max_len", "limit", "min_n", "max_n", "width"), (row, i32)),
+            **dict.fromkeys(("top_k", "min_len"), (row, i32)),
+            **dict.fromkeys(("temperature", "top_p", "min_p"), (row, f32)),
+            **dict.fromkeys(("repetition", "presence", "frequency"), (row, f32)),
+        }
+        tensors = {
+            name: torch.zeros(num_rows, *shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in kinds.items()
+        }
+        return cls(
+            **tensors,
+            max_context=max_context,
+            max_blocks=max_blocks,
+            num_stops=MAX_STOP_IDS,
+            vocab_size=vocab_size,
+            block_size=block_size,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
