@@ -173,7 +173,7 @@ def _best_fixed(rates: dict[str, list[float]]) -> str:
 
 def bandwidth(llm: LLM, chat: dict[str, Any]) -> dict[str, float]:
     """How near plain decoding is to reading the weights once per token at the measured read rate."""
-    model = llm.engine.model
+    model = llm.engine.worker.model
     weights = model.config.num_parameters * model.dtype.itemsize
     block = torch.ones(256 << 20, dtype=torch.float32)  # 1 GiB, beyond any cache
     best = 0.0
@@ -182,7 +182,7 @@ def bandwidth(llm: LLM, chat: dict[str, Any]) -> dict[str, float]:
         block.sum()
         best = max(best, block.nbytes / (time.perf_counter() - start))
     metrics = llm.engine.metrics
-    step = metrics.stage_seconds["forward"] / max(metrics.num_forward_steps, 1)
+    step = metrics.stages.seconds["forward"] / max(metrics.num_forward_steps, 1)
     shown = {
         "read_gb_per_s": round(best / 1e9, 1),
         "weight_mb": round(weights / 1e6, 1),
@@ -197,8 +197,8 @@ def bandwidth(llm: LLM, chat: dict[str, Any]) -> dict[str, float]:
 def stage_times(llm: LLM) -> dict[str, float]:
     """Mean ms per decoding step by stage (prefill: per prompt token)."""
     metrics = llm.engine.metrics
-    times = {k: round(v / metrics.num_forward_steps * 1e3, 3) for k, v in metrics.stage_seconds.items()}
-    prefill = metrics.stage_seconds["prefill"] / max(metrics.num_prefill_tokens, 1)
+    times = {k: round(v / metrics.num_forward_steps * 1e3, 3) for k, v in metrics.stages.seconds.items()}
+    prefill = metrics.stages.seconds["prefill"] / max(metrics.num_prefill_tokens, 1)
     return {**times, "prefill": round(prefill * 1e3, 4)}
 
 

@@ -26,11 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.drafters.base import Drafter, Target
+from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.engine import Engine
 from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads, resolve_model
 from nanospec.models.token_map import load_token_map
 from nanospec.models.weights import load_model
+from nanospec.worker import Worker
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -102,7 +107,7 @@ class Makers:
     """Engines that share the target, the draft model and the heads."""
 
     def __init__(self, llm: LLM, model_name: str, draft_model: str) -> None:
-        self.llm, model = llm, llm.engine.model
+        self.llm, model = llm, llm.engine.worker.model
         self.parts: dict[str, Any] = {}
         try:
             folder = resolve_model(draft_model)
@@ -119,15 +124,14 @@ class Makers:
         config = EngineConfig(
             spec=SpecConfig(**spec), max_model_len=2048, max_num_seqs=1, enable_prefix_caching=False
         )
-        target, methods = self.llm.engine, config.spec.methods
-        return Engine(
-            config,
-            target.model,
-            target.tokenizer,
-            draft_model=self.parts["draft"] if "draft" in methods else None,
-            heads=self.parts["medusa"] if "medusa" in methods else None,
-            token_map=self.parts["token_map"] if "draft" in methods else None,
-        )
+        model, methods, ready = self.llm.engine.worker.model, config.spec.methods, dict[str, Drafter]()
+        if "draft" in methods:
+            parts = self.parts["draft"], model.config.vocab_size, self.parts["token_map"]
+            ready["draft"] = ModelDrafter(config.spec, *parts)
+        if "medusa" in methods:
+            ready["medusa"] = MedusaDrafter(config.spec, self.parts["medusa"], model)
+        drafter = load_drafter(config.spec, Target(model), ready)
+        return Engine(config, Worker(config, model, drafter), self.llm.engine.tokenizer)
 
 
 def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Run:

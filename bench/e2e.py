@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import common, roofline
-from bench.simulation import Replay, Simulation, Synthetic
+from bench.simulation import ReplayWorker, SyntheticWorker
 from bench.steps import TINY
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.drafters.base import Target
+from nanospec.drafters.loading import load_drafter
 from nanospec.engine import Engine
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
+from nanospec.worker import Worker
 
 Text = tuple[list[int], list[int]]
-Jobs = tuple[Callable[[], Simulation], list[Text]]
+Make = Callable[[EngineConfig, Model], Worker]
+Jobs = tuple[Make, list[Text]]
 SYSTEMS: dict[str, Any] = {"K=0": 0, "K=4": 4, "K=8": 8, "auto": "auto"}
 
 
@@ -80,9 +85,9 @@ def workloads(vocab_size: int) -> dict[str, Jobs]:
     except (FileNotFoundError, ValueError) as error:
         print(f"No replay of real text ({str(error).splitlines()[0]}); acceptance is synthetic.")
         synthetic: list[Text] = [([i % 29 + n % 3 for i in range(300 + n)], []) for n in range(64)]
-        return {f"synthetic {a}": (lambda a=a: Synthetic(a), synthetic) for a in (0.0, 0.6, 0.9)}  # type: ignore[misc]
+        return {f"synthetic {a}": (lambda c, m, a=a: SyntheticWorker(c, m, a), synthetic) for a in (0.0, 0.6, 0.9)}  # type: ignore[misc]
     return {
-        f"replay: {name}": (lambda pairs=pairs: Replay({tuple(p): r for p, r in pairs}), pairs)  # type: ignore[misc]
+        f"replay: {name}": (partial(replay, pairs), pairs)  # type: ignore[misc]
         for name, pairs in found.items()
     }
 
@@ -98,7 +103,7 @@ def measure(
     asked = [texts[i % len(texts)] for i in range(batch)]
     window = max(len(prompt) for prompt, _ in asked) + args.max_tokens + 32
     try:
-        engines = {name: make_engine(model, k, batch, window, make()) for name, k in SYSTEMS.items()}
+        engines = {name: make_engine(model, k, batch, window, make) for name, k in SYSTEMS.items()}
     except (ValueError, torch.cuda.OutOfMemoryError) as error:
         print(f"{shape} {workload} B={batch}: left out ({str(error).splitlines()[0]})")
         return []
@@ -117,7 +122,7 @@ def measure(
             "tokens_per_step": round(engine.metrics.spec.tokens_per_step, 3),
             "acceptance": round(engine.metrics.spec.acceptance_rate, 3),
             "simulated": engine.metrics.simulated,
-            "fallbacks": engine.graphs.fallbacks if engine.graphs else None,
+            "fallbacks": engine.worker.graphs.fallbacks if engine.worker.graphs else None,
         }  # fmt: skip
         rate, speedup = row["tokens_per_second"]["median"], row["speedup"]["median"]
         print(
@@ -129,7 +134,12 @@ def measure(
     return rows
 
 
-def make_engine(model: Model, k: Any, batch: int, window: int, simulation: Simulation) -> Engine:
+def replay(pairs: list[Text], config: EngineConfig, model: Model) -> Worker:
+    drafter = load_drafter(config.spec, Target(model))
+    return ReplayWorker(config, model, drafter, {tuple(prompt): text for prompt, text in pairs})
+
+
+def make_engine(model: Model, k: Any, batch: int, window: int, make: Make) -> Engine:
     config = EngineConfig(
         spec=SpecConfig(num_speculative_tokens=k),
         max_num_seqs=batch,
@@ -139,7 +149,7 @@ def make_engine(model: Model, k: Any, batch: int, window: int, simulation: Simul
         kv_cache_memory=(batch + 1) * -(-window // 16) * 16 * model.config.kv_bytes_per_token(model.dtype),
         lazy_capture=k != "auto",
     )
-    return Engine(config, model, simulation=simulation)
+    return Engine(config, make(config, model))
 
 
 def run(engine: Engine, asked: list[Text], max_tokens: int) -> dict[str, float]:

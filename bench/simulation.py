@@ -1,113 +1,116 @@
-"""For benchmarks only: let something other than the model decide which tokens come out.
+"""Workers for which something other than the model decides which tokens come out. For benchmarks only.
 
 Where no real weights fit, a benchmark can still do all the work of real decoding at a realistic
 acceptance, in two ways:
 
-* `Replay`: the output of each request is a given reference text. What is drafted and accepted is then
-  what real text would give, with any weights.
-* `Synthetic`: every request always has drafts, and each is accepted with a given probability.
+* `ReplayWorker`: the output of each request is a given reference text. What is drafted and accepted is
+  then what real text would give, with any weights.
+* `SyntheticWorker`: every request always has drafts, and each is accepted with a given probability.
 
-A simulation can only be passed to `Engine` itself (`LLM` and the command line do not take one), and
-everything that comes out carries its label.
+Everything that comes out carries the worker's label, `simulated`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from nanospec.drafters.base import Drafter, nothing, room
+from nanospec.admission import Admission
+from nanospec.config import EngineConfig
+from nanospec.drafters.base import Drafter, guesses, room
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.speculation.proposal import NGRAM, Proposal
-from nanospec.request import Request
-from nanospec.state import State
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
+from nanospec.models.decoder import Model
+from nanospec.step import Step
+from nanospec.worker import Worker
 
 TOKENS = 32  # synthetic text is made of the ids below
 
 
-class Simulation(Protocol):
-    """Replaces the target's tokens.
+class SimulatedStep(Step):
+    """A step with other targets than the model's; they must not wait for the device."""
 
-    Attributes:
-        label: what results are marked with.
-        drafter: replaces the engine's drafter if not None.
-    """
+    targets: Callable[[Tensor, Batch], Tensor]
 
-    label: str
-    drafter: SyntheticDrafter | None
-
-    def attach(self, state: State) -> None:
-        """Make what `targets` reads, at addresses that stay, before any step is recorded."""
-        ...
-
-    def admit(self, request: Request) -> None:
-        """A request got its row."""
-        ...
-
-    def targets(self, drawn: Tensor, input_ids: Tensor, rows: Tensor, batch: Batch) -> Tensor:
-        """[T] int32 in place of the tokens that the model drew. Must not wait for the device."""
-        ...
+    def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
+        return self.targets(super().draw(logits, batch, proposal), batch)
 
 
-class Replay:
+class SimulatedWorker(Worker):
+    """A worker whose steps ask `targets` for the tokens, [T] int32, in place of those `drawn`."""
+
+    def make_step(self, kind: type[Step] = Step) -> Step:
+        step = super().make_step(SimulatedStep)
+        step.targets = self.targets  # type: ignore[attr-defined]
+        return step
+
+    def targets(self, drawn: Tensor, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+
+class ReplayWorker(SimulatedWorker):
     """The output of a request is its reference text, by prompt; behind its end, the model's own."""
 
-    label = "replay"
-    drafter: SyntheticDrafter | None = None
+    simulated = "replay"
 
-    def __init__(self, references: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        drafter: Drafter | None,
+        references: Mapping[tuple[int, ...], Sequence[int]],
+    ) -> None:
         """`references`: prompt ids -> the output's ids."""
         self.references = references
+        super().__init__(config, model, drafter)
 
-    def attach(self, state: State) -> None:
-        self._texts = torch.zeros_like(state.tokens)  # prompt and output
-        self._lengths = torch.zeros_like(state.num_tokens)
+    def make_step(self, kind: type[Step] = Step) -> Step:
+        self._texts = torch.zeros_like(self.table.tokens)  # prompt and output
+        self._lengths = torch.zeros_like(self.table.num_tokens)
+        return super().make_step(kind)
 
-    def admit(self, request: Request) -> None:
-        text = [*request.prompt_ids, *self.references[tuple(request.prompt_ids)]]
-        text = text[: self._texts.shape[1]]
-        self._texts[request.row, : len(text)] = torch.tensor(text, dtype=torch.int32)
-        self._lengths[request.row] = len(text)
+    def admit(self, requests: Sequence[Admission]) -> None:
+        super().admit(requests)
+        for request in requests:
+            prompt = request.tokens[: request.num_prompt]
+            text = [*prompt, *self.references[tuple(prompt)]][: self._texts.shape[1]]
+            self._texts[request.row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+            self._lengths[request.row] = len(text)
 
-    def targets(self, drawn: Tensor, input_ids: Tensor, rows: Tensor, batch: Batch) -> Tensor:
-        row = rows.clamp(min=0)[_owner(batch)].long()
+    def targets(self, drawn: Tensor, batch: Batch) -> Tensor:
+        row = batch.rows.clamp(min=0)[_owner(batch)]
         at = batch.positions + 1
         known = at < self._lengths[row]
-        return torch.where(known, self._texts[row, torch.where(known, at, 0).long()], drawn)
+        return torch.where(known, self._texts[row, torch.where(known, at, 0)], drawn)
 
 
 class SyntheticDrafter(Drafter):
     """Always drafts as many tokens as the limits allow; which ones does not matter."""
 
-    def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
-        start = state.num_tokens[rows.clamp(min=0).long()]
+    method = "synthetic"
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        start = table.num_tokens[rows.clamp(min=0)]
         drafts = (start[:, None] + torch.arange(k, device=rows.device)).int() % TOKENS
-        none = nothing(rows, k)
-        return none._replace(drafts=drafts, num_drafts=room(state, rows, k), drafter=none.drafter * 0 + NGRAM)
+        return guesses(drafts, room(table, rows, k))
 
 
-class Synthetic:
+class SyntheticWorker(SimulatedWorker):
     """Accepts each draft with probability `acceptance`, by a hash of its request row and position."""
 
-    def __init__(self, acceptance: float) -> None:
+    def __init__(self, config: EngineConfig, model: Model, acceptance: float) -> None:
         if not 0 <= acceptance <= 1:
             raise ValueError(f"acceptance={acceptance} must be between 0 and 1.")
-        self.label = f"synthetic acceptance {acceptance:g}"
-        self.drafter: SyntheticDrafter | None = SyntheticDrafter()
+        self.simulated = f"synthetic acceptance {acceptance:g}"
         self._threshold = int(acceptance * 2**32)
+        super().__init__(config, model, SyntheticDrafter())
 
-    def attach(self, state: State) -> None:
-        pass
-
-    def admit(self, request: Request) -> None:
-        pass
-
-    def targets(self, drawn: Tensor, input_ids: Tensor, rows: Tensor, batch: Batch) -> Tensor:
-        draft = input_ids.roll(-1)  # what follows each token in its row; the bonus may be anything
-        x = batch.positions.long() * 0x9E3779B1 + rows[_owner(batch)].long() * 0x85EBCA77
+    def targets(self, drawn: Tensor, batch: Batch) -> Tensor:
+        draft = batch.input_ids.roll(-1)  # what follows each token in its row; the bonus may be anything
+        x = batch.positions.long() * 0x9E3779B1 + batch.rows[_owner(batch)].long() * 0x85EBCA77
         x = ((x ^ x >> 15) & 0xFFFFFFFF) * 0x2C1B3C6D
         bits = (x ^ x >> 12) & 0xFFFFFFFF
         wrong = (draft + 1) % TOKENS

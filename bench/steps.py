@@ -17,7 +17,9 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import common, roofline
-from bench.simulation import Synthetic
+from bench.simulation import SyntheticWorker
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
-from nanospec.costs import synchronize
+from nanospec.device import synchronize
+from nanospec.drafters.base import Drafter, guesses, nothing
+from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.medusa import MedusaDrafter
+from nanospec.drafters.ngram import NgramDrafter
 from nanospec.engine import Engine
-from nanospec.graphs import Bucket, StepGraphs
+from nanospec.graphs import Bucket
 from nanospec.kernels.speculation.layout import lay_out
-from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
+from nanospec.worker import Worker
 
+Make = Callable[[SpecConfig], Drafter]
 BATCHES, KS = (1, 4, 8, 16, 64), (0, 1, 2, 4, 8, 16)
 TINY = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
@@ -85,20 +92,22 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 def make_engine(
-    model: Model, batch: int, window: int, k: int, guess: dict[str, Any] | None = None, **options: Any
+    model: Model, batch: int, window: int, k: int, make: Make | None = None, **guess: Any
 ) -> Engine:
-    """An engine without recordings, with room for `batch` rows of `window` tokens."""
-    blocks = batch * -(-window // 16) + 1
-    models = [model] + ([options["draft_model"]] if "draft_model" in options else [])
+    """An engine without recordings, with room for `batch` rows of `window` tokens. `make`: makes the
+    drafter; None for n-gram lookup. `guess`: fields of `SpecConfig`."""
+    spec = SpecConfig(num_speculative_tokens=k, prompt_lookup_min=1, **guess)
+    drafter = make(spec) if make is not None else NgramDrafter(spec)
+    per_token = model.config.kv_bytes_per_token(model.dtype) + drafter.kv_bytes_per_token
     config = EngineConfig(
-        spec=SpecConfig(num_speculative_tokens=k, prompt_lookup_min=1, **(guess or {})),
+        spec=spec,
         max_num_seqs=batch,
         max_model_len=window,
-        kv_cache_memory=blocks * 16 * sum(m.config.kv_bytes_per_token(m.dtype) for m in models),
+        kv_cache_memory=(batch * -(-window // 16) + 1) * 16 * per_token,
         enforce_eager=False,
         lazy_capture=True,
     )
-    return Engine(config, model, **options)
+    return Engine(config, Worker(config, model, drafter))
 
 
 def by_drafter(
@@ -107,13 +116,18 @@ def by_drafter(
     """Steps of the other drafters at the shortest context: trees, a draft model of two of the target's
     layers, four heads."""
     small = replace(model.config, num_layers=2, windows=model.config.windows[:2])
+    draft, heads = Model.random(small, model.dtype, model.device), Heads.random(model, 4)
+
+    def medusa(spec: SpecConfig) -> Drafter:
+        return MedusaDrafter(spec, heads, model)
+
     parts: dict[str, dict[str, Any]] = {
-        "ngram tree": {"guess": {"tree_width": 4}},
+        "ngram tree": {"tree_width": 4},
         "draft": {
-            "guess": {"method": "draft"}, "draft_model": Model.random(small, model.dtype, model.device),
+            "method": "draft", "make": lambda spec: ModelDrafter(spec, draft, model.config.vocab_size)
         },
-        "medusa": {"guess": {"method": "medusa"}, "heads": Heads.random(model, 4)},
-        "medusa tree": {"guess": {"method": "medusa", "tree_width": 4}, "heads": Heads.random(model, 4)},
+        "medusa": {"method": "medusa", "make": medusa},
+        "medusa tree": {"method": "medusa", "tree_width": 4, "make": medusa},
     }  # fmt: skip
     return {
         name: measure(model, f"{shape} {name}", min(args.contexts), machine, args, **options)
@@ -137,17 +151,18 @@ def measure(
         except (ValueError, torch.cuda.OutOfMemoryError) as error:
             print(f"{shape} B={batch} context {context}: left out ({str(error).splitlines()[0]})")
             continue
-        graphs = engine.graphs
+        worker = engine.worker
+        graphs = worker.graphs
         assert graphs is not None
         base = 0.0
-        for k in [k for k in args.ks if k <= engine.max_k]:
+        for k in [k for k in args.ks if k <= worker.max_k]:
             bucket = Bucket(batch, k)
             graphs.ks = sorted({*graphs.ks, k})
             graphs.recordings[bucket] = graphs._add(bucket)
-            ms = graphs.time_ms(bucket, context, args.repeats)
+            ms = graphs.time_ms(bucket, partial(worker.rehearsal, context=context), args.repeats)
             base = base or ms
             limit = roofline.account(model.config, batch, k, context).bound(roofline.Machine(**machine))
-            parts = stage_ms(engine, graphs, bucket, context, args.repeats)
+            parts = stage_ms(worker, bucket, context, args.repeats)
             row = {
                 "batch": batch, "k": k, "context": context, "ms": round(ms, 4),
                 "relative_to_k0": round(ms / base, 4), "roofline_ms": round(limit, 4),
@@ -158,45 +173,42 @@ def measure(
             print(f"{shape:22} " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             found.append(row)
             del graphs.recordings[bucket]
-        del engine, graphs
+        del engine, worker, graphs
         gc.collect()
     return found
 
 
-def stage_ms(
-    engine: Engine, graphs: StepGraphs, bucket: Bucket, context: int, repeats: int
-) -> dict[str, float]:
+def stage_ms(worker: Worker, bucket: Bucket, context: int, repeats: int) -> dict[str, float]:
     """ms of proposing alone and of the forward pass alone (with laying out), each recorded."""
-    runner, state = engine.runner, engine.state
+    graphs, table, k = worker.graphs, worker.table, bucket.k
+    assert graphs is not None
     record: Any = type(graphs.recordings[bucket])
     times = {}
     for name in ("propose", "forward"):
 
         def part(rows: torch.Tensor, name: str = name) -> Any:
             if name == "propose":
-                return tuple(runner._propose(rows, bucket.k, bucket.k, state.tokens.shape[1])[:5])
-            full, drafts = torch.full_like(rows, bucket.k), rows.new_zeros(len(rows), bucket.k)
-            _, ids, batch = lay_out(
-                rows, Proposal(drafts, full, drafts, full, full), state.tokens, state.num_tokens,
-                state.finished, state.block_table, runner.block_size, bucket.k,
-            )  # fmt: skip
-            return (runner.model.logits(runner.model.forward(ids, runner.kv_cache, batch)),)
+                drafter = worker.drafter
+                return tuple((drafter.propose(table, rows, k) if drafter and k else nothing(rows, 0))[:5])
+            batch = lay_out(table, rows, guesses(rows.new_zeros(len(rows), k), torch.full_like(rows, k)))
+            return (worker.model.logits(worker.model.forward(batch, worker.kv_cache)),)
 
-        rows = torch.full((bucket.batch,), -1, dtype=torch.int32, device=runner.model.device)
+        rows = torch.full((bucket.batch,), -1, dtype=torch.int32, device=table.device)
         whole, graphs.recordings[bucket] = graphs.recordings[bucket], record(part, rows)
-        times[name] = graphs.time_ms(bucket, context, repeats)
+        times[name] = graphs.time_ms(bucket, partial(worker.rehearsal, context=context), repeats)
         graphs.recordings[bucket] = whole
     return times
 
 
 def host_gap(model: Model, args: argparse.Namespace) -> dict[str, float]:
     """How much longer a step of a running engine takes than its replay, at B=1, K=4, 1k context."""
-    engine = make_engine(model, 1, 2048, 4, simulation=Synthetic(0.5))
-    graphs = engine.graphs
+    config = make_engine(model, 1, 2048, 4).config
+    engine = Engine(config, SyntheticWorker(config, model, 0.5))
+    graphs = engine.worker.graphs
     assert graphs is not None
     bucket = graphs.bucket_for(1, 4)
     graphs._add(bucket)
-    replay = graphs.time_ms(bucket, 1024, args.repeats)
+    replay = graphs.time_ms(bucket, engine.worker.rehearsal, args.repeats)
     engine.add([i % 32 for i in range(1024)], SamplingParams(temperature=0, max_tokens=900))
     for _ in range(20):
         engine.step()

@@ -98,9 +98,14 @@ class Batch:
         )
 
     @classmethod
-    def of_grid(cls, table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int) -> Batch:
+    def of_grid(
+        cls, table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
+    ) -> Batch:
         """`count` [B] <= `width` tokens of the texts of request `rows` [B] int32 from index `first` [B] on,
-        padded to `width`; rows of -1 or without a token take no part. Never waits for the device."""
+        padded to `width`; rows of -1 or without a token take no part. Never waits for the device.
+
+        `bound`: at least first + count, where that is known.
+        """
         place = torch.arange(width, dtype=torch.int32, device=rows.device)
         count = torch.where(rows >= 0, count, 0).int()
         inside = place < count[:, None]
@@ -119,7 +124,7 @@ class Batch:
             q_len=count,
             base_len=first.int(),
             max_q_len=width,
-            max_kv_len=table.max_context,
+            max_kv_len=bound or table.max_context,
         )
 
     def packed(self) -> Batch:

@@ -4,7 +4,6 @@ Invariants:
 * A block is either referenced by at least one request or on the free list, never both.
 * A block with a hash holds the K/V of exactly the tokens the hash names (a chain: the hash of a block
   covers everything before it). Only committed tokens are hashed, never drafts.
-* `drafted` are the blocks in which the draft model's cache, if there is one, holds the same tokens.
 * A freed block keeps its hash and contents until it is allocated again; the least recently used one
   goes first, and blocks without a hash before all others.
 """
@@ -33,7 +32,6 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self.drafted: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -69,7 +67,6 @@ class BlockPool:
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self.forget([block])
-            self.drafted.discard(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks

@@ -1,7 +1,7 @@
 """The step, recorded once per bucket and replayed: on a GPU one CUDA graph per (batch size, K).
 
 A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
-part, padded with -1 to the bucket's size; all else the step reads from the device rows (`state.py`), so
+part, padded with -1 to the bucket's size; all else the step reads from the request rows (`kernels/table.py`), so
 nothing computed on the host is frozen into a recording. Padding rows are inert. Recordings share one
 memory pool: they never run at the same time, and what one leaves in the pool nobody reads.
 
@@ -15,21 +15,22 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from .costs import synchronize
+from .device import synchronize
 from .kernels.layer.linear import MAX_ROWS
-from .runner import Runner, StepResult
+from .step import StepResult
 
 DEFAULT_KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 MAX_STEP_TOKENS = MAX_ROWS  # beyond, products would go to another library, with other bits
 PADDING = -1
 
 Step = Callable[[Tensor], StepResult]
+Rehearsal = Callable[[int], AbstractContextManager[None]]
 Costs = dict[int, dict[int, float]]
 
 
@@ -85,7 +86,7 @@ class CudaRecording:
 
 
 class StepGraphs:
-    """All recorded buckets of a runner.
+    """All recorded buckets of a step.
 
     Attributes:
         batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
@@ -96,21 +97,21 @@ class StepGraphs:
 
     def __init__(
         self,
-        runner: Runner,
+        step: Callable[[Tensor, int], StepResult],
+        device: torch.device,
         max_batch: int,
         ks: Sequence[int],
         lazy: bool = False,
         record: Callable[[Step, Tensor], Recording] | None = None,
     ) -> None:
-        self.runner = runner
+        self.step, self.device = step, device
         self.ks = sorted({0, *ks})
         self.batches = batch_sizes(max_batch)
         self.recordings: dict[Bucket, Recording] = {}
         self.fallbacks = 0
         self.lazy = lazy
         self.seconds, self.bytes = 0.0, 0
-        cuda = runner.model.device.type == "cuda"
-        self._record = record or (CudaRecording if cuda else EagerRecording)
+        self._record = record or (CudaRecording if device.type == "cuda" else EagerRecording)
 
     def buckets(self) -> list[Bucket]:
         """All buckets, the largest first, so that the pool fits those that follow."""
@@ -124,14 +125,14 @@ class StepGraphs:
 
     def record_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Record every bucket; `progress(done, total)` is called after each."""
-        start, before = time.perf_counter(), _allocated(self.runner.model.device)
+        start, before = time.perf_counter(), _allocated(self.device)
         buckets = self.buckets()
         for done, bucket in enumerate(buckets, 1):
             self._add(bucket)
             if progress is not None:
                 progress(done, len(buckets))
         self.seconds = time.perf_counter() - start
-        self.bytes = _allocated(self.runner.model.device) - before
+        self.bytes = _allocated(self.device) - before
 
     def run(self, rows: Sequence[int], k: int) -> StepResult:
         """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each.
@@ -146,55 +147,42 @@ class StepGraphs:
         padded = [*rows, *[PADDING] * (bucket.batch - len(rows))]
         recording.rows.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
         recording.replay()
-        table, path, q_start, logits = recording.result
-        return StepResult(table[: len(rows)], path[: len(rows)], q_start[: len(rows)], logits)
+        return recording.result.first(len(rows))
 
     def bucket_for(self, num_rows: int, k: int) -> Bucket:
         """The smallest bucket of at least `num_rows` rows, with the largest recorded K up to `k`."""
         batch = self.batches[bisect_left(self.batches, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k))
 
-    def time_ms(self, bucket: Bucket, context: int, repeats: int = 5) -> float:
-        """Milliseconds of one replay, the median of `repeats`, with `context` tokens and k drafts in
-        every row. Writes to request rows and pages, so it must come before the first request."""
-        recording, device = self.recordings[bucket], self.runner.model.device
-        times = []
-        for _ in range(repeats + 1):
-            with self.runner.rehearsal(bucket.batch, context):
-                recording.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
-                synchronize(device)
-                start = time.perf_counter()
-                recording.replay()
-                synchronize(device)
-                times.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(times[1:])
-
-    def cost_table(self, context: int, progress: Callable[[int, int], None] | None = None) -> Costs:
-        """ms by batch size and K of all recorded buckets."""
+    def cost_table(
+        self, rehearse: Rehearsal, progress: Callable[[int, int], None] | None = None
+    ) -> Costs:
+        """ms by batch size and K of all recorded buckets; `rehearse(batch)` fills so many request rows, and
+        empties them at the end of the `with` block. To be called before the first request."""
         costs: Costs = {}
         for done, bucket in enumerate(self.recordings, 1):
-            costs.setdefault(bucket.batch, {})[bucket.k] = self.time_ms(bucket, context)
+            costs.setdefault(bucket.batch, {})[bucket.k] = self.time_ms(bucket, rehearse)
             if progress is not None:
                 progress(done, len(self.recordings))
         return costs
 
+    def time_ms(self, bucket: Bucket, rehearse: Rehearsal, repeats: int = 5) -> float:
+        """Milliseconds of one replay, the median of `repeats`."""
+        recording, times = self.recordings[bucket], []
+        for _ in range(repeats + 1):
+            with rehearse(bucket.batch):
+                recording.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
+                synchronize(self.device)
+                start = time.perf_counter()
+                recording.replay()
+                synchronize(self.device)
+                times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times[1:])
+
     def _add(self, bucket: Bucket) -> Recording:
-        rows = torch.full((bucket.batch,), PADDING, dtype=torch.int32, device=self.runner.model.device)
-        self.recordings[bucket] = self._record(lambda r: self.runner.padded_step(r, bucket.k), rows)
+        rows = torch.full((bucket.batch,), PADDING, dtype=torch.int32, device=self.device)
+        self.recordings[bucket] = self._record(lambda r: self.step(r, bucket.k), rows)
         return self.recordings[bucket]
-
-
-def progress_bar(what: str) -> Callable[[int, int], None]:
-    """A progress callback that draws a bar on a terminal."""
-    bar = tqdm(desc=what, disable=None, leave=False)
-
-    def update(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-
-    return update
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
 from .config import EngineConfig
 from .models.decoder import Model
 
+if TYPE_CHECKING:
+    from .drafters.base import Drafter
+
 GPU_SHARE = 0.9  # of the device's memory, weights included
 CPU_SHARE = 0.4  # of what is free
 CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to fill more
 
 
-def plan_cache(config: EngineConfig, model: Model, draft_model: Model | None = None) -> tuple[int, int]:
-    """(number of KV blocks, max_model_len) for these models on this machine. A block has room for the
-    same tokens in the caches of both.
+def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> tuple[int, int]:
+    """(number of KV blocks, max_model_len) for this model on this machine. A block has room for the same
+    tokens in the drafter's cache, if it has one.
 
     Raises ValueError when the window is longer than a model's, or the memory too small for it.
     """
-    models = [model] if draft_model is None else [model, draft_model]
-    own = min(m.config.max_position_embeddings for m in models)
+    own, whose = model.config.max_position_embeddings, "model"
+    if drafter is not None and drafter.max_context is not None and drafter.max_context < own:
+        own, whose = drafter.max_context, "draft model"
     window = config.max_model_len or own
     if window > own:
-        whose = "model" if own == model.config.max_position_embeddings else "draft model"
         raise ValueError(f"max_model_len={window} is beyond the {whose}'s own window of {own} tokens.")
     size = config.block_size
-    per_block = size * sum(m.config.kv_bytes_per_token(m.dtype) for m in models)
+    per_token = model.config.kv_bytes_per_token(model.dtype)
+    per_block = size * (per_token + (drafter.kv_bytes_per_token if drafter is not None else 0))
     budget = config.kv_cache_memory or spare_memory(model.device)
     useful = config.max_num_seqs * -(-window // size)
     num_blocks = min(budget // per_block, useful)
@@ -58,3 +63,7 @@ def _free_cpu_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def kv_shape(model: Model, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """The KV cache of a model: [layers, 2, Hkv, num_blocks, block_size, D]."""
+    c = model.config
+    return (c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .kernels.speculation.proposal import DRAFTERS
 
 LOSSY = ("typical",)  # rules of acceptance that change what comes out
 STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
@@ -33,8 +32,8 @@ class SpecStats:
     accepted_by_position: list[int] = field(default_factory=list)
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
 
-    def record(self, drafted: int, accepted: int, emitted: int, drafter: int) -> None:
-        """Add one step of one row; `drafter` is a code of `kernels.proposal`."""
+    def record(self, drafted: int, accepted: int, emitted: int, drafter: str) -> None:
+        """Add one step of one row; `drafter` is the method that guessed."""
         self.num_steps += 1
         self.num_tokens += emitted
         if not drafted:
@@ -42,7 +41,7 @@ class SpecStats:
         self.num_steps_with_drafts += 1
         self.num_drafted += drafted
         self.num_accepted += accepted
-        counts = self.by_drafter.setdefault(DRAFTERS[drafter], [0, 0, 0])
+        counts = self.by_drafter.setdefault(drafter, [0, 0, 0])
         for i, count in enumerate((1, drafted, accepted)):
             counts[i] += count
         while len(self.drafted_by_position) < drafted:
@@ -94,11 +93,30 @@ class SpecStats:
         }
 
 
+class Stopwatch:
+    """Splits the time of all steps by what was done; a recorded step is one piece, "wait" is the time until
+    its results arrive. `with stopwatch("forward"): ...` adds to `seconds`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+
 @dataclass
 class Metrics:
-    """Engine-wide counters. `stage_seconds` splits the time of all steps by what was done; a recorded
-    step is one piece, "wait" is the time until its results arrive."""
+    """Engine-wide counters."""
 
+    stages: Stopwatch
     spec: SpecStats = field(default_factory=SpecStats)
     num_forward_steps: int = 0
     num_prefill_tokens: int = 0
@@ -106,20 +124,7 @@ class Metrics:
     num_preemptions: int = 0
     num_finished: int = 0
     num_aborted: int = 0
-    stage_seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(STAGES, 0.0)
-    )
-
     simulated: str | None = None  # what made the output up, in a benchmark
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the `with` block to a stage."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stage_seconds[name] += time.perf_counter() - start
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -131,5 +136,5 @@ class Metrics:
             "num_preemptions": self.num_preemptions,
             "num_finished": self.num_finished,
             "num_aborted": self.num_aborted,
-            "stage_seconds": {k: round(v, 6) for k, v in self.stage_seconds.items()},
+            "stage_seconds": {k: round(v, 6) for k, v in self.stages.seconds.items()},
         }

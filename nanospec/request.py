@@ -8,16 +8,20 @@ drafts after it), so the same code draws the first token and all others.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from .blocks import block_hash
-from .kernels.sampling.logprobs import Logprobs
+from .config import SamplingParams
+from .kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
+from .kernels.speculation.report import RowReport
 from .metrics import SpecStats
-from .sampling import MAX_STOP_IDS, SamplingParams
 from .text.tokenizer import Detokenizer
+
+
+FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "error"}
 
 
 class Status(Enum):
@@ -31,18 +35,6 @@ class Logprob(NamedTuple):
 
     logprob: float
     rank: int
-
-
-class StepOutput(NamedTuple):
-    """What one step gave one request."""
-
-    tokens: list[int]
-    num_drafted: int
-    num_accepted: int
-    drafter: int  # who drafted, a code of `kernels.proposal`
-    sources: list[int]  # of each token, see `Proposal.source`
-    finish: str | None  # "stop", "length", "error" or None
-    logprobs: list[dict[int, Logprob]] | None
 
 
 class Piece(NamedTuple):
@@ -76,7 +68,6 @@ class Request:
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_draft_computed: int = 0  # as far as the host knows, see `drafters/draft_model.py`
     num_registered: int = 0  # blocks named in the prefix cache
     finish_reason: str | None = None
     error: str | None = None
@@ -122,9 +113,12 @@ class Request:
             self._hashes.append(block_hash(parent, self.tokens[i * block_size : (i + 1) * block_size]))
         return self._hashes
 
-    def append(self, step: StepOutput) -> bool:
-        """Take a step's tokens, cut at the first stop string; returns whether that ended the request."""
-        finish, kept, at_string = step.finish, 0, False
+    def append(
+        self, step: RowReport, method: str = "", logprobs: list[dict[int, Logprob]] | None = None
+    ) -> bool:
+        """Take a step's tokens, cut at the first stop string; returns whether that ended the request.
+        `method` is who drafted."""
+        finish, kept, at_string = FINISH[step.finished], 0, False
         for token in step.tokens:
             self.tokens.append(token)
             kept += 1
@@ -137,10 +131,10 @@ class Request:
         if kept and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         accepted = min(step.num_accepted, kept)
-        self.stats.record(step.num_drafted, accepted, kept, step.drafter)
+        self.stats.record(step.num_drafted, accepted, kept, method)
         self.draft_sources += step.sources[:kept]
-        if step.logprobs is not None:
-            self.logprobs += step.logprobs[:kept]
+        if logprobs is not None:
+            self.logprobs += logprobs[:kept]
         self.num_computed = self.num_tokens - 1
         if finish == "error":
             self.error = (
@@ -199,20 +193,21 @@ class Request:
         return pieces
 
 
-def check_request(
-    prompt_ids: Sequence[int],
-    params: SamplingParams,
-    stop_ids: Sequence[int],
-    vocab_size: int,
-    max_model_len: int,
-    has_text: bool,
-    acceptance: str,
-) -> None:
-    """Raise ValueError with a sentence if an engine with these limits cannot run the request.
+class Limits(NamedTuple):
+    """What an engine can run; `has_text`: it has a tokenizer; `acceptance`: the rule it was started with."""
 
-    `stop_ids`: all tokens that would end it; `has_text`: the engine has a tokenizer; `acceptance`: the rule
-    that the engine was started with.
-    """
+    vocab_size: int
+    max_model_len: int
+    has_text: bool
+    acceptance: str
+
+
+def check_request(
+    prompt_ids: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limits: Limits
+) -> None:
+    """Raise ValueError with a sentence if an engine with these limits cannot run the request. `stop_ids`:
+    all tokens that would end it."""
+    vocab_size, max_model_len, has_text, acceptance = limits
     if not prompt_ids:
         raise ValueError("The prompt is empty; give at least one token.")
     if len(prompt_ids) >= max_model_len:
@@ -242,13 +237,6 @@ def check_request(
         )
     if params.stop and not has_text:
         raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
-
-
-def reported(logprobs: Logprobs | None) -> Iterator[tuple[float, int, list[float], list[int]]]:
-    """(own log-probability, rank, top values, top ids) of each reported token, in order."""
-    if logprobs is None:
-        return iter(())
-    return zip(*(column.tolist() for column in logprobs), strict=True)
 
 
 def as_dict(

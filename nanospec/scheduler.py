@@ -25,23 +25,17 @@ class Plan:
 
     Attributes:
         prefill: (request, first token, number of tokens) of each prompt chunk.
-        draft_prefill: the same for the draft model, whose cache may hold fewer tokens.
         decode: the requests that decode.
-        admitted: requests that got a row (their device state must be written first).
-        grown: requests whose block lists changed.
-        preempted: requests that lost their row and blocks.
-        allocated: blocks that changed hands, in no state to be seen.
-        num_cached_tokens: tokens of the admitted requests whose K/V were found in the cache.
+        admitted: requests that got a row, and how many of their blocks hold their K/V already.
+        grown: requests that got blocks, and how many they had before.
+        preempted: the rows of requests that lost them, and their blocks.
     """
 
     prefill: list[tuple[Request, int, int]] = field(default_factory=list)
-    draft_prefill: list[tuple[Request, int, int]] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    grown: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    allocated: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
+    admitted: dict[Request, int] = field(default_factory=dict)
+    grown: dict[Request, int] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -55,16 +49,13 @@ class Scheduler:
         max_tokens: int,
         lookahead: int,
         lag: int = 0,
-        draft_cache: bool = False,
     ) -> None:
         """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead; `lag`: steps
-        that are queued before their results are known, each of which may add K + 1 tokens;
-        `draft_cache`: whether a draft model has pages of its own in every block."""
+        that are queued before their results are known, each of which may add K + 1 tokens."""
         self.pool = pool
         self.block_size = block_size
         self.max_tokens = max_tokens
         self.lookahead = lookahead
-        self.draft_cache = draft_cache
         self.slots_ahead = lookahead + lag * (lookahead + 1)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
@@ -97,9 +88,7 @@ class Scheduler:
             if not self._admit(request):
                 break
             self.waiting.popleft()
-            plan.admitted.append(request)
-            plan.allocated += request.blocks[request.num_registered :]
-            plan.num_cached_tokens += request.num_computed
+            plan.admitted[request] = request.num_registered
             if not request.is_prefilled:
                 budget -= self._chunk(request, budget, plan)
         return plan
@@ -124,7 +113,6 @@ class Scheduler:
         for i in range(request.num_registered, request.num_computed // self.block_size):
             self.pool.register(request.blocks[i], request.hashes(self.block_size)[i])
             request.num_registered = i + 1
-        self.pool.drafted.update(request.blocks[: request.num_draft_computed // self.block_size])
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -142,9 +130,6 @@ class Scheduler:
         request.num_registered = len(shared)
         request.num_computed = len(shared) * self.block_size
         request.num_cached_tokens += request.num_computed
-        request.num_draft_computed = self.block_size * next(
-            (i for i, block in enumerate(shared) if block not in self.pool.drafted), len(shared)
-        )
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         self.running.append(request)
@@ -156,12 +141,6 @@ class Scheduler:
         count = min(budget, request.num_tokens - 1 - start)
         plan.prefill.append((request, start, count))
         request.num_computed += count
-        if self.draft_cache and request.params.num_speculative_tokens != 0:
-            first, budget = request.num_draft_computed, self.max_tokens
-            missing = min(start + count - first, budget - sum(n for _, _, n in plan.draft_prefill))
-            if missing > 0:
-                plan.draft_prefill.append((request, first, missing))
-                request.num_draft_computed += missing
         self.register(request)
         return count
 
@@ -179,19 +158,18 @@ class Scheduler:
             self._preempt(victim, plan)
             if victim is request:
                 return False
+        plan.grown[request] = len(request.blocks)
         request.blocks += blocks
-        plan.allocated += blocks
-        plan.grown.append(request)
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
         self.waiting.appendleft(request)  # first, so that it is in a queue whatever interrupts this
         self.running.remove(request)
+        plan.preempted.append(request.row)
         self._release(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
-        request.num_computed = request.num_draft_computed = 0
-        plan.preempted.append(request)
+        request.num_computed = 0
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)

@@ -9,16 +9,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nanospec.config import EngineConfig, SpecConfig
-from nanospec.drafters import Drafter
+from nanospec.config import EngineConfig, SamplingParams, SpecConfig
+from nanospec.drafters.base import Drafter, Target, guesses
+from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.engine import Engine
-from nanospec.kernels.speculation.proposal import GUESSED, HEADS, NOBODY, Proposal
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.request import Logprob, Request, Status
-from nanospec.sampling import SamplingParams
-from nanospec.state import State
+from nanospec.worker import Worker
 from tests.tiny import tiny_config
 
 K = int | Literal["auto"] | None
@@ -73,7 +76,21 @@ def make_engine(
         per_token = sum(m.config.kv_bytes_per_token(m.dtype) for m in models)
         options["kv_cache_memory"] = num_blocks * per_token * size
     config = EngineConfig(spec=spec, **{**DEFAULTS, **options})
-    return Engine(config, model, draft_model=draft_model, heads=heads, token_map=token_map)
+    ready: dict[str, Drafter] = {}
+    if draft_model is not None:
+        ready["draft"] = ModelDrafter(spec, draft_model, model.config.vocab_size, token_map)
+    if heads is not None:
+        ready["medusa"] = MedusaDrafter(spec, heads, model)
+    drafter = load_drafter(spec, Target(model), ready)
+    return Engine(config, Worker(config, model, drafter))
+
+
+def use(engine: Engine, drafter: Drafter | None) -> None:
+    """Let somebody else guess in an engine that has not run yet."""
+    worker = engine.worker
+    worker.drafter = worker._step.drafter = drafter
+    if drafter is not None:
+        drafter.attach(worker.table, worker.num_blocks, 2048, may_wait=worker.graphs is None)
 
 
 def finish(engine: Engine, max_steps: int = 5000) -> None:
@@ -166,25 +183,26 @@ def similar_model(noise: float) -> Model:
 class Guess(Drafter):
     """A drafter that proposes what `next_tokens(history, wanted)` says, within every limit."""
 
+    method = "guess"
+
     def __init__(self, next_tokens: Callable[[list[int], int], Sequence[int]]) -> None:
         self.next_tokens = next_tokens
         self.calls = 0
 
-    def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         self.calls += 1
         drafts = []
         for s in rows.tolist():
             wanted, history = 0, []
             if s >= 0:
-                n = int(state.num_tokens[s])
-                history = state.tokens[s, :n].tolist()
-                wanted = max(min(k, int(state.limit[s]), int(state.max_len[s]) - n - 1), 0)
+                n = int(table.num_tokens[s])
+                history = table.tokens[s, :n].tolist()
+                wanted = max(min(k, int(table.limit[s]), int(table.max_len[s]) - n - 1), 0)
             drafts.append(list(self.next_tokens(history, wanted))[:wanted] if wanted else [])
         padded = [d + [0] * (k - len(d)) for d in drafts]
         count = torch.tensor([len(d) for d in drafts], dtype=torch.int32)
         tokens = torch.tensor(padded, dtype=torch.int32).view(len(drafts), k)
-        drafter = torch.where(count > 0, HEADS, NOBODY).int()
-        return Proposal(tokens, count, torch.full_like(tokens, GUESSED), torch.zeros_like(count), drafter)
+        return guesses(tokens, count)
 
 
 def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False) -> Guess:

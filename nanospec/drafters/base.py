@@ -1,68 +1,133 @@
-"""What every drafter has in common.
+"""What every way of guessing has in common: its interface, and the register of methods.
 
-One step:   propose -> forward, verify, commit (`runner.py`) -> learn
+One step:   propose -> lay out, forward, sample, commit (`step.py`) -> learn
 
-All of it runs inside the recorded step, so nothing here waits for the device, except where the naive
-implementation runs, which is on a CPU. What a drafter remembers of a request lies in device rows of its
-own, one per request row, and a last one that padding rows may write to.
+Both run inside the recorded step, so nothing in them waits for the device unless `may_wait` allows it.
+What a drafter remembers of a request lies in device rows of its own, one per request row, and a last one
+that padding rows may write to.
+
+A new method is one file in this folder with a subclass of `Drafter`:
+
+    class Echo(Drafter, method="echo", help="the last token again"):
+        def propose(self, table, rows, k): ...
+
+`--spec echo` and `SpecConfig(method="echo")` then work, also behind another: `ngram+echo`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.speculation.commit import RUNNING
-from ..kernels.speculation.proposal import NOBODY, OWN, Proposal
+from ..kernels.codes import GUESSED, MAX_DRAFTS, NOBODY, OWN, RUNNING
+from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
-from ..state import State
+from ..kernels.table import Table
+
+if TYPE_CHECKING:
+    from ..config import SpecConfig
+    from ..models.decoder import Model
+    from ..text.tokenizer import Tokenizer
+
+
+class Option(NamedTuple):
+    """Something that a method lets the user set: `--some-name` on the command line, and a field of
+    `SpecConfig` or, if it has none of that name, an entry of `SpecConfig.options`."""
+
+    name: str
+    help: str
+    kind: Callable[[str], Any] = str
+    metavar: str | None = None
+
+
+class Target(NamedTuple):
+    """The model to guess for, and where it was loaded from."""
+
+    model: Model
+    folder: Path | None = None
+    tokenizer: Tokenizer | None = None
 
 
 class Drafter:
-    """Guesses tokens from the device rows. Only `propose` must be defined.
+    """Guesses tokens from the request rows. Only `propose` must be defined.
 
     Attributes:
+        method, help, options: what the user knows it by; for statistics and the command line.
+        names: the methods that `Proposal.drafter` tells apart.
+        makes_trees: whether a tree width above 1 means anything to it.
         max_drafts: the most it ever guesses for a row.
-        has_model: whether it runs a model, so that `passes` matters.
-        has_cache: whether it keeps K/V of its own, which `prefill` fills.
-        catch_up: how many tokens of a row's text may be missing in there when a recorded step begins.
+        runs_model: whether its guesses cost time before it is known what they are worth.
+        passes: for how many drafts its model is run in the next unrecorded step; None: as many as asked for.
+        kv_bytes_per_token, max_context: what a cache of its own takes, and how far it reaches.
+        may_wait: whether steps are not recorded, so that it may wait for the device.
     """
 
-    max_drafts = 63
-    has_model = False
-    has_cache = False
-    catch_up = 0
+    method: ClassVar[str] = ""
+    help: ClassVar[str] = ""
+    options: ClassVar[tuple[Option, ...]] = ()
+    makes_trees: ClassVar[bool] = False
+    runs_model: bool = False
+    max_drafts: int = MAX_DRAFTS
+    passes: int | None = None
+    kv_bytes_per_token: int = 0
+    max_context: int | None = None
+    may_wait: bool = False
 
-    def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
-        """Up to `k` drafts for each of the request rows [B] int32; none for -1.
+    def __init_subclass__(cls, method: str = "", help: str = "", **further: Any) -> None:
+        super().__init_subclass__(**further)
+        if method:
+            cls.method, cls.help = method, help
+            METHODS[method] = cls
 
-        Args:
-            passes: the most drafts that a model may be run for; at 0 it is not run at all.
-            max_kv_len: an upper bound of the rows' tokens + k.
-        """
+    @classmethod
+    def load(cls, spec: SpecConfig, target: Target) -> Drafter:
+        """The drafter with its weights in place; ValueError or FileNotFoundError if what it needs is missing."""
+        return cls()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.method,)
+
+    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+        """Make device rows and caches, at addresses that stay. `max_tokens`: the most to compute before a
+        step."""
+        self.may_wait = may_wait
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        """Up to `k` drafts for each of the request rows [B] int32; none for -1."""
         raise NotImplementedError
 
     def learn(
-        self, state: State, rows: Tensor, proposal: Proposal, hidden: Tensor, batch: Batch, verdict: Verdict
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
     ) -> None:
-        """See what the target made of the drafts verified: its hidden states [T, H] and its verdict over
-        `batch`, which is committed already. `rows` [B]: the running request rows, -1 for none."""
+        """See what the target made of the drafts: its hidden states [T, H] and its verdict over `batch`,
+        which is committed already. `proposal.drafter` is NOBODY for rows that others drafted for."""
 
-    def admit(self, row: int, num_computed: int) -> None:
-        """A new request took the row; the cache holds `num_computed` tokens of it, or will before the next
-        step."""
+    # What the host tells, between steps. Blocks are the request's pages, in order.
 
-    def prefill(self, rows: Tensor, input_ids: Tensor, batch: Batch) -> None:
-        """Compute K/V of pieces of the texts of request rows [B]."""
+    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
+        """A request of so many tokens took the row; its first `num_cached` blocks hold the target's K/V."""
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks of the cache, see `Runner.clear`."""
+    def grow(self, row: int, blocks: Sequence[int]) -> None:
+        """The request of a row got further blocks."""
 
-    def rehearse(self, state: State, count: int) -> None:
-        """Make the first `count` rows, as `state` has them now, draft when a step is timed."""
+    def release(self, row: int) -> None:
+        """The request of a row has left it, and its blocks."""
+
+    def catch_up(self, rows: Sequence[int]) -> None:
+        """Before a step that may not wait: compute what is missing of these rows' texts."""
+
+    def follow(self, rows: Sequence[int]) -> Callable[[], None]:
+        """Behind a step: start copying what the host must know of these rows; the result takes it in."""
+        return lambda: None
+
+    def rehearse(self, count: int) -> None:
+        """Make the first `count` rows draft, as the table has them now, while a step is timed."""
 
     def measure(self) -> None:
         """Time what `ms` tells."""
@@ -72,16 +137,52 @@ class Drafter:
         return 0.0
 
 
-def room(state: State, rows: Tensor, k: int) -> Tensor:
+METHODS: dict[str, type[Drafter]] = {}
+
+
+def registered() -> Mapping[str, type[Drafter]]:
+    """All methods by name, those of this folder included."""
+    from . import load_all
+
+    load_all()
+    return METHODS
+
+
+def method_names() -> list[str]:
+    """What `SpecConfig.method` may be: every method, one behind another that costs nothing, and "none"."""
+    known = registered()
+    pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].runs_model]
+    return [*known, *pairs, "none"]
+
+
+def room(table: Table, rows: Tensor, k: int) -> Tensor:
     """[B] int32: how many drafts each request row can use, 0 for rows that take no part."""
-    index = rows.clamp(min=0).long()
-    left = torch.minimum(state.limit[index], state.max_len[index] - state.num_tokens[index] - 1)
-    takes_part = (rows >= 0) & (state.finished[index] == RUNNING)
+    index = rows.clamp(min=0)
+    left = torch.minimum(table.limit[index], table.max_len[index] - table.num_tokens[index] - 1)
+    takes_part = (rows >= 0) & (table.finished[index] == RUNNING)
     return torch.where(takes_part, left.clamp(0, k), 0)
+
+
+def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
+    """A proposal of a model: drafts [B, K] int32, of which the first `num_drafts` [B] int32 count."""
+    place = torch.arange(drafts.shape[1], device=drafts.device)
+    source = torch.where(place < num_drafts[:, None], GUESSED, OWN).int()
+    drafter = torch.where(num_drafts > 0, 0, NOBODY).int()
+    return Proposal(drafts, num_drafts, source, torch.zeros_like(num_drafts), drafter, parents)
 
 
 def nothing(rows: Tensor, k: int) -> Proposal:
     """No drafts for any of the rows [B]."""
-    none = torch.zeros_like(rows)
-    grid = none.new_zeros(len(rows), k)
-    return Proposal(grid, none, grid + OWN, none.clone(), none + NOBODY)
+    return guesses(rows.new_zeros(len(rows), k), torch.zeros_like(rows))
+
+
+def scatter(part: Proposal, chosen: Tensor, rows: Tensor) -> Proposal:
+    """A proposal for the `chosen` [C] of the rows [B] as one for all of them."""
+    whole = nothing(rows, part.drafts.shape[1])
+    for all_rows, own in zip(whole[:5], part[:5], strict=True):
+        all_rows[chosen] = own  # type: ignore[index]
+    if part.logits is not None:
+        logits = part.logits.new_zeros(len(rows), *part.logits.shape[1:])
+        logits[chosen] = part.logits
+        whole = whole._replace(logits=logits)
+    return whole

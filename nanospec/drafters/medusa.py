@@ -14,18 +14,117 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..costs import synchronize
+from ..device import synchronize
 from ..kernels.batch import Batch
-from ..kernels.dispatch import use_triton
-from ..kernels.speculation.proposal import GUESSED, HEADS, NOBODY, OWN, Proposal
+from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
+from ..kernels.table import Table
 from ..models.heads import Heads
-from ..state import State
-from .base import Drafter, nothing, room
+from ..models.hub import default_heads
+from .base import Drafter, Option, Target, guesses, nothing, room
+
+if TYPE_CHECKING:
+    from ..config import SpecConfig
+    from ..models.decoder import Model
+
+
+class MedusaDrafter(Drafter, method="medusa", help="parallel heads guess from the target's last hidden state"):
+    """Medusa heads and the hidden states they start from."""
+
+    runs_model = True
+    makes_trees = True
+    options = (Option("heads", "Medusa heads (default: those found for the model)", str, "FILE"),)
+
+    def __init__(self, spec: SpecConfig, heads: Heads, target: Model) -> None:
+        check_heads(heads, target, spec.tree_width)
+        self.heads, self.width, self._target = heads, spec.tree_width, target
+        if self.width == 1:
+            self.max_drafts = heads.num_heads
+        self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._ms: dict[int, float] = {}
+
+    @classmethod
+    def load(cls, spec: SpecConfig, target: Target) -> MedusaDrafter:
+        file = spec.heads
+        if file is None and target.folder is None:
+            raise ValueError(f"method={spec.method!r} needs heads: SpecConfig(heads=...).")
+        heads = Heads.load(file or default_heads(target.folder), target.model)  # type: ignore[arg-type]
+        return cls(spec, heads, target.model)
+
+    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+        super().attach(table, num_blocks, max_tokens, may_wait)
+        size, device = self._target.config.hidden_size, table.device
+        self._table, self._num_rows = table, table.num_rows
+        self.hidden = torch.zeros(table.num_rows + 1, size, dtype=self._target.dtype, device=device)
+        self.drawn_at = torch.zeros(table.num_rows + 1, dtype=torch.int32, device=device)
+
+    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
+        self.drawn_at[row] = 0
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        index = rows.clamp(min=0)
+        wanted = torch.where(self.drawn_at[index] == table.num_tokens[index], room(table, rows, k), 0)
+        if self.passes == 0 or (self.may_wait and not bool(wanted.any())):
+            return nothing(rows, k)
+        candidate, parents, sizes = self._tree(k)
+        width = (table.width[index] - 1).clamp(0, self.width - 1).long()
+        tops = self.heads.top(self.hidden[index], self.width).flatten(1)  # [B, num_heads * W]
+        drafts = tops.gather(1, candidate[width])
+        wanted = torch.minimum(wanted, sizes[width])
+        return guesses(drafts, wanted, parents[width] if self.width > 1 else None)
+
+    def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For every width: which candidate (head * W + rank) each node is, its parent's place, and the
+        number of nodes. [W, k] int64, [W, k] int32, [W] int32."""
+        if k not in self._trees:
+            candidate, parents, sizes = [], [], []
+            for width in range(1, self.width + 1):
+                paths = tree_paths(self.heads.num_heads, width, k)
+                place = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
+                fill = [0] * (k - len(paths))
+                candidate.append([(len(p) - 1) * self.width + p[-1] for p in paths] + fill)
+                parents.append([place[p[:-1]] for p in paths] + fill)
+                sizes.append(len(paths))
+            i32, device = torch.int32, self.hidden.device
+            self._trees[k] = (
+                torch.tensor(candidate, device=device),
+                torch.tensor(parents, dtype=i32, device=device),
+                torch.tensor(sizes, dtype=i32, device=device),
+            )
+        return self._trees[k]
+
+    def learn(
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
+    ) -> None:
+        last = (verdict.num_emitted - 1).clamp(min=0).long()
+        query = batch.q_start + verdict.path.gather(1, last[:, None]).squeeze(1)
+        takes_part = (batch.rows >= 0) & (verdict.num_emitted > 0)
+        row = torch.where(takes_part, batch.rows, self._num_rows)
+        self.hidden[row] = hidden[query.clamp(max=len(hidden) - 1)]
+        self.drawn_at[row] = table.num_tokens[batch.rows.clamp(min=0)]
+
+    def rehearse(self, count: int) -> None:
+        self.drawn_at[:count] = self._table.num_tokens[:count]
+
+    def measure(self) -> None:
+        for batch in (1, 8, 64):
+            hidden, times = self.hidden[:1].expand(batch, -1).contiguous(), []
+            for _ in range(4):
+                start = time.perf_counter()
+                self.heads.top(hidden, self.width)
+                synchronize(hidden.device)
+                times.append((time.perf_counter() - start) * 1e3)
+            self._ms[batch] = min(times)
+
+    def ms(self, batch: int, passes: int) -> float:
+        size = next((size for size in self._ms if size >= batch), 64)
+        return self._ms.get(size, 0.0) if passes else 0.0
 
 
 def tree_paths(num_heads: int, width: int, k: int) -> list[tuple[int, ...]]:
@@ -47,86 +146,15 @@ def tree_paths(num_heads: int, width: int, k: int) -> list[tuple[int, ...]]:
     return paths
 
 
-class MedusaDrafter(Drafter):
-    """Parallel heads and the hidden states they start from."""
-
-    has_model = True
-
-    def __init__(self, heads: Heads, state: State, hidden_size: int, dtype: torch.dtype, width: int) -> None:
-        self.heads, self.width = heads, width
-        self.num_rows, self.device = len(state.num_tokens), state.device
-        if width == 1:
-            self.max_drafts = heads.num_heads
-        self.hidden = torch.zeros(self.num_rows + 1, hidden_size, dtype=dtype, device=state.device)
-        self.drawn_at = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=state.device)
-        self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._ms: dict[int, float] = {}
-
-    def admit(self, row: int, num_computed: int) -> None:
-        self.drawn_at[row] = 0
-
-    def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
-        index = rows.clamp(min=0).long()
-        wanted = room(state, rows, k).masked_fill(self.drawn_at[index] != state.num_tokens[index], 0)
-        if passes == 0 or (not use_triton(state.tokens) and not bool(wanted.any())):
-            return nothing(rows, k)
-        candidate, parents, sizes = self._tree(k)
-        width = (state.width[index] - 1).clamp(0, self.width - 1).long()
-        tops = self.heads.top(self.hidden[index], self.width).flatten(1)  # [B, num_heads * W]
-        wanted = torch.minimum(wanted, sizes[width])
-        place = torch.arange(k, device=rows.device)
-        return Proposal(
-            tops.gather(1, candidate[width]),
-            wanted,
-            torch.where(place < wanted[:, None], GUESSED, OWN).int(),
-            torch.zeros_like(rows),
-            torch.where(wanted > 0, HEADS, NOBODY).int(),
-            parents[width] if self.width > 1 else None,
+def check_heads(heads: Heads, target: Model, width: int) -> None:
+    """Raise ValueError unless the heads fit the target and can guess so many tokens each."""
+    weight, hidden = heads.blocks[0].biases[0], target.config.hidden_size
+    if len(weight) != heads.num_heads * hidden or weight.dtype != target.dtype:
+        raise ValueError(
+            f"These heads are for hidden states of {len(weight) // heads.num_heads} in {weight.dtype}, but "
+            f"the target's are {hidden} in {target.dtype}; load them for this target."
         )
-
-    def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For every width: which candidate (head * W + rank) each node is, its parent's place, and the
-        number of nodes. [W, k] int64, [W, k] int32, [W] int32."""
-        if k not in self._trees:
-            candidate, parents, sizes = [], [], []
-            for width in range(1, self.width + 1):
-                paths = tree_paths(self.heads.num_heads, width, k)
-                place = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
-                fill = [0] * (k - len(paths))
-                candidate.append([(len(p) - 1) * self.width + p[-1] for p in paths] + fill)
-                parents.append([place[p[:-1]] for p in paths] + fill)
-                sizes.append(len(paths))
-            i32 = torch.int32
-            self._trees[k] = (
-                torch.tensor(candidate, device=self.device),
-                torch.tensor(parents, dtype=i32, device=self.device),
-                torch.tensor(sizes, dtype=i32, device=self.device),
-            )
-        return self._trees[k]
-
-    def learn(
-        self, state: State, rows: Tensor, proposal: Proposal, hidden: Tensor, batch: Batch, verdict: Verdict
-    ) -> None:
-        last = (verdict.num_emitted - 1).clamp(min=0).long()
-        query = batch.q_start + verdict.path.gather(1, last[:, None]).squeeze(1)
-        takes_part = (rows >= 0) & (verdict.num_emitted > 0)
-        row = torch.where(takes_part, rows, self.num_rows).long()
-        self.hidden[row] = hidden[query.clamp(max=len(hidden) - 1).long()]
-        self.drawn_at[row] = state.num_tokens[rows.clamp(min=0).long()]
-
-    def rehearse(self, state: State, count: int) -> None:
-        self.drawn_at[:count] = state.num_tokens[:count]
-
-    def measure(self) -> None:
-        for batch in (1, 8, 64):
-            hidden, times = self.hidden[:1].expand(batch, -1).contiguous(), []
-            for _ in range(4):
-                start = time.perf_counter()
-                self.heads.top(hidden, self.width)
-                synchronize(self.device)
-                times.append((time.perf_counter() - start) * 1e3)
-            self._ms[batch] = min(times)
-
-    def ms(self, batch: int, passes: int) -> float:
-        size = next((size for size in self._ms if size >= batch), 64)
-        return self._ms.get(size, 0.0) if passes else 0.0
+    if heads.token_map is not None and width > len(heads.token_map):
+        raise ValueError(
+            f"tree_width={width} is more than the {len(heads.token_map)} tokens that the heads can guess."
+        )

@@ -1,27 +1,40 @@
 """Guess by looking the last tokens up in the request's own text.
 
-Chains: `kernels/ngram.py`; with a tree width above 1 several continuations: `kernels/ngram_tree.py`.
+Chains: `kernels/speculation/ngram.py`; with a tree width above 1 several continuations: `ngram_tree.py`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from ..config import SpecConfig
 from ..kernels.speculation import ngram, ngram_tree
 from ..kernels.speculation.proposal import Proposal
-from ..state import State
-from .base import Drafter
+from ..kernels.table import Table
+from .base import Drafter, Option, Target
+
+if TYPE_CHECKING:
+    from ..config import SpecConfig
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(Drafter, method="ngram", help="what followed the last tokens where they occurred before"):
     """Prompt lookup over the device-side history. Has no parameters and remembers nothing."""
+
+    makes_trees = True
+    options = (
+        Option("prompt_lookup_min", "shortest text to look up (default: 1 token)", int, "N"),
+        Option("prompt_lookup_max", "longest text to look up (default: 8 tokens)", int, "N"),
+    )
 
     def __init__(self, spec: SpecConfig) -> None:
         self.max_n, self.width = spec.prompt_lookup_max, spec.tree_width
 
-    def propose(self, state: State, rows: Tensor, k: int, passes: int, max_kv_len: int) -> Proposal:
-        text = (state.tokens, state.num_tokens, rows, state.min_n, state.max_n, state.limit, state.max_len)
+    @classmethod
+    def load(cls, spec: SpecConfig, target: Target) -> NgramDrafter:
+        return cls(spec)
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         if self.width == 1:
-            return ngram.propose(*text, k, self.max_n)
-        return ngram_tree.propose(*text, state.width, k, self.max_n, self.width)
+            return ngram.propose(table, rows, k, self.max_n)
+        return ngram_tree.propose(table, rows, k, self.max_n, self.width)

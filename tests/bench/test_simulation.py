@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from bench.simulation import Replay, Simulation, Synthetic
+from bench.simulation import ReplayWorker, SyntheticWorker
 from nanospec import LLM, SamplingParams, SpecConfig, graphs
 from nanospec.config import EngineConfig
+from nanospec.drafters.base import Target
+from nanospec.drafters.loading import load_drafter
 from nanospec.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.llm import Completion
@@ -19,18 +22,29 @@ from tests.tiny import tiny_model
 PROMPT = [5, 6, 7, 8, 9] * 3
 
 
-def make(simulation: Simulation, k: int, eager: bool) -> Engine:
-    config = EngineConfig(
-        spec=SpecConfig(num_speculative_tokens=k), max_num_seqs=4, max_model_len=200, enforce_eager=eager
+def config_of(k: int, eager: bool, **options: Any) -> EngineConfig:
+    spec = SpecConfig(num_speculative_tokens=k)
+    return EngineConfig(
+        **{"spec": spec, "max_num_seqs": 4, "max_model_len": 200, "enforce_eager": eager, **options}
     )
-    return Engine(config, tiny_model(), simulation=simulation)
+
+
+def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shape: int) -> Engine:
+    model = tiny_model(**shape)
+    drafter = load_drafter(config.spec, Target(model))
+    return Engine(config, ReplayWorker(config, model, drafter, texts))
+
+
+def synthetic(acceptance: float, eager: bool) -> Engine:
+    config = config_of(3, eager)
+    return Engine(config, SyntheticWorker(config, tiny_model(), acceptance))
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
 @pytest.mark.parametrize("k", [0, 4])
 def test_replay_gives_the_reference_and_drafts_are_those_of_real_text(k: int, eager: bool) -> None:
     texts = {tuple(PROMPT): [5, 6, 7, 8, 9, 5, 6, 7, 1, 2, 3], (1, 2): [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3]}
-    engine = make(Replay(texts), k, eager)
+    engine = replay(config_of(k, eager), texts)
     params = SamplingParams(temperature=0, max_tokens=11)
     requests = run(engine, [Job(list(prompt), params) for prompt in texts])
     for request, text in zip(requests, texts.values(), strict=True):
@@ -41,7 +55,7 @@ def test_replay_gives_the_reference_and_drafts_are_those_of_real_text(k: int, ea
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_synthetic_acceptance_is_as_given(acceptance: float, eager: bool) -> None:
-    engine = make(Synthetic(acceptance), 3, eager)
+    engine = synthetic(acceptance, eager)
     params = SamplingParams(temperature=0, max_tokens=150)
     stats = [r.stats for r in run(engine, [Job(list(range(1, 9 + i)), params) for i in range(4)])]
     steps = sum(s.num_steps for s in stats)
@@ -53,18 +67,16 @@ def test_replay_works_in_a_step_recorded_before_any_request(monkeypatch: pytest.
     """On the kernels, with a recording that freezes what a CUDA graph would."""
     monkeypatch.setattr(graphs, "EagerRecording", TapeRecording)
     text = [5, 6, 7, 8, 9, 5, 6, 1]
-    config = EngineConfig(
-        spec=SpecConfig(num_speculative_tokens=2), max_num_seqs=1, max_model_len=48, enforce_eager=False
-    )
+    config = config_of(2, False, max_num_seqs=1, max_model_len=48)
     with dispatch.forced("triton"):
-        engine = Engine(config, tiny_model(num_layers=1), simulation=Replay({tuple(PROMPT): text}))
+        engine = replay(config, {tuple(PROMPT): text}, num_layers=1)
         [request] = run(engine, [Job(PROMPT, SamplingParams(temperature=0, max_tokens=8))])
     assert request.output_ids == text
     assert request.stats.num_accepted > 0
 
 
 def test_every_output_is_marked() -> None:
-    engine = make(Synthetic(0.5), 3, True)
+    engine = synthetic(0.5, eager=True)
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(max_tokens=4))])
     assert Completion.of(request).to_dict()["simulated"] == "synthetic acceptance 0.5"
     assert json.loads(json.dumps(engine.metrics.to_dict()))["simulated"] == "synthetic acceptance 0.5"
@@ -72,4 +84,4 @@ def test_every_output_is_marked() -> None:
 
 def test_a_user_cannot_switch_it_on() -> None:
     with pytest.raises(TypeError, match="simulation"):
-        LLM("nowhere", simulation=Synthetic(0.5))
+        LLM("nowhere", simulation="replay")

@@ -10,7 +10,7 @@ import torch
 
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
-from nanospec.sampling import SamplingParams
+from nanospec.config import SamplingParams
 from tests.drive import Job, make_engine, outcome, random_jobs, run
 from tests.tiny import tiny_model
 
@@ -52,16 +52,16 @@ def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) 
         assert request.output_ids == wanted.token_ids
         assert request.finish_reason == wanted.finish_reason
     assert (requests[-1].stats.num_accepted > 0) == (k > 0)
-    assert engine.graphs is None or engine.graphs.fallbacks == 0
+    assert engine.worker.graphs is None or engine.worker.graphs.fallbacks == 0
 
 
 def test_automatic_k_records_and_times_every_bucket(model: Model) -> None:
     engine = make_engine(model, "auto", max_num_seqs=8, max_model_len=256)
-    assert engine.graphs is not None
-    assert set(engine.graphs.recordings) == set(engine.graphs.buckets())
+    assert engine.worker.graphs is not None
+    assert set(engine.worker.graphs.recordings) == set(engine.worker.graphs.buckets())
     requests = run(engine, make_jobs(1))
     assert requests[-1].stats.tokens_per_step > 2
-    assert engine.graphs.fallbacks == 0
+    assert engine.worker.graphs.fallbacks == 0
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -90,8 +90,8 @@ def test_whoever_drafts_on_equals_off(model: Model, way: str) -> None:
     engine = make_engine(target, 5, guess=WAYS[way], max_num_seqs=6, **parts, **options)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert request.output_ids == wanted.token_ids
-    assert engine.graphs is not None
-    assert engine.graphs.fallbacks == 0
+    assert engine.worker.graphs is not None
+    assert engine.worker.graphs.fallbacks == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

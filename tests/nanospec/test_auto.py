@@ -9,8 +9,8 @@ import pytest
 from nanospec.bucket_policy import BucketPolicy
 from nanospec.models.decoder import Model
 from nanospec.policy import AutoPolicy
-from nanospec.sampling import SamplingParams
-from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run
+from nanospec.config import SamplingParams
+from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run, use
 from tests.tiny import tiny_model
 
 
@@ -36,11 +36,11 @@ def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, 
     assert requests[0].stats.tokens_per_step > 2
     report = json.loads(json.dumps(engine.report()))
     assert ("step_ms_by_tokens" in report) == eager
-    if engine.graphs is not None:
+    if engine.worker.graphs is not None:
         assert report["recorded_steps"]["fallbacks"] == 0
-        assert report["recorded_steps"]["count"] == len(engine.graphs.buckets())
+        assert report["recorded_steps"]["count"] == len(engine.worker.graphs.buckets())
         assert set(report["step_ms_by_batch_and_k"]) == {"1", "2"}
-        assert set(engine.graphs.recordings) == set(engine.graphs.buckets())
+        assert set(engine.worker.graphs.recordings) == set(engine.worker.graphs.buckets())
 
 
 def test_steps_without_drafts_teach_a_bucket_policy_nothing(model: Model) -> None:
@@ -69,7 +69,7 @@ def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
     else:
         assert isinstance(engine.policy, AutoPolicy)
         engine.policy.cost.ms[:] = [1 + 0.05 * n for n in engine.policy.cost.tokens]
-    engine.runner.drafter = junk(model.config.vocab_size)
+    use(engine, junk(model.config.vocab_size))
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=110))])
     assert request.stats.num_accepted <= request.stats.num_tokens // 10
     assert request.stats.num_drafted < 2 * request.stats.num_tokens

@@ -12,11 +12,11 @@ import torch
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
 from nanospec.costs import CostTable
-from nanospec.drafters import draft_model
 from nanospec.drafters.medusa import tree_paths
 from nanospec.kernels import dispatch
 from nanospec.kernels.layer.linear import pack
-from nanospec.kernels.speculation.proposal import GUESSED, OWN
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from tests.drive import (
@@ -81,8 +81,8 @@ def test_output_is_that_of_decoding_alone(
         for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
             assert_same(outcome(request), wanted, (way, mode, seed))
         accepted += engine.metrics.spec.num_accepted
-        if engine.graphs is not None:
-            assert engine.graphs.fallbacks == 0
+        if engine.worker.graphs is not None:
+            assert engine.worker.graphs.fallbacks == 0
     assert accepted > 0
 
 
@@ -133,7 +133,7 @@ def test_a_draft_model_catches_up_with_what_others_drafted_or_nobody(model: Mode
     """Steps without drafts, and steps that n-gram lookup drafted for, leave its cache behind."""
     engine = make_engine(model, 4, guess=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
     choose, rng = engine.policy.choose, random.Random(0)
-    engine.policy.choose = lambda rows, most: choose(rows, most) if rng.random() < 0.4 else 0  # type: ignore
+    engine.policy.choose = lambda *asked: choose(*asked) if rng.random() < 0.4 else (0, 0)  # type: ignore
     requests = run(engine, plain_jobs(2, 9, temperature=0.7))
     by = engine.metrics.spec.by_drafter
     assert by["draft"][1] == by["draft"][2] > 30
@@ -167,9 +167,9 @@ def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
     draft = tiny_model(num_layers=1)
     engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=draft, num_blocks=20)
     assert engine.scheduler.pool.num_blocks == 20
-    drafter = engine.drafter
+    drafter = engine.worker.drafter
     assert drafter is not None
-    assert drafter.kv_cache.shape[3] == engine.runner.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
+    assert drafter.cache.kv.shape[3] == engine.worker.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
     short = tiny_model(num_layers=1, max_position_embeddings=100)
     with pytest.raises(ValueError, match="draft model's own window of 100"):
         make_engine(model, 4, guess=WAYS["draft"], draft_model=short, max_model_len=128)
@@ -271,15 +271,16 @@ def test_bad_settings_are_refused(options: dict[str, Any], what: str) -> None:
 def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Will hold the size of every piece of text that the draft model computes outside of drafting."""
     sizes: list[int] = []
-    drafter = engine.drafter
-    drafter = getattr(drafter, "second", drafter)
-    prefill = drafter.prefill
+    drafter = engine.worker.drafter
+    cache = getattr(drafter, "parts", [drafter])[-1].cache
+    forward = cache.forward
 
-    def spy(rows: torch.Tensor, input_ids: torch.Tensor, batch: Any) -> None:
-        sizes.append(len(input_ids))
-        prefill(rows, input_ids, batch)
+    def spy(batch: Batch) -> torch.Tensor:
+        if batch.prefill:
+            sizes.append(batch.num_tokens)
+        return forward(batch)
 
-    monkeypatch.setattr(drafter, "prefill", spy)
+    monkeypatch.setattr(cache, "forward", spy)
     return sizes
 
 
@@ -290,7 +291,7 @@ def test_a_draft_model_rests_while_lookup_finds_something(
     sizes = draft_prefills(engine, monkeypatch)
     [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=60))])
     assert request.stats.by_drafter.keys() == {"ngram"}
-    assert sizes == [39]  # the prompt
+    assert not sizes  # not even the prompt
 
 
 def test_a_draft_model_that_does_not_pay_is_hardly_run(
@@ -322,7 +323,6 @@ def test_a_row_drafts_at_once_when_its_whole_prompt_is_cached(model: Model, lag:
 def test_what_a_draft_model_missed_is_computed_in_pieces(
     model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_model, "MAX_CATCH_UP", 32)
     options = {"max_num_batched_tokens": 32, "max_model_len": 256, **MODES[mode]}
     engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, **options)
     rng = random.Random(0)
@@ -377,7 +377,7 @@ def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
             target, 2, guess=WAYS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,
             max_model_len=48,
         )  # fmt: skip
-        choose, steps = engine.policy.choose, iter([0] * 5)
-        engine.policy.choose = lambda rows, most: next(steps, choose(rows, most))  # type: ignore
+        choose, steps = engine.policy.choose, iter([(0, 0)] * 5)
+        engine.policy.choose = lambda *asked: next(steps, choose(*asked))  # type: ignore
         [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))])
     assert request.stats.num_drafted == request.stats.num_accepted > 0

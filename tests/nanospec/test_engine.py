@@ -18,7 +18,7 @@ from torch import Tensor
 from nanospec.models.decoder import Model
 from nanospec.policy import FixedPolicy
 from nanospec.request import Request, Status
-from nanospec.sampling import SamplingParams
+from nanospec.config import SamplingParams
 from tests.drive import (
     Guess,
     Job,
@@ -36,6 +36,7 @@ from tests.drive import (
     outcome,
     random_jobs,
     run,
+    use,
 )
 from tests.tiny import tiny_model
 
@@ -73,7 +74,7 @@ def check(
     engine = make_engine(model, k, **{"max_model_len": WINDOW, **options})
     guess = DRAFTERS[drafter]([job.prompt + e.token_ids for job, e in zip(jobs, expected)])
     if guess is not None:
-        engine.runner.drafter = guess
+        use(engine, guess)
     requests = run(engine, jobs)
     for i, (request, wanted) in enumerate(zip(requests, expected, strict=True)):
         assert_same(outcome(request), wanted, (i, jobs[i]))
@@ -146,12 +147,12 @@ def test_every_step_has_its_recording(
 ) -> None:
     options: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": False}
     engine = make_engine(model, k, max_model_len=WINDOW, **options)
-    assert engine.graphs is not None
-    recorded = len(engine.graphs.recordings)
+    assert engine.worker.graphs is not None
+    recorded = len(engine.worker.graphs.recordings)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert_same(outcome(request), wanted)
-    assert engine.graphs.fallbacks == 0
-    assert len(engine.graphs.recordings) == recorded > 0
+    assert engine.worker.graphs.fallbacks == 0
+    assert len(engine.worker.graphs.recordings) == recorded > 0
 
 
 def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None:
@@ -160,7 +161,7 @@ def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None
         job = Job([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=count))
         wanted = alone(model, [job])[0]
         engine = make_engine(model, k)
-        engine.runner.drafter = oracle([job.prompt + wanted.token_ids])
+        use(engine, oracle([job.prompt + wanted.token_ids]))
         [request] = run(engine, [job])
         assert request.output_ids == wanted.token_ids
         assert request.stats.tokens_per_step == k + 1
@@ -171,7 +172,7 @@ def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None
 def test_junk_drafts_cost_no_steps(model: Model) -> None:
     jobs = [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=40))]
     engine = make_engine(model, 6)
-    engine.runner.drafter = Guess(lambda history, wanted: [(history[0] + 7) % VOCAB] * wanted)
+    use(engine, Guess(lambda history, wanted: [(history[0] + 7) % VOCAB] * wanted))
     [request] = run(engine, jobs)
     assert request.output_ids == alone(model, jobs)[0].token_ids
     assert request.stats.num_drafted > 150
@@ -205,7 +206,7 @@ def test_one_request_without_match_does_not_switch_off_the_others() -> None:
 def test_the_truth_of_a_plain_python_lookup_is_drafted(model: Model) -> None:
     """Drafts of a run equal those of an n-gram search written as simply as possible."""
     engine = make_engine(model, 5, min_n=2)
-    drafter, seen = engine.runner.drafter, 0
+    drafter, seen = engine.worker.drafter, 0
     assert drafter is not None
 
     def reference(text: list[int], wanted: int) -> list[int]:
@@ -268,7 +269,7 @@ def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the
     engine = make_engine(model, 3, max_num_seqs=1)
     engine.policy = Spy()
     texts = [alone(model, [job])[0].token_ids for job in jobs]
-    engine.runner.drafter = oracle([jobs[0].prompt + texts[0], jobs[1].prompt + texts[1]])
+    use(engine, oracle([jobs[0].prompt + texts[0], jobs[1].prompt + texts[1]]))
     run(engine, jobs)
     assert events == [(0,), (0, 3, 3), (0, 3, 3), (0,), (0, 3, 3), (0, 1, 1)]
 
@@ -332,7 +333,7 @@ def test_without_prefix_caching_requests_share_nothing(model: Model) -> None:
 def test_cached_blocks_hold_what_a_fresh_prefill_would_write(model: Model) -> None:
     """Also where drafts were written and rejected; and the last token is never taken from the cache."""
     engine = make_engine(model, 6)
-    engine.runner.drafter = junk(VOCAB)
+    use(engine, junk(VOCAB))
     job = Job([i * 7 % VOCAB for i in range(20)], SamplingParams(temperature=1, seed=1, max_tokens=45))
     [request] = run(engine, [job])
     blocks = engine.scheduler.pool.match(request.hashes(16))
@@ -340,8 +341,8 @@ def test_cached_blocks_hold_what_a_fresh_prefill_would_write(model: Model) -> No
     fresh = make_engine(model, None)
     again = fresh.add(request.tokens, SamplingParams(max_tokens=1))
     fresh.step()
-    cached = engine.runner.kv_cache[:, :, :, blocks]
-    torch.testing.assert_close(cached, fresh.runner.kv_cache[:, :, :, again.blocks[:4]])
+    cached = engine.worker.kv_cache[:, :, :, blocks]
+    torch.testing.assert_close(cached, fresh.worker.kv_cache[:, :, :, again.blocks[:4]])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -366,10 +367,10 @@ def test_schedules_change_nothing(data: st.DataObject, model: Model) -> None:
         lazy_capture=True,
         num_blocks=draw(st.integers(least, 3 * least), label="blocks"),
     )
-    if engine.runner.drafter is not None:
+    if engine.worker.drafter is not None:
         texts = [job.prompt + e.token_ids for job, e in zip(jobs, expected, strict=True)]
         guess = DRAFTERS[draw(st.sampled_from(sorted(DRAFTERS)), label="drafter")](texts)
-        engine.runner.drafter = guess or engine.runner.drafter
+        use(engine, guess or engine.worker.drafter)
     arrivals = [draw(st.integers(0, 12), label="arrival") for _ in jobs]
     aborts = {i: draw(st.integers(0, 20)) for i in draw(st.sets(st.sampled_from(range(len(jobs)))))}
     requests: dict[int, Request] = {}

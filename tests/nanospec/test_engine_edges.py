@@ -18,7 +18,7 @@ from nanospec.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.models.decoder import Model
 from nanospec.request import Request, Status
-from nanospec.sampling import SamplingParams
+from nanospec.config import SamplingParams
 from tests import drive
 from tests.drive import (
     MODES,
@@ -35,6 +35,7 @@ from tests.drive import (
     outcome,
     random_jobs,
     run,
+    use,
 )
 from tests.tiny import tiny_model
 
@@ -155,7 +156,7 @@ def test_logprobs_are_the_models_own_at_every_position() -> None:
     [wanted] = alone(model, [job])
     text = job.prompt + wanted.token_ids
     engine = make_engine(model, 4)
-    engine.runner.drafter = oracle([text])
+    use(engine, oracle([text]))
     [request] = run(engine, [job])
     logits: list[Tensor] = []
     score = model.logits
@@ -181,7 +182,7 @@ def test_penalties_count_tokens_emitted_in_the_same_step(cyclic: Model) -> None:
     bias = {9: logit + 3}
     for k in (0, 3, 7):
         engine = make_engine(cyclic, k)
-        engine.runner.drafter = oracle([[*PROMPT, *[9] * 30]]) if k else None
+        use(engine, oracle([[*PROMPT, *[9] * 30]]) if k else None)
         params = greedy(logit_bias=bias, frequency_penalty=1.0, max_tokens=5)
         [request] = run(engine, [Job(PROMPT, params)])
         # 9 leads by 3: level with its rival after three times, and ties go to the lower id.
@@ -275,7 +276,7 @@ def test_preempted_requests_resume_where_they_were(k: int) -> None:
     engine = make_engine(model, k, max_model_len=64, num_blocks=7)
     if k:
         texts = [job.prompt + e.token_ids for job, e in zip(jobs, expected, strict=True)]
-        engine.runner.drafter = oracle(texts, wrong=lambda at: at % 7 == 0)
+        use(engine, oracle(texts, wrong=lambda at: at % 7 == 0))
     requests = run(engine, jobs)
     assert sum(request.num_preemptions > 0 for request in requests) >= 2
     for request, wanted in zip(requests, expected, strict=True):
@@ -391,18 +392,18 @@ def test_a_row_sees_no_block_of_another_request(cyclic: Model) -> None:
     requests = [engine.add(cycle(0, 5), greedy()), engine.add(cycle(0, 20), greedy())]
     engine.step()
     for request in requests:
-        assert set(engine.state.block_table[request.row].tolist()) == set(request.blocks)
+        assert set(engine.worker.table.block_table[request.row].tolist()) == set(request.blocks)
 
 
 def test_blocks_that_change_hands_are_zeroed(cyclic: Model) -> None:
     engine = make_engine(cyclic, 3, num_blocks=8)
-    engine.runner.kv_cache.fill_(float("nan"))
+    engine.worker.kv_cache.fill_(float("nan"))
     request = engine.add(cycle(0, 20), greedy())
     engine.step()
-    assert torch.isfinite(engine.runner.kv_cache[:, :, :, request.blocks]).all()
+    assert torch.isfinite(engine.worker.kv_cache[:, :, :, request.blocks]).all()
     with dispatch.forced("triton"):  # which never loads what it masks
-        engine.runner.clear([7])
-    assert torch.isnan(engine.runner.kv_cache[:, :, :, 7]).all()
+        engine.worker._clear([7])
+    assert torch.isnan(engine.worker.kv_cache[:, :, :, 7]).all()
 
 
 @pytest.mark.parametrize("where", ["model", "allocation", "commit"])
@@ -414,7 +415,7 @@ def test_an_interrupted_step_leaves_a_usable_engine(
     engine.step()
     target: Any
     target, name = {
-        "model": (engine.model, "forward"),
+        "model": (engine.worker.model, "forward"),
         "allocation": (engine.scheduler.pool, "allocate"),
         "commit": (engine.scheduler, "register"),
     }[where]

@@ -27,8 +27,8 @@ def model() -> Model:
     return tiny_model()
 
 def graphs_of(engine: Engine) -> StepGraphs:
-    assert engine.graphs is not None
-    return engine.graphs
+    assert engine.worker.graphs is not None
+    return engine.worker.graphs
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 64, 100, 256])
 def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) -> None:
@@ -42,7 +42,7 @@ def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
     engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
     recorded = graphs_of(engine)
     assert set(recorded.recordings) == set(recorded.buckets())
-    assert not any(engine.metrics.stage_seconds.values())  # recording is no step
+    assert not any(engine.metrics.stages.seconds.values())  # recording is no step
     for rows in range(1, 6):
         for k in range(7):
             bucket = recorded.bucket_for(rows, k)
@@ -52,8 +52,8 @@ def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
     assert all(recorded.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
 
 def test_buckets_that_cannot_pay_are_left_out(model: Model) -> None:
-    runner = make_engine(model, 4).runner
-    found = StepGraphs(runner, 256, (1, 4, 16)).buckets()
+    worker = make_engine(model, 4).worker
+    found = StepGraphs(worker._step, model.device, 256, (1, 4, 16)).buckets()
     assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in found)
     assert Bucket(256, 0) in found
     assert Bucket(256, 16) not in found
@@ -140,21 +140,21 @@ def test_the_tape_does_freeze_what_the_host_computes() -> None:
 @pytest.mark.parametrize("k", [0, 2])
 def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int) -> None:
     engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=2)
-    state = engine.state
-    before = [t.clone() for t in (state.num_tokens, state.finished, state.limit, state.params.temperature)]
+    table = engine.worker.table
+    before = [t.clone() for t in (table.num_tokens, table.finished, table.limit, table.temperature)]
     steps: list[int] = []
     recording = graphs_of(engine).recordings[Bucket(2, k)]
     replay = recording.replay
 
     def spy() -> None:
         replay()
-        steps.append(int(recording.result.table[:, 1].sum()))  # drafts of both rows
+        steps.append(int(recording.result.report[:, 1].sum()))  # drafts of both rows
 
     recording.replay = spy  # type: ignore[method-assign]
-    assert graphs_of(engine).time_ms(Bucket(2, k), context=40) > 0
+    assert graphs_of(engine).time_ms(Bucket(2, k), lambda count: engine.worker.rehearsal(count, 40)) > 0
     assert steps
     assert set(steps) == {2 * k}
-    after = (state.num_tokens, state.finished, state.limit, state.params.temperature)
+    after = (table.num_tokens, table.finished, table.limit, table.temperature)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)
     jobs = [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))]

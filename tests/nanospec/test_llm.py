@@ -323,7 +323,7 @@ def test_an_interrupted_step_leaves_a_usable_model(
     folder: Path, step: int, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make(folder, **mode)
-    forward, calls = llm.engine.model.forward, 0
+    forward, calls = llm.engine.worker.model.forward, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal calls
@@ -334,7 +334,7 @@ def test_an_interrupted_step_leaves_a_usable_model(
 
     other = llm.stream(after("abc"), greedy())
     begin = next(other)
-    monkeypatch.setattr(llm.engine.model, "forward", interrupted)
+    monkeypatch.setattr(llm.engine.worker.model, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([after("a"), after("ab")], greedy())
     assert_idle(llm.engine)
@@ -430,14 +430,14 @@ def with_k(
     other = copy(llm)
     spec = SpecConfig(num_speculative_tokens=k, **(guess or {}))
     other.config = type(llm.config)(**{**vars(llm.config), "spec": spec, **options})
-    other.engine = Engine(other.config, llm.engine.model, llm.tokenizer, **(parts or {}))
+    other.engine = Engine(other.config, llm.engine.worker.model, llm.tokenizer, **(parts or {}))
     return other
 
 
 @pytest.mark.parametrize("way", ["ngram-tree", "draft", "medusa", "medusa-tree", "ngram+medusa"])
 def test_smollm2_on_equals_off_whoever_drafts(real: LLM, way: str) -> None:
     """Chains to the bit; trees add their keys in another order, so in float32."""
-    model = real.engine.model
+    model = real.engine.worker.model
     if "tree" in way and model.dtype == torch.bfloat16:
         pytest.skip("trees equal chains up to rounding only")
     guess = {"method": way.replace("-tree", ""), "tree_width": 3 if "tree" in way else 1}

@@ -1,0 +1,130 @@
+"""The K/V of a draft model, and how it keeps up with texts that others write too.
+
+They lie in a cache of its own, but in the same blocks as the target's: a block has room for the same
+tokens in both, so the two are allocated, shared, preempted and freed as one. Nobody else needs to know:
+what is missing here is computed from `computed[row]` on, before the model is asked to draft. It is
+missing after a prompt, after steps for which others drafted, or nobody, and where cached blocks hold only
+the target's half.
+
+Invariants: `computed[row]` tokens of the row's text have their K/V in this cache (a rejected draft leaves
+garbage behind it, so going back costs nothing); what the host knows of it, `_Text.computed`, is never
+more; `_drafted` are the blocks that hold the draft model's K/V of all their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..device import to_host
+from ..kernels.batch import Batch, Chunk
+from ..kernels.dispatch import use_triton
+from ..kernels.table import Table
+from ..memory import kv_shape, zeros_on_demand
+from ..models.decoder import Model
+
+
+@dataclass
+class _Text:
+    """What the host knows of a row's text, as of the last step whose results it has."""
+
+    num_tokens: int
+    computed: int
+    blocks: list[int]
+
+
+class DraftCache:
+    """The cache of a draft model; see the module docstring.
+
+    Attributes:
+        kv: as `models/decoder.py` describes it.
+        computed: [S + 1] int32; the last row, -1, is written for padding.
+    """
+
+    def __init__(self, model: Model, table: Table, num_blocks: int, max_tokens: int) -> None:
+        self.model, self.table, self.max_tokens = model, table, max_tokens
+        self.kv = zeros_on_demand(kv_shape(model, num_blocks, table.block_size), model.dtype, model.device)
+        self.computed = torch.zeros(table.num_rows + 1, dtype=torch.int32, device=model.device)
+        self._texts: dict[int, _Text] = {}
+        self._drafted: set[int] = set()
+
+    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
+        """A request took the row; its first `num_cached` blocks hold the K/V of the target."""
+        drafted = next((i for i in range(num_cached) if blocks[i] not in self._drafted), num_cached)
+        computed = drafted * self.table.block_size
+        self._texts[row] = _Text(num_tokens, computed, list(blocks[:num_cached]))
+        self.grow(row, blocks[num_cached:])
+        self.computed[row] = computed
+
+    def grow(self, row: int, blocks: Sequence[int]) -> None:
+        """The row's request got blocks that may have been another's."""
+        self._texts[row].blocks += blocks
+        self._drafted.difference_update(blocks)
+        if not use_triton(self.kv):  # as in `Worker`
+            for block in blocks:
+                self.kv[:, :, :, block] = 0
+
+    def release(self, row: int) -> None:
+        """The row's request has given its blocks back; what they hold stays until they are another's."""
+        self._texts.pop(row, None)
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        """The committed tokens of the rows, as far as the host knows."""
+        return [self._texts[row].num_tokens for row in rows]
+
+    def missing(self, rows: Tensor) -> Tensor:
+        """[B] int32: committed tokens of the request rows [B] that have no K/V here."""
+        return self.table.num_tokens[rows.clamp(min=0)] - self.computed[rows]
+
+    def catch_up(self, rows: Sequence[int], num_tokens: Sequence[int], first_pass: int) -> None:
+        """Compute all but the last token of each of these texts, as far as `max_tokens` of all rows reach, where the
+        first pass of a step does not do it anyway."""
+        chunks, budget = [], self.max_tokens
+        for row, n in zip(rows, num_tokens, strict=True):
+            start = self._texts[row].computed
+            count = min(n - 1 - start, budget)
+            if count >= first_pass:
+                chunks.append(Chunk(row, start, count))
+                budget -= count
+        if chunks:
+            batch = Batch.of_chunks(self.table, chunks)
+            self.forward(batch)
+            end = batch.base_len + batch.q_len
+            self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)
+            for row, start, count in chunks:
+                self._note(self._texts[row], start + count)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, H] of the batch. What the draft model's padding of the vocabulary lacks stands
+        for no text, so any other token will do."""
+        ids = batch.input_ids.clamp(max=self.model.config.vocab_size - 1)
+        return self.model.forward(replace(batch, input_ids=ids), self.kv)
+
+    def advance(self, rows: Tensor, computed: Tensor) -> None:
+        """So many tokens [B] of the request rows [B], -1 for none, are computed now."""
+        self.computed[rows] = computed
+
+    def follow(self, rows: Sequence[int]) -> Callable[[], None]:
+        """Start copying what the step queued last did to the rows; the result takes it in."""
+        texts = [self._texts[row] for row in rows]
+        wait = to_host(torch.stack([self.computed[:-1], self.table.num_tokens]))
+
+        def take_in() -> None:
+            computed, num_tokens = wait()
+            for row, text in zip(rows, texts, strict=True):
+                if self._texts.get(row) is text:  # not released since
+                    text.num_tokens = num_tokens[row]
+                    self._note(text, computed[row])
+
+        return take_in
+
+    def _note(self, text: _Text, computed: int) -> None:
+        size = self.table.block_size
+        self._drafted.update(text.blocks[text.computed // size : computed // size])
+        text.computed = computed
+
+    def rehearse(self, count: int) -> None:
+        self.computed[:count] = self.table.num_tokens[:count] - 1

@@ -1,0 +1,222 @@
+"""The device side: request rows, model, KV caches, drafter and recorded steps, behind five verbs.
+
+    admit     requests get their rows and pages
+    prefill   the K/V of pieces of prompts are computed
+    step      the speculative step (`step.py`) of some rows is queued, recorded or packed
+    fetch     what a queued step gave; waits for it
+    release   requests have left their rows
+
+Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data, so that
+the same five messages could go to several workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from . import admission
+from .admission import Admission
+from .config import EngineConfig
+from .costs import StepCosts, forward_cost
+from .drafters.base import Drafter
+from .graphs import StepGraphs
+from .kernels.batch import Batch, Chunk
+from .kernels.codes import NOBODY, RUNNING, STOPPED
+from .kernels.dispatch import use_triton
+from .kernels.sampling.logprobs import Logprobs
+from .kernels.speculation.report import RowReport
+from .kernels.table import Table
+from .memory import kv_shape, plan_cache, zeros_on_demand
+from .metrics import Stopwatch
+from .models.decoder import Model
+from .request import Logprob, as_dict
+from .step import Cut, Step
+
+TIMED_CONTEXT = 1024  # tokens per row when recorded steps are timed
+NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
+
+
+class Pages(NamedTuple):
+    """The pages of a request row, of which those from `num_kept` on are new to it."""
+
+    row: int
+    blocks: list[int]
+    num_kept: int
+
+
+class StepOrder(NamedTuple):
+    """A step of B request rows.
+
+    Attributes:
+        rows, limits: [B] who takes part, and how many drafts each may have at most.
+        k, passes: the most drafts of a row; for how many of them a model is run at most.
+        grown: rows whose pages have become more.
+        logprobs: [B] how many likeliest tokens are to be reported for each row, -1: none at all.
+    """
+
+    rows: list[int]
+    limits: list[int]
+    k: int
+    passes: int
+    grown: list[Pages]
+    logprobs: list[int]
+
+
+class RowResult(NamedTuple):
+    """What a step gave one row; log-probabilities of its tokens, if they were asked for."""
+
+    report: RowReport
+    logprobs: list[dict[int, Logprob]] | None
+
+
+class Flight(NamedTuple):
+    """A step that has been queued: waits for its reports, tells the drafter, and what else was asked."""
+
+    reports: Callable[[], list[RowReport]]
+    follow: Callable[[], None]
+    logprobs: Logprobs | None
+    wanted: list[int]
+
+
+class Worker:
+    """One device.
+
+    Attributes:
+        table, kv_cache: see `kernels/table.py` and `models/decoder.py`.
+        num_blocks, max_model_len: as the memory allows.
+        max_k: the largest K of any step, 0 without a drafter.
+        graphs: the recorded steps; None where steps are not recorded, and may wait for the device.
+        simulated: what makes the output up, in a benchmark.
+    """
+
+    simulated: str | None = None
+
+    def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None = None) -> None:
+        self.config, self.model, self.drafter = config, model, drafter
+        self.max_k = 0 if drafter is None else min(config.spec.max_k, drafter.max_drafts)
+        self.num_blocks, self.max_model_len = plan_cache(config, model, drafter)
+        self.stages = Stopwatch()
+        self.table = Table.empty(
+            config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
+        )
+        shape = kv_shape(model, self.num_blocks, config.block_size)
+        self.kv_cache = zeros_on_demand(shape, model.dtype, model.device)
+        on_gpu = model.device.type == "cuda"
+        recorded = on_gpu if config.enforce_eager is None else not config.enforce_eager
+        if drafter is not None:
+            drafter.attach(
+                self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not recorded
+            )
+        self._step = self.make_step()
+        self.graphs: StepGraphs | None = None
+        if recorded:
+            ks = [k for k in config.spec.ks if k < self.max_k]
+            self.graphs = StepGraphs(
+                self._step, model.device, config.max_num_seqs, [*ks, self.max_k], config.lazy_capture
+            )
+            if not config.lazy_capture:
+                self.graphs.record_all(progress_bar("Recording steps"))
+
+    def make_step(self, kind: type[Step] = Step) -> Step:
+        """The step, before it is recorded."""
+        exact = self.config.spec.acceptance == "exact"
+        return kind(self.model, self.kv_cache, self.table, self.drafter, exact, self.stages)
+
+    def admit(self, requests: Sequence[Admission]) -> None:
+        """Give requests their rows."""
+        for request in requests:
+            admission.write_row(self.table, request, self.config.spec)
+            self._clear(request.blocks[request.num_cached :])
+            if self.drafter is not None:
+                self.drafter.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Compute the K/V of pieces of the rows' texts."""
+        with self.stages("prefill"):
+            self.model.forward(Batch.of_chunks(self.table, chunks), self.kv_cache)
+
+    @torch.inference_mode()
+    def step(self, order: StepOrder, cut: Cut) -> Flight:
+        """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not recorded."""
+        for row, blocks, num_kept in order.grown:
+            admission.write_blocks(self.table, row, blocks)
+            self._clear(blocks[num_kept:])
+            if self.drafter is not None:
+                self.drafter.grow(row, blocks[num_kept:])
+        drafter = self.drafter
+        if self.graphs is not None:
+            if drafter is not None and order.k:
+                with self.stages("propose"):
+                    drafter.catch_up([row for row, n in zip(order.rows, order.limits, strict=True) if n])
+            result = self.graphs.run(order.rows, order.k)
+        else:
+            asked = torch.tensor(order.rows, dtype=torch.int32, device=self.table.device)
+            if not bool((self.table.finished[asked] == RUNNING).any()):  # the host will soon know
+                return Flight(lambda: [NOTHING] * len(order.rows), lambda: None, None, order.logprobs)
+            if drafter is not None:
+                drafter.passes = order.passes
+            result = self._step(asked, order.k, cut)
+        logprobs = result.logprobs(order.logprobs) if max(order.logprobs) >= 0 else None
+        follow = drafter.follow(order.rows) if drafter is not None else lambda: None
+        return Flight(result.fetch(), follow, logprobs, order.logprobs)
+
+    def fetch(self, flight: Flight) -> list[RowResult]:
+        """Wait for a step: a result for each of its rows."""
+        with self.stages("wait"):
+            reports = flight.reports()
+            flight.follow()
+        columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
+        entries = zip(*columns, strict=True)
+        return [
+            RowResult(report, None if n < 0 else [as_dict(t, *next(entries), n) for t in report.tokens])
+            for report, n in zip(reports, flight.wanted, strict=True)
+        ]
+
+    def release(self, row: int) -> None:
+        """The request of a row has ended or was preempted; its pages may be another's."""
+        self.table.finished[row] = STOPPED
+        if self.drafter is not None:
+            self.drafter.release(row)
+
+    def _clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that change hands. On a CPU attention multiplies what it masks by 0, which
+        leaves a NaN of the previous owner a NaN; the kernels do not load it in the first place."""
+        if not use_triton(self.kv_cache):
+            for block in blocks:
+                self.kv_cache[:, :, :, block] = 0
+
+    def measure(self) -> StepCosts:
+        """Time steps by their size. To be called before the first request."""
+        if self.graphs is None:
+            if self.drafter is not None:
+                self.drafter.measure()
+            ...
+        self.stages.reset()
+
+    @contextmanager
+    def rehearsal(self, count: int, context: int = TIMED_CONTEXT) -> Iterator[None]:
+        """Fill the first `count` rows with requests of up to `context` tokens that draft, for timing."""
+        context = min(context, self.max_model_len // 2)
+        with admission.rehearsal(self.table, count, context, self.num_blocks):
+            if self.drafter is not None:
+                self.drafter.rehearse(count)
+            yield
+
+
+def progress_bar(what: str) -> Callable[[int, int], None]:
+    """A progress callback that draws a bar on a terminal."""
+    bar = tqdm(desc=what, disable=None, leave=False)
+
+    def update(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return update
