@@ -20,7 +20,7 @@ from bench.simulation import Simulation
 
 from .blocks import BlockPool
 from .bucket_policy import BucketCosts, BucketPolicy
-from .config import EngineConfig
+from .config import EngineConfig, SamplingParams
 from .drafters import make_drafter
 from .graphs import StepGraphs, progress_bar
 from .kernels.dispatch import use_triton
@@ -34,7 +34,6 @@ from .models.heads import Heads
 from .policy import AutoPolicy, FixedPolicy, Policy
 from .request import Request, StepOutput, as_dict, check_request, reported
 from .runner import Runner
-from .sampling import SamplingParams
 from .scheduler import Plan, Scheduler
 from .state import State
 from .text.tokenizer import Detokenizer, Tokenizer

@@ -14,9 +14,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from .blocks import block_hash
+from .config import SamplingParams
+from .kernels.codes import MAX_STOP_IDS
 from .kernels.sampling.logprobs import Logprobs
 from .metrics import SpecStats
-from .sampling import MAX_STOP_IDS, SamplingParams
 from .text.tokenizer import Detokenizer
 
 
@@ -225,7 +226,7 @@ def check_request(
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
     ):
-        bad = [t for t in ids if not isinstance(t, int) or not 0 <= t < vocab_size]
+        bad = [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab_size]
         if bad:
             raise ValueError(
                 f"{name} holds token id {bad[0]!r}; ids are integers from 0 to {vocab_size - 1}."

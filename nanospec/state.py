@@ -13,15 +13,13 @@ from contextlib import contextmanager
 
 import torch
 
-from .config import MAX_TREE_WIDTH, SpecConfig
-from .kernels.sampling.accept import RULES
+from .config import SpecConfig
+from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
 from .kernels.sampling.sample import Params
 from .kernels.speculation.commit import RUNNING
 from .request import Request
-from .sampling import MAX_STOP_IDS
 
 REHEARSAL_PERIOD = 7
-MAX_DRAFTS = 63
 
 
 class State:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nanospec.config import EngineConfig, SpecConfig
+from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.drafters import Drafter
 from nanospec.engine import Engine
 from nanospec.kernels.speculation.proposal import GUESSED, HEADS, NOBODY, Proposal
@@ -17,7 +17,6 @@ from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.request import Logprob, Request, Status
-from nanospec.sampling import SamplingParams
 from nanospec.state import State
 from tests.tiny import tiny_config
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from nanospec.bucket_policy import BucketPolicy
+from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.policy import AutoPolicy
-from nanospec.sampling import SamplingParams
 from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run
 from tests.tiny import tiny_model
 

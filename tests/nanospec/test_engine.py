@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.policy import FixedPolicy
 from nanospec.request import Request, Status
-from nanospec.sampling import SamplingParams
 from tests.drive import (
     Guess,
     Job,
