@@ -19,7 +19,8 @@ from nanospec.cli import roofline
 from nanospec.cli.console import DIM, Console
 from nanospec.cli.demo import run_demo
 from nanospec.cli.jsonl import run_batch
-from nanospec.config import ACCEPTANCE, METHODS
+from nanospec.config import METHODS
+from nanospec.kernels.codes import RULES
 from nanospec.metrics import LOSSY
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
@@ -209,7 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tree-width", type=int, metavar="W", help="most continuations guessed at once (default: 1)")
     add(
         "--acceptance",
-        choices=ACCEPTANCE,
+        choices=RULES,
         help="exact (default): the output is what it is without speculation; rejection: its distribution is; "
         "typical: the output changes, since tokens are accepted that are only likely enough",
     )

@@ -1,24 +1,49 @@
-"""What a user may set about the engine and about speculation. Bad values are refused with a sentence.
+"""What may be set: for the engine, for speculation, and per request. Bad values are refused with a sentence.
 
-What the checkpoint says about itself is in `model_config.py`; what one request asks for, in
-`sampling.py`.
+Every limit is stated once, in `LIMITS` or in `kernels/codes.py`. What a checkpoint says about itself is in
+`models/config.py`. Importing this file needs neither torch nor triton.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from .kernels.sampling.accept import RULES as ACCEPTANCE
+from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
 
-METHODS = ("ngram", "draft", "medusa", "ngram+draft", "ngram+medusa", "none")
-MAX_TREE_WIDTH = 8
+OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
+MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
+_MAX_INT = 2**31 - 1
+LIMITS: dict[str, tuple[float, float]] = {  # smallest and largest value
+    "tree_width": (1, MAX_TREE_WIDTH),
+    "num_speculative_tokens": (0, MAX_DRAFTS),
+    "max_speculative_tokens": (1, MAX_DRAFTS),
+    "prompt_lookup_min": (1, 32),
+    "prompt_lookup_max": (1, 32),
+    "max_num_seqs": (1, math.inf),
+    "max_model_len": (2, math.inf),  # one prompt token, one new one
+    "max_num_batched_tokens": (1, math.inf),
+    "block_size": (16, math.inf),
+    "kv_cache_memory": (1, math.inf),
+    "seed": (-(2**63), 2**63 - 1),
+    "n": (1, 1024),
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (-1, _MAX_INT),
+    "min_p": (0, 1),
+    "max_tokens": (1, _MAX_INT),
+    "min_tokens": (0, _MAX_INT),
+    "logprobs": (0, 20),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 100),
+}
 
 
-def check_number(
-    name: str, value: object, low: float, high: float = math.inf, kind: type = int
-) -> None:
+def check_number(name: str, value: object, low: float, high: float = math.inf, kind: type = int) -> None:
     """Raise ValueError unless `value` is an int (kind float: any real number) from low to high."""
     numbers = (int,) if kind is int else (int, float)
     if isinstance(value, numbers) and not isinstance(value, bool) and low <= value <= high:
@@ -28,16 +53,50 @@ def check_number(
     raise ValueError(f"{name}={value!r} must be {what} {limits}.")
 
 
-def check_bool(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is True or False: the text "no", say, would count as true."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False.")
+def check_fields(settings: Any) -> None:
+    """Raise ValueError unless all flags and numbers of a dataclass are what they are declared to be, and
+    within `LIMITS`. None and "auto" may stand where the declaration names them."""
+    for declared in fields(settings):
+        name, value, kind = declared.name, getattr(settings, declared.name), str(declared.type)
+        if (value is None and "None" in kind) or (value == "auto" and "auto" in kind):
+            continue
+        if "bool" in kind and not isinstance(value, bool):  # the text "no", say, would count as true
+            raise ValueError(f"{name}={value!r} must be True or False.")
+        if name in LIMITS:
+            check_number(name, value, *LIMITS[name], float if "float" in kind else int)
+        if name == "acceptance" and value not in RULES:
+            raise ValueError(f"acceptance={value!r} is unknown; use one of {', '.join(RULES)}.")
 
 
-def check_acceptance(rule: object) -> None:
-    """Raise ValueError unless `rule` names a rule of acceptance."""
-    if rule not in ACCEPTANCE:
-        raise ValueError(f"acceptance={rule!r} is unknown; use one of {', '.join(ACCEPTANCE)}.")
+def check_method(spec: SpecConfig) -> None:
+    """Raise ValueError unless the method exists and has a use for what is set for it."""
+    from .drafters.base import method_names, registered  # here, as these do need torch
+
+    names, known = method_names(), registered()
+    if spec.method not in names:
+        raise ValueError(f"method={spec.method!r} is unknown; use one of {', '.join(names)}.")
+    used = {option.name for method in spec.methods for option in known[method].options}
+    given = {**{name: getattr(spec, name) for name in OPTIONAL}, **spec.options}
+    for name, value in given.items():
+        if value is not None and name not in used:
+            takes = [method for method in known if name in {option.name for option in known[method].options}]
+            use = f"; use method={takes[0]!r}" if takes else ""
+            raise ValueError(f"{name}={value!r} is of no use to method={spec.method!r}{use}.")
+        if name in OPTIONAL and (not isinstance(value, str | None) or value == ""):
+            raise ValueError(f"{name}={value!r} must be the name of a folder or file.")
+    if spec.tree_width > 1 and not any(known[method].makes_trees for method in spec.methods):
+        raise ValueError(
+            f"tree_width={spec.tree_width} is of no use to method={spec.method!r}, which guesses chains."
+        )
+
+
+def as_token_id(value: object) -> object:
+    """Any kind of integer, numpy's too, as an int; anything else as it is, for the checks to refuse. True
+    and False are no token ids."""
+    try:
+        return value if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return value
 
 
 @dataclass(frozen=True)
@@ -64,6 +123,7 @@ class SpecConfig:
             suffixes match less often and more reliably.
         max_speculative_tokens: the bound of "auto".
         speculation_lengths: the Ks for which steps are recorded (GPU), as far as the bounds above allow.
+        options: what further methods let one set, by name.
     """
 
     method: str = "ngram"
@@ -76,39 +136,21 @@ class SpecConfig:
     prompt_lookup_max: int = 8
     max_speculative_tokens: int = 16
     speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method={self.method!r} is unknown; use one of {', '.join(METHODS)}.")
-        for name, method in (("draft_model", "draft"), ("heads", "medusa")):
-            if getattr(self, name) is not None and method not in self.methods:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is of no use to method={self.method!r}; use "
-                    f"method={method!r}."
-                )
-            if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
-                raise ValueError(f"{name}={getattr(self, name)!r} must be the name of a folder or file.")
-        check_number("tree_width", self.tree_width, 1, MAX_TREE_WIDTH)
-        if self.tree_width > 1 and not {"ngram", "medusa"} & set(self.methods):
-            raise ValueError(
-                f"tree_width={self.tree_width} is of no use to method={self.method!r}, which guesses chains."
-            )
-        check_acceptance(self.acceptance)
         k = self.num_speculative_tokens
-        if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= 63):
-            raise ValueError(f"num_speculative_tokens={k!r} must be 'auto' or an int from 0 to 63.")
-        check_number("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
-        check_number("prompt_lookup_min", self.prompt_lookup_min, 1, 32)
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min={self.prompt_lookup_min} must not exceed prompt_lookup_max="
-                f"{self.prompt_lookup_max}."
-            )
-        check_number("max_speculative_tokens", self.max_speculative_tokens, 1, 63)
+        if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFTS):
+            raise ValueError(f"num_speculative_tokens={k!r} must be 'auto' or an int from 0 to {MAX_DRAFTS}.")
+        check_fields(self)
+        check_method(self)
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest > longest:
+            raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
         if not isinstance(self.speculation_lengths, tuple | list):
             raise ValueError(f"speculation_lengths={self.speculation_lengths!r} must be a tuple of integers.")
-        for k in self.speculation_lengths:
-            check_number("speculation_lengths", k, 0, 63)
+        for length in self.speculation_lengths:
+            check_number("speculation_lengths", length, 0, MAX_DRAFTS)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -169,18 +211,96 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.spec, SpecConfig):
             raise ValueError(f"spec={self.spec!r} must be a SpecConfig, as in SpecConfig(method='ngram').")
-        check_number("max_num_seqs", self.max_num_seqs, 1)
-        check_number("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        if self.max_model_len is not None:  # one prompt token, one new one
-            check_number("max_model_len", self.max_model_len, 2)
-        check_number("block_size", self.block_size, 16)
+        check_fields(self)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
-        if self.kv_cache_memory is not None:
-            check_number("kv_cache_memory", self.kv_cache_memory, 1)
-        check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        check_bool("lazy_capture", self.lazy_capture)
-        for name in ("async_scheduling", "enforce_eager"):
-            if getattr(self, name) is not None:
-                check_bool(name, getattr(self, name))
-        check_number("seed", self.seed, -(2**63), 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks for. The names and defaults are vLLM's.
+
+    Attributes:
+        n: how many outputs to draw for the prompt.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: keep the smallest set of likeliest tokens of mass top_p; the top_k
+            likeliest (0 or -1: all); those at least min_p times as likely as the likeliest.
+        seed: the same seed gives the same tokens, whatever else runs and with speculation on or off.
+        max_tokens: most new tokens; None goes on to the end of the window.
+        min_tokens: no stop token or stop string ends the output before.
+        stop, stop_token_ids: strings (not part of the output) and tokens that end it.
+        ignore_eos: go on after the model's own end-of-sequence tokens.
+        logprobs: also give the log-probability of each output token and of this many likeliest.
+        presence_penalty, frequency_penalty: subtracted for tokens in the output, once or per count.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens in
+            prompt or output.
+        logit_bias: token id -> number added to its logit.
+        num_speculative_tokens: this request's own limit of drafts per step; None is the engine's, 0
+            does not speculate.
+        tree_width: this request's own limit of continuations guessed per step; None is the engine's, 1
+            guesses chains.
+        acceptance: "exact", "rejection" or "typical" (see `SpecConfig`); None is the engine's.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    num_speculative_tokens: int | None = None
+    tree_width: int | None = None
+    acceptance: str | None = None
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        check_fields(self)
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty=0 must be above 0; 1 has no effect.")
+        if self.top_p == 0:
+            raise ValueError("top_p=0 must be above 0; for greedy decoding use temperature=0.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}.")
+        for token in self.stop_token_ids:
+            check_number("stop_token_ids: token", token, 0, _MAX_INT)
+        for token, bias in self.logit_bias.items():
+            check_number("logit_bias: token", token, 0, _MAX_INT)
+            check_number(f"logit_bias[{token}]", bias, -1_000_000, 1_000_000, float)
+
+    def _normalise(self) -> None:
+        """Turn what may be given as any sequence, or as None, into tuples and a dict of our own."""
+        stop: Any = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
+        bias: Any = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(stop, Sequence) or any(not isinstance(s, str) or not s for s in stop):
+            raise ValueError(f"stop={self.stop!r} must be a non-empty string or a list of such.")
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or len(ids) > MAX_OWN_IDS:
+            raise ValueError(f"stop_token_ids={ids!r} must be a list of at most {MAX_OWN_IDS} token ids.")
+        if not isinstance(bias, Mapping):
+            raise ValueError(f"logit_bias={bias!r} must map token ids to numbers.")
+        by_id: dict[Any, Any] = {}
+        for key, value in bias.items():
+            token = int(key) if isinstance(key, str) and key.isdecimal() else as_token_id(key)  # JSON: text
+            if token in by_id:
+                raise ValueError(f"logit_bias={bias!r} names token {token} twice; give it one number.")
+            by_id[token] = value
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(map(as_token_id, ids)))
+        object.__setattr__(self, "logit_bias", by_id)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but temperature and the filters changes the logits."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(self.logit_bias or self.min_tokens or penalties)
+

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .config import EngineConfig, SpecConfig
+from .config import EngineConfig, SamplingParams, SpecConfig
 from .engine import Engine
 from .metrics import SpecStats
 from .models.config import ModelConfig
@@ -24,7 +24,6 @@ from .models.hub import default_heads, resolve_model
 from .models.token_map import load_token_map
 from .models.weights import load_model, resolve_dtype
 from .request import Logprob, Piece, Request, Status
-from .sampling import SamplingParams
 from .text.tokenizer import Tokenizer, check_same_vocabulary
 
 Prompt = str | Sequence[int]

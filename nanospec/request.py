@@ -220,7 +220,7 @@ def check_request(
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
     ):
-        bad = [t for t in ids if not isinstance(t, int) or not 0 <= t < vocab_size]
+        bad = [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab_size]
         if bad:
             raise ValueError(
                 f"{name} holds token id {bad[0]!r}; ids are integers from 0 to {vocab_size - 1}."

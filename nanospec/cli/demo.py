@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import SpecConfig
+from ..config import SamplingParams, SpecConfig
 from ..llm import LLM, RequestOutput
-from ..sampling import SamplingParams
 from .console import DIM, Console
 
 CODE = '''\

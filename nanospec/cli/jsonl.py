@@ -16,8 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..config import SamplingParams
 from ..llm import LLM, RequestOutput
-from ..sampling import SamplingParams
 
 PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 

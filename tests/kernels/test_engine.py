@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from nanospec.config import SamplingParams
 from nanospec.kernels import dispatch
 from nanospec.models.decoder import Model
-from nanospec.sampling import SamplingParams
 from tests.drive import Job, alone, assert_same, make_engine, outcome, random_jobs, run
 from tests.tiny import tiny_model
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +93,15 @@ def test_max_k_is_the_most_drafts_that_can_occur(options: dict[str, Any], max_k:
 def test_devices_that_do_not_exist_are_refused(name: Any) -> None:
     with pytest.raises(ValueError, match=r"use 'auto', 'cpu' or 'cuda'"):
         resolve_device(name)
+
+
+def test_what_may_be_set_needs_neither_torch_nor_triton() -> None:
+    code = (
+        "import sys; sys.modules.update(torch=None, triton=None)\n"
+        "from nanospec import EngineConfig, SamplingParams, SpecConfig\n"
+        "EngineConfig(), SamplingParams(temperature=0), SpecConfig()"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert process.returncode == 0, process.stderr

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nanospec.config import SamplingParams
 from nanospec.kernels.speculation.proposal import NGRAM, OWN
-from nanospec.request import Piece, Request, Status, StepOutput
-from nanospec.sampling import SamplingParams
+from nanospec.request import Piece, Request, Status, StepOutput, check_request
 from nanospec.text.tokenizer import Detokenizer, Tokenizer
 from tests.nanospec.text.test_tokenizer import byte_fallback
 
@@ -77,3 +77,11 @@ def test_block_names_follow_the_tokens_and_the_salt() -> None:
     plain.append(step([7] * 7))
     assert plain.hashes(16)[:2] == before
     assert len(plain.hashes(16)) == 3
+
+
+@pytest.mark.parametrize("bad", [True, False, 1.0, "1", 9, -1])
+def test_a_prompt_holds_integers_of_the_vocabulary(bad: object) -> None:
+    limits = {"stop_ids": (), "vocab_size": 9, "max_model_len": 8, "has_text": False, "acceptance": "exact"}
+    check_request([1, 8], SamplingParams(), **limits)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"The prompt holds token id {bad!r}; ids are integers from 0 to 8."):
+        check_request([1, bad], SamplingParams(), **limits)  # type: ignore[arg-type,list-item]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
-from nanospec.sampling import MAX_STOP_IDS, SamplingParams
+from nanospec.config import SamplingParams
+from nanospec.kernels.codes import MAX_STOP_IDS
 
 BIG = 2**31 - 1
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -31,10 +33,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop='' must be a non-empty string or a list of such."),
     ({"stop": ["a", ""]}, "stop=['a', ''] must be a non-empty string or a list of such."),
     ({"stop": 5}, "stop=5 must be a non-empty string or a list of such."),
+    ({"stop": 0}, "stop=0 must be a non-empty string or a list of such."),
+    ({"stop_token_ids": 0}, "stop_token_ids=0 must be a list of at most 24 token ids."),
     ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list of at most 24 token ids."),
     ({"stop_token_ids": range(25)}, "stop_token_ids=range(0, 25) must be a list of at most 24"),
     ({"stop_token_ids": [-1]}, f"stop_token_ids: token=-1 must be an integer from 0 to {BIG}."),
-    ({"stop_token_ids": "ab"}, "stop_token_ids: token='a' must be an integer"),
+    ({"stop_token_ids": [True]}, "stop_token_ids: token=True must be an integer"),
+    ({"stop_token_ids": "ab"}, "stop_token_ids='ab' must be a list of at most 24 token ids."),
+    ({"stop_token_ids": ""}, "stop_token_ids='' must be a list of at most 24 token ids."),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids: token='1' must be an integer"),
     ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False."),
     ({"logprobs": 21}, "logprobs=21 must be an integer from 0 to 20."),
     ({"logprobs": -1}, "logprobs=-1 must be an integer from 0 to 20."),
@@ -43,6 +50,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty=0 must be above 0"),
     ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0 must be a number from 0 to 100."),
     ({"logit_bias": [1]}, "logit_bias=[1] must map token ids to numbers."),
+    ({"logit_bias": 0}, "logit_bias=0 must map token ids to numbers."),
+    ({"logit_bias": {"1": 5, "01": -5}}, "logit_bias={'1': 5, '01': -5} names token 1 twice"),
+    ({"logit_bias": {1: 5, "1": 5}}, "logit_bias={1: 5, '1': 5} names token 1 twice"),
+    ({"logit_bias": {True: 1}}, "logit_bias: token=True must be an integer"),
     ({"logit_bias": {"a": 1}}, "logit_bias: token='a' must be an integer"),
     ({"logit_bias": {1.5: 1}}, "logit_bias: token=1.5 must be an integer"),
     ({"logit_bias": {7: "x"}}, "logit_bias[7]='x' must be a number from -1000000 to 1000000."),
@@ -91,6 +102,8 @@ def test_shorthands_and_limits_are_taken() -> None:
     assert SamplingParams(logit_bias={"12": 1}).logit_bias == {12: 1}  # type: ignore[dict-item]
     empty = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
     assert (empty.stop, empty.stop_token_ids, empty.logit_bias) == ((), (), {})
+    params = SamplingParams(stop_token_ids=[np.int64(3)], logit_bias={np.int32(4): 1})
+    assert [type(t) for t in (*params.stop_token_ids, *params.logit_bias)] == [int, int]
     SamplingParams(top_p=1, top_k=-1, min_p=1, temperature=100, repetition_penalty=100)
     SamplingParams(seed=-(2**63), stop_token_ids=range(MAX_STOP_IDS - 8), logprobs=0)
     SamplingParams(max_tokens=None, min_tokens=BIG)
@@ -108,5 +121,5 @@ def test_shorthands_and_limits_are_taken() -> None:
     ids=case_id,
 )
 def test_what_changes_logits_is_known_to(options: dict[str, Any]) -> None:
-    assert SamplingParams(**options).shapes_logits
-    assert not SamplingParams(temperature=0.5, top_p=0.5, top_k=3, min_p=0.1).shapes_logits
+    assert SamplingParams(**options).changes_logits
+    assert not SamplingParams(temperature=0.5, top_p=0.5, top_k=3, min_p=0.1).changes_logits

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 
 from nanospec.blocks import BlockPool
+from nanospec.config import SamplingParams
 from nanospec.kernels.speculation.proposal import HEADS, NOBODY, OWN
 from nanospec.request import Request, Status, StepOutput
-from nanospec.sampling import SamplingParams
 from nanospec.scheduler import Plan, Scheduler
 
 SIZE = 4  # tokens per block
