@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .admission import Admission
 from .blocks import BlockPool
 from .config import EngineConfig, SamplingParams
 from .kernels.batch import Chunk
@@ -171,19 +170,7 @@ class Engine:
             self.worker.release(row)
         for request, num_cached in plan.admitted.items():
             self.policy.reset(request.row)
-            self.worker.admit(
-                Admission(
-                    row=request.row,
-                    tokens=request.tokens,
-                    num_prompt=len(request.prompt_ids),
-                    max_len=request.max_len,
-                    blocks=request.blocks,
-                    num_cached=num_cached,
-                    seed=request.seed,
-                    stop_ids=request.stop_ids,
-                    params=request.params,
-                )
-            )
+            self.worker.admit([request.admission(num_cached)])
         self.metrics.num_preemptions += len(plan.preempted)
         self.metrics.num_cached_tokens += sum(plan.admitted.values()) * self.config.block_size
 

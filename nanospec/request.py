@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from .admission import Admission
 from .blocks import block_hash
 from .config import SamplingParams
 from .kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
@@ -105,6 +106,20 @@ class Request:
     def is_prefilled(self) -> bool:
         """Whether it can take part in decoding."""
         return self.num_computed >= self.num_tokens - 1
+
+    def admission(self, num_cached: int) -> Admission:
+        """What the worker must know of it; the first `num_cached` of its blocks hold their K/V already."""
+        return Admission(
+            row=self.row,
+            tokens=self.tokens,
+            num_prompt=len(self.prompt_ids),
+            max_len=self.max_len,
+            blocks=self.blocks,
+            num_cached=num_cached,
+            seed=self.seed,
+            stop_ids=self.stop_ids,
+            params=self.params,
+        )
 
     def hashes(self, block_size: int) -> list[bytes]:
         """The names of all full blocks of `tokens`."""
