@@ -149,7 +149,7 @@ class Batch:
     # What follows is derived once per step for the `naive` operations of all layers.
 
     @cached_property
-    def uniform(self) -> bool:
+    def padded(self) -> bool:
         """Whether the flat tokens are a plain [B, max_q_len] grid."""
         return self.num_tokens == self.num_rows * self.max_q_len
 
@@ -166,18 +166,6 @@ class Batch:
         """[T] int64: b * max_q_len + i of each flat token of a packed batch, in order."""
         i = torch.arange(self.max_q_len, device=self.q_start.device)
         return (i < self.q_len[:, None]).flatten().nonzero().squeeze(1)
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """[B, max_q_len, max_kv_len] bool: what each query may see (sliding windows aside)."""
-        j = torch.arange(self.max_kv_len, device=self.q_start.device) - self.base_len[:, None]  # [B, kv]
-        i = torch.arange(self.max_q_len, device=self.q_start.device)
-        if self.ancestors is None:
-            return j[:, None] <= i[:, None]
-        masks = self.ancestors[self.grid]  # [B, Q]
-        own = (masks[..., None] >> j.clamp(0, MAX_QUERIES - 1)[:, None]) & 1
-        own = (own == 1) & (j < MAX_QUERIES)[:, None]
-        return torch.where(j[:, None] < 0, True, own)
 
     @cached_property
     def written(self) -> tuple[Tensor | None, Tensor]:
