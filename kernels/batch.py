@@ -29,11 +29,11 @@ MAX_QUERIES = MAX_DRAFTS + 1  # of a tree row: one bit each in an int64 ancestor
 
 
 class Chunk(NamedTuple):
-    """A piece of the text of a request row: `count` tokens from index `start` on."""
+    """A piece of the text of a request row: `num_tokens` tokens from index `start` on."""
 
     row: int
     start: int
-    count: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Batch:
             torch.tensor(column, dtype=torch.int32, device=table.device)
             for column in zip(*chunks, strict=True)
         )
-        total = sum(chunk.count for chunk in chunks)
+        total = sum(chunk.num_tokens for chunk in chunks)
         q_start = (count.cumsum(0) - count).int()
         b = torch.repeat_interleave(torch.arange(len(chunks), device=table.device), count, output_size=total)
         positions = torch.arange(total, dtype=torch.int32, device=table.device) - q_start[b] + start[b]
@@ -92,8 +92,8 @@ class Batch:
             q_start=q_start,
             q_len=count,
             base_len=start,
-            max_q_len=max(chunk.count for chunk in chunks),
-            max_kv_len=max(chunk.start + chunk.count for chunk in chunks),
+            max_q_len=max(chunk.num_tokens for chunk in chunks),
+            max_kv_len=max(chunk.start + chunk.num_tokens for chunk in chunks),
             prefill=True,
         )
 

@@ -97,9 +97,9 @@ def _split(batch: Batch) -> Iterator[tuple[Tokens, Batch]]:
     if batch.prefill:
         for b, (start, n) in enumerate(zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True)):
             for first in range(0, n, TILE):
-                size = torch.full_like(batch.q_len[:1], min(TILE, n - first))
-                tokens = slice(start + first, start + min(first + TILE, n))
-                yield tokens, _piece(batch, tokens, slice(b, b + 1), size, batch.base_len[b : b + 1] + first)
+                tile = slice(start + first, start + min(first + TILE, n))
+                q_len = torch.full_like(batch.q_len[:1], tile.stop - tile.start)
+                yield tile, _piece(batch, tile, slice(b, b + 1), q_len, batch.base_len[b : b + 1] + first)
     elif batch.padded or batch.num_rows < SPLIT_ROWS or batch.ancestors is not None:
         yield None, batch
     else:

@@ -103,7 +103,11 @@ class Texts:
         return (batch, q) if padded else (batch.packed(), q[slots >= 0])
 
     def attend(
-        self, parts: Sequence[Part], window: int | None = None, device: str = "cpu", **layout: object
+        self,
+        parts: Sequence[Part],
+        window: int | None = None,
+        device: str | torch.device = "cpu",
+        **layout: object,
     ) -> Tensor:
         """The kernel's output for the scored tokens, on the CPU."""
         batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
