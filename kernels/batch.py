@@ -29,11 +29,11 @@ MAX_QUERIES = MAX_DRAFTS + 1  # of a tree row: one bit each in an int64 ancestor
 
 
 class Chunk(NamedTuple):
-    """A piece of the text of a request row: `count` tokens from index `start` on."""
+    """A piece of the text of a request row: `num_tokens` tokens from index `start` on."""
 
     row: int
     start: int
-    count: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Batch:
             torch.tensor(column, dtype=torch.int32, device=table.device)
             for column in zip(*chunks, strict=True)
         )
-        total = sum(chunk.count for chunk in chunks)
+        total = sum(chunk.num_tokens for chunk in chunks)
         q_start = (count.cumsum(0) - count).int()
         b = torch.repeat_interleave(torch.arange(len(chunks), device=table.device), count, output_size=total)
         positions = torch.arange(total, dtype=torch.int32, device=table.device) - q_start[b] + start[b]
@@ -92,8 +92,8 @@ class Batch:
             q_start=q_start,
             q_len=count,
             base_len=start,
-            max_q_len=max(chunk.count for chunk in chunks),
-            max_kv_len=max(chunk.start + chunk.count for chunk in chunks),
+            max_q_len=max(chunk.num_tokens for chunk in chunks),
+            max_kv_len=max(chunk.start + chunk.num_tokens for chunk in chunks),
             prefill=True,
         )
 
@@ -154,7 +154,7 @@ class Batch:
     # What follows is derived once per step for the `naive` operations of all layers.
 
     @cached_property
-    def uniform(self) -> bool:
+    def padded(self) -> bool:
         """Whether the flat tokens are a plain [B, max_q_len] grid."""
         return self.num_tokens == self.num_rows * self.max_q_len
 
@@ -171,18 +171,6 @@ class Batch:
         """[T] int64: b * max_q_len + i of each flat token of a packed batch, in order."""
         i = torch.arange(self.max_q_len, device=self.q_start.device)
         return (i < self.q_len[:, None]).flatten().nonzero().squeeze(1)
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """[B, max_q_len, max_kv_len] bool: what each query may see (sliding windows aside)."""
-        j = torch.arange(self.max_kv_len, device=self.q_start.device) - self.base_len[:, None]  # [B, kv]
-        i = torch.arange(self.max_q_len, device=self.q_start.device)
-        if self.ancestors is None:
-            return j[:, None] <= i[:, None]
-        masks = self.ancestors[self.grid]  # [B, Q]
-        own = (masks[..., None] >> j.clamp(0, MAX_QUERIES - 1)[:, None]) & 1
-        own = (own == 1) & (j < MAX_QUERIES)[:, None]
-        return torch.where(j[:, None] < 0, True, own)
 
     @cached_property
     def written(self) -> tuple[Tensor | None, Tensor]:

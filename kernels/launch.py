@@ -46,24 +46,22 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Refuse a cache [Hkv, num_blocks, block_size, D] whose slots are not D apart within a head."""
-    block_size, head_dim = k_cache.shape[2:]
-    if k_cache.dtype != v_cache.dtype or k_cache.stride() != v_cache.stride():
-        raise ValueError("The caches of keys and values must have the same dtype and strides.")
-    if k_cache.stride()[1:] != (block_size * head_dim, head_dim, 1):
+def check_cache(cache: Tensor) -> None:
+    """Refuse a cache [2, Hkv, num_blocks, block_size, D] whose slots are not D apart within a head."""
+    block_size, head_dim = cache.shape[3:]
+    if cache.stride()[2:] != (block_size * head_dim, head_dim, 1):
         raise ValueError("The pages of a head must lie in the cache one after another.")
     if head_dim > 256 or head_dim % 2:
         raise ValueError(f"The head dimension must be even and at most 256, not {head_dim}.")
 
 
-def check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def check_attention(q: Tensor, cache: Tensor) -> None:
     """Refuse what the attention kernels would read wrongly."""
-    check_cache(k_cache, v_cache)
-    num_kv_heads, _, _, head_dim = k_cache.shape
-    if q.dtype != k_cache.dtype:
-        raise ValueError(f"q is {q.dtype} but the cache is {k_cache.dtype}.")
+    check_cache(cache)
+    _, num_kv_heads, _, _, head_dim = cache.shape
+    if q.dtype != cache.dtype:
+        raise ValueError(f"q is {q.dtype} but the cache is {cache.dtype}.")
     if q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
-        raise ValueError(f"q {list(q.shape)} does not fit a cache of {list(k_cache.shape)}.")
+        raise ValueError(f"q {list(q.shape)} does not fit a cache of {list(cache.shape)}.")
     if not q.is_contiguous():
         raise ValueError("q must be contiguous.")

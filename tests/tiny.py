@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanospec.kernels.batch import MAX_TREE_NODES, Batch
+from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
+from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 
@@ -129,7 +130,7 @@ def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float
 
 
 class Pages:
-    """A paged KV cache for some rows, to run a model step by step.
+    """Request rows and their KV cache, to run a model step by step.
 
     The cache starts as junk and the pages of the rows are shuffled among each other.
 
@@ -139,15 +140,13 @@ class Pages:
 
     def __init__(self, model: Model, num_rows: int, max_len: int, block_size: int = 16) -> None:
         config = model.config
-        blocks = -(-max_len // block_size)
-        shape = (config.num_layers, 2, config.num_kv_heads, num_rows * blocks, block_size)
-        generator = torch.Generator().manual_seed(1)
-        junk = 10 * torch.randn(*shape, config.head_dim, generator=generator)
-        order = torch.randperm(num_rows * blocks, generator=generator)
         self.model = model
-        self.cache = junk.to(model.device, model.dtype)
-        self.block_size = block_size
-        self.table = order.view(num_rows, blocks).int()
+        self.table = Table.empty(num_rows, max_len, block_size, config.vocab_size, model.device)
+        blocks = self.table.block_table
+        shape = (config.num_layers, 2, config.num_kv_heads, blocks.numel(), block_size, config.head_dim)
+        generator = torch.Generator().manual_seed(1)
+        self.cache = (10 * torch.randn(shape, generator=generator)).to(model.device, model.dtype)
+        blocks.copy_(torch.randperm(blocks.numel(), generator=generator).view(blocks.shape))
         self.length = [0] * num_rows
 
     def step(
@@ -157,37 +156,22 @@ class Pages:
 
         Args:
             keep: commit only that many tokens of each chunk.
-            pad_to: lay the rows out as a grid of that width, with padding of token 0, slot -1.
+            pad_to: lay the rows out as a grid of that width.
         """
-        ids: list[Tensor] = []
-        positions: list[Tensor] = []
-        slots: list[Tensor] = []
-        starts: list[int] = []
-        for row, chunk in chunks.items():
-            place = self.length[row] + torch.arange(len(chunk))
-            block = self.table[row, place // self.block_size]
-            padding = 0 if pad_to is None else pad_to - len(chunk)
-            starts.append(sum(len(tokens) for tokens in ids))
-            ids.append(torch.cat((chunk.int(), torch.zeros(padding, dtype=torch.int32))))
-            positions.append(torch.cat((place.int(), torch.zeros(padding, dtype=torch.int32))))
-            slot = (block * self.block_size + place % self.block_size).int()
-            slots.append(torch.cat((slot, torch.full((padding,), -1, dtype=torch.int32))))
-        lengths = [len(chunk) for chunk in chunks.values()]
-        bases = [self.length[row] for row in chunks]
-        device = self.model.device
-        rows = Batch(
-            positions=torch.cat(positions).to(device),
-            slots=torch.cat(slots).to(device),
-            block_table=self.table[list(chunks)].to(device),
-            q_start=torch.tensor(starts, dtype=torch.int32, device=device),
-            q_len=torch.tensor(lengths, dtype=torch.int32, device=device),
-            base_len=torch.tensor(bases, dtype=torch.int32, device=device),
-            max_q_len=pad_to or max(lengths),
-            max_kv_len=max(base + n for base, n in zip(bases, lengths)),
-            prefill=max(lengths) > MAX_TREE_NODES,
-        )
-        hidden = self.model.forward(torch.cat(ids).to(device), self.cache, rows)
-        logits = self.model.logits(hidden)
-        for row, chunk in chunks.items():
-            self.length[row] += len(chunk) if keep is None else keep
-        return {row: logits[a : a + n] for row, a, n in zip(chunks, starts, lengths)}
+        pieces = [Chunk(row, self.length[row], len(chunk)) for row, chunk in chunks.items()]
+        for (row, start, count), chunk in zip(pieces, chunks.values()):
+            self.table.tokens[row, start : start + count] = chunk
+        widest = max(count for _, _, count in pieces)
+        if widest > MAX_QUERIES:
+            batch = Batch.of_chunks(self.table, pieces)
+        else:
+            columns = torch.tensor(pieces, dtype=torch.int32).T.contiguous()
+            rows, first, count = columns.to(self.model.device)
+            batch = Batch.of_grid(self.table, rows, first, count, pad_to or widest)
+            batch = batch if pad_to else batch.packed()
+        logits = self.model.logits(self.model.forward(batch, self.cache))
+        out = {}
+        for (row, _, count), begin in zip(pieces, batch.q_start.tolist()):
+            self.length[row] += count if keep is None else keep
+            out[row] = logits[begin : begin + count]
+        return out

@@ -10,14 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import Built, Call, Case
-from nanospec.kernels.batch import MAX_TREE_NODES, Batch
+from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import attention
 from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
-from nanospec.kernels.layer.norm import rms_norm
-from nanospec.kernels.layer.rope_cache import rope_cache
+from nanospec.kernels.layer.norm import Norm, rms_norm
+from nanospec.kernels.layer.plan import Plan
+from nanospec.kernels.layer.rope_cache import Angles, rope_cache
 from nanospec.kernels.speculation.kv_move import kv_move
+from nanospec.kernels.speculation.verify import Verdict
 
 BF16 = torch.bfloat16
+BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -61,24 +64,30 @@ def norm_cases() -> Iterator[Case]:
 
             def build(device: str, width: int = width, rows: int = rows) -> Built:
                 x = torch.randn(rows, width, device=device, dtype=BF16)
-                weight = torch.randn(width, device=device, dtype=BF16)
-                return Built(lambda: rms_norm(x, weight, 1e-6))
+                norm = make_norm(device, width)
+                return Built(lambda: rms_norm(x, norm))
 
             yield Case("rms_norm", f"H{width}-T{rows}", build, bytes=(2 * rows + 1) * width * 2)
 
 
-def make_rows(device: str, B: int, Q: int, length: int, block_size: int, tree: bool = False) -> Batch:
+def make_norm(device: str, width: int) -> Norm:
+    return Norm(torch.randn(width, device=device, dtype=BF16), 1e-6)
+
+
+def make_batch(device: str, B: int, Q: int, length: int, tree: bool = False) -> Batch:
     """B rows of Q queries after `length - Q` cached tokens, in pages of random order."""
-    blocks = -(-length // block_size)
+    blocks = -(-length // BLOCK_SIZE)
     table = torch.randperm(B * blocks, device=device).int().view(B, blocks)
     start = torch.arange(B, device=device, dtype=torch.int32) * Q
     place = torch.arange(Q, device=device, dtype=torch.int32)
     positions = (length - Q + place).repeat(B)
-    slots = table[:, positions[:Q].long() // block_size] * block_size + positions[:Q] % block_size
+    slots = table[:, positions[:Q].long() // BLOCK_SIZE] * BLOCK_SIZE + positions[:Q] % BLOCK_SIZE
     ancestors = None
     if tree:  # a chain, stated as a tree
         ancestors = ((torch.ones_like(place, dtype=torch.int64) << (place + 1)) - 1).repeat(B)
     return Batch(
+        rows=torch.arange(B, device=device, dtype=torch.int32),
+        input_ids=torch.zeros_like(positions),
         positions=positions,
         slots=slots.flatten(),
         block_table=table,
@@ -88,16 +97,14 @@ def make_rows(device: str, B: int, Q: int, length: int, block_size: int, tree: b
         max_q_len=Q,
         max_kv_len=length,
         ancestors=ancestors,
-        prefill=Q > MAX_TREE_NODES,
+        prefill=Q > MAX_QUERIES,
     )
 
 
-def make_cache(device: str, shape: Shape, rows: Batch, block_size: int) -> tuple[Tensor, Tensor]:
-    size = (shape.kv_heads, rows.block_table.numel(), block_size, shape.head_dim)
-    return (
-        torch.randn(size, device=device, dtype=BF16),
-        torch.randn(size, device=device, dtype=BF16),
-    )
+def make_cache(device: str, shape: Shape, batch: Batch, *layers: int) -> Tensor:
+    """[*layers, 2, Hkv, num_blocks, block_size, D]"""
+    size = (2, shape.kv_heads, batch.block_table.numel(), BLOCK_SIZE, shape.head_dim)
+    return torch.randn(*layers, *size, device=device, dtype=BF16)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -115,16 +122,16 @@ def attention_cases() -> Iterator[Case]:
 
 
 def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False) -> Case:
-    block_size = 16
     scale = shape.head_dim**-0.5
 
     def build(device: str) -> Built:
-        rows = make_rows(device, B, Q, length, block_size, tree)
-        k_cache, v_cache = make_cache(device, shape, rows, block_size)
+        batch = make_batch(device, B, Q, length, tree)
+        cache = make_cache(device, shape, batch)
+        plan = Plan(batch, shape.heads, cache, shape.window)
         q = torch.randn(B * Q, shape.heads, shape.head_dim, device=device, dtype=BF16)
         return Built(
-            lambda: attention(q, k_cache, v_cache, rows, scale, shape.window),
-            {} if device == "meta" or tree or shape.window else sdpa(q, k_cache, v_cache, rows, scale),
+            lambda: attention(q, cache, plan, scale),
+            {} if device == "meta" or tree or shape.window else sdpa(q, cache, batch, scale),
         )
 
     seen = min(length, (shape.window or length) + Q)
@@ -141,22 +148,17 @@ def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False
     )
 
 
-def sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Batch, scale: float) -> dict[str, Call]:
+def sdpa(q: Tensor, cache: Tensor, batch: Batch, scale: float) -> dict[str, Call]:
     """torch's attention over keys and values that were gathered beforehand, which is not timed.
 
     `sdpa` computes the same; `sdpa_unmasked` lets every query see everything, so that torch may take
     its fastest kernel.
     """
-    Q, length = rows.max_q_len, rows.max_kv_len
-    kv_heads, _, _, head_dim = k_cache.shape
-    k, v = (
-        cache.index_select(1, rows.block_table.flatten())
-        .view(kv_heads, rows.num_rows, -1, head_dim)
-        .transpose(0, 1)[:, :, :length]
-        .contiguous()
-        for cache in (k_cache, v_cache)
-    )
-    queries = q.view(rows.num_rows, Q, -1, head_dim).transpose(1, 2)
+    B, Q, length = batch.num_rows, batch.max_q_len, batch.max_kv_len
+    _, kv_heads, _, _, head_dim = cache.shape
+    pages = cache.index_select(2, batch.block_table.flatten()).view(2, kv_heads, B, -1, head_dim)
+    k, v = pages.transpose(1, 2)[:, :, :, :length].contiguous()
+    queries = q.view(B, Q, -1, head_dim).transpose(1, 2)
     i = torch.arange(Q, device=q.device)[:, None] + length - Q
     mask = torch.arange(length, device=q.device) <= i
 
@@ -186,17 +188,17 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
         return torch.randn(size, device=device, dtype=BF16)
 
     def qkv(device: str) -> Built:
-        x, scale, w = normal(device, T, H), normal(device, H), normal(device, qkv_width, H)
+        x, norm, w = normal(device, T, H), make_norm(device, H), normal(device, qkv_width, H)
         bias = normal(device, qkv_width) if shape is QWEN3_SMALL else None
-        return Built(lambda: norm_linear(x, scale, 1e-6, w, bias), {"cublas": lambda: x @ w.T})
+        return Built(lambda: norm_linear(x, norm, w, bias), {"cublas": lambda: x @ w.T})
 
     def o(device: str) -> Built:
         x, w, residual = normal(device, T, q_width), normal(device, H, q_width), normal(device, T, H)
         return Built(lambda: linear_add(x, w, residual), {"cublas": lambda: x @ w.T})
 
     def gate_up(device: str) -> Built:
-        x, scale, w = normal(device, T, H), normal(device, H), normal(device, 2 * inner, H)
-        return Built(lambda: norm_swiglu(x, scale, 1e-6, w), {"cublas": lambda: x @ w.T})
+        x, norm, w = normal(device, T, H), make_norm(device, H), normal(device, 2 * inner, H)
+        return Built(lambda: norm_swiglu(x, norm, w), {"cublas": lambda: x @ w.T})
 
     def down(device: str) -> Built:
         x, w, residual = normal(device, T, inner), normal(device, H, inner), normal(device, T, H)
@@ -225,16 +227,17 @@ def rope_cases() -> Iterator[Case]:
 
 
 def rope_case(shape: Shape, B: int, Q: int) -> Case:
-    length, block_size = 1024, 16
+    length = 1024
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
 
     def build(device: str) -> Built:
-        rows = make_rows(device, B, Q, length, block_size)
-        k_cache, v_cache = make_cache(device, shape, rows, block_size)
+        batch = make_batch(device, B, Q, length)
+        cache = make_cache(device, shape, batch)
         qkv = torch.randn(B * Q, width, device=device, dtype=BF16)
-        cos_sin = torch.randn(length, shape.head_dim, device=device)
-        norms = torch.randn(2, shape.head_dim, device=device, dtype=BF16) if shape.qk_norm else (None, None)
-        return Built(lambda: rope_cache(qkv, cos_sin, k_cache, v_cache, rows, norms[0], norms[1]))
+        angles = Angles(torch.randn(length, shape.head_dim, device=device), batch.positions, BF16)
+        norm = make_norm(device, shape.head_dim)
+        norms = (norm, norm) if shape.qk_norm else None
+        return Built(lambda: rope_cache(qkv, cache, batch, angles, norms))
 
     moved = B * Q * (2 * width * 2 + shape.head_dim * 4)
     return Case("rope_cache", f"{shape.name}-B{B}-q{Q}", build, bytes=moved)
@@ -248,16 +251,16 @@ def move_cases() -> Iterator[Case]:
 
 def move_case(shape: Shape, layers: int, B: int) -> Case:
     """Every row accepts 4 nodes of a tree of 16, of which 3 must move."""
-    nodes, emitted, length, block_size = 16, 4, 256, 16
+    nodes, kept, length = 16, 4, 256
 
     def build(device: str) -> Built:
-        rows = make_rows(device, B, nodes, length, block_size)
-        size = (layers, 2, shape.kv_heads, rows.block_table.numel(), block_size, shape.head_dim)
-        cache = torch.randn(size, device=device, dtype=BF16)
+        batch = make_batch(device, B, nodes, length)
+        cache = make_cache(device, shape, batch, layers)
         path = torch.arange(nodes, device=device, dtype=torch.int32).repeat(B, 1)
-        path[:, 1:emitted] *= 4
-        count = torch.full((B,), emitted, device=device, dtype=torch.int32)
-        return Built(lambda: kv_move(cache, path, count, rows))
+        path[:, 1:kept] *= 4
+        count = torch.full((B,), kept, device=device, dtype=torch.int32)
+        verdict = Verdict(emitted=path, num_emitted=count, path=path, num_kept=count)
+        return Built(lambda: kv_move(cache, verdict, batch))
 
-    moved = B * (emitted - 1) * layers * 2 * shape.kv_heads * shape.head_dim * 2 * 2
+    moved = B * (kept - 1) * layers * 2 * shape.kv_heads * shape.head_dim * 2 * 2
     return Case("kv_move", f"{shape.name}-B{B}", build, bytes=moved)

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import arch
+from .norm import Norm
 
 PROGRAMS = 512  # aimed at by splitting K
 MIN_SPLIT = 256  # of K; shorter parts write more partial results than they save time
@@ -145,14 +146,14 @@ def launch(
     weight: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     swiglu: bool = False,
 ) -> Tensor:
     """See `linear.py` for what each combination means."""
     T, K = x.shape
     N = weight.shape[0] // 2 if swiglu else weight.shape[0]
     out = torch.empty(T, N, dtype=x.dtype, device=x.device)
+    norm_weight, eps = norm or (None, 0.0)
     _check(x, weight, bias, residual, norm_weight, out)
     if T == 0:
         return out

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import use_triton
-from . import gemm, norm
+from . import gemm
+from .norm import Norm, rms_norm
 
 MAX_ROWS = 1024
 
@@ -55,20 +56,18 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
     return naive_add(x, weight, residual, bias)
 
 
-def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def norm_linear(x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """RMSNorm(x) @ weight.T + bias."""
     if _gemm(x):
-        return gemm.launch(x, weight, bias, norm_weight=norm_weight, eps=eps)
-    return naive(norm.rms_norm(x, norm_weight, eps), weight, bias)
+        return gemm.launch(x, weight, bias, norm=norm)
+    return naive(rms_norm(x, norm), weight, bias)
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+def norm_swiglu(x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
     """silu(gate) * up of RMSNorm(x); weight is [2I, K], gate rows first; gives [T, I]."""
     if _gemm(x):
-        return gemm.launch(x, weight, norm_weight=norm_weight, eps=eps, swiglu=True)
-    return naive_swiglu(norm.rms_norm(x, norm_weight, eps), weight)
+        return gemm.launch(x, weight, norm=norm, swiglu=True)
+    return naive_swiglu(rms_norm(x, norm), weight)
 
 
 def _gemm(x: Tensor) -> bool:

@@ -8,6 +8,8 @@ only, so a row's bits do not depend on its neighbours.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,13 +22,18 @@ from ..launch import next_power_of_2
 MAX_WIDTH = 65536
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise each row of x by its root mean square and scale by `weight`."""
-    return launch(x, weight, eps) if use_triton(x) else naive(x, weight, eps)
+class Norm(NamedTuple):
+    weight: Tensor  # [H]
+    eps: float
 
 
-def naive(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Normalise each row of x by its root mean square and scale by the weight."""
+    return launch(x, norm) if use_triton(x) else naive(x, norm)
+
+
+def naive(x: Tensor, norm: Norm) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), *norm)
 
 
 @triton.jit
@@ -40,7 +47,8 @@ def _rms_norm(x, weight, out, row_stride, width, eps, BLOCK: tl.constexpr):
     tl.store(out + row * width + i, (value * scale * w).to(out.dtype.element_ty), inside)
 
 
-def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def launch(x: Tensor, norm: Norm) -> Tensor:
+    weight, eps = norm
     width = x.shape[-1]
     if weight.shape != (width,) or not weight.is_contiguous():
         raise ValueError(f"The weight of RMSNorm must be [{width}] and contiguous, not {weight.shape}.")

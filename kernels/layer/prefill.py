@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import Batch
 from ..launch import LOG2_E, arch, check_attention, next_power_of_2
+from .plan import Plan
 
 # (queries per tile, keys per tile, warps, stages) by architecture, then by padded head dimension.
 CONFIGS = {
@@ -110,13 +110,13 @@ def _prefill(
     tl.store(out + at, (acc / tl.where(i < n, z, 1.0)[:, None]).to(out.dtype.element_ty), inside)
 
 
-def launch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Batch, scale: float, window: int | None
-) -> Tensor:
-    check_attention(q, k_cache, v_cache)
-    if rows.ancestors is not None:
+def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
+    check_attention(q, cache)
+    batch, window = plan.batch, plan.window
+    if batch.ancestors is not None:
         raise ValueError("Prefill attention is for chains; a tree has at most 64 queries per row.")
     num_heads, head_dim = q.shape[1:]
+    k_cache, v_cache = cache
     num_kv_heads, _, block_size, _ = k_cache.shape
     block_d = max(next_power_of_2(head_dim), 64)
     if q.dtype == torch.float32:
@@ -124,9 +124,9 @@ def launch(
     else:
         block_q, block_n, warps, stages = CONFIGS[arch(q)][block_d]
     out = torch.empty_like(q)
-    _prefill[(num_heads, triton.cdiv(rows.max_q_len, block_q), rows.num_rows)](
-        q, k_cache, v_cache, out, rows.block_table, rows.q_start, rows.q_len, rows.base_len,
-        rows.block_table.stride(0), k_cache.stride(0), num_heads, window or 0, scale * LOG2_E,
+    _prefill[(num_heads, triton.cdiv(batch.max_q_len, block_q), batch.num_rows)](
+        q, k_cache, v_cache, out, batch.block_table, batch.q_start, batch.q_len, batch.base_len,
+        batch.block_table.stride(0), k_cache.stride(0), num_heads, window or 0, scale * LOG2_E,
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         WINDOW=window is not None, BLOCK_Q=block_q, BLOCK_N=block_n, BLOCK_D=block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,

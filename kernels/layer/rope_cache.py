@@ -1,12 +1,11 @@
 """Between the qkv projection and attention: per-head q/k norm, rotary embedding, cache write.
 
-    qkv               [T, (Hq + 2 Hkv) * D]   the projection's output: all q heads, k heads, v heads
-    cos_sin           [max_len, D] float32    cos of the D/2 angles, then sin
-    k_cache, v_cache  [Hkv, num_blocks, block_size, D]
-    q (returned)      [T, Hq, D]
+    qkv           [T, (Hq + 2 Hkv) * D]                   the projection: all q heads, k heads, v heads
+    cache         [2, Hkv, num_blocks, block_size, D]     keys, values of one layer
+    q (returned)  [T, Hq, D]
 
 Rotary embedding rotates pairs (x[i], x[i + D/2]) by position * theta_i ("rotate half", the layout of
-Hugging Face checkpoints). The rotated keys and the values go to the cache at `rows.slots`; a token
+Hugging Face checkpoints). The rotated keys and the values go to the cache at `batch.slots`; a token
 with slot -1 writes nothing. Per-head RMSNorm of q and k (Qwen3) comes before the rotation. Even head
 dimensions up to 256.
 
@@ -15,6 +14,9 @@ in between). A head's arithmetic involves no other head or token, so neither do 
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -25,62 +27,60 @@ from ..batch import Batch
 from ..dispatch import use_triton
 from ..launch import check_cache, next_power_of_2
 from . import norm
+from .norm import Norm
 
 HEADS = 8  # per program: few enough to fill the machine with one token, many enough for wide accesses
 
 
+@dataclass(frozen=True, eq=False)
+class Angles:
+    """The rotary angles of the tokens of a step, for all layers.
+
+    Attributes:
+        table: [max_len, D] float32, cos of the D/2 angles of each position, then sin.
+        positions: [T] int32.
+        dtype: what `naive` computes in.
+    """
+
+    table: Tensor
+    positions: Tensor
+    dtype: torch.dtype
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """For `naive`; the kernel reads the table itself. Each [T, 1, D], the D/2 angles twice over."""
+        cos, sin = self.table[self.positions].to(self.dtype)[:, None].chunk(2, -1)
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
 def rope_cache(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Batch,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
+    qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: tuple[Norm, Norm] | None = None
 ) -> Tensor:
-    """Rotate q and k, write k and v to the cache, return q. See the module docstring for shapes."""
+    """Rotate q and k, after their `norms` if there are any, write k and v to the cache, return q."""
     run = launch if use_triton(qkv) else naive
-    return run(qkv, cos_sin, k_cache, v_cache, rows, q_norm, k_norm, eps)
+    return run(qkv, cache, batch, angles, norms)
 
 
 def naive(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Batch,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
+    qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: tuple[Norm, Norm] | None = None
 ) -> Tensor:
-    num_kv_heads, _, _, head_dim = k_cache.shape
+    _, num_kv_heads, _, _, head_dim = cache.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-    if q_norm is not None and k_norm is not None:
+    if norms is not None:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
-        qk = torch.cat((norm.naive(q, q_norm, eps), norm.naive(k, k_norm, eps)), 1)
-    cos, sin = _angles(cos_sin, rows, qkv.dtype)
+        qk = torch.cat((norm.naive(q, norms[0]), norm.naive(k, norms[1])), 1)
+    cos, sin = angles.cos_sin
     first, second = qk.chunk(2, -1)
     qk = qk * cos + torch.cat((-second, first), -1) * sin
-    index, slots = rows.written
-    k, v = qk[:, num_heads:], v
+    k = qk[:, num_heads:]
+    index, slots = batch.written
     if index is not None:
         k, v = k[index], v[index]
-    k_cache.view(num_kv_heads, -1, head_dim).index_copy_(1, slots, k.transpose(0, 1))
-    v_cache.view(num_kv_heads, -1, head_dim).index_copy_(1, slots, v.transpose(0, 1))
+    for to, new in zip(cache.view(2, num_kv_heads, -1, head_dim), (k, v), strict=True):
+        to.index_copy_(1, slots, new.transpose(0, 1))
     return qk[:, :num_heads]
-
-
-def _angles(cos_sin: Tensor, rows: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [T, 1, D] in `dtype`, computed once per step and kept for all layers."""
-    cached: tuple[Tensor, Tensor] | None = rows.__dict__.get("_angles")
-    if cached is None:
-        cos, sin = cos_sin[rows.positions].to(dtype)[:, None].chunk(2, -1)
-        cached = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-        rows.__dict__["_angles"] = cached
-    return cached
 
 
 @triton.jit
@@ -135,34 +135,30 @@ def _rope_cache(
 
 
 def launch(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Batch,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
+    qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: tuple[Norm, Norm] | None = None
 ) -> Tensor:
-    num_kv_heads, _, _, head_dim = k_cache.shape
+    _, num_kv_heads, _, _, head_dim = cache.shape
     T = qkv.shape[0]
     heads, rest = divmod(qkv.shape[1], head_dim)
     num_heads = heads - 2 * num_kv_heads
     if rest or num_heads < 1:
-        raise ValueError(f"qkv {list(qkv.shape)} does not fit a cache of {list(k_cache.shape)}.")
-    check_cache(k_cache, v_cache)
-    if qkv.dtype != k_cache.dtype:
-        raise ValueError(f"qkv is {qkv.dtype} but the cache is {k_cache.dtype}.")
-    if qkv.stride(1) != 1 or cos_sin.dtype != torch.float32 or cos_sin.shape[1] != head_dim:
-        raise ValueError(f"qkv must have rows without gaps, cos_sin be float32 [max_len, {head_dim}].")
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("The norms of q and k come together.")
+        raise ValueError(f"qkv {list(qkv.shape)} does not fit a cache of {list(cache.shape)}.")
+    check_cache(cache)
+    if qkv.dtype != cache.dtype:
+        raise ValueError(f"qkv is {qkv.dtype} but the cache is {cache.dtype}.")
+    table = angles.table
+    if qkv.stride(1) != 1 or table.dtype != torch.float32 or table.shape[1] != head_dim:
+        raise ValueError(f"qkv must have rows without gaps, angles a float32 table [max_len, {head_dim}].")
+    (q_norm, eps), (k_norm, k_eps) = norms or ((None, 0.0), (None, 0.0))
+    if eps != k_eps:
+        raise ValueError(f"The norms of q and k must have the same eps, not {eps} and {k_eps}.")
     q = torch.empty(T, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if T:
+        k_cache, v_cache = cache
         _rope_cache[(T, triton.cdiv(heads, HEADS))](
-            qkv, cos_sin, q, k_cache, v_cache, rows.positions, rows.slots, q_norm, k_norm,
+            qkv, table, q, k_cache, v_cache, angles.positions, batch.slots, q_norm, k_norm,
             qkv.stride(0), k_cache.stride(0), num_heads, num_kv_heads, eps,
-            NORM=q_norm is not None, HEADS=HEADS, HEAD_DIM=head_dim,
+            NORM=norms is not None, HEADS=HEADS, HEAD_DIM=head_dim,
             BLOCK=next_power_of_2(head_dim // 2), num_warps=2,
         )  # fmt: skip
     return q

@@ -27,8 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import MAX_TREE_NODES, Batch
+from ..batch import MAX_QUERIES
 from ..launch import LOG2_E, arch, check_attention, next_power_of_2
+from .plan import Plan
 
 PROGRAMS = 512  # aimed at: a few per multiprocessor, so that uneven rows even out
 FLOOR = tl.constexpr(-8388608.0)  # -2^23, a maximum below all others; integers are exact down to it
@@ -210,23 +211,23 @@ def _combine(
     )
 
 
-def launch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Batch, scale: float, window: int | None = None
-) -> Tensor:
-    check_attention(q, k_cache, v_cache)
-    if rows.ancestors is not None and rows.max_q_len > MAX_TREE_NODES:
-        raise ValueError(f"A tree of {rows.max_q_len} nodes exceeds the limit of {MAX_TREE_NODES}.")
+def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
+    check_attention(q, cache)
+    batch, window = plan.batch, plan.window
+    if batch.ancestors is not None and batch.max_q_len > MAX_QUERIES:
+        raise ValueError(f"A tree of {batch.max_q_len} nodes exceeds the limit of {MAX_QUERIES}.")
     T, num_heads, head_dim = q.shape
+    k_cache, v_cache = cache
     num_kv_heads, _, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     block_d = max(next_power_of_2(head_dim), 64)
     # Up to 7 drafts in one tile, as far as the registers allow.
     block_q = max(16, next_power_of_2(group), min(8192 // block_d, 64, next_power_of_2(8 * group)))
-    pairs = num_kv_heads * triton.cdiv(rows.max_q_len, block_q // group)
+    pairs = num_kv_heads * triton.cdiv(batch.max_q_len, block_q // group)
     tile, warps, stages = CONFIGS[arch(q)][block_d]
     span = (512 if group <= 2 else 1024) // tile  # many heads write much per unit: make fewer units
-    tiles = triton.cdiv(rows.max_kv_len, tile)
-    programs = min(max(PROGRAMS // max(pairs * rows.num_rows, 1), 1), tiles)
+    tiles = triton.cdiv(batch.max_kv_len, tile)
+    programs = min(max(PROGRAMS // max(pairs * batch.num_rows, 1), 1), tiles)
     units = max(programs, triton.cdiv(tiles, span))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"  # the latter says nothing for bf16
     if q.dtype == torch.float32:
@@ -236,16 +237,16 @@ def launch(
     unit_acc = q.new_empty(units, T, num_heads, head_dim, dtype=torch.float32)
     unit_m = q.new_empty(units, T, num_heads, dtype=torch.float32)
     unit_z = torch.empty_like(unit_m)
-    _units[(pairs, programs, rows.num_rows)](
-        q, k_cache, v_cache, rows.block_table, rows.q_start, rows.q_len, rows.base_len,
-        rows.positions, rows.ancestors, unit_acc, unit_m, unit_z, rows.block_table.stride(0),
+    _units[(pairs, programs, batch.num_rows)](
+        q, k_cache, v_cache, batch.block_table, batch.q_start, batch.q_len, batch.base_len,
+        batch.positions, batch.ancestors, unit_acc, unit_m, unit_z, batch.block_table.stride(0),
         k_cache.stride(0), T, num_kv_heads, window or 0, scale * LOG2_E,
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TREE=rows.ancestors is not None,
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TREE=batch.ancestors is not None,
         WINDOW=window is not None, TILE=tile, SPAN=span, BLOCK_Q=block_q, BLOCK_D=block_d,
         PRECISION=precision, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    _combine[(rows.max_q_len, num_kv_heads, rows.num_rows)](
-        unit_acc, unit_m, unit_z, out, rows.q_start, rows.q_len, rows.base_len, T, num_kv_heads,
+    _combine[(batch.max_q_len, num_kv_heads, batch.num_rows)](
+        unit_acc, unit_m, unit_z, out, batch.q_start, batch.q_len, batch.base_len, T, num_kv_heads,
         programs, window or 0, GROUP=group, HEAD_DIM=head_dim, WINDOW=window is not None, TILE=tile,
         SPAN=span, BLOCK_G=next_power_of_2(group), BLOCK_D=block_d, UNROLL=4, num_warps=4,
     )  # fmt: skip

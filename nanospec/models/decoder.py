@@ -1,7 +1,7 @@
 """One decoder for the Llama family, driven by `ModelConfig`.
 
-    hidden = model.forward(input_ids, kv_cache, rows)      [T] int32 -> [T, H]
-    logits = model.logits(hidden)                          [N, H]    -> [N, V]
+    hidden = model.forward(batch, kv_cache)      T tokens -> [T, H]
+    logits = model.logits(hidden)                [N, H]   -> [N, V]
 
 The model knows nothing of requests: `Batch` says which tokens belong together, where their keys and
 values go and what each may see, so one `forward` serves prefill, decoding and verification. It has
@@ -25,8 +25,9 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.layer.attention import attention
 from ..kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu, pack
-from ..kernels.layer.norm import rms_norm
-from ..kernels.layer.rope_cache import rope_cache
+from ..kernels.layer.norm import Norm, rms_norm
+from ..kernels.layer.plan import Plan
+from ..kernels.layer.rope_cache import Angles, rope_cache
 from .config import ModelConfig
 from .rope import cos_sin_table
 
@@ -44,14 +45,13 @@ class Layer:
         window: sliding window in tokens, None for none.
     """
 
-    input_norm: Tensor
+    input_norm: Norm
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norms: tuple[Norm, Norm] | None
     o: Tensor
     o_bias: Tensor | None
-    post_norm: Tensor
+    post_norm: Norm
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
@@ -66,7 +66,7 @@ class Model:
         config, dtype, device: as given.
         embedding: [V, H].
         layers: one `Layer` each.
-        norm: [H], the final one.
+        norm: the final one.
         lm_head: [V, H], possibly packed; on a GPU the embedding itself where the two are tied.
         cos_sin: [max_position_embeddings, D] float32; positions must be below its length.
     """
@@ -86,7 +86,7 @@ class Model:
         )
         self.embedding = get("model.embed_tokens.weight")
         self.layers = [_layer(config, i, get) for i in range(config.num_layers)]
-        self.norm = get("model.norm.weight")
+        self.norm = Norm(get("model.norm.weight"), config.rms_norm_eps)
         self.lm_head = pack(self.embedding if config.tie_word_embeddings else get("lm_head.weight"))
 
     @classmethod
@@ -120,36 +120,36 @@ class Model:
 
         return cls(config, dtype, device, get)
 
-    def forward(self, input_ids: Tensor, kv_cache: Tensor, rows: Batch) -> Tensor:
-        """Run the decoder over a flat batch and write its keys and values to the cache.
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """Run the decoder over a batch and write its keys and values to the cache.
 
         Args:
-            input_ids: [T] int32, all in 0 .. V - 1, also those of padding tokens.
+            batch: input ids in 0 .. V - 1, also those of padding tokens; positions below
+                `max_position_embeddings`.
             kv_cache: [num_layers, 2, Hkv, num_blocks, block_size, D] in the model's dtype. Entries
                 that no query sees may hold anything finite.
-            rows: the batch; positions below `max_position_embeddings`.
 
         Returns:
             [T, H] after the final norm. Padding tokens get unspecified values.
         """
-        x = F.embedding(input_ids, self.embedding)
+        config = self.config
+        angles = Angles(self.cos_sin, batch.positions, self.dtype)
+        plans = {w: Plan(batch, config.num_heads, kv_cache[0], w) for w in set(config.windows)}
+        x = F.embedding(batch.input_ids, self.embedding)
         for layer, cache in zip(self.layers, kv_cache, strict=True):
-            x = self._layer_forward(layer, x, cache[0], cache[1], rows)
-        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+            x = self._layer_forward(layer, x, cache, angles, plans[layer.window])
+        return rms_norm(x, self.norm)
 
-    def _layer_forward(
-        self, layer: Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Batch
-    ) -> Tensor:
-        """x [T, H] -> [T, H]; k_cache and v_cache [Hkv, num_blocks, block_size, D]."""
-        eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
-        qkv = norm_linear(x, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
-        q = rope_cache(qkv, self.cos_sin, k_cache, v_cache, rows, layer.q_norm, layer.k_norm, eps)
-        out = attention(q, k_cache, v_cache, rows, scale, layer.window)  # [T, Hq, D]
+    def _layer_forward(self, layer: Layer, x: Tensor, cache: Tensor, angles: Angles, plan: Plan) -> Tensor:
+        """x [T, H] -> [T, H]; cache [2, Hkv, num_blocks, block_size, D]."""
+        qkv = norm_linear(x, layer.input_norm, layer.qkv, layer.qkv_bias)
+        q = rope_cache(qkv, cache, plan.batch, angles, layer.qk_norms)
+        out = attention(q, cache, plan, self.config.head_dim**-0.5)  # [T, Hq, D]
         x = linear_add(out.flatten(1), layer.o, x, layer.o_bias)
         if layer.gate_up_bias is None:
-            h = norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [T, I]
+            h = norm_swiglu(x, layer.post_norm, layer.gate_up)  # [T, I]
         else:  # rare, so not worth a kernel
-            h = norm_linear(x, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias)
+            h = norm_linear(x, layer.post_norm, layer.gate_up, layer.gate_up_bias)
             gate, up = h.chunk(2, -1)
             h = F.silu(gate) * up
         return linear_add(h, layer.down, x, layer.down_bias)
@@ -168,17 +168,19 @@ def _layer(config: ModelConfig, index: int, get: GetWeight) -> Layer:
     def bias(present: bool, *names: str) -> Tensor | None:
         return _cat([get(f"{prefix}.{name}.bias") for name in names]) if present else None
 
+    def norm(name: str) -> Norm:
+        return Norm(get(f"{prefix}.{name}.weight"), config.rms_norm_eps)
+
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return Layer(
-        input_norm=get(f"{prefix}.input_layernorm.weight"),
+        input_norm=norm("input_layernorm"),
         qkv=weight(*qkv),
         qkv_bias=bias(config.qkv_bias, *qkv),
-        q_norm=get(f"{prefix}.self_attn.q_norm.weight") if config.qk_norm else None,
-        k_norm=get(f"{prefix}.self_attn.k_norm.weight") if config.qk_norm else None,
+        qk_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
         o=weight("self_attn.o_proj"),
         o_bias=bias(config.o_bias, "self_attn.o_proj"),
-        post_norm=get(f"{prefix}.post_attention_layernorm.weight"),
+        post_norm=norm("post_attention_layernorm"),
         gate_up=weight(*gate_up),
         gate_up_bias=bias(config.mlp_bias, *gate_up),
         down=weight("mlp.down_proj"),

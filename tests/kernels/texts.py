@@ -6,113 +6,143 @@ whatever is scored at a position must come out the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from nanospec.kernels.batch import MAX_TREE_NODES, Batch
+from nanospec.kernels.batch import MAX_QUERIES, Batch
+from nanospec.kernels.dispatch import forced
+from nanospec.kernels.layer.attention import attention
+from nanospec.kernels.layer.plan import Plan
+
+SCALE = 0.1  # of the scores
+Part = tuple[int, int, int]  # request, cached tokens, queries
 
 
 @dataclass
 class Texts:
-    """R requests of up to L tokens. q [R, L, Hq, D]; cache [Hkv, num_blocks, block_size, D]; the
+    """R requests of up to L tokens. q [R, L, Hq, D]; cache [2, Hkv, num_blocks, block_size, D]; the
     pages of a request lie scattered, and what no request owns is NaN."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    cache: Tensor
     block_table: Tensor
 
     @classmethod
     def random(
         cls,
-        lengths: list[int],
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        lengths: Sequence[int],
+        heads: tuple[int, int, int],
         block_size: int,
         dtype: torch.dtype,
-        seed: int = 0,
     ) -> Texts:
-        g = torch.Generator().manual_seed(seed)
+        """Requests of the given lengths, with `heads` = (Hq, Hkv, D)."""
+        num_heads, num_kv_heads, head_dim = heads
+        g = torch.Generator().manual_seed(0)
         blocks = [-(-n // block_size) for n in lengths]
         order = torch.randperm(sum(blocks) + 2, generator=g).int()
-        size = (kv_heads, len(order), block_size, head_dim)
-        caches = [torch.full(size, float("nan"), dtype=dtype) for _ in range(2)]
+        size = (2, num_kv_heads, len(order), block_size, head_dim)
+        cache = torch.full(size, float("nan"), dtype=dtype)
         table = torch.full((len(lengths), max(blocks) + 1), -1, dtype=torch.int32)
         start = 0
         for r, count in enumerate(blocks):
             table[r, :count] = order[start : start + count]
             start += count
-            for cache in caches:
+            for side in cache:
                 scale = 1.0 + r  # every request has a distribution of its own
-                text = torch.randn(kv_heads, lengths[r], head_dim, generator=g) * scale + r
+                text = torch.randn(num_kv_heads, lengths[r], head_dim, generator=g) * scale + r
                 for j in range(0, lengths[r], block_size):
                     page = text[:, j : j + block_size].to(dtype)
-                    cache[:, table[r, j // block_size], : page.shape[1]] = page
-        q = torch.randn(len(lengths), max(lengths), heads, head_dim, generator=g).to(dtype)
-        return cls(q, caches[0], caches[1], table)
+                    side[:, table[r, j // block_size], : page.shape[1]] = page
+        q = torch.randn(len(lengths), max(lengths), num_heads, head_dim, generator=g).to(dtype)
+        return cls(q, cache, table)
 
-    def clean(self) -> Texts:
-        """In float64 and without NaN, for `naive`, which reads whole pages."""
-        return Texts(
-            self.q.double(),
-            self.k_cache.double().nan_to_num(),
-            self.v_cache.double().nan_to_num(),
-            self.block_table.clamp(min=0),
-        )
-
-    def rows(
-        self,
-        parts: list[tuple[int, int, int]],
-        padded: bool = True,
-        max_q_len: int | None = None,
-        trees: list[list[int]] | None = None,
+    def batch(
+        self, parts: Sequence[Part], padded: bool = True, trees: list[list[int]] | None = None
     ) -> tuple[Batch, Tensor]:
-        """Rows of the `parts` (request, cached tokens, queries), and their queries [T, Hq, D].
+        """A batch of the `parts`, and their queries [T, Hq, D].
 
         With `padded`, rows have equal length, and padding has slot -1 and NaN as query. `trees` gives
         the parent of each query of each row.
         """
-        widest = max_q_len or max(n for _, _, n in parts)
-        starts, T = [], 0
-        for _, _, n in parts:
-            starts.append(T)
-            T += widest if padded else n
-        block_size = self.k_cache.shape[2]
+        widest, block_size = max(n for _, _, n in parts), self.cache.shape[3]
+        T = len(parts) * widest
         positions, slots = torch.zeros(T, dtype=torch.int32), torch.full((T,), -1, dtype=torch.int32)
         ancestors = torch.zeros(T, dtype=torch.int64) if trees else None
         q = torch.full((T, *self.q.shape[2:]), float("nan"), dtype=self.q.dtype)
         for b, (r, base, n) in enumerate(parts):
+            start = b * widest
             for i in range(n):
-                t, j = starts[b] + i, base + i
+                t, j = start + i, base + i
                 q[t] = self.q[r, j]
                 slots[t] = self.block_table[r, j // block_size] * block_size + j % block_size
                 positions[t] = j
                 if trees and ancestors is not None:
                     parent = trees[b][i]
-                    depth = base if parent < 0 else int(positions[starts[b] + parent]) + 1
-                    positions[t] = depth
-                    mask = 0 if parent < 0 else int(ancestors[starts[b] + parent])
+                    positions[t] = base if parent < 0 else positions[start + parent] + 1
+                    mask = 0 if parent < 0 else int(ancestors[start + parent])
                     ancestors[t] = mask | (1 << i if i < 63 else -1 << 63)
-        i32 = torch.int32
-        rows = Batch(
+        requests, base_len, q_len = torch.tensor(parts, dtype=torch.int32).T.contiguous()
+        batch = Batch(
+            rows=torch.where(q_len > 0, requests, -1),
+            input_ids=torch.zeros_like(positions),
             positions=positions,
             slots=slots,
-            block_table=self.block_table[[r for r, _, _ in parts]].contiguous(),
-            q_start=torch.tensor(starts, dtype=i32),
-            q_len=torch.tensor([n for _, _, n in parts], dtype=i32),
-            base_len=torch.tensor([base for _, base, _ in parts], dtype=i32),
+            block_table=self.block_table[requests],
+            q_start=torch.arange(0, T, widest, dtype=torch.int32),
+            q_len=q_len,
+            base_len=base_len,
             max_q_len=widest,
             max_kv_len=max(base + n for _, base, n in parts),
             ancestors=ancestors,
-            prefill=widest > MAX_TREE_NODES,
+            prefill=widest > MAX_QUERIES,
         )
-        return rows, q
+        return (batch, q) if padded else (batch.packed(), q[slots >= 0])
+
+    def attend(
+        self,
+        parts: Sequence[Part],
+        window: int | None = None,
+        device: str | torch.device = "cpu",
+        **layout: object,
+    ) -> Tensor:
+        """The kernel's output for the scored tokens, on the CPU."""
+        batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
+        plan = Plan(on(batch, device), q.shape[1], self.cache.to(device), window)
+        with forced("triton"):
+            out = attention(q.to(device), plan.cache, plan, SCALE)
+        return scored(batch, out.cpu())
+
+    def expected(self, parts: Sequence[Part], window: int | None = None, **layout: object) -> Tensor:
+        """The same by `naive` in float64, without NaN, since it reads whole pages."""
+        clean = Texts(self.q.double(), self.cache.double().nan_to_num(), self.block_table.clamp(min=0))
+        batch, q = clean.batch(parts, **layout)  # type: ignore[arg-type]
+        with forced("naive"):
+            out = attention(q.nan_to_num(), clean.cache, Plan(batch, q.shape[1], clean.cache, window), SCALE)
+        return scored(batch, out)
 
 
-def scored(rows: Batch, flat: Tensor) -> Tensor:
+def on(batch: Batch, device: str | torch.device) -> Batch:
+    """A copy with all tensors on `device`."""
+    tensors = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return replace(batch, **tensors)  # type: ignore[arg-type]
+
+
+def scored(batch: Batch, flat: Tensor) -> Tensor:
     """The tokens of a flat batch that are not padding."""
-    index = [s + i for s, n in zip(rows.q_start.tolist(), rows.q_len.tolist()) for i in range(n)]
-    return flat[index]
+    return flat[batch.slots >= 0]
+
+
+def tokens_at(positions: Tensor, slots: Tensor) -> Batch:
+    """One row of tokens without any pages."""
+    T, none = len(slots), torch.zeros(1, dtype=torch.int32, device=slots.device)
+    return Batch(none, positions, positions, slots, none[None], none, none + T, none, T, T)
+
+
+def random_trees(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Parents of trees of `lengths` nodes."""
+    rng = random.Random(seed)
+    return [[-1, *(rng.randrange(i) for i in range(1, n))][:n] for n in lengths]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
 from nanospec.kernels.layer import gemm, linear, norm
+from nanospec.kernels.layer.norm import Norm
 from tests.util import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -41,8 +42,8 @@ class Weights:
         if kind == "linear_add":
             return linear.linear_add(x, weight, residual)
         if kind == "norm_linear":
-            return linear.norm_linear(x, scale, 1e-5, weight, bias)
-        return linear.norm_swiglu(x, scale, 1e-5, weight)
+            return linear.norm_linear(x, Norm(scale, 1e-5), weight, bias)
+        return linear.norm_swiglu(x, Norm(scale, 1e-5), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -84,7 +85,7 @@ def test_many_rows_take_the_vendors_product() -> None:
     weights = Weights(linear.MAX_ROWS + 1, 32, 64, torch.float32)
     with forced("triton"):
         out = weights.run("norm_linear")
-    x = norm.naive(weights.x, weights.scale, 1e-5)
+    x = norm.naive(weights.x, Norm(weights.scale, 1e-5))
     assert_close(out, linear.naive(x, weights.weight, weights.bias), 1e-6)
 
 
@@ -105,7 +106,7 @@ def test_bad_arguments_are_refused() -> None:
             (lambda: linear.linear(x, weight.T), "contiguous"),
             (lambda: linear.linear(x, weight, torch.randn(31)), r"bias must be contiguous \[32\]"),
             (lambda: linear.linear_add(x, weight, torch.randn(2, 31)), "residual must be"),
-            (lambda: linear.norm_linear(x, torch.randn(63), 1e-6, weight), "norm weight must be"),
+            (lambda: linear.norm_linear(x, Norm(torch.randn(63), 1e-6), weight), "norm weight must be"),
         ):
             with pytest.raises(ValueError, match=message):
                 call()

@@ -7,6 +7,7 @@ import torch
 
 from nanospec.kernels.dispatch import forced
 from nanospec.kernels.layer import norm
+from nanospec.kernels.layer.norm import Norm
 from tests.util import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -18,29 +19,29 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype, tol: float) -> None:
     x = (torch.randn(shape) * torch.arange(1, shape[0] + 1).view(-1, *[1] * (len(shape) - 1))).to(dtype)
     weight = torch.randn(shape[-1]).to(dtype)
     with forced("triton"):
-        out = norm.rms_norm(x, weight, 1e-5)
+        out = norm.rms_norm(x, Norm(weight, 1e-5))
     assert out.dtype == dtype
-    assert_close(out, norm.naive(x.double(), weight.double(), 1e-5), tol)
+    assert_close(out, norm.naive(x.double(), Norm(weight.double(), 1e-5)), tol)
 
 
 def test_rows_with_gaps() -> None:
     x = torch.randn(5, 200)[:, :100]
     with forced("triton"):
-        out = norm.rms_norm(x, torch.ones(100), 1e-5)
-    assert_close(out, norm.naive(x, torch.ones(100), 1e-5), 1e-6)
+        out = norm.rms_norm(x, Norm(torch.ones(100), 1e-5))
+    assert_close(out, norm.naive(x, Norm(torch.ones(100), 1e-5)), 1e-6)
 
 
 def test_bits_do_not_depend_on_other_rows() -> None:
     x, weight = torch.randn(7, 300), torch.randn(300)
     with forced("triton"):
-        together = norm.rms_norm(x, weight, 1e-6)
+        together = norm.rms_norm(x, Norm(weight, 1e-6))
         for row in range(7):
-            assert torch.equal(norm.rms_norm(x[row : row + 1], weight, 1e-6)[0], together[row])
+            assert torch.equal(norm.rms_norm(x[row : row + 1], Norm(weight, 1e-6))[0], together[row])
 
 
 def test_bad_arguments_are_refused() -> None:
     with forced("triton"):
         with pytest.raises(ValueError, match=r"must be \[10\]"):
-            norm.rms_norm(torch.randn(2, 10), torch.randn(9), 1e-6)
+            norm.rms_norm(torch.randn(2, 10), Norm(torch.randn(9), 1e-6))
         with pytest.raises(ValueError, match="70000 exceeds"):
-            norm.rms_norm(torch.randn(1, 70000), torch.randn(70000), 1e-6)
+            norm.rms_norm(torch.randn(1, 70000), Norm(torch.randn(70000), 1e-6))

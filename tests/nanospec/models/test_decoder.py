@@ -61,7 +61,7 @@ def test_chunked_in_odd_sizes(case: Case) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 4], ids=lambda k: f"K{k}")
-@pytest.mark.parametrize("padded", [False, True], ids=["packed", "uniform"])
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 def test_steps_with_rejected_drafts(case: Case, k: int, padded: bool) -> None:
     """Steps of K+1 tokens whose last ones are wrong and are overwritten by the next step."""
     pages = Pages(case.model, 2, 112)
