@@ -1,12 +1,29 @@
 """nanospec: a compact LLM inference engine for speculative decoding.
 
-Reading order: `config`, `llm`, `engine`, `request`, `scheduler`, `blocks`, `state`, `runner`,
-`model`, then the operations in `kernels`.
+Names are imported when they are first used: what needs no torch, the command line's help say, starts
+without it.
 """
 
-from .config import EngineConfig, SpecConfig
-from .llm import LLM, Completion, RequestOutput
-from .sampling import SamplingParams
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig, SpecConfig
+    from .llm import LLM, Completion, RequestOutput
+    from .sampling import SamplingParams
 
 __all__ = ["LLM", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "SpecConfig"]
 __version__ = "0.1.0"
+_MODULES = {"EngineConfig": "config", "SpecConfig": "config", "SamplingParams": "sampling"}  # others: llm
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'nanospec' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES.get(name, 'llm')}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *__all__))
