@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nanospec.cli.main import main
 from tests.nanospec.cli.test_main import requests_file, results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,8 +52,7 @@ def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) 
     assert "Traceback" not in errors
     before = results(target)
     assert 2 <= len(before) < 60
-    resumed = run("--input", source, "--output", target)
-    assert resumed.returncode == 0, resumed.stderr
+    assert main(command("--input", source, "--output", target)[2:]) == 0
     after = results(target)
     assert sorted(after) == list(range(60))
     assert all(after[i] == before[i] for i in before)
