@@ -17,15 +17,15 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
-	@$(BIN)/python weights/fetch.py $(MODEL)
-	@$(BIN)/python run.py --demo
+	@$(BIN)/nanospec fetch $(MODEL)
+	@$(BIN)/nanospec --demo
 
 test: $(VENV)/.test
-	@$(BIN)/python weights/fetch.py $(MODEL)
+	@$(BIN)/nanospec fetch $(MODEL)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --ignore tests/gpu $(ARGS)
 
 test-models: $(VENV)/.test
-	@$(BIN)/python weights/fetch.py $(MODEL2)
+	@$(BIN)/nanospec fetch $(MODEL2)
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
 
 lint: $(VENV)/.lint
@@ -55,12 +55,23 @@ $(BIN)/python:
 
 $(VENV)/.run $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python
 
+# Says what is large before it is downloaded.
+define ANNOUNCE
+@$(BIN)/python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' || printf '%s\n' \
+  "This downloads torch: with CUDA, as PyPI has it, 2.8 GB (4.9 GB on disk)." \
+  "Without a GPU 0.4 GB (1.5 GB on disk) will do; for that stop here and set" \
+  "  export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+@test -f weights/$(MODEL)/config.json || echo "The model, $(MODEL), is 0.3 GB more."
+endef
+
 $(VENV)/.run:
-	@echo "Installing nanospec into $(VENV) (the first time this downloads torch)"
+	$(ANNOUNCE)
+	@echo "Installing nanospec into $(VENV)"
 	@$(PIP) --editable '.[gguf]'
 	@touch $@
 
 $(VENV)/.test:
+	$(ANNOUNCE)
 	@echo "Installing nanospec and what its tests need into $(VENV)"
 	@$(PIP) --editable '.[test]'
 	@touch $@

@@ -1,24 +1,29 @@
 """nanospec: a compact LLM inference engine for speculative decoding.
 
-What may be set is imported at once and needs no torch; the rest when it is first asked for.
+Names are imported when they are first used: what needs no torch, the command line's help say, starts
+without it.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import EngineConfig, SamplingParams, SpecConfig
-
 if TYPE_CHECKING:
+    from .config import EngineConfig, SpecConfig
     from .llm import LLM, Completion, RequestOutput
+    from .sampling import SamplingParams
 
 __all__ = ["LLM", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "SpecConfig"]
 __version__ = "0.1.0"
+_MODULES = {"EngineConfig": "config", "SpecConfig": "config", "SamplingParams": "sampling"}  # others: llm
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "Completion", "RequestOutput"):
-        from . import llm
+    if name not in __all__:
+        raise AttributeError(f"module 'nanospec' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES.get(name, 'llm')}", __name__), name)
 
-        return getattr(llm, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *__all__))

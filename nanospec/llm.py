@@ -281,8 +281,8 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
+        device = torch.device(str(name))  # to a build for GPUs the number 3 would mean cuda:3
+    except RuntimeError:
         raise ValueError(f"device={name!r} is no device; use 'auto', 'cpu' or 'cuda'.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name!r} needs a GPU that this machine does not have; use 'cpu'.")

@@ -1,20 +1,51 @@
-"""From what the user calls a model to the folder that holds it."""
+"""Finding models: from what the user calls a model to the folder that holds it.
+
+A name is looked up, in this order, as a path, in `./weights`, in $NANOSPEC_WEIGHTS if that is set, in
+the checkout's `weights/` if this is one, in the user's cache ($XDG_CACHE_HOME or ~/.cache, /nanospec),
+and as an id of the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 HUB_TIMEOUT = 10  # seconds until a silent hub counts as unreachable
-FETCH = "python weights/fetch.py NAME"
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+HUB_NOT_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def program() -> str:
+    """What the user types to run the command line, for messages."""
+    return {"nanospec": "nanospec", "run.py": "python run.py"}.get(
+        Path(sys.argv[0]).name, "python -m nanospec"
+    )
+
+
+def cache_folder() -> Path:
+    """Where models lie that belong to no checkout."""
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "nanospec"
 
 
 def weights_folders() -> list[Path]:
-    """Where named models are looked for: $NANOSPEC_WEIGHTS, then `weights/` of the repository."""
+    """Where named models are looked for, first come first."""
+    named, checkout = os.environ.get("NANOSPEC_WEIGHTS"), PACKAGE.parent
+    folders = [Path("weights").absolute()]
+    folders += [Path(named).expanduser()] if named else []
+    folders += [checkout / "weights"] if (checkout / "run.py").is_file() else []
+    return [*folders, cache_folder()]
+
+
+def new_models_folder() -> Path:
+    """Where a new model is put: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
+    if Path("weights").is_dir():
+        return Path("weights")
     named = os.environ.get("NANOSPEC_WEIGHTS")
-    folders = [Path(named).expanduser()] if named else []
-    return [*folders, Path(__file__).resolve().parent.parent.parent / "weights"]
+    return Path(named).expanduser() if named else cache_folder()
 
 
 def available_models() -> list[str]:
@@ -28,18 +59,15 @@ def available_models() -> list[str]:
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The folder of a model, given a folder, a name below `weights/`, or a hub id `org/name`.
+    """The folder of a model, given a folder, a name below one of `weights_folders()`, or a hub id.
 
     A hub id is downloaded through huggingface_hub into its cache, or taken from there.
     Raises FileNotFoundError with a sentence that says what is there and how to get the rest.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if path.is_file():
-        hint = (
-            "convert it: python weights/from_gguf.py FILE FOLDER"
-            if path.suffix == ".gguf"
-            else "give the folder that holds it"
-        )
+        convert = f"convert it: {program()} convert FILE FOLDER"
+        hint = convert if path.suffix == ".gguf" else "give the folder that holds it"
         raise FileNotFoundError(f"{name} is a file, but a model is a folder; {hint}.")
     for folder in (path, *(parent / name for parent in weights_folders())):
         if name and (folder / "config.json").is_file():
@@ -50,31 +78,30 @@ def resolve_model(name_or_path: str | Path) -> Path:
             "config.json, tokenizer.json and *.safetensors."
         )
     there = ", ".join(available_models()) or "none"
-    known = f"Models that are there: {there}. Fetch one with: {FETCH}"
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is None:
+    known = f"Models that are there: {there}. Fetch one with: {program()} fetch NAME"
+    if HUB_ID.fullmatch(name) is None:
         raise FileNotFoundError(
-            f"there is no model {name!r}: it is neither a folder, nor a name below weights/, nor a "
-            f"Hugging Face id 'org/name'. {known}"
+            f"there is no model {name!r}: it is neither a folder, nor a name below weights/ or "
+            f"{cache_folder()}, nor a Hugging Face id 'org/name'. {known}"
         )
     try:
         return download(name)
     except Exception as error:  # the hub library raises those of several HTTP libraries
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise FileNotFoundError(
-            f"there is no folder {name!r}, and the Hugging Face hub does not deliver it "
-            f"({reason}). {known}"
+            f"there is no folder {name!r}, and the Hugging Face hub does not deliver it ({reason}). {known}"
         ) from error
 
 
 def default_heads(model_folder: Path) -> Path:
-    """The parallel heads that come with a model: `weights/heads/NAME.safetensors`."""
-    for folder in weights_folders():
+    """The Medusa heads for a model: `heads/NAME.safetensors` beside the models, or of the package."""
+    for folder in (*weights_folders(), PACKAGE):
         path = folder / "heads" / f"{model_folder.name}.safetensors"
         if path.is_file():
             return path
     raise FileNotFoundError(
         f"there are no parallel heads for {model_folder.name!r}; name a file of them, or train some: "
-        f"python weights/train_heads.py --model {model_folder.name}"
+        f"{program()} train heads --model {model_folder.name}"
     )
 
 
@@ -83,10 +110,7 @@ def download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
-        hub_id,
-        etag_timeout=HUB_TIMEOUT,
-        allow_patterns=["*.safetensors", "*.json", "*.jinja"],
-        ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
+        hub_id, etag_timeout=HUB_TIMEOUT, allow_patterns=HUB_FILES, ignore_patterns=HUB_NOT_FILES
     )
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError("it holds no config.json")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanospec.config import EngineConfig, SpecConfig
 from nanospec.llm import resolve_device
@@ -90,7 +91,14 @@ def test_max_k_is_the_most_drafts_that_can_occur(options: dict[str, Any], max_k:
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:x", 3])
-def test_devices_that_do_not_exist_are_refused(name: Any) -> None:
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_devices_that_do_not_exist_are_refused(
+    name: Any, build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.device
+    if build == "cuda":  # whose torch takes a number for that of a GPU, whether there is one or not
+        gpu = lambda device: real(f"cuda:{device}" if isinstance(device, int) else device)  # noqa: E731
+        monkeypatch.setattr(torch, "device", gpu)
     with pytest.raises(ValueError, match=r"use 'auto', 'cpu' or 'cuda'"):
         resolve_device(name)
 

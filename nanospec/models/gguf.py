@@ -1,30 +1,19 @@
 """Convert a GGUF file into a model folder that nanospec, vLLM and transformers can load.
 
-    python weights/from_gguf.py IN.gguf OUT_DIR [--dtype bfloat16]
-
-OUT_DIR then holds `model.safetensors`, `config.json`, `generation_config.json`, `tokenizer.json`,
+The folder then holds `model.safetensors`, `config.json`, `generation_config.json`, `tokenizer.json`,
 `tokenizer_config.json` and, when the file carries one, `chat_template.jinja`.
 
-What a reader should know:
-
-* Quantised tensors are expanded to `--dtype`. Nothing is gained in quality: a 4-bit model stays a
-  4-bit model, only stored wide.
+* Quantized tensors are expanded. Nothing is gained in quality: a 4-bit model stays a 4-bit model, only
+  stored wide.
 * llama.cpp stores the q and k rows of the llama architecture reordered for interleaved RoPE.
   `unpermute` puts them back into the order of Hugging Face ("rotate half"). qwen2 is not reordered.
-* The output is streamed tensor by tensor into one safetensors file, so that the memory needed is
-  that of the largest tensor, not of the model.
+* Tensors are written one by one, so that the memory needed is that of the largest, not of the model.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import re
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +26,14 @@ from tqdm import tqdm
 try:
     import gguf
 except ModuleNotFoundError as missing:
-    raise SystemExit("Reading GGUF files needs the gguf library: pip install gguf.") from missing
+    raise ImportError("reading GGUF files needs the gguf library: pip install gguf.") from missing
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-
+DTYPES = {  # name -> torch's, and what safetensors calls it
+    "bfloat16": (torch.bfloat16, "BF16"),
+    "float16": (torch.float16, "F16"),
+    "float32": (torch.float32, "F32"),
+}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -60,19 +50,16 @@ TENSOR_NAMES = {
 }
 
 # How text is cut before byte-pair merging, by the value of `tokenizer.ggml.pre`.
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLIT_PATTERNS = {
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": rf"{WORDS}|\p{{N}}|{OTHERS}",
+    "llama-bpe": rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}",
 }
 PRE_TOKENIZERS = ("smollm", *SPLIT_PATTERNS)
-
-# `tokenizer.ggml.token_type`
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-
-# A GGUF file names one end token; a chat model usually has a second one. Like llama.cpp, we also
-# stop at control tokens with these names.
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type`
+# A GGUF file names one end token; chat models usually have a second. As llama.cpp does, control tokens of
+# these names end the text too.
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 
 
@@ -90,10 +77,9 @@ class GGUFFile:
             self.reader = gguf.GGUFReader(path)
         except Exception as error:  # the reader fails in many ways, none of which says "truncated"
             raise ConversionError(
-                f"{path} cannot be read as GGUF ({error}): it is not a GGUF file or the download "
-                "is incomplete; fetch it again."
+                f"{path} cannot be read as GGUF ({error}): it is not a GGUF file or the download is "
+                "incomplete; fetch it again."
             ) from error
-        self.path = path
         self.architecture: str = self.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
             raise ConversionError(
@@ -114,9 +100,22 @@ class GGUFFile:
         """Value of `ARCHITECTURE.key`."""
         return self.get(f"{self.architecture}.{key}", default)
 
-    def tensor_names(self) -> set[str]:
-        """Names of all tensors, as the GGUF file spells them."""
-        return {tensor.name for tensor in self.reader.tensors}
+    def token_id(self, name: str) -> int | None:
+        """The id of the special token `name`, such as "bos"."""
+        token: int | None = self.get(f"tokenizer.ggml.{name}_token_id", None)
+        return token
+
+    def vocabulary(self) -> tuple[list[str], list[int]]:
+        """All tokens and their types, by id."""
+        tokens = self.get("tokenizer.ggml.tokens")
+        return tokens, self.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+
+    def end_ids(self) -> list[int]:
+        """Ids at which generation ends, the file's own end token first."""
+        tokens, types = self.vocabulary()
+        ids = {token: i for i, token in enumerate(tokens) if types[i] == CONTROL}
+        ends = [*map(self.token_id, ("eos", "eot", "eom")), *map(ids.get, END_TOKENS)]
+        return list(dict.fromkeys(i for i in ends if i is not None))
 
 
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -133,36 +132,35 @@ def hf_name(name: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSOR_NAMES:
-        hint = (
-            " (it scales RoPE, which a GGUF file does not describe well enough to convert)"
-            if name == "rope_freqs.weight"
-            else ""
-        )
+        rope = " (it scales RoPE, which a GGUF file does not describe well enough to convert)"
+        hint = rope if name == "rope_freqs.weight" else ""
         raise ConversionError(f"the GGUF file holds a tensor {name!r} of unknown meaning{hint}.")
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     return f"{layer}{TENSOR_NAMES[match[2]]}.{match[3]}"
 
 
-def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
-    """The contents of `config.json`."""
+def check_convertible(file: GGUFFile, head_dim: int) -> None:
+    """Raise ConversionError for what config.json could not say, or nanospec not run."""
     if file.hparam("expert_count", 0):
         raise ConversionError("mixture-of-experts models cannot be converted; use a dense one.")
     scaling = file.hparam("rope.scaling.type", "none")
     if scaling != "none":
         raise ConversionError(f"RoPE scaling {scaling!r} cannot be converted; use a model without.")
-    names = file.tensor_names()
-    shapes = {tensor.name: tensor.shape for tensor in file.reader.tensors}
-    if "token_embd.weight" not in shapes:
-        raise ConversionError("the GGUF file lacks the tensor 'token_embd.weight'.")
-    num_heads = file.hparam("attention.head_count")
-    hidden_size = file.hparam("embedding_length")
-    head_dim = file.hparam("attention.key_length", hidden_size // num_heads)
     rotary_dim = file.hparam("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise ConversionError(
             f"RoPE covers {rotary_dim} of {head_dim} dimensions of a head; only whole heads work."
         )
-    end_ids = end_token_ids(file)
+
+
+def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
+    """The contents of `config.json`."""
+    num_heads, hidden_size = file.hparam("attention.head_count"), file.hparam("embedding_length")
+    head_dim = file.hparam("attention.key_length", hidden_size // num_heads)
+    check_convertible(file, head_dim)
+    shapes = {tensor.name: tensor.shape for tensor in file.reader.tensors}
+    if "token_embd.weight" not in shapes:
+        raise ConversionError("the GGUF file lacks the tensor 'token_embd.weight'.")
     config = {
         "architectures": [ARCHITECTURES[file.architecture]],
         "model_type": file.architecture,
@@ -177,36 +175,20 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": clean_float(file.hparam("attention.layer_norm_rms_epsilon")),
         "rope_theta": clean_float(file.hparam("rope.freq_base", 10000.0)),
         "vocab_size": int(shapes["token_embd.weight"][1]),
-        "tie_word_embeddings": "output.weight" not in names,
-        "bos_token_id": file.get("tokenizer.ggml.bos_token_id", None),
-        "eos_token_id": end_ids[0] if end_ids else None,
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "bos_token_id": file.token_id("bos"),
+        "eos_token_id": next(iter(file.end_ids()), None),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
     if file.architecture == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in names
-        config["mlp_bias"] = False
+        config |= {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": False}
     return config
 
 
 def clean_float(value: float) -> float:
     """The short decimal that a float32 stands for: 9.99999974e-06 -> 1e-05."""
     return float(f"{value:.6g}")
-
-
-def end_token_ids(file: GGUFFile) -> list[int]:
-    """Ids at which generation ends, the file's own end token first."""
-    named = [file.get(f"tokenizer.ggml.{key}_token_id", None) for key in ("eos", "eot", "eom")]
-    tokens, types = vocabulary(file)
-    ids = {token: i for i, token in enumerate(tokens) if types[i] == CONTROL}
-    named += [ids.get(token) for token in END_TOKENS]
-    return list(dict.fromkeys(i for i in named if i is not None))
-
-
-def vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
-    """All tokens and their types, by id."""
-    tokens = file.get("tokenizer.ggml.tokens")
-    return tokens, file.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
 
 
 def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
@@ -217,12 +199,10 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
             f"the tokenizer is {kind!r} with pre-tokenizer {pre!r}; this converter knows 'gpt2' "
             f"(byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
         )
-    tokens, types = vocabulary(file)
+    tokens, types = file.vocabulary()
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
-    )
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     if pre == "smollm":
         cut: Any = pre_tokenizers.Digits(individual_digits=True)
     else:
@@ -233,7 +213,7 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    bos_id = file.get("tokenizer.ggml.bos_token_id", None)
+    bos_id = file.token_id("bos")
     if bos_id is not None and file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
         bos = tokens[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -242,70 +222,55 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     else:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     # In the order of their ids, and each already in `vocab`, so that they keep those ids.
-    tokenizer.add_tokens(
-        [
-            tokenizers.AddedToken(tokens[i], special=kind == CONTROL, normalized=False)
-            for i, kind in enumerate(types)
-            if kind in (CONTROL, USER_DEFINED)
-        ]
-    )
+    for token, kind in zip(tokens, types):
+        if kind in (CONTROL, USER_DEFINED):
+            tokenizer.add_tokens([tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)])
     return tokenizer
 
 
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     """The contents of `tokenizer_config.json`."""
-    tokens, _ = vocabulary(file)
-    config: dict[str, Any] = {
+    tokens, _ = file.vocabulary()
+    special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {f"{name}_token": file.token_id(key) for name, key in special.items()}
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": file.hparam("context_length"),
         "clean_up_tokenization_spaces": False,
+        **{name: None if i is None else tokens[i] for name, i in ids.items()},
     }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = file.get(f"tokenizer.ggml.{key}_token_id", None)
-        if token_id is not None:
-            config[f"{name}_token"] = tokens[token_id]
-    return config
-
-
-def hf_tensors(file: GGUFFile, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and values of each tensor in the Hugging Face layout, one at a time."""
-    heads = {
-        "attn_q": file.hparam("attention.head_count"),
-        "attn_k": file.hparam("attention.head_count_kv", file.hparam("attention.head_count")),
-    }
-    for tensor in file.reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        kind = tensor.name.split(".")[-2]
-        if file.architecture == "llama" and kind in heads:
-            values = unpermute(values, heads[kind])
-        values = np.require(values, requirements=["C", "W"])  # copies only where it must
-        yield hf_name(tensor.name), torch.from_numpy(values).to(DTYPES[dtype])
 
 
 def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
-    """Stream all tensors into one safetensors file: a header of offsets, then the bytes in order.
+    """Write all tensors into one safetensors file: a header of offsets, then the bytes in order.
 
     The `safetensors` library wants all tensors in memory at once; the format itself does not.
     """
-    width = torch.finfo(DTYPES[dtype]).bits // 8
+    torch_dtype, stored_dtype = DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in file.reader.tensors:
-        begin, end = end, end + int(tensor.n_elements) * width
-        header[hf_name(tensor.name)] = {
-            "dtype": SAFETENSORS_DTYPES[dtype],
-            "shape": [int(n) for n in reversed(tensor.shape)],
-            "data_offsets": [begin, end],
-        }
+        begin, end = end, end + int(tensor.n_elements) * torch_dtype.itemsize
+        shape = [int(n) for n in reversed(tensor.shape)]
+        header[hf_name(tensor.name)] = {"dtype": stored_dtype, "shape": shape, "data_offsets": [begin, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    with (
-        path.open("wb") as out,
-        tqdm(total=end, unit="B", unit_scale=True, desc="converting", disable=None) as bar,
-    ):
+    bar = tqdm(total=end, unit="B", unit_scale=True, desc="converting", disable=None)
+    with path.open("wb") as out, bar:
         out.write(len(raw).to_bytes(8, "little") + raw)
-        for _, values in hf_tensors(file, dtype):
+        for tensor in file.reader.tensors:
+            values = torch.from_numpy(hf_values(file, tensor)).to(torch_dtype)
             bar.update(out.write(values.view(-1).view(torch.uint8).numpy().data))
+
+
+def hf_values(file: GGUFFile, tensor: Any) -> np.ndarray:
+    """A tensor of the file in float32 and in the Hugging Face layout."""
+    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    num_heads, kind = file.hparam("attention.head_count"), tensor.name.split(".")[-2]
+    if file.architecture == "llama" and kind in ("attn_q", "attn_k"):
+        kv_heads = file.hparam("attention.head_count_kv", num_heads)
+        values = unpermute(values, num_heads if kind == "attn_q" else kv_heads)
+    return np.require(values, requirements=["C", "W"])  # copies only where it must
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -326,54 +291,10 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     config, tokenizer = model_config(file, dtype), build_tokenizer(file)
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)
-    write_json(
-        folder / "generation_config.json",
-        {
-            "bos_token_id": config["bos_token_id"],
-            "eos_token_id": end_token_ids(file),
-            "pad_token_id": file.get("tokenizer.ggml.padding_token_id", None),
-        },
-    )
+    ends = {"eos_token_id": file.end_ids(), "pad_token_id": file.token_id("padding")}
+    write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], **ends})
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tokenizer_config(file))
-    template = file.get("tokenizer.chat_template", None)
-    if template:
+    if template := file.get("tokenizer.chat_template", None):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     write_safetensors(file, folder / "model.safetensors", dtype)
-
-
-def publish(folder: Path, target: Path) -> None:
-    """Move the finished `folder` to `target` on the same disk, replacing what is there."""
-    if target.exists():
-        shutil.rmtree(target)
-    os.rename(folder, target)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("source", type=Path, metavar="IN.gguf")
-    parser.add_argument("target", type=Path, metavar="OUT_DIR")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--force", action="store_true", help="replace OUT_DIR if it exists")
-    args = parser.parse_args(argv)
-    if args.target.exists() and not args.force:
-        print(f"{args.target} exists already; give another folder or --force.", file=sys.stderr)
-        return 1
-    try:
-        args.target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".converting-", dir=args.target.parent) as scratch:
-            convert(args.source, Path(scratch) / "model", args.dtype)
-            publish(Path(scratch) / "model", args.target)
-    except (ConversionError, OSError) as error:
-        print(f"Cannot convert {args.source}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nInterrupted; nothing was changed.", file=sys.stderr)
-        return 130
-    print(f"{args.target} is ready.")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

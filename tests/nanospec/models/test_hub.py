@@ -1,0 +1,93 @@
+"""Names of models become folders; what is missing gets a sentence that says how to get it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanospec.models import hub
+from nanospec.models.hub import available_models, default_heads, new_models_folder, resolve_model
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """All folders where models are looked for, empty, in their order."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "PACKAGE", tmp_path / "checkout" / "nanospec")
+    monkeypatch.setattr("sys.argv", ["/usr/bin/nanospec"])
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "run.py").touch()
+    places = {"here": "weights", "named": "named", "checkout": "checkout/weights", "cache": "cache/nanospec"}
+    return {name: tmp_path / place for name, place in places.items()}
+
+
+def put(folder: Path, name: str) -> Path:
+    """A model, as far as finding it goes."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "config.json").write_text("{}")
+    return folder / name
+
+
+def test_names_are_looked_up_in_order(places: dict[str, Path]) -> None:
+    for folder in reversed(places.values()):
+        put(folder, "mine")
+        assert resolve_model("mine") == folder / "mine"
+    other = put(places["cache"], "org/other")
+    assert resolve_model("org/other") == other
+    assert resolve_model(other) == other
+    assert available_models() == ["mine", "org/other"]
+    path = put(places["here"].parent, "mine")
+    assert resolve_model("mine").samefile(path)
+
+
+def test_new_models_go_where_they_are_found(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert new_models_folder() == places["named"]
+    monkeypatch.delenv("NANOSPEC_WEIGHTS")
+    assert new_models_folder() == places["cache"]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert new_models_folder() == Path("/home/me/.cache/nanospec")
+    places["here"].mkdir()
+    assert new_models_folder() == Path("weights")
+
+
+def test_heads_of_the_package_are_found_last(places: dict[str, Path]) -> None:
+    with pytest.raises(FileNotFoundError, match="train some: nanospec train heads --model mine"):
+        default_heads(Path("mine"))
+    for folder in (hub.PACKAGE, places["cache"], places["here"]):
+        (folder / "heads").mkdir(parents=True)
+        (folder / "heads" / "mine.safetensors").touch()
+        assert default_heads(Path("mine")) == folder / "heads" / "mine.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("started", "typed"),
+    [("bin/nanospec", "nanospec"), ("run.py", "python run.py"), ("mine.py", "python -m nanospec")],
+)
+def test_messages_name_what_the_user_types(
+    started: str, typed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [started])
+    with pytest.raises(FileNotFoundError, match=f"Fetch one with: {typed} fetch NAME"):
+        resolve_model("nothing")
+
+
+def test_resolve_model_says_what_is_wrong(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
+    put(places["named"], "mine")
+    (places["named"] / "empty").mkdir()
+    (places["named"] / "m.gguf").touch()
+    for name, message in {
+        "nothing": r"no model 'nothing': .* are there: mine\. Fetch one with: nanospec fetch NAME",
+        "": "no model ''",
+        "org/name": r"no folder 'org/name', .* does not deliver it \(unreachable\)\. Models",
+        str(places["named"] / "empty"): r"holds no config\.json",
+        str(places["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=message):
+            resolve_model(name)

@@ -1,0 +1,52 @@
+"""The wheel holds what the installed program needs, and takes no name that belongs to others."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files in a wheel built from a copy of the sources: without a network, nor what builds leave."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("nanospec", "kernels", "weights/heads"):
+        ignored = shutil.ignore_patterns("__pycache__", ".*")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "--wheel-dir", folder, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [path] = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_everything_is_there_and_nothing_else(wheel: dict[str, bytes]) -> None:
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "nanospec").rglob("*.py")}
+    sources |= {f"nanospec/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.py")}
+    assert "nanospec/kernels/batch.py" in sources
+    assert sources <= wheel.keys()
+    assert {"nanospec/py.typed", "nanospec/heads/smollm2-135m-instruct.safetensors"} <= wheel.keys()
+    assert {name.split("/")[0].split("-")[0] for name in wheel} == {"nanospec"}
+    assert all(name in sources or not name.endswith(".py") for name in wheel)
+
+
+def test_the_command_is_there(wheel: dict[str, bytes]) -> None:
+    [entry_points] = [text.decode() for name, text in wheel.items() if name.endswith("entry_points.txt")]
+    assert "nanospec = nanospec.cli.main:main" in entry_points
+
+
+def test_the_sources_are_valid_for_the_oldest_python(wheel: dict[str, bytes]) -> None:
+    for name, text in wheel.items():
+        if name.endswith(".py"):
+            ast.parse(text, name, feature_version=(3, 10))
