@@ -95,14 +95,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def checkpoint(
-    folder: Path, variant: str, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB"
+    folder: Path,
+    variant: str,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **changes: Any,
 ) -> Path:
-    """Write the random checkpoint `variant` to `folder` and return it."""
+    """Write the random checkpoint `variant`, with `changes` to its config, to `folder` and return it."""
     import transformers
 
     family, fields = VARIANTS[variant]
     torch.manual_seed(sorted(VARIANTS).index(variant))
-    config = getattr(transformers, f"{family}Config")(**{**_SMALL, **fields})
+    config = getattr(transformers, f"{family}Config")(**{**_SMALL, **fields, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -23,7 +23,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanospec import LLM, SamplingParams
+from .. import LLM, SamplingParams
+from .openings import CODE_COPY, KINDS
 
 ROUND = 512  # conversations per round
 MESSAGE_TOKENS, ANSWER_TOKENS = 128, 384  # the longest
@@ -53,91 +54,8 @@ class Text:
     kind: str
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of conversation: how often, under which system prompts, with which first words."""
-
-    share: float
-    systems: tuple[str, ...]
-    openings: tuple[str, ...]
-
-
-KINDS = {
-    "chat": Kind(
-        0.3,
-        ("", "", "You are a helpful assistant.", "You answer questions in a few clear sentences."),
-        ("", "", "", "", "What is", "Why", "How do I", "How does", "Explain", "Can you", "I am", "Who",
-         "Give me", "Describe", "What are the differences between", "List", "When", "Tell me about",
-         "Should I", "Help me", "Suggest", "Compare", "Is it", "My"),
-    ),
-    "writing": Kind(
-        0.12,
-        ("", "", "You are a writer.", "You help people write letters, stories and essays."),
-        ("Write a story about", "Write an email", "Write a short poem", "Write an essay", "Draft a",
-         "Create a", "Continue the story: ", "Write a letter to", "Write a blog post", "Write a dialogue"),
-    ),
-    "code": Kind(
-        0.2,
-        ("", "", "You are an expert programmer.", "You are a coding assistant. Answer with code."),
-        ("Write a Python function", "Write a Python class", "Write a program that", "How do I write",
-         "Write a JavaScript function", "Implement", "Write an SQL query", "Write unit tests for",
-         "Explain this code:\n\n```python\ndef ", "Fix the bug in this code:\n\n```python\n",
-         "Add type hints to this function:\n\n```python\ndef ", "Write a C function",
-         "Rename the variables in this code:\n\n```python\ndef ", "Write HTML", "Write a bash script"),
-    ),
-    "maths": Kind(
-        0.1,
-        ("", "You are a patient teacher of mathematics. Solve problems step by step."),
-        ("Solve", "What is ", "If ", "A train", "Calculate", "A shop sells", "Find the", "Prove that",
-         "How many", "There are", "John has", "Convert"),
-    ),
-    "translate": Kind(
-        0.06,
-        ("", "You are a translator. Answer with the translation only."),
-        ("Translate into French: ", "Translate into German: ", "Translate into Spanish: ",
-         "Translate this to English: ", "How do you say"),
-    ),
-    "summarise": Kind(
-        0.1,
-        ("", "You summarise texts.", "You extract facts from texts and list them."),
-        ("Summarize the following text.\n\n", "Summarize this article in three sentences:\n\n",
-         "Extract the names and dates from this text:\n\n", "Rewrite this text more formally:\n\n",
-         "Answer the question with a quotation from the text.\n\nText: ", "Correct the grammar:\n\n",
-         "Give the key points of:\n\n"),
-    ),
-    "text": Kind(  # no chat: a text that goes on
-        0.04,
-        ("",),
-        ("The ", "Once upon a time", "In ", "# ", "import ", "def ", "A ", "Chapter 1\n\n", "It was ",
-         "History of ", "How to ", "According to ", "<!DOCTYPE html>\n"),
-    ),
-    "copy": Kind(  # quotes an earlier answer, in place of {}
-        0.08,
-        ("", "", "You are a careful editor."),
-        ("Repeat the following text word for word.\n\n{}",
-         "Quote the first two sentences of this text.\n\n{}",
-         "Correct the mistakes in this text and change nothing else:\n\n{}", "{}\n\nSummarize this.",
-         "{}\n\nRewrite the text above so that it is shorter.", "Translate into Spanish:\n\n{}",
-         "Here is a text:\n\n{}\n\nReplace the first sentence with a better one; give the whole text.",
-         "{}\n\nWhat is the main point of this text? Quote it."),
-    ),
-}  # fmt: skip
-CODE_COPY = Kind(  # as "copy", for answers with code in them
-    0.0,
-    ("", "", "You are a coding assistant. Answer with code."),
-    ("Add comments to this code:\n\n{}", "Rename the function in this code and give the whole code:\n\n{}",
-     "Add type hints to this code:\n\n{}", "Rename the variables in this code:\n\n{}",
-     "{}\n\nAdd error handling to this code.", "{}\n\nWrite a test for this code.",
-     "Repeat this code without changes:\n\n{}", "Explain this code line by line:\n\n{}"),
-)  # fmt: skip
-
-
 def write_texts(
-    llm: LLM,
-    folder: Path,
-    num_tokens: int,
-    seed: int = 0,
-    prompts: Sequence[Any] | None = None,
+    llm: LLM, folder: Path, num_tokens: int, seed: int = 0, prompts: Sequence[Any] | None = None
 ) -> list[list[Text]]:
     """Have the target write at least `num_tokens` tokens of text into `folder`; gives the texts by round.
 
@@ -172,7 +90,8 @@ def write_texts(
 def read_prompts(path: Path) -> list[Any]:
     """The prompts of a file of JSON lines, each {"prompt": text} or {"messages": [...]}: texts or lists."""
     prompts: list[Any] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")  # a text may hold other line ends
+    for number, line in enumerate(lines if lines[0] else [], 1):
         try:
             value = json.loads(line)
         except ValueError as error:
@@ -215,30 +134,21 @@ def _invented(
     llm: LLM, folder: Path, number: int, seed: int, texts: list[Text], bar: Any
 ) -> list[dict[str, Any]]:
     """The requests of a round whose messages the target itself writes; a few quote from `texts`."""
-    quotes = [text for text in texts if text.kind not in ("copy", "text")]
-    drafts: list[tuple[random.Random, str, str, str]] = []  # and kind, system prompt, opening
+    quotable = [text for text in texts if text.kind not in ("copy", "text")]
+    begun: list[tuple[random.Random, str, str, str]] = []  # and kind, system prompt, first words
     asked: list[dict[str, Any]] = []
     for i in range(ROUND):
         rng = random.Random(f"{seed}-{number}-{i}")
-        name = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
-        if name == "copy" and not quotes:
-            name = "chat"
-        kind, quote = KINDS[name], ""
-        if name == "copy":
-            chosen = rng.choice(quotes)
-            quote = llm.tokenizer.decode(chosen.ids[chosen.answer :])[:QUOTE].strip()
-            kind = CODE_COPY if "```" in quote else kind
-        system, opening = rng.choice(kind.systems), rng.choice(kind.openings)
-        drafts.append((rng, name, system, opening.replace("{}", quote)))
+        name, system, words = _opening(llm, rng, quotable)
+        begun.append((rng, name, system, words))
         if name not in ("text", "copy"):
-            ids = llm.tokenizer.encode(_before_user(llm, system) + opening, add_special_tokens=False)
+            ids = llm.tokenizer.encode(_before_user(llm, system) + words, add_special_tokens=False)
             asked.append({**_request(rng, ids, 0, name, MESSAGE_TOKENS), "temperature": MESSAGE_TEMPERATURE})
     written = iter(_complete(llm, folder / f"messages-{number:04}.jsonl", asked, bar))
     requests = []
-    for rng, name, system, message in drafts:
+    for rng, name, system, message in begun:
         if name == "text":
-            ids = llm.tokenizer.encode(message.rstrip())
-            requests.append(_request(rng, ids, 0, name, ANSWER_TOKENS))
+            requests.append(_request(rng, llm.tokenizer.encode(message.rstrip()), 0, name, ANSWER_TOKENS))
             continue
         if name != "copy":
             message += llm.tokenizer.decode(next(written)["output"])
@@ -248,6 +158,19 @@ def _invented(
         user = len(ids) if name == "copy" else _common(start, ids)
         requests.append(_request(rng, ids, user, name, ANSWER_TOKENS))
     return requests
+
+
+def _opening(llm: LLM, rng: random.Random, quotable: list[Text]) -> tuple[str, str, str]:
+    """How a conversation begins: its kind, the system prompt, the first words, perhaps with a quotation."""
+    name = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
+    if name == "copy" and not quotable:
+        name = "chat"
+    kind, quote = KINDS[name], ""
+    if name == "copy":
+        text = rng.choice(quotable)
+        quote = llm.tokenizer.decode(text.ids[text.answer :])[:QUOTE].strip()
+        kind = CODE_COPY if "```" in quote else kind
+    return name, rng.choice(kind.systems), rng.choice(kind.openings).replace("{}", quote)
 
 
 def _request(rng: random.Random, ids: list[int], user: int, kind: str, limit: int) -> dict[str, Any]:
@@ -287,9 +210,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _complete(
-    llm: LLM, path: Path, requests: list[dict[str, Any]], bar: Any
-) -> list[dict[str, Any]]:
+def _complete(llm: LLM, path: Path, requests: list[dict[str, Any]], bar: Any) -> list[dict[str, Any]]:
     """The requests, each with its "output": those in the file, and the others generated and appended."""
     done = _lines(path)
     todo = [i for i in range(len(requests)) if i not in done]
@@ -305,8 +226,7 @@ def _complete(
                 done[index] = {**requests[index], "index": index, "output": output.token_ids}
                 file.write(json.dumps(done[index], separators=(",", ":")) + "\n")
                 file.flush()
-                if bar is not None:
-                    bar.set_postfix_str(f"{path.stem}: {len(done)} of {len(requests)}")
+                bar.set_postfix_str(f"{path.stem}: {len(done)} of {len(requests)}")
 
             llm.generate([requests[i]["ids"] for i in todo], params, write)
     return [done[i] for i in range(len(requests))]
