@@ -10,13 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import EngineConfig, SpecConfig
+    from .config import EngineConfig, SamplingParams, SpecConfig
     from .llm import LLM, Completion, RequestOutput
-    from .sampling import SamplingParams
 
 __all__ = ["LLM", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "SpecConfig"]
 __version__ = "0.1.0"
-_MODULES = {"EngineConfig": "config", "SpecConfig": "config", "SamplingParams": "sampling"}  # others: llm
+_MODULES = {"EngineConfig": "config", "SpecConfig": "config", "SamplingParams": "config"}  # others: llm
 
 
 def __getattr__(name: str) -> Any:

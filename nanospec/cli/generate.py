@@ -9,7 +9,7 @@ from typing import Any
 
 from ..llm import LLM, RequestOutput
 from ..metrics import LOSSY
-from ..sampling import SamplingParams
+from ..config import SamplingParams
 from . import roofline
 from .console import DIM, Console
 from .demo import run_demo

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from ..config import ACCEPTANCE, METHODS, SpecConfig
+from ..config import SamplingParams, SpecConfig
+from ..drafters.base import method_names, registered
+from ..kernels.codes import RULES
 from ..models.hub import program
-from ..sampling import SamplingParams
 
 Table = dict[str, dict[str, Any]]
 
@@ -38,13 +40,10 @@ def auto_or_int(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-SPECULATION: Table = {  # SpecConfig
-    "method": {"flag": "--spec", "choices": METHODS, "help": "how to guess (default: ngram)"},
-    "draft_model": {"metavar": "MODEL", "help": "for --spec draft: a small model, same vocabulary"},
-    "heads": {"metavar": "FILE", "help": "for --spec medusa (default: heads/NAME.safetensors in weights/)"},
+SPECULATION: Table = {  # SpecConfig; further options are those of the methods
     "tree_width": {"type": int, "metavar": "W", "help": "most continuations guessed at once (default: 1)"},
     "acceptance": {
-        "choices": ACCEPTANCE,
+        "choices": RULES,
         "help": "exact (default): the output is what it is without speculation; rejection: its "
         "distribution is; typical: the output changes, since tokens are accepted that are only likely "
         "enough",
@@ -54,8 +53,6 @@ SPECULATION: Table = {  # SpecConfig
         "metavar": "K",
         "help": "most guesses per step; auto (default) chooses by measured cost and acceptance",
     },
-    "prompt_lookup_min": {"type": int, "metavar": "N", "help": "shortest text to look up (default: 1 token)"},
-    "prompt_lookup_max": {"type": int, "metavar": "N", "help": "longest text to look up (default: 8 tokens)"},
 }
 SAMPLING: Table = {  # SamplingParams
     "temperature": {"type": float, "default": 0.0, "help": "0 (default) is greedy"},
@@ -100,9 +97,33 @@ def given(args: argparse.Namespace, table: Table) -> dict[str, Any]:
     return {field: getattr(args, field) for field in table if hasattr(args, field)}
 
 
+def speculation() -> Table:
+    """The options of speculation: which methods there are, what each of them lets one set, and the rest."""
+    methods = registered().values()
+    what = "; ".join(f"{method.method}: {method.help}" for method in methods)
+    table: Table = {
+        "method": {
+            "flag": "--spec",
+            "choices": method_names(),
+            "metavar": "METHOD",
+            "help": f"how to guess. {what}; A+B: B where A finds nothing; none (default: ngram)",
+        }
+    }
+    for method in methods:
+        for option in method.options:
+            what = f"for --spec {method.method}: {option.help}"
+            table[option.name] = {"type": option.kind, "metavar": option.metavar, "help": what}
+    return {**table, **SPECULATION}
+
+
 def spec_config(args: argparse.Namespace) -> SpecConfig:
     """How to guess. Raises ValueError for what does not fit together."""
-    return SpecConfig(**given(args, SPECULATION))
+    asked = given(args, speculation())
+    own = {field.name for field in fields(SpecConfig)}
+    return SpecConfig(
+        **{name: value for name, value in asked.items() if name in own},
+        options={name: value for name, value in asked.items() if name not in own},
+    )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -150,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="the system message of a chat")
     add("--json", action="store_true", help="print statistics as JSON on standard output")
     add("--show-drafts", action="store_true", help="colour the tokens that were guessed right (terminal)")
-    add_options(parser, "speculation", SPECULATION)
+    add_options(parser, "speculation", speculation())
     add_options(parser, "sampling (defaults for all requests)", SAMPLING)
     add_options(parser, "engine", ENGINE)
     return parser

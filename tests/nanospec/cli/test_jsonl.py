@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nanospec.cli.jsonl import finished_lines, locked, read_requests, run_batch
-from nanospec.sampling import SamplingParams
+from nanospec.config import SamplingParams
 
 BREAKS = "a\u2028b\u2029c\x85d"  # where str.splitlines would cut
 LLM: Any = SimpleNamespace(
