@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .kernels.sampling.accept import RULES as ACCEPTANCE
+from .kernels.codes import RULES as ACCEPTANCE
 
 METHODS = ("ngram", "draft", "medusa", "ngram+draft", "ngram+medusa", "none")
 MAX_TREE_WIDTH = 8
