@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from .codes import MAX_DRAFTS
@@ -34,6 +35,23 @@ class Chunk(NamedTuple):
     row: int
     start: int
     num_tokens: int
+
+
+class Tensors(NamedTuple):
+    """The tensors of a batch, which kernels take whole. `TREE` says whether the last two are there: kernels
+    cannot ask whether an element of a tuple is None."""
+
+    rows: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    q_start: Tensor
+    q_len: Tensor
+    base_len: Tensor
+    ancestors: Tensor | None
+    parents: Tensor | None
+    TREE: tl.constexpr
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +160,12 @@ class Batch:
             ancestors=None if self.ancestors is None else self.ancestors[keep],
             parents=None if self.parents is None else self.parents[keep],
         )
+
+    @property
+    def tensors(self) -> Tensors:
+        """What kernels take."""
+        tensors = (getattr(self, name) for name in Tensors._fields[:-1])
+        return Tensors._make((*tensors, tl.constexpr(self.parents is not None)))
 
     @property
     def num_rows(self) -> int:

@@ -1,14 +1,7 @@
-"""Two further rules of acceptance: they change targets between `sample` and `verify`.
+"""Two further rules of acceptance: they change targets between `sample` and `commit`.
 
-`verify` accepts a draft iff it equals the target of the token before it. A row of another rule gets
-other targets, and the same walk does the rest:
-
-    targets      [T] int32     from `sample`; the result is the same for rows that keep to EXACT
-    rule         [S] int8      per request row: EXACT, REJECTION or TYPICAL
-    parents      [T] int32     trees only, as for `verify`
-    draft_logits [B, K, V]     what the draft at place j + 1 of its row was drawn from; rows contiguous
-    has_probs    [B] bool      whether a row's drafts were drawn from them at all, as a chain; None: all
-                               were, but no trees
+`commit` accepts a draft iff it equals the target of the token before it. A row of another rule (`rule` of
+the table) gets other targets, and the same walk does the rest; rows that keep to EXACT keep theirs.
 
 REJECTION (Leviathan et al., 2023; Chen et al., 2023) is lossless in distribution, though which tokens a
 seed gives depends on the drafts: with p the target's and q the draft model's probabilities, a draft d
@@ -28,10 +21,9 @@ request's seed and the absolute position, as in `sample`. Drafts and targets at 
 their noise, so acceptance and residual have streams of their own (`noise.py`, with seeds that differ
 in constant bits): u = exp(-E) of token 0 of the one, all tokens of the other.
 
-Kernel: `_select` lists the rows that ask, and programs of others end at once. `scan` goes over
-the logits again, and over the draft's; `law` reduces each distribution to four numbers, with the
-threshold that `sample` has; `_decide` changes targets, at most one pass over the vocabulary for a
-residual draw. Limits: those of `sample` and `verify`.
+Kernel: `_select` lists the rows that ask, and programs of others end at once. `scan` goes over the logits
+again, and over the draft's; `probabilities` reduces each distribution to four numbers; `_decide` changes
+targets, at most one pass over the vocabulary for a residual draw. Limits: those of `sample` and `commit`.
 """
 
 from __future__ import annotations
@@ -44,100 +36,81 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import Batch
+from ..batch import MAX_QUERIES, Batch
+from ..codes import EXACT, NAN_TOKEN, REJECTION, TYPICAL
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
-from ..speculation.verify import MAX_Q_LEN
+from ..speculation.proposal import Proposal
+from ..speculation.walk import rows_of
+from ..table import Table
 from . import noise, penalties, probabilities, sample, scan, top_k_top_p
-from .sample import NAN_TOKEN, Params
 
-EXACT, REJECTION, TYPICAL = 0, 1, 2
-RULES = ("exact", "rejection", "typical")  # their names, by code
 EPSILON, DELTA = 0.09, 0.3  # of TYPICAL: the defaults of Medusa's reference implementation
 ACCEPTANCE = tl.constexpr(0x5851F42D4C957F2D)  # arbitrary bits that tell the streams apart
 RESIDUAL = tl.constexpr(0x14057B7EF767814F)
 TILE = tl.constexpr(4096)  # tokens of the vocabulary per iteration
-_REJECTION, _TYPICAL = tl.constexpr(REJECTION), tl.constexpr(TYPICAL)
+_EXACT, _REJECTION, _TYPICAL = tl.constexpr(EXACT), tl.constexpr(REJECTION), tl.constexpr(TYPICAL)
 _EPSILON, _DELTA = tl.constexpr(EPSILON), tl.constexpr(DELTA)
 
 
-def accept(
-    targets: Tensor,
-    logits: Tensor,
-    input_ids: Tensor,
-    rows: Tensor,
-    params: Params,
-    batch: Batch,
-    rule: Tensor,
-    parents: Tensor | None = None,
-    draft_logits: Tensor | None = None,
-    has_probs: Tensor | None = None,
-) -> Tensor:
-    """The targets [T] int32 to verify the drafts against. See the module docstring."""
-    further = (rule, parents, draft_logits, has_probs)
+def accept(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:
+    """The targets [T] int32 to verify the drafts of `proposal` against, from those of `sample`."""
     if use_triton(logits):
-        return launch(targets, logits, input_ids, rows, params, batch, *further)
-    return naive(targets, logits, input_ids, rows, params, batch, *further, lazy=True)
+        return launch(targets, logits, table, batch, proposal)
+    return naive(targets, logits, table, batch, proposal, lazy=True)
 
 
 def naive(
-    targets: Tensor, logits: Tensor, input_ids: Tensor, rows: Tensor, params: Params, batch: Batch,
-    rule: Tensor, parents: Tensor | None = None, draft_logits: Tensor | None = None,
-    has_probs: Tensor | None = None, lazy: bool = False,
-) -> Tensor:  # fmt: skip
+    targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, lazy: bool = False
+) -> Tensor:
     """The specification in plain PyTorch; also the CPU path.
 
     With `lazy` only the queries that verification will read get their targets, and `targets` may come
     from a lazy `sample`.
     """
-    asked, ids = rule.tolist(), input_ids.tolist()
-    if all(s < 0 or asked[s] == EXACT for s in rows.tolist()):
-        return targets
+    rules = table.rule.masked_fill(table.temperature <= 0, EXACT).tolist()
     targets = targets.clone()
-    for b, s in enumerate(rows.tolist()):
-        if s < 0 or asked[s] == EXACT or params.temperature[s] <= 0:
+    for b, row in enumerate(rows_of(batch)):
+        s = row.request
+        rule = rules[s] if s >= 0 else EXACT
+        guesses = _drawn_from(proposal, batch, b) if rule == REJECTION else ()
+        if rule != TYPICAL and not len(guesses):
             continue
-        guesses = []
-        if asked[s] == REJECTION:
-            drawn_from = parents is None if has_probs is None else bool(has_probs[b])
-            if draft_logits is None or not drawn_from:
+        as_drawn = True  # whether `sample` has drawn the target here
+        for place in row.walk(targets) if lazy else range(len(row.ids)):
+            t, children = row.start + place, row.children(place)
+            before = int(targets[t])
+            if before == NAN_TOKEN:
                 continue
-            guesses = list(draft_logits[b])
-        start, n = int(batch.q_start[b]), int(batch.q_len[b])
-        above = range(-1, n - 1) if parents is None else parents[start : start + n].tolist()
-        node, drawn = 0, True  # whether `sample` has drawn the target here
-        for _ in range(n):  # ends a walk through parents in a circle too
-            t = start + node
-            children = [c for c in range(1, n) if above[c] == node]
-            scores, position = sample.scores_of(logits, input_ids, s, params, batch, start, node)
-            token = NAN_TOKEN if int(targets[t]) == NAN_TOKEN else None
-            if token is None and children and node < len(guesses):
-                token = _rejection(scores, guesses[node].float(), ids[t + 1], s, position, params)
-            if token is None and not drawn:
-                token = int(sample.draw(scores, s, position, params))
-            token = int(targets[t]) if token is None else token
-            if asked[s] == TYPICAL and children and token != NAN_TOKEN:
-                token = _typical(scores, [ids[start + c] for c in children], token, s, params)
-            matched = [c for c in children if ids[start + c] == token]
-            if lazy:
-                drawn = drawn and (not sample.walks_lazily(batch) or int(targets[t]) == token)
+            scores, position = sample.scores_of(logits, table, batch, row, place)
+            token = None
+            if children and place < len(guesses):
+                token = _rejection(scores, guesses[place].float(), row.ids[place + 1], s, position, table)
+            if token is None:
+                token = before if as_drawn else int(sample.draw(scores, s, position, table))
+            if rule == TYPICAL and children and token != NAN_TOKEN:
+                token = _typical(scores, [row.ids[c] for c in children], token, s, table)
+            as_drawn = as_drawn and (not lazy or token == before)
             targets[t] = token
-            if lazy and not matched:
-                break
-            node = matched[0] if lazy else (node + 1) % n
     return targets
 
 
+def _drawn_from(proposal: Proposal, batch: Batch, b: int) -> Tensor | tuple[()]:
+    """[K, V]: the logits that the drafts of batch row b were drawn from, if they were drawn at all."""
+    sampled = batch.parents is None if proposal.sampled is None else bool(proposal.sampled[b])
+    return proposal.logits[b] if sampled and proposal.logits is not None else ()
+
+
 def _rejection(
-    scores: Tensor, guess: Tensor, draft: int, s: int, position: int, params: Params
+    scores: Tensor, guess: Tensor, draft: int, s: int, position: int, table: Table
 ) -> int | None:
     """The target by rejection sampling; None where there is no p or no q."""
-    if params.shaped[s]:
-        guess = penalties.naive(guess, s, position, guess.new_empty(0, dtype=torch.int32), params)
+    if table.penalized[s]:
+        guess = penalties.naive(guess, s, position, (), table)
     if not (torch.isfinite(scores.amax()) and torch.isfinite(guess.amax())):
         return None
-    log_p, log_q = probabilities.naive(scores, s, params), probabilities.naive(guess, s, params)
-    seed = int(params.seed[s])
+    log_p, log_q = probabilities.naive(scores, s, table), probabilities.naive(guess, s, table)
+    seed = int(table.seed[s])
     e = noise.naive(seed ^ ACCEPTANCE.value, position, guess.new_zeros(1, dtype=torch.int32)).exp()
     if e > log_q[draft] - log_p[draft]:  # exp(-e) < p / q
         return draft
@@ -149,11 +122,11 @@ def _rejection(
     return int(left[value.argmax()])
 
 
-def _typical(scores: Tensor, drafts: list[int], x: int, s: int, params: Params) -> int:
+def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) -> int:
     """The target by typical acceptance, where `sample` has drawn x."""
     if x in drafts:
         return x
-    p = probabilities.naive(scores, s, params).exp()
+    p = probabilities.naive(scores, s, table).exp()
     entropy = torch.special.entr(p).sum()
     likeliest = max(drafts, key=lambda d: float(p[d]))
     bound = (DELTA * (-entropy).exp()).clamp(max=EPSILON)
@@ -176,67 +149,61 @@ class Selected(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["K", "pitch"])
-def _select(
-    rows, q_start, q_len, positions, temperature, rule, has_probs, selected, K, pitch,
-    TREE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _select(batch, table, sampled, selected, K, pitch, WIDTH: tl.constexpr):
     b, j = tl.program_id(0), tl.arange(0, WIDTH)
-    s, start, n = tl.load(rows + b), tl.load(q_start + b), tl.load(q_len + b)
-    asks = (s >= 0) & (tl.load(temperature + s, s >= 0, other=0.0) > 0)
-    asked = tl.load(rule + s, asks, other=0)
+    s, start, n = tl.load(batch.rows + b), tl.load(batch.q_start + b), tl.load(batch.q_len + b)
+    asks = (s >= 0) & (tl.load(table.temperature + s, s >= 0, other=0.0) > 0)
+    rule = tl.load(table.rule + s, asks, other=_EXACT)
     follow = tl.maximum(n - 1, 0)  # queries that a draft follows, of a chain
-    drawn = asked == _REJECTION
-    if has_probs is not None:
-        drawn = drawn & tl.load(has_probs + b)
+    drawn = rule == _REJECTION
+    if sampled is not None:
+        drawn = drawn & tl.load(sampled + b)
     num_draws = tl.where(drawn, tl.minimum(follow, K), 0)
-    num_queries = tl.where(asked == _TYPICAL, n if TREE else follow, num_draws)
+    num_queries = tl.where(rule == _TYPICAL, n if batch.TREE else follow, num_draws)
     tl.store(selected.rows + b, tl.where(num_queries > 0, s, -1))
     tl.store(selected.q_len + b, num_queries)
     tl.store(selected.draft_rows + b, tl.where(num_draws > 0, s, -1))
     tl.store(selected.draft_len + b, num_draws)
     tl.store(selected.draft_start + b, b * pitch)
-    position = tl.load(positions + start + j, j < num_draws, other=0)
+    position = tl.load(batch.positions + start + j, j < num_draws, other=0)
     tl.store(selected.positions + b * pitch + j, position, j < K)
     tl.store(selected.input_ids + b * pitch + j, tl.full([WIDTH], -1, tl.int32), j < K)
 
 
-@triton.jit(do_not_specialize=["max_q_len", "pitch"])
-def _decide(
-    inputs, p_law, guesses, q_law, targets, parents, rule, q_len, out, max_q_len, pitch,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    query = scan.this_query(inputs, max_q_len)
+@triton.jit(do_not_specialize=["pitch"])
+def _decide(inputs, p, guesses, q, targets, q_len, out, pitch, WIDTH: tl.constexpr):
+    query = scan.this_query(inputs.batch)
     s, t, i = query[0], query[1], query[3]
-    b = tl.program_id(0) // max_q_len
+    b = tl.program_id(1)
     if i >= tl.load(q_len + b):
         return
     token = tl.load(targets + t)
     if (s >= 0) & (token >= 0):
-        if tl.load(rule + s) == _TYPICAL:
-            token = _decide_typical(inputs, query, p_law, parents, token, WIDTH)
+        if tl.load(inputs.table.rule + s) == _TYPICAL:
+            token = _decide_typical(inputs, query, p, token, WIDTH)
         elif guesses is not None:
-            token = _decide_rejection(inputs, query, p_law, guesses, q_law, b * pitch + i, token)
+            token = _decide_rejection(inputs, query, p, guesses, q, b * pitch + i, token)
     tl.store(out + t, token)
 
 
 @triton.jit
-def _decide_rejection(inputs, query, p_law, guesses, q_law, at, token):
+def _decide_rejection(inputs, query, p, guesses, q, at, token):
     """`token`, the target's own draw, stays only where there is no q and no residual."""
     s, t, _, i, _ = query
     guess = (s, at, at, i * 0, i * 0)  # no drafts before it
-    if tl.abs(tl.load(q_law.best + at)) < float("inf"):
-        position, seed = tl.load(inputs.positions + t) + 1, tl.load(inputs.params.seed + s)
-        draft = tl.load(inputs.input_ids + t + 1)
-        log_p = probabilities.log_probs(inputs, query, p_law, draft)
-        below = probabilities.log_probs(guesses, guess, q_law, draft) - log_p
+    if tl.abs(tl.load(q.best + at)) < float("inf"):
+        position, seed = tl.load(inputs.batch.positions + t) + 1, tl.load(inputs.table.seed + s)
+        draft = tl.load(inputs.batch.input_ids + t + 1)
+        log_p = probabilities.log_probs(inputs, query, p, draft)
+        below = probabilities.log_probs(guesses, guess, q, draft) - log_p
         if tl.exp(noise.block(seed ^ ACCEPTANCE, position, draft * 0)) > below:
             token = draft
         else:
             winner = tl.full([], float("-inf"), tl.float32)
-            for first in range(0, inputs.vocab, TILE):
+            for first in range(0, inputs.table.vocab_size, TILE):
                 ids = first + tl.arange(0, TILE)
-                p = tl.exp(probabilities.log_probs(inputs, query, p_law, ids))
-                residual = p - tl.exp(probabilities.log_probs(guesses, guess, q_law, ids))
+                residual = tl.exp(probabilities.log_probs(inputs, query, p, ids))
+                residual -= tl.exp(probabilities.log_probs(guesses, guess, q, ids))
                 value = tl.log(tl.where(residual > 0, residual, 1.0))
                 value -= noise.block(seed ^ RESIDUAL, position, ids)
                 high, lowest = top_k_top_p.best_of(tl.where(residual > 0, value, float("-inf")), ids)
@@ -246,74 +213,67 @@ def _decide_rejection(inputs, query, p_law, guesses, q_law, at, token):
 
 
 @triton.jit
-def _decide_typical(inputs, query, p_law, parents, token, WIDTH: tl.constexpr):
+def _decide_typical(inputs, query, p, token, WIDTH: tl.constexpr):
     _, t, start, i, n = query
-    place = tl.arange(0, WIDTH)
-    if parents is None:
-        child = place == i + 1
-    else:
+    batch, place = inputs.batch, tl.arange(0, WIDTH)
+    if batch.TREE:
         draft = (place > 0) & (place < n)
-        child = draft & (tl.load(parents + start + place, draft, other=-1) == i)
-    ids = tl.load(inputs.input_ids + start + place, child, other=-1)
-    p = tl.where(child, tl.exp(probabilities.log_probs(inputs, query, p_law, ids)), 0.0)
-    largest = tl.max(p)
-    first = tl.min(tl.where(child & (p == largest), place, WIDTH))
+        child = draft & (tl.load(batch.parents + start + place, draft, other=-1) == i)
+    else:
+        child = place == i + 1
+    ids = tl.load(batch.input_ids + start + place, child, other=-1)
+    probs = tl.where(child, tl.exp(probabilities.log_probs(inputs, query, p, ids)), 0.0)
+    largest = tl.max(probs)
+    first = tl.min(tl.where(child & (probs == largest), place, WIDTH))
     likeliest = tl.sum(tl.where(place == first, ids, 0))
     drawn = tl.max((ids == token).to(tl.int32)) > 0
-    bound = tl.minimum(tl.exp(-tl.load(p_law.entropy + t)) * _DELTA, _EPSILON)
+    bound = tl.minimum(tl.exp(-tl.load(p.entropy + t)) * _DELTA, _EPSILON)
     return tl.where((largest > bound) & (not drawn), likeliest, token)
 
 
-def launch(
-    targets: Tensor, logits: Tensor, input_ids: Tensor, rows: Tensor, params: Params, batch: Batch,
-    rule: Tensor, parents: Tensor | None = None, draft_logits: Tensor | None = None,
-    has_probs: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    B, Q, tree, device = batch.num_rows, batch.max_q_len, parents is not None, logits.device
-    if Q > MAX_Q_LEN:
-        raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_Q_LEN}.")
-    if (tree and has_probs is None) or (draft_logits is not None and draft_logits.shape[1] == 0):
-        draft_logits = None  # point guesses
+def launch(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:
+    B, Q, tree = batch.num_rows, batch.max_q_len, batch.parents is not None
+    if Q > MAX_QUERIES:
+        raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_QUERIES}.")
     if B == 0 or Q == 1:
         return targets
-    flat, pitch = _flatten(draft_logits, B, logits.shape[1]) if draft_logits is not None else (None, 0)
-    num_guesses = 0 if flat is None else len(flat)
-    K = 0 if draft_logits is None else min(draft_logits.shape[1], Q - 1)
-
-    def empty(*lengths: int, dtype: torch.dtype = torch.int32) -> list[Tensor]:
-        return [torch.empty(n, dtype=dtype, device=device) for n in lengths]
-
-    selected = Selected(*empty(B, B, B, B, B, num_guesses, num_guesses))
+    flat, K, pitch = _flatten(proposal, batch, logits.shape[1])
+    N = 0 if flat is None else len(flat)
+    selected = Selected(*(batch.rows.new_empty(n) for n in (B, B, B, B, B, N, N)))
+    width = next_power_of_2(Q)
     _select[(B,)](
-        rows, batch.q_start, batch.q_len, batch.positions, params.temperature, rule, has_probs, selected,
-        K, pitch, TREE=tree, WIDTH=next_power_of_2(Q), num_warps=1,
+        batch.tensors, table, proposal.sampled, selected, K, pitch, WIDTH=width, num_warps=1
     )  # fmt: skip
-    asking = replace(batch, q_len=selected.q_len)
-    inputs = scan.make_inputs(logits, input_ids, selected.rows, params, asking)
-    p_law = probabilities.measure(inputs, Q if tree else Q - 1)
-    guesses = q_law = None
+    asking = replace(batch, rows=selected.rows, q_len=selected.q_len)
+    inputs = scan.Inputs.of(logits, table, asking)
+    p = probabilities.measure(inputs, Q if tree else Q - 1)
+    guesses = q = None
     if flat is not None:
         drafts = replace(
-            batch, q_start=selected.draft_start, q_len=selected.draft_len, positions=selected.positions,
-            ancestors=None,
+            batch, rows=selected.draft_rows, input_ids=selected.input_ids, positions=selected.positions,
+            q_start=selected.draft_start, q_len=selected.draft_len, ancestors=None, parents=None,
         )  # fmt: skip
-        guesses = scan.make_inputs(flat, selected.input_ids, selected.draft_rows, params, drafts)
-        q_law = probabilities.measure(guesses, K)
+        guesses = scan.Inputs.of(flat, table, drafts)
+        q = probabilities.measure(guesses, K)
     out = torch.empty_like(targets)
-    _decide[(B * Q,)](
-        inputs, p_law, guesses, q_law, targets, parents, rule, batch.q_len, out, Q, pitch,
-        WIDTH=next_power_of_2(Q), num_warps=16,
+    _decide[(Q, B)](
+        inputs, p, guesses, q, targets, batch.q_len, out, pitch, WIDTH=width, num_warps=16
     )  # fmt: skip
     return out
 
 
-def _flatten(draft_logits: Tensor, B: int, V: int) -> tuple[Tensor, int]:
-    """The rows of draft logits as [N, V], draft j of batch row b at b * pitch + j; and the pitch."""
-    num_rows, K, vocab = draft_logits.shape
+def _flatten(proposal: Proposal, batch: Batch, V: int) -> tuple[Tensor | None, int, int]:
+    """The drafts' logits as [N, V], None if they were not drawn; how many drafts per row have some; the
+    pitch: those of draft j of batch row b lie at b * pitch + j."""
+    logits, B = proposal.logits, batch.num_rows
+    if logits is None or logits.shape[1] == 0 or (batch.parents is not None and proposal.sampled is None):
+        return None, 0, 0
+    num_rows, K, vocab = logits.shape
     if (num_rows, vocab) != (B, V):
-        raise ValueError(f"draft_logits must be [{B}, K, {V}], not {list(draft_logits.shape)}.")
-    outer, inner, element = draft_logits.stride()
+        raise ValueError(f"The drafts' logits must be [{B}, K, {V}], not {list(logits.shape)}.")
+    outer, inner, element = logits.stride()
     pitch = K if B == 1 else outer // max(inner, 1)
     if element != 1 or (B > 1 and (outer != pitch * inner or pitch < K)):
-        raise ValueError("The rows of draft_logits must be contiguous and evenly spaced.")
-    return draft_logits.as_strided(((B - 1) * pitch + K, V), (inner, 1)), pitch
+        raise ValueError("The rows of the drafts' logits must be contiguous and evenly spaced.")
+    flat = logits.as_strided(((B - 1) * pitch + K, V), (inner, 1))
+    return flat, min(K, batch.max_q_len - 1), pitch

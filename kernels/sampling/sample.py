@@ -1,31 +1,23 @@
 """The target's own token at every scored position: the first half of verification.
 
-    logits     [T, V]        bf16, fp16 or fp32, one row per flat token (see `rows`)
-    input_ids  [T] int32     the token each row of logits follows: a row's last committed token, then
-                             its drafts
-    rows       [B] int32     the request row in `Params` of each batch row, -1 for padding
-    targets    [T] int32     the token drawn; -1 where a logit is NaN or the largest score is infinite;
-                             padding tokens unspecified
+    logits   [T, V]       bf16, fp16 or fp32, one row per token of the batch
+    targets  [T] int32    the token drawn; NAN_TOKEN where a logit is NaN or the largest score is infinite;
+                          padding tokens unspecified
 
 A query at absolute position p draws the token for position p + 1, assuming that the drafts before
 that are right: penalties count them. In this order, as in vLLM: logit bias, barred stop tokens and
-penalties (`shaping.py`); top-k, top-p over what top-k left, min-p (`filters.py`). Then
+penalties (`penalties.py`); top-k, top-p over what top-k left, min-p (`top_k_top_p.py`). Then
 argmax(score - T log E) with the noise of `noise.py`: a draw from softmax(score / T), and plain argmax
 for temperature 0. Ties go to the lowest id.
 
-Kernel: two launches. `_scan` reads the logits once, each program a chunk of 2048 tokens of one query
-(so a single query still fills the GPU) and leaves the chunk's winner; `_finish` compares the winners.
-Rows with filters cannot have a winner yet: their chunks leave the largest scores of groups of tokens
-and the chunk's probability mass, and `_finish` draws (`filters.py`). Chunks and groups depend on V
-alone, so a query's bits do not depend on what runs beside it. Limits: V <= 262144, and the logits'
-rows, the tables of `Params` and everything else contiguous.
+Kernel: two launches. `scan` reads the logits once, by chunks of the vocabulary, and `_finish` compares the
+chunks' winners. Rows with top-k, top-p or min-p cannot have winners yet: there the chunks leave what
+`top_k_top_p` draws from. A query's bits do not depend on what runs beside it. Limits: those of `scan`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import triton
@@ -33,58 +25,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch
+from ..codes import NAN_TOKEN
 from ..dispatch import use_triton
+from ..speculation.walk import Row, rows_of
+from ..table import Table
 from . import noise, penalties, scan, top_k_top_p
 
-NAN_TOKEN = -1
+_NAN_TOKEN = tl.constexpr(NAN_TOKEN)
 
 
-class Params(NamedTuple):
-    """Sampling parameters, one entry per request row [S].
-
-    Attributes:
-        temperature, top_p, min_p, repetition, presence, frequency: [S] float32.
-        top_k: [S] int32, 0 switches it off.
-        seed: [S] int64.
-        min_len: [S] int32, tokens at absolute positions below it must not be stop tokens.
-        stop_ids: [S, M] int32, padded with -1.
-        shaped: [S] bool, whether any of bias, min_len or penalties is set, so that plain rows skip them.
-        bias: [S, V] float32, added to the logits.
-        in_prompt: [S, V] bool, whether a token occurs in the prompt.
-        output_counts: [S, V] int32, how often a token occurs in the committed output.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    min_len: Tensor
-    stop_ids: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    shaped: Tensor
-    bias: Tensor
-    in_prompt: Tensor
-    output_counts: Tensor
-
-
-def sample(logits: Tensor, input_ids: Tensor, rows: Tensor, params: Params, batch: Batch) -> Tensor:
+def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
     """Draw the target's token at each position. See the module docstring."""
     if use_triton(logits):
-        return launch(logits, input_ids, rows, params, batch)
-    return naive(logits, input_ids, rows, params, batch, lazy=walks_lazily(batch))
+        return launch(logits, table, batch)
+    return naive(logits, table, batch, lazy=True)
 
 
-def walks_lazily(batch: Batch) -> bool:
-    """Whether `naive` draws only what verification reads: it must know whom a draft follows."""
-    return batch.ancestors is None or batch.parents is not None
-
-
-def naive(
-    logits: Tensor, input_ids: Tensor, rows: Tensor, params: Params, batch: Batch, lazy: bool = False
-) -> Tensor:
+def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
     """The specification in plain PyTorch; also the CPU path.
 
     Drawing takes a CPU some 0.2 ms per query. So with `lazy` only those are drawn that verification will
@@ -92,55 +49,36 @@ def naive(
     the plain argmax.
     """
     targets = argmax(logits).int()
-    shaped, temperature = params.shaped.tolist(), params.temperature.tolist()
-    for b, s in enumerate(rows.tolist()):
-        if s < 0 or not (shaped[s] or temperature[s] > 0):
+    draws = ((table.temperature > 0) | table.penalized).tolist()
+    for row in rows_of(batch):
+        if row.request < 0 or not draws[row.request]:
             continue  # the argmax was all
-        start, n = int(batch.q_start[b]), int(batch.q_len[b])
-        tree = None if batch.parents is None else batch.parents[start : start + n].tolist()
-        i = 0
-        for _ in range(n):  # ends a walk through parents in a circle too
-            if targets[start + i] != NAN_TOKEN:
-                scores, position = scores_of(logits, input_ids, s, params, batch, start, i)
-                targets[start + i] = draw(scores, s, position, params)
-            after: Iterable[int] = [i + 1] if i + 1 < n else []
-            if lazy:
-                children = after if tree is None else (c for c in range(1, n) if tree[c] == i)
-                after = [c for c in children if input_ids[start + c] == targets[start + i]]
-            i = next(iter(after), -1)
-            if i < 0:
-                break
+        for place in row.walk(targets) if lazy else range(len(row.ids)):
+            t = row.start + place
+            if targets[t] != NAN_TOKEN:
+                scores, position = scores_of(logits, table, batch, row, place)
+                targets[t] = draw(scores, row.request, position, table)
     return targets
 
 
-def scores_of(
-    logits: Tensor, input_ids: Tensor, s: int, params: Params, batch: Batch, start: int, i: int
-) -> tuple[Tensor, int]:
-    """The scores [V] of query i of the row from `start` on, and the position it draws for."""
-    scores, position = logits[start + i].float(), int(batch.positions[start + i]) + 1
-    if params.shaped[s]:
-        drafts = input_ids[_drafts_before(batch, start, i)]
-        scores = penalties.naive(scores, s, position, drafts, params)
+def scores_of(logits: Tensor, table: Table, batch: Batch, row: Row, place: int) -> tuple[Tensor, int]:
+    """The scores [V] of the query at a place of a row, and the position it draws for."""
+    t, s = row.start + place, row.request
+    scores, position = logits[t].float(), int(batch.positions[t]) + 1
+    if table.penalized[s]:
+        scores = penalties.naive(scores, s, position, row.drafts_to(place), table)
     return scores, position
 
 
-def _drafts_before(batch: Batch, start: int, i: int) -> list[int]:
-    """Flat indices of the drafts that precede what query i draws: its ancestors and itself."""
-    if batch.ancestors is None:
-        return list(range(start + 1, start + i + 1))
-    mask = int(batch.ancestors[start + i])
-    return [start + j for j in range(1, batch.max_q_len) if mask >> j & 1]
-
-
-def draw(scores: Tensor, s: int, position: int, params: Params) -> Tensor:
-    """Draw a token from scores [V] with the filters and the noise of request row s."""
-    temperature = float(params.temperature[s])
+def draw(scores: Tensor, s: int, position: int, table: Table) -> Tensor:
+    """Draw a token from scores [V] with the temperature, top-k, top-p, min-p and noise of request row s."""
+    temperature = float(table.temperature[s])
     if temperature <= 0:
         return argmax(scores[None])[0]
     best = scores.amax()
     if not torch.isfinite(best):
         return torch.full_like(best, NAN_TOKEN)
-    least, seed = threshold(scores, s, params), int(params.seed[s])
+    least, seed = threshold(scores, s, table), int(table.seed[s])
     if least > float("-inf"):
         kept = (scores >= least).nonzero().squeeze(1)
     else:
@@ -148,10 +86,10 @@ def draw(scores: Tensor, s: int, position: int, params: Params) -> Tensor:
     return kept[(scores[kept] - temperature * noise.naive(seed, position, kept)).argmax()]
 
 
-def threshold(scores: Tensor, s: int, params: Params) -> Tensor:
-    """The least score that the filters of request row s keep."""
-    temperature, top_k = float(params.temperature[s]), int(params.top_k[s])
-    return top_k_top_p.naive(scores, temperature, top_k, float(params.top_p[s]), float(params.min_p[s]))
+def threshold(scores: Tensor, s: int, table: Table) -> Tensor:
+    """The least score that top-k, top-p and min-p of request row s keep."""
+    temperature, top_k = float(table.temperature[s]), int(table.top_k[s])
+    return top_k_top_p.naive(scores, temperature, top_k, float(table.top_p[s]), float(table.min_p[s]))
 
 
 def _contenders(scores: Tensor, temperature: float, seed: int, position: int) -> Tensor:
@@ -181,38 +119,28 @@ def argmax(scores: Tensor) -> Tensor:
     return (group * size + inside).masked_fill_(~best.isfinite(), NAN_TOKEN)
 
 
-@triton.jit(do_not_specialize=["max_q_len"])
-def _finish(
-    inputs, partials, targets, max_q_len,
-    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr,
-    BF16: tl.constexpr,
-):  # fmt: skip
-    query = scan.this_query(inputs, max_q_len)
+@triton.jit
+def _finish(inputs, partials, targets):
+    query = scan.this_query(inputs.batch)
     s, t = query[0], query[1]
     if s < 0:
         return
-    best, invalid = scan.best_score(partials, t, CHUNKS, CHUNKS_PADDED)
+    best, invalid = scan.best_score(partials, t)
     if invalid:
-        token = tl.full([], -1, tl.int32)  # NAN_TOKEN
-    elif top_k_top_p.asked(inputs, s):
-        mass = scan.whole_mass(inputs, partials, s, t, best, CHUNKS, CHUNKS_PADDED)
-        groups = partials.groups + t.to(tl.int64) * GROUPS
-        token = top_k_top_p.draw(inputs, query, groups, best, mass, GROUPS, GROUPS_PADDED, GROUP, BF16)
+        token = tl.full([], _NAN_TOKEN, tl.int32)
+    elif top_k_top_p.asked(inputs.table, s):
+        mass = scan.whole_mass(partials, t, best, tl.load(inputs.table.temperature + s))
+        token = top_k_top_p.draw(inputs, query, partials, best, mass)
     else:
-        c = tl.arange(0, CHUNKS_PADDED)
-        inside, at = c < CHUNKS, t * CHUNKS + c
-        value = tl.load(partials.value + at, inside, other=float("-inf"))
-        _, token = top_k_top_p.best_of(value, tl.load(partials.token + at, inside, other=2147483647))
+        token = scan.winner(partials, t)
     tl.store(targets + t, token)
 
 
-def launch(logits: Tensor, input_ids: Tensor, rows: Tensor, params: Params, batch: Batch) -> Tensor:
-    inputs = scan.make_inputs(logits, input_ids, rows, params, batch)
-    partials, constants = scan.scan(inputs, batch.max_q_len)
+def launch(logits: Tensor, table: Table, batch: Batch) -> Tensor:
+    inputs = scan.Inputs.of(logits, table, batch)
+    partials = scan.scan(inputs, batch.max_q_len)
     targets = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    queries = batch.num_rows * batch.max_q_len
-    if queries and len(targets):
+    if batch.num_rows and len(targets):
         # Fewer warps would spill.
-        _finish[(queries,)](inputs, partials, targets, batch.max_q_len, **constants, num_warps=16)
+        _finish[(batch.max_q_len, batch.num_rows)](inputs, partials, targets, num_warps=16)
     return targets

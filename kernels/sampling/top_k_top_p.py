@@ -9,7 +9,7 @@ Equal scores share their fate, so k equal scores at the threshold may keep more 
 result depends on no order of sorting.
 
 Kernel: nothing is sorted but the largest scores of groups of 64 to 256 tokens, which the pass over the
-logits leaves behind (`sample.py`). Groups are opened in that order until those that stay shut can
+logits leaves behind (`scan.py`). Groups are opened in that order until those that stay shut can
 hold no survivor; a peaked distribution is decided by a few of them. Among the tokens of open groups
 the threshold is found exactly, 4 bits of its order-preserving integer at a time.
 """
@@ -56,14 +56,12 @@ def naive(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: f
 
 
 @triton.jit
-def asked(inputs, s):
-    """Whether request row s filters what it draws from."""
-    params = inputs.params
-    top_k = tl.load(params.top_k + s)
-    by_count = (top_k > 0) & (top_k < inputs.vocab)
-    return (tl.load(params.temperature + s) > 0) & (
-        by_count | (tl.load(params.top_p + s) < 1) | (tl.load(params.min_p + s) > 0)
-    )
+def asked(table, s):
+    """Whether request row s leaves tokens out when it draws."""
+    top_k = tl.load(table.top_k + s)
+    by_count = (top_k > 0) & (top_k < table.vocab_size)
+    by_mass = (tl.load(table.top_p + s) < 1) | (tl.load(table.min_p + s) > 0)
+    return (tl.load(table.temperature + s) > 0) & (by_count | by_mass)
 
 
 @triton.jit
@@ -74,73 +72,69 @@ def order_key(x):
 
 
 @triton.jit
-def threshold(
-    inputs, query, groups, best, mass,
-    NUM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr,
-):  # fmt: skip
-    """What the filters of a query's request keep: (the open groups, the least key, the least score).
+def threshold(inputs, query, partials, best, mass):
+    """What a query's request keeps: (the open groups, the least key, the least score).
 
-    `groups` points to the largest scores of the query's NUM groups. `best` is the largest score,
-    `mass` the sum of exp((score - best) / temperature). All that is kept lies in the open groups.
+    `best` is the largest score, `mass` the sum of exp((score - best) / temperature). All that is kept lies
+    in the open groups.
     """
-    params, s = inputs.params, query[0]
-    temperature = tl.load(params.temperature + s)
-    top_k, top_p, min_p = tl.load(params.top_k + s), tl.load(params.top_p + s), tl.load(params.min_p + s)
-    by_count = (top_k > 0) & (top_k < inputs.vocab)
+    table, s = inputs.table, query[0]
+    temperature = tl.load(table.temperature + s)
+    top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)
+    by_count = (top_k > 0) & (top_k < table.vocab_size)
     floor = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     floor = tl.where(min_p > 0, floor, float("-inf"))
     target = tl.where(by_count, top_k.to(tl.float32), tl.where(top_p < 1, top_p * mass, float("inf")))
 
     # Sort the groups by their largest score.
-    g = tl.arange(0, PADDED)
-    key = order_key(tl.load(groups + g, g < NUM, other=float("-inf"))).to(tl.uint64) << 32
-    key = tl.sort(tl.where(g < NUM, key | g.to(tl.uint64), 0), descending=True)
+    g = tl.arange(0, triton.next_power_of_2(partials.GROUPS))
+    groups = partials.groups + query[1].to(tl.int64) * partials.GROUPS
+    key = order_key(tl.load(groups + g, g < partials.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
+    key = tl.sort(tl.where(g < partials.GROUPS, key | g.to(tl.uint64), 0), descending=True)
     order, largest = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.uint32)
 
     # Open groups until the tokens in them that exceed all tokens of the others are enough.
     weighing = (by_count, best, temperature)
-    num_open = tl.minimum(inputs.vocab, TILE // GROUP)
-    enough = num_open >= NUM
+    num_open = tl.minimum(table.vocab_size, TILE // partials.GROUP)
+    enough = num_open >= partials.GROUPS
     while not enough:
         shut = tl.max(tl.where(g >= num_open, largest, 0))
         pivots = tl.zeros([PIVOTS], tl.uint32) + (shut + 1)
         opened = (order, num_open)
-        above = tl.max(_weigh(inputs, query, opened, weighing, pivots, 0, GROUP))
+        above = tl.max(_weigh(inputs, query, opened, weighing, pivots, 0, partials.GROUP))
         if (above >= target) | ((shut < order_key(floor)) & (not by_count)):
             enough = True
         else:
-            num_open = tl.minimum(2 * num_open, NUM)
-            enough = num_open >= NUM
-    opened = (order, tl.minimum(num_open, NUM))
+            num_open = tl.minimum(2 * num_open, partials.GROUPS)
+            enough = num_open >= partials.GROUPS
+    opened = (order, tl.minimum(num_open, partials.GROUPS))
 
     # The least key that is kept: by top-k, then by top-p among those.
     least, steps = tl.full([], 0, tl.uint32), 8
-    if BF16:  # the lower half of such a logit's key tells nothing, unless shaping has changed it
-        steps = tl.where(tl.load(params.shaped + s), 8, 4)
+    if inputs.logits.dtype.element_ty == tl.bfloat16:
+        # The lower half of such a logit's key tells nothing, unless penalties have changed it.
+        steps = tl.where(tl.load(table.penalized + s), 8, 4)
     if by_count:
-        least = _search(inputs, query, opened, weighing, target, False, least, steps, GROUP)
+        least = _search(inputs, query, opened, weighing, target, False, least, steps, partials.GROUP)
         target = top_p  # of a mass that is not known yet
     if top_p < 1:
         weighing = (False, best, temperature)
-        found = _search(inputs, query, opened, weighing, target, by_count, least, steps, GROUP)
+        found = _search(inputs, query, opened, weighing, target, by_count, least, steps, partials.GROUP)
         # Never nothing: the likeliest token stays even for a top-p of 0.
         least = tl.minimum(tl.maximum(found, least), order_key(best))
     return opened, least, floor
 
 
 @triton.jit
-def draw(
-    inputs, query, groups, best, mass,
-    NUM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr,
-):  # fmt: skip
-    """The token drawn at `query` from what its request's filters keep. See `threshold`."""
-    params, s = inputs.params, query[0]
-    temperature = tl.load(params.temperature + s)
-    opened, least, floor = threshold(inputs, query, groups, best, mass, NUM, PADDED, GROUP, BF16)
-    position, seed = tl.load(inputs.positions + query[1]) + 1, tl.load(params.seed + s)
+def draw(inputs, query, partials, best, mass):
+    """The token drawn at `query` from what its request keeps. See `threshold`."""
+    temperature = tl.load(inputs.table.temperature + query[0])
+    opened, least, floor = threshold(inputs, query, partials, best, mass)
+    position = tl.load(inputs.batch.positions + query[1]) + 1
+    seed = tl.load(inputs.table.seed + query[0])
     winner, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
-    for first in range(0, opened[1] * GROUP, TILE):
-        ids, scores = _open(inputs, query, opened, first, GROUP)
+    for first in range(0, opened[1] * partials.GROUP, TILE):
+        ids, scores = _open(inputs, query, opened, first, partials.GROUP)
         value = scores - temperature * noise.block(seed, position, ids)
         kept = (order_key(scores) >= least) & (scores >= floor)
         high, lowest = best_of(tl.where(kept, value, float("-inf")), ids)
@@ -196,5 +190,5 @@ def _open(inputs, query, opened, first, GROUP: tl.constexpr):
     j = first + tl.arange(0, TILE)
     inside = j < num_open * GROUP
     group = tl.gather(order, tl.where(inside, j // GROUP, 0), 0)
-    ids = tl.where(inside, group * GROUP + j % GROUP, inputs.vocab)  # beyond: scores -inf
+    ids = tl.where(inside, group * GROUP + j % GROUP, inputs.table.vocab_size)  # beyond: scores -inf
     return ids, load_scores(inputs, query, ids)

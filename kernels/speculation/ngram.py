@@ -1,19 +1,8 @@
 """Guess the next tokens by looking the last ones up in the request's own history (prompt lookup).
 
-    tokens      [S, max_len] int32   prompt and output of every request row
-    num_tokens  [S] int32            how many of them are committed
-    rows        [B] int32            which request each batch row is, -1 for padding
-    min_n, max_n  [S] int32          shortest and longest suffix to look up
-    limit       [S] int32            most drafts this request wants, 0: none
-    max_len     [S] int32            the request's final length; drafts that could not be used by
-                                     then (all but max_len - num_tokens - 1) are not made
-
-    drafts      [B, K] int32         the guesses, 0 beyond their number
-    num_drafts  [B] int32            as many as the limits and K allow where a match was found, else 0;
-                                     where they allow none, nothing is looked up
-    source      [B, K] int32         index in the history that each draft was copied from, -1 beyond
-    match_len   [B] int32            length of the match, 0 or min_n .. max_n
-    drafter     [B] int32            NGRAM, always; there are neither parents nor logits
+A row gets as many drafts as its `limit`, K and `max_len` allow where a match was found, else none: drafts
+that could not be used by max_len (all but max_len - num_tokens - 1) are not made. Where nothing is allowed,
+nothing is looked up, and the length of the match is 0. Beyond the drafts, tokens are 0 and sources -1.
 
 Which match wins: the longest suffix of length min_n <= n <= max_n that occurs earlier; among equally
 long ones the latest, because recent text predicts best. The occurrence may overlap the suffix itself,
@@ -22,12 +11,12 @@ and when copying runs into the end of the text it goes on copying from the draft
 
 The method is prompt lookup decoding (Saxena, 2023), https://github.com/apoorvumang/prompt-lookup-decoding.
 
-Kernel: two launches. `_search` splits each history over programs, which compare max_n_bound shifted
+Kernel: two launches. `_search` splits each history over programs, which compare `max_n` shifted
 copies of 1024 tokens at a time and leave the best of (match length, index), packed in one integer so
 that the larger is the better. `_copy` takes the best of all and writes the drafts. The work is that of
 the history's own length: 64 rows of 4096 tokens are 1 MB to read, under 0.5 us at the rate of an H200,
 in 256 programs of one iteration each, so the time is that of two launches, about 5 us inside a graph.
-Limits: max_len <= 2^24, max_n_bound <= 127.
+Limits: max_context <= 2^24, max_n <= 127.
 """
 
 from __future__ import annotations
@@ -39,7 +28,8 @@ from torch import Tensor
 
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
-from .proposal import NGRAM, Proposal
+from ..table import Table
+from .proposal import Proposal
 
 INDEX_BITS = tl.constexpr(24)  # of a packed (match length, index)
 INDEX_MASK = tl.constexpr((1 << 24) - 1)
@@ -48,51 +38,35 @@ BLOCK = 1024  # tokens per program and iteration
 PROGRAMS = 512  # enough to fill a GPU
 
 
-def propose(
-    tokens: Tensor,
-    num_tokens: Tensor,
-    rows: Tensor,
-    min_n: Tensor,
-    max_n: Tensor,
-    limit: Tensor,
-    max_len: Tensor,
-    k: int,
-    max_n_bound: int,
-) -> Proposal:
-    """Draft up to `k` tokens for each row. `max_n_bound` is an upper bound of `max_n`."""
-    implementation = launch if use_triton(tokens) else naive
-    return implementation(tokens, num_tokens, rows, min_n, max_n, limit, max_len, k, max_n_bound)
+def propose(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
+    """Draft up to `k` tokens for each of `rows` [B] int32, request rows or -1. `max_n` is an upper bound of
+    theirs."""
+    return (launch if use_triton(rows) else naive)(table, rows, k, max_n)
 
 
-def naive(
-    tokens: Tensor,
-    num_tokens: Tensor,
-    rows: Tensor,
-    min_n: Tensor,
-    max_n: Tensor,
-    limit: Tensor,
-    max_len: Tensor,
-    k: int,
-    max_n_bound: int,
-) -> Proposal:
+def naive(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
     """The specification in plain PyTorch; also the CPU path, where a search takes some 20 us."""
-    limits = torch.minimum(limit, max_len - num_tokens - 1).clamp(0, k).tolist()
-    lengths, shortest, longest = num_tokens.tolist(), min_n.tolist(), max_n.tolist()
+    limits, lengths = allowed(table, k), table.num_tokens.tolist()
+    shortest, longest = table.min_n.tolist(), table.max_n.clamp(max=max_n).tolist()
     drafts, num_drafts, sources, match_len = [], [], [], []
     for s in rows.tolist():
         source, n, wanted = -1, 0, 0
         if s >= 0 and limits[s] > 0:
-            text = tokens[s, : lengths[s]]
-            source, n = find(text, shortest[s], min(longest[s], max_n_bound))
+            source, n = find(table.tokens[s, : lengths[s]], shortest[s], longest[s])
             wanted = limits[s] if n else 0
         # Copy from the source on; at the end of the text go back to the source.
-        copied = tokens[s, source : min(source + wanted, lengths[s])].tolist() if wanted else [0]
+        copied = table.tokens[s, source : min(source + wanted, lengths[s])].tolist() if wanted else [0]
         drafts.append([copied[i % len(copied)] if i < wanted else 0 for i in range(k)])
         num_drafts.append(wanted)
         sources.append([source + i % len(copied) if i < wanted else -1 for i in range(k)])
         match_len.append(n)
-    columns = (drafts, num_drafts, sources, match_len, [NGRAM] * len(drafts))
-    return Proposal(*(torch.tensor(c, dtype=torch.int32, device=tokens.device) for c in columns))
+    columns = (drafts, num_drafts, sources, match_len, [0] * len(drafts))
+    return Proposal(*(torch.tensor(c, dtype=torch.int32, device=rows.device) for c in columns))
+
+
+def allowed(table: Table, k: int) -> list[int]:
+    """How many of `k` drafts each request row can use."""
+    return torch.minimum(table.limit, table.max_len - table.num_tokens - 1).clamp(0, k).tolist()
 
 
 def find(text: Tensor, min_n: int, max_n: int) -> tuple[int, int]:
@@ -118,11 +92,11 @@ def find(text: Tensor, min_n: int, max_n: int) -> tuple[int, int]:
 
 
 @triton.jit
-def wanted_drafts(num_tokens, limit, max_len, s, k):
+def wanted_drafts(table, s, k):
     """The history's length and how many drafts request row s can use, 0 for padding."""
     row = tl.maximum(s, 0)
-    length = tl.load(num_tokens + row)
-    wanted = tl.minimum(tl.load(limit + row), tl.load(max_len + row) - length - 1)
+    length = tl.load(table.num_tokens + row)
+    wanted = tl.minimum(tl.load(table.limit + row), tl.load(table.max_len + row) - length - 1)
     return length, tl.where(s < 0, 0, tl.minimum(wanted, k))
 
 
@@ -142,17 +116,14 @@ def match_scores(text, length, p, shortest, longest, MAX_N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["k"])
-def _search(
-    tokens, stride, num_tokens, rows, min_n, max_n, limit, max_len, best, k,
-    MAX_N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _search(table, rows, best, k, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     s = tl.load(rows + b)
-    length, wanted = wanted_drafts(num_tokens, limit, max_len, s, k)
+    length, wanted = wanted_drafts(table, s, k)
     if wanted <= 0:
         return
-    text = tokens + s.to(tl.int64) * stride
-    shortest, longest = tl.load(min_n + s), tl.load(max_n + s)
+    text = table.tokens + s.to(tl.int64) * table.max_context
+    shortest, longest = tl.load(table.min_n + s), tl.load(table.max_n + s)
     score = tl.full([BLOCK], -1, tl.int32)
     for first in range(part * BLOCK, length, parts * BLOCK):
         p = first + tl.arange(0, BLOCK)
@@ -161,13 +132,10 @@ def _search(
 
 
 @triton.jit(do_not_specialize=["k", "parts"])
-def _copy(
-    tokens, stride, num_tokens, rows, limit, max_len, best, drafts, num_drafts, source, match_len,
-    drafter, k, parts, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _copy(table, rows, best, proposal, k, parts, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     b = tl.program_id(0)
     s = tl.load(rows + b)
-    length, wanted = wanted_drafts(num_tokens, limit, max_len, s, k)
+    length, wanted = wanted_drafts(table, s, k)
     part = tl.arange(0, PARTS)
     score = tl.max(tl.load(best + b * parts + part, (part < parts) & (wanted > 0), other=-1))
     wanted = tl.where(score >= 0, wanted, 0)
@@ -175,51 +143,39 @@ def _copy(
     # Copy from the match on; at the end of the text go back to it.
     j = tl.arange(0, WIDTH)
     index = first + j % tl.maximum(length - first, 1)
-    text = tokens + tl.maximum(s, 0).to(tl.int64) * stride
-    tl.store(drafts + b * k + j, tl.load(text + index, j < wanted, other=0), j < k)
-    tl.store(source + b * k + j, tl.where(j < wanted, index, -1), j < k)
-    tl.store(num_drafts + b, tl.maximum(wanted, 0))
-    tl.store(match_len + b, tl.where(score >= 0, score >> INDEX_BITS, 0))
-    tl.store(drafter + b, 0)  # NGRAM
+    text = table.tokens + tl.maximum(s, 0).to(tl.int64) * table.max_context
+    tl.store(proposal.drafts + b * k + j, tl.load(text + index, j < wanted, other=0), j < k)
+    tl.store(proposal.source + b * k + j, tl.where(j < wanted, index, -1), j < k)
+    tl.store(proposal.num_drafts + b, tl.maximum(wanted, 0))
+    tl.store(proposal.match_len + b, tl.where(score >= 0, score >> INDEX_BITS, 0))
+    tl.store(proposal.drafter + b, 0)
 
 
-def check(tokens: Tensor, max_n_bound: int) -> None:
-    """Refuse what the kernels would read wrongly."""
-    if tokens.shape[1] > INDEX_MASK.value + 1 or not 1 <= max_n_bound <= MAX_N:
+def splits(table: Table, B: int, max_n: int) -> int:
+    """How many programs share each of B histories. Refuses what the kernels would read wrongly."""
+    if table.max_context > INDEX_MASK.value + 1 or not 1 <= max_n <= MAX_N:
         raise ValueError(
             f"n-gram lookup reaches {INDEX_MASK.value + 1} tokens and n from 1 to {MAX_N}, "
-            f"not {tokens.shape[1]} tokens and n up to {max_n_bound}."
+            f"not {table.max_context} tokens and n up to {max_n}."
         )
-    if tokens.stride(1) != 1:
-        raise ValueError("Each request's tokens must be contiguous.")
+    return min(-(-table.max_context // BLOCK), max(PROGRAMS // max(B, 1), 1))
 
 
-def launch(
-    tokens: Tensor,
-    num_tokens: Tensor,
-    rows: Tensor,
-    min_n: Tensor,
-    max_n: Tensor,
-    limit: Tensor,
-    max_len: Tensor,
-    k: int,
-    max_n_bound: int,
-) -> Proposal:
-    check(tokens, max_n_bound)
-    capacity, B = tokens.shape[1], rows.shape[0]
-    drafts = torch.empty(B, k, dtype=torch.int32, device=tokens.device)
-    source = torch.empty_like(drafts)
-    num_drafts, match_len, drafter = torch.empty(3, B, dtype=torch.int32, device=tokens.device)
+def empty_proposal(rows: Tensor, k: int, tree: bool = False) -> Proposal:
+    """Memory for a proposal."""
+    B = len(rows)
+    shapes = [(B, k), (B,), (B, k), (B,), (B,)] + [(B, k)] * tree
+    return Proposal(*map(rows.new_empty, shapes))
+
+
+def launch(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
+    B = len(rows)
+    parts, proposal = splits(table, B, max_n), empty_proposal(rows, k)
     if B:
-        parts = min(-(-capacity // BLOCK), max(PROGRAMS // B, 1))
-        best = torch.empty(B, parts, dtype=torch.int32, device=tokens.device)
-        _search[(B, parts)](
-            tokens, tokens.stride(0), num_tokens, rows, min_n, max_n, limit, max_len, best, k,
-            MAX_N=max_n_bound, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+        best = rows.new_empty(B, parts)
+        _search[(B, parts)](table, rows, best, k, MAX_N=max_n, BLOCK=BLOCK, num_warps=4)
         _copy[(B,)](
-            tokens, tokens.stride(0), num_tokens, rows, limit, max_len, best, drafts, num_drafts,
-            source, match_len, drafter, k, parts,
+            table, rows, best, proposal, k, parts,
             PARTS=next_power_of_2(parts), WIDTH=next_power_of_2(k), num_warps=1,
         )  # fmt: skip
-    return Proposal(drafts, num_drafts, source, match_len, drafter)
+    return proposal

@@ -1,10 +1,7 @@
 """Guess the next tokens by looking the last ones up, several ways at once: a tree of n-gram drafts.
 
-Arguments and results are those of `ngram.propose`, and
-
-    width       [S] int32            most continuations this request wants; 1: a chain, 0: no drafts
-    parents     [B, K] int32         place in its row that each draft follows, 0: the last committed
-                                     token, 0 also beyond the number of drafts; given for chains too
+Arguments and results are those of `ngram.propose`, and `width` of the table says how many continuations
+a request wants at most; 1: a chain, 0: no drafts. Parents are given for chains too, 0 beyond the drafts.
 
 K counts all drafts of a row, whatever their shape. A row that has a match gets exactly D of them, the
 least of k and what its limits allow. `match_len` is that of the first chain.
@@ -38,7 +35,7 @@ periodic text, where all candidates continue alike, takes all D. Estimates for a
 about 10 us for both inside a graph for common text (64 rows of 4096 tokens are read in under 0.5 us;
 the rest is the latency of launches and of dependent loads), and 5 to 10 us more for periodic text and
 63 drafts, where D comparisons of 0.1 us follow each other in each launch.
-Limits: k <= 63, width_bound <= 8, max_len <= 2^24, max_n_bound <= 127.
+Limits: k <= 63, max_width <= 8, and those of `ngram`.
 """
 
 from __future__ import annotations
@@ -48,66 +45,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import MAX_TREE_NODES
+from ..codes import MAX_DRAFTS, MAX_TREE_WIDTH
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
+from ..table import Table
 from . import ngram
 from .ngram import INDEX_BITS, INDEX_MASK, match_scores, wanted_drafts
-from .proposal import NGRAM, Proposal
+from .proposal import Proposal
 
-MAX_WIDTH = 8
 LONG_MATCH = 3  # tokens; longer matches are not branched
 _LONG_MATCH = tl.constexpr(LONG_MATCH)
-MAX_DRAFTS = MAX_TREE_NODES - 1
 
 
-def propose(
-    tokens: Tensor,
-    num_tokens: Tensor,
-    rows: Tensor,
-    min_n: Tensor,
-    max_n: Tensor,
-    limit: Tensor,
-    max_len: Tensor,
-    width: Tensor,
-    k: int,
-    max_n_bound: int,
-    width_bound: int,
-) -> Proposal:
-    """Draft up to `k` tokens for each row. The bounds are upper bounds of `max_n` and `width`."""
-    implementation = launch if use_triton(tokens) else naive
-    return implementation(
-        tokens, num_tokens, rows, min_n, max_n, limit, max_len, width, k, max_n_bound, width_bound
-    )
+def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
+    """Draft up to `k` tokens for each of `rows` [B] int32, request rows or -1. `max_n` and `max_width` are
+    upper bounds of theirs."""
+    return (launch if use_triton(rows) else naive)(table, rows, k, max_n, max_width)
 
 
-def naive(
-    tokens: Tensor,
-    num_tokens: Tensor,
-    rows: Tensor,
-    min_n: Tensor,
-    max_n: Tensor,
-    limit: Tensor,
-    max_len: Tensor,
-    width: Tensor,
-    k: int,
-    max_n_bound: int,
-    width_bound: int,
-) -> Proposal:
+def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
     """The specification in plain PyTorch; also the CPU path, at 2 to 3 times the time of `ngram.naive`."""
-    limits = torch.minimum(limit, max_len - num_tokens - 1).clamp(0, k).tolist()
-    lengths, shortest, longest = num_tokens.tolist(), min_n.tolist(), max_n.tolist()
-    widths = width.clamp(max=width_bound).tolist()
+    limits, lengths = ngram.allowed(table, k), table.num_tokens.tolist()
+    shortest, longest = table.min_n.tolist(), table.max_n.clamp(max=max_n).tolist()
+    widths = table.width.clamp(max=max_width).tolist()
     drafts, num_drafts, sources, match_len, parents = [], [], [], [], []
     for s in rows.tolist():
         nodes: list[tuple[int, int, int]] = []
         n = 0
         if s >= 0 and limits[s] > 0:
-            text = tokens[s, : lengths[s]]
-            starts, matched = candidates(text, shortest[s], min(longest[s], max_n_bound))
+            text = table.tokens[s, : lengths[s]]
+            starts, matched = candidates(text, shortest[s], longest[s])
             wide = min(widths[s], 1) if matched > LONG_MATCH else widths[s]
-            chains = different(text, starts, limits[s], wide)
-            nodes = grow(chains, limits[s], lengths[s])
+            nodes = grow(different(text, starts, limits[s], wide), limits[s], lengths[s])
             n = matched if nodes else 0
         rest = k - len(nodes)
         drafts.append([token for token, _, _ in nodes] + [0] * rest)
@@ -115,8 +84,8 @@ def naive(
         parents.append([parent for _, _, parent in nodes] + [0] * rest)
         num_drafts.append(len(nodes))
         match_len.append(n)
-    columns = (drafts, num_drafts, sources, match_len, [NGRAM] * len(drafts), parents)
-    return Proposal(*(torch.tensor(c, dtype=torch.int32, device=tokens.device) for c in columns))
+    columns = (drafts, num_drafts, sources, match_len, [0] * len(drafts), parents)
+    return Proposal(*(torch.tensor(c, dtype=torch.int32, device=rows.device) for c in columns))
 
 
 def candidates(text: Tensor, min_n: int, max_n: int) -> tuple[Tensor, int]:
@@ -213,17 +182,17 @@ def _different(text, length, wanted, width, score, more, SLOTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["k"])
 def _search(
-    tokens, stride, num_tokens, rows, min_n, max_n, limit, max_len, width, found, k,
+    table, rows, found, k,
     MAX_N: tl.constexpr, MAX_WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     s = tl.load(rows + b)
-    length, wanted = wanted_drafts(num_tokens, limit, max_len, s, k)
+    length, wanted = wanted_drafts(table, s, k)
     if wanted <= 0:
         return
-    text = tokens + s.to(tl.int64) * stride
-    shortest, longest = tl.load(min_n + s), tl.load(max_n + s)
-    wide = tl.minimum(tl.load(width + s), MAX_WIDTH)
+    text = table.tokens + s.to(tl.int64) * table.max_context
+    shortest, longest = tl.load(table.min_n + s), tl.load(table.max_n + s)
+    wide = tl.minimum(tl.load(table.width + s), MAX_WIDTH)
     chosen = tl.full([SLOTS], -1, tl.int32)
     for first in range(part * BLOCK, length, parts * BLOCK):
         score = match_scores(text, length, first + tl.arange(0, BLOCK), shortest, longest, MAX_N)
@@ -233,16 +202,15 @@ def _search(
 
 @triton.jit(do_not_specialize=["k", "parts"])
 def _build(
-    tokens, stride, num_tokens, rows, limit, max_len, width, found, drafts, num_drafts, source,
-    match_len, drafter, parents, k, parts,
+    table, rows, found, proposal, k, parts,
     MAX_WIDTH: tl.constexpr, SLOTS: tl.constexpr, FOUND: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     s = tl.load(rows + b)
-    length, wanted = wanted_drafts(num_tokens, limit, max_len, s, k)
+    length, wanted = wanted_drafts(table, s, k)
     row = tl.maximum(s, 0)
-    text = tokens + row.to(tl.int64) * stride
-    wide = tl.minimum(tl.load(width + row), MAX_WIDTH)
+    text = table.tokens + row.to(tl.int64) * table.max_context
+    wide = tl.minimum(tl.load(table.width + row), MAX_WIDTH)
     i, slot = tl.arange(0, FOUND), tl.arange(0, SLOTS)
     n = parts * SLOTS
     score = tl.load(found + b * n + i, (i < n) & (wanted > 0), other=-1)
@@ -276,49 +244,31 @@ def _build(
         depth = tl.where(slot == c, reach + share, depth)
         before = tl.where(slot == c, made, before)
         made += share
-    tl.store(drafts + b * k + j, tl.load(text + sources, sources >= 0, other=0), j < k)
-    tl.store(source + b * k + j, sources, j < k)
-    tl.store(parents + b * k + j, above, j < k)
-    tl.store(num_drafts + b, made)
-    tl.store(match_len + b, tl.where(made > 0, tl.max(chosen) >> INDEX_BITS, 0))
-    tl.store(drafter + b, 0)  # NGRAM
+    tl.store(proposal.drafts + b * k + j, tl.load(text + sources, sources >= 0, other=0), j < k)
+    tl.store(proposal.source + b * k + j, sources, j < k)
+    tl.store(proposal.parents + b * k + j, above, j < k)
+    tl.store(proposal.num_drafts + b, made)
+    tl.store(proposal.match_len + b, tl.where(made > 0, tl.max(chosen) >> INDEX_BITS, 0))
+    tl.store(proposal.drafter + b, 0)
 
 
-def launch(
-    tokens: Tensor,
-    num_tokens: Tensor,
-    rows: Tensor,
-    min_n: Tensor,
-    max_n: Tensor,
-    limit: Tensor,
-    max_len: Tensor,
-    width: Tensor,
-    k: int,
-    max_n_bound: int,
-    width_bound: int,
-) -> Proposal:
-    ngram.check(tokens, max_n_bound)
-    if k > MAX_DRAFTS or not 1 <= width_bound <= MAX_WIDTH:
+def launch(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
+    if k > MAX_DRAFTS or not 1 <= max_width <= MAX_TREE_WIDTH:
         raise ValueError(
-            f"A tree has at most {MAX_DRAFTS} drafts and from 1 to {MAX_WIDTH} continuations, "
-            f"not {k} drafts and {width_bound} continuations."
+            f"A tree has at most {MAX_DRAFTS} drafts and from 1 to {MAX_TREE_WIDTH} continuations, "
+            f"not {k} drafts and {max_width} continuations."
         )
-    capacity, B = tokens.shape[1], rows.shape[0]
-    drafts = torch.empty(B, k, dtype=torch.int32, device=tokens.device)
-    source, parents = torch.empty_like(drafts), torch.empty_like(drafts)
-    num_drafts, match_len, drafter = torch.empty(3, B, dtype=torch.int32, device=tokens.device)
+    B, slots = len(rows), next_power_of_2(max_width)
+    parts, proposal = ngram.splits(table, B, max_n), ngram.empty_proposal(rows, k, tree=True)
     if B:
-        slots = next_power_of_2(width_bound)
-        parts = min(-(-capacity // ngram.BLOCK), max(ngram.PROGRAMS // B, 1))
-        found = torch.empty(B, parts, slots, dtype=torch.int32, device=tokens.device)
+        found = rows.new_empty(B, parts, slots)
         _search[(B, parts)](
-            tokens, tokens.stride(0), num_tokens, rows, min_n, max_n, limit, max_len, width, found, k,
-            MAX_N=max_n_bound, MAX_WIDTH=width_bound, SLOTS=slots, BLOCK=ngram.BLOCK, num_warps=4,
+            table, rows, found, k,
+            MAX_N=max_n, MAX_WIDTH=max_width, SLOTS=slots, BLOCK=ngram.BLOCK, num_warps=4,
         )  # fmt: skip
         _build[(B,)](
-            tokens, tokens.stride(0), num_tokens, rows, limit, max_len, width, found, drafts,
-            num_drafts, source, match_len, drafter, parents, k, parts,
-            MAX_WIDTH=width_bound, SLOTS=slots, FOUND=next_power_of_2(parts * slots),
+            table, rows, found, proposal, k, parts,
+            MAX_WIDTH=max_width, SLOTS=slots, FOUND=next_power_of_2(parts * slots),
             NODES=next_power_of_2(k), num_warps=1 if parts * slots <= 512 else 4,
         )  # fmt: skip
-    return Proposal(drafts, num_drafts, source, match_len, drafter, parents)
+    return proposal

@@ -11,10 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-NOBODY, NGRAM, MODEL, HEADS = -1, 0, 1, 2  # who guessed
-DRAFTERS = ("ngram", "draft", "medusa")  # their names, by code
-OWN, GUESSED = -1, -2  # in place of an index to copy from: the target's own token; guessed by a model
-
 
 class Proposal(NamedTuple):
     """Drafts for B rows, at most K each.
@@ -24,9 +20,12 @@ class Proposal(NamedTuple):
         num_drafts: [B] int32.
         source: [B, K] int32, index in the row's history that each draft was copied from, else OWN or GUESSED.
         match_len: [B] int32, length of the n-gram match, 0 where there is none.
-        drafter: [B] int32, a code above.
+        drafter: [B] int32, the place of the row's drafter in the method ("ngram+draft": 0, 1); without
+            drafts it says nothing, and may be NOBODY.
         parents: [B, K] int32, trees only: the place (0 .. K) that each draft follows; None for chains.
         logits: [B, K, V], what the drafts were drawn from, where a model drew them; else None.
+        sampled: [B] bool, whether a row's drafts were drawn from `logits` at all, as a chain; None: all
+            were, if there are logits and no trees.
     """
 
     drafts: Tensor
@@ -36,3 +35,4 @@ class Proposal(NamedTuple):
     drafter: Tensor
     parents: Tensor | None = None
     logits: Tensor | None = None
+    sampled: Tensor | None = None

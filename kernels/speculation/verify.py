@@ -1,19 +1,23 @@
-"""Compare the drafts with the target's own tokens: the second half of verification.
+"""Compare the drafts with the target's own tokens, and append what holds to the history.
 
-    targets    [T] int32        the target's token after each scored token (`sample`)
-    input_ids  [T] int32        last committed token of each row, then its drafts
-    parents    [T] int32        tree only: place in its own row (0 .. q_len-1) of each token's parent
-    emitted    [B, max_q_len] int32   the tokens the step yields, -1 beyond their number
-    num_emitted [B] int32       accepted drafts + 1, 0 for rows of length 0
-    path       [B, max_q_len] int32   place in its row of the query that drew each emitted token, so
-                                that the KV of accepted tree nodes can be moved into place; 0 beyond
+    targets      [T] int32            the target's token after each scored token (`sample`), NAN_TOKEN if none
+    emitted      [B, max_q_len] int32   the tokens the step yields, -1 beyond their number
+    num_emitted  [B] int32            accepted drafts + 1, 0 for rows of length 0
+    path         [B, max_q_len] int32   place in its row of the query that drew each emitted token, so
+                                      that the KV of accepted tree nodes can be moved into place; 0 beyond
+    num_kept     [B] int32            how many of the emitted tokens were appended
 
 The rule: the target draws its own token x at each position. A draft is accepted iff it equals x; the
 first that does not is replaced by x; if all match, the last x is the bonus. In a tree, go from each
 node to the first child that carries x. So the emitted tokens are exactly those of decoding without
 drafts.
 
-Kernel: one program of one warp per row; `commit.verify_and_commit` does both in one launch. K < 1024.
+The run of emitted tokens is cut after the first stop token and where the request holds `max_len` tokens,
+whichever comes first. A NaN marker among them ends the row before it. `tokens`, `num_tokens`,
+`output_counts` and `finished` of the table are updated in place. A row that has finished is left alone,
+so that the device may run ahead of the host that retires it. No two batch rows may be the same request.
+
+Kernel: one program of one warp per row.
 """
 
 from __future__ import annotations
@@ -25,11 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import Batch
+from ..batch import MAX_QUERIES, Batch
+from ..codes import LENGTH, NAN, NAN_TOKEN, RUNNING, STOPPED
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
+from ..table import Table
+from .walk import rows_of
 
-MAX_Q_LEN = 1024
+_RUNNING, _STOPPED = tl.constexpr(RUNNING), tl.constexpr(STOPPED)
+_LENGTH, _NAN, _NAN_TOKEN = tl.constexpr(LENGTH), tl.constexpr(NAN), tl.constexpr(NAN_TOKEN)
 
 
 class Verdict(NamedTuple):
@@ -38,53 +46,81 @@ class Verdict(NamedTuple):
     emitted: Tensor
     num_emitted: Tensor
     path: Tensor
+    num_kept: Tensor
 
 
-def verify(targets: Tensor, input_ids: Tensor, batch: Batch, parents: Tensor | None = None) -> Verdict:
-    """Walk each row's drafts along the target's tokens."""
-    return (launch if use_triton(targets) else naive)(targets, input_ids, batch, parents)
+def commit(targets: Tensor, batch: Batch, table: Table) -> Verdict:
+    """Walk each row's drafts along the target's tokens, and append the tokens passed to its history."""
+    return (launch if use_triton(targets) else naive)(targets, batch, table)
 
 
-def naive(targets: Tensor, input_ids: Tensor, batch: Batch, parents: Tensor | None = None) -> Verdict:
-    """The specification in plain Python; also the CPU path, since the tensors are tiny."""
-    x, ids, Q = targets.tolist(), input_ids.tolist(), batch.max_q_len
-    above = None if parents is None else parents.tolist()
-    emitted, num_emitted, paths = [], [], []
-    for start, n in zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True):
-        path = [0] if n else []
-        while 0 < len(path) < n:  # also ends a walk through parents in a circle
-            node, drawn = path[-1], x[start + path[-1]]
-            if above is None:
-                children = [node + 1] if node + 1 < n else []
-            else:
-                children = [c for c in range(1, n) if above[start + c] == node]
-            accepted = [c for c in children if ids[start + c] == drawn]
-            if not accepted:
-                break
-            path.append(accepted[0])
-        emitted.append([x[start + node] for node in path] + [-1] * (Q - len(path)))
-        num_emitted.append(len(path))
+def naive(targets: Tensor, batch: Batch, table: Table) -> Verdict:
+    """The specification, decided in plain Python and written by few calls; also the CPU path."""
+    x, Q = targets.tolist(), batch.max_q_len
+    history = _History(table)
+    emitted, num_emitted, paths, kept = [], [], [], []
+    for row in rows_of(batch):
+        path = list(row.walk(x))
+        run = [x[row.start + place] for place in path]
+        kept.append(history.append(row.request, run))
+        emitted.append(run + [-1] * (Q - len(run)))
         paths.append(path + [0] * (Q - len(path)))
-    columns = (emitted, num_emitted, paths)
+        num_emitted.append(len(path))
+    history.write()
+    columns = (emitted, num_emitted, paths, kept)
     return Verdict(*(torch.tensor(c, dtype=torch.int32, device=targets.device) for c in columns))
 
 
+class _History:
+    """What commits change of a table, as lists that `write` copies back."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.lengths, self.codes = table.num_tokens.tolist(), table.finished.tolist()
+        self.limits, self.stops = table.max_len.tolist(), table.stop_ids.tolist()
+        self.written: list[tuple[int, int, int]] = []  # (row, index, token)
+
+    def append(self, s: int, run: list[int]) -> int:
+        """Append a run of tokens to request row s; returns how many were kept."""
+        if s < 0 or not run or self.codes[s] != RUNNING:
+            return 0
+        before = len(self.written)
+        for token in run:
+            if self.lengths[s] >= self.limits[s]:
+                break
+            if token == NAN_TOKEN:
+                self.codes[s] = NAN
+                break
+            self.written.append((s, self.lengths[s], token))
+            self.lengths[s] += 1
+            if token in self.stops[s]:
+                self.codes[s] = STOPPED
+                break
+        if self.codes[s] == RUNNING and self.lengths[s] >= self.limits[s]:
+            self.codes[s] = LENGTH
+        return len(self.written) - before
+
+    def write(self) -> None:
+        table = self.table
+        if self.written:
+            s, place, token = torch.tensor(self.written, device=table.device).unbind(1)
+            one = torch.ones_like(token, dtype=torch.int32)
+            table.tokens[s, place] = token.int()
+            table.output_counts.index_put_((s, token), one, accumulate=True)
+        table.num_tokens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
+        table.finished.copy_(torch.tensor(self.codes, dtype=torch.int8))
+
+
 @triton.jit
-def walk(targets, input_ids, parents, start, n, WIDTH: tl.constexpr):
+def _walk(targets, batch, start, n, WIDTH: tl.constexpr):
     """(emitted [WIDTH], their number, path [WIDTH]) of the row of n tokens from `start` on."""
     place = tl.arange(0, WIDTH)
     inside = place < n
     draft = inside & (place > 0)
     x = tl.load(targets + start + place, inside, other=-1)
-    ids = tl.load(input_ids + start + place, inside, other=-1)
-    if parents is None:
-        # The accepted run ends at the first draft that is not the target of the token before it.
-        before = tl.load(targets + start + place - 1, draft, other=-1)
-        count = tl.min(tl.where(draft & (ids != before), place, n))
-        path = tl.where(place < count, place, 0)
-        emitted = tl.where(place < count, x, -1)
-    else:
-        parent = tl.load(parents + start + place, draft, other=-1)
+    ids = tl.load(batch.input_ids + start + place, inside, other=-1)
+    if batch.TREE:
+        parent = tl.load(batch.parents + start + place, draft, other=-1)
         path = tl.zeros([WIDTH], tl.int32)
         emitted = tl.full([WIDTH], -1, tl.int32)
         count, node = n * 0, tl.where(n > 0, 0, WIDTH)
@@ -94,43 +130,65 @@ def walk(targets, input_ids, parents, start, n, WIDTH: tl.constexpr):
             emitted = tl.where(place == count, drawn, emitted)
             count += 1
             node = tl.min(tl.where(draft & (parent == node) & (ids == drawn), place, WIDTH))
+    else:
+        # The accepted run ends at the first draft that is not the target of the token before it.
+        before = tl.load(targets + start + place - 1, draft, other=-1)
+        count = tl.min(tl.where(draft & (ids != before), place, n))
+        path = tl.where(place < count, place, 0)
+        emitted = tl.where(place < count, x, -1)
     return emitted, count, path
 
 
 @triton.jit
-def store_verdict(emitted, count, path, emitted_out, count_out, path_out, max_q_len, WIDTH: tl.constexpr):
+def _append(table, s, emitted, count, WIDTH: tl.constexpr, STOPS: tl.constexpr):
+    """Append the first `count` of the `emitted` [WIDTH] tokens to request row s; how many were kept."""
+    never = 2 * WIDTH
+    place, m = tl.arange(0, WIDTH), tl.arange(0, STOPS)
+    stops = tl.load(table.stop_ids + s * table.num_stops + m, m < table.num_stops, other=-1)
+    is_stop = tl.max((emitted[:, None] == stops[None, :]).to(tl.int32), 1) > 0
+    inside = place < count
+    nan = tl.min(tl.where(inside & (emitted == _NAN_TOKEN), place, never))
+    stop = tl.min(tl.where(inside & is_stop & (emitted != _NAN_TOKEN), place, never))
+    start, limit = tl.load(table.num_tokens + s), tl.load(table.max_len + s)
+    room = tl.maximum(limit - start, 0)
+    kept = tl.minimum(tl.minimum(count, room), tl.minimum(nan, stop + 1))
+    code = tl.where(nan == kept, _NAN, _RUNNING)
+    code = tl.where(kept == room, _LENGTH, code)
+    code = tl.where(kept == stop + 1, _STOPPED, code)
+
+    keep = place < kept
+    row = s.to(tl.int64)
+    tl.store(table.tokens + row * table.max_context + start + place, emitted, keep)
+    # Atomic, since a token may occur twice in the run.
+    tl.atomic_add(table.output_counts + row * table.vocab_size + emitted, 1, keep, sem="relaxed")
+    tl.store(table.num_tokens + s, start + kept)
+    tl.store(table.finished + s, code.to(tl.int8))
+    return kept
+
+
+@triton.jit(do_not_specialize=["Q"])
+def _commit(targets, batch, table, verdict, Q, WIDTH: tl.constexpr, STOPS: tl.constexpr):
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
-    tl.store(emitted_out + b * max_q_len + place, emitted, place < max_q_len)
-    tl.store(path_out + b * max_q_len + place, path, place < max_q_len)
-    tl.store(count_out + b, count)
+    start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
+    emitted, count, path = _walk(targets, batch, start, n, WIDTH)
+    tl.store(verdict.emitted + b * Q + place, emitted, place < Q)
+    tl.store(verdict.path + b * Q + place, path, place < Q)
+    tl.store(verdict.num_emitted + b, count)
+    s, kept = tl.load(batch.rows + b), 0
+    code = tl.load(table.finished + s, s >= 0, other=_STOPPED)
+    if (code == _RUNNING) & (count > 0):
+        kept = _append(table, s, emitted, count, WIDTH, STOPS)
+    tl.store(verdict.num_kept + b, kept)
 
 
-@triton.jit(do_not_specialize=["max_q_len"])
-def _verify(
-    targets, input_ids, parents, q_start, q_len, emitted_out, count_out, path_out, max_q_len,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    start, n = tl.load(q_start + tl.program_id(0)), tl.load(q_len + tl.program_id(0))
-    emitted, count, path = walk(targets, input_ids, parents, start, n, WIDTH)
-    store_verdict(emitted, count, path, emitted_out, count_out, path_out, max_q_len, WIDTH)
-
-
-def empty_verdict(batch: Batch) -> Verdict:
-    if batch.max_q_len > MAX_Q_LEN:
-        raise ValueError(f"{batch.max_q_len} tokens per row exceed the limit of {MAX_Q_LEN}.")
-    grid, device = (batch.num_rows, batch.max_q_len), batch.q_len.device
-    return Verdict(
-        torch.empty(grid, dtype=torch.int32, device=device),
-        torch.empty(batch.num_rows, dtype=torch.int32, device=device),
-        torch.empty(grid, dtype=torch.int32, device=device),
-    )
-
-
-def launch(targets: Tensor, input_ids: Tensor, batch: Batch, parents: Tensor | None = None) -> Verdict:
-    verdict = empty_verdict(batch)
-    if batch.num_rows:
-        _verify[(batch.num_rows,)](
-            targets, input_ids, parents, batch.q_start, batch.q_len, *verdict, batch.max_q_len,
-            WIDTH=next_power_of_2(batch.max_q_len), num_warps=1,
+def launch(targets: Tensor, batch: Batch, table: Table) -> Verdict:
+    B, Q = batch.num_rows, batch.max_q_len
+    if Q > MAX_QUERIES:
+        raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_QUERIES}.")
+    verdict = Verdict(*(batch.q_len.new_empty(shape) for shape in ((B, Q), (B,), (B, Q), (B,))))
+    if B:
+        _commit[(B,)](
+            targets, batch.tensors, table, verdict, Q,
+            WIDTH=next_power_of_2(Q), STOPS=next_power_of_2(table.num_stops), num_warps=1,
         )  # fmt: skip
     return verdict

@@ -1,87 +1,118 @@
-"""Batches, parameters and logits for the tests of sampling and verification, here and in tests/gpu."""
+"""Tables, batches and logits for the tests of sampling and speculation, here and in tests/gpu."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.sampling.sample import Params
+from nanospec.kernels.table import Table
 
-S, M = 4, 3  # request rows, stop ids per row
+S = 4  # request rows, unless a test says otherwise
+NEUTRAL = {"top_p": 1, "repetition": 1, "max_len": 1000, "limit": 63, "min_n": 1, "max_n": 3, "width": 1}
 
 
-def make_rows(q_len: list[int], base_len: list[int], uniform: bool, tree: bool = False) -> Batch:
-    """Chains, or random trees, of the given lengths; no row has any pages."""
-    widest = max([1, *q_len])
-    lengths = torch.tensor(q_len, dtype=torch.int32)
-    b = torch.arange(len(q_len), dtype=torch.int32)
-    starts = b * widest if uniform else (lengths.cumsum(0) - lengths).int()
-    total = len(q_len) * widest if uniform else max(sum(q_len), 1)
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_table(V: int, num_rows: int = S, block_size: int = 16, **columns: Any) -> Table:
+    """A table of requests that change nothing, but for the given columns: a value for all rows, or one each.
+
+    Tokens and pages make it as wide as they are; stop ids may be fewer than it has room for.
+    """
+    tables = {name: torch.as_tensor(columns[name]) for name in ("tokens", "block_table") if name in columns}
+    num_rows = max([num_rows * (not tables), *map(len, tables.values())])
+    max_context = max(tables["tokens"].shape[1], 1) if "tokens" in tables else 1
+    table = Table.empty(num_rows, max_context, block_size, V, "cpu")
+    if "block_table" in tables:
+        pages = torch.zeros(tables["block_table"].shape, dtype=torch.int32)
+        table = table._replace(block_table=pages, max_blocks=pages.shape[1])
+    table.seed[:], table.stop_ids[:] = torch.arange(num_rows), -1
+    for name, value in {**NEUTRAL, **columns}.items():
+        value, column = torch.as_tensor(value), getattr(table, name)
+        if name == "stop_ids":
+            column = column[:, : value.shape[-1]]
+        column[:] = value
+    return table
+
+
+def make_batch(
+    q_len: Sequence[int],
+    base_len: Sequence[int] | None = None,
+    uniform: bool = True,
+    tree: bool = False,
+    parents: Sequence[int] | None = None,
+    **tensors: Tensor,
+) -> Batch:
+    """Chains, random trees, or trees of the given `parents` (by flat index) of the given lengths; no row has
+    any pages. Row b is of request row b, and all tokens are 0, unless `tensors` say otherwise."""
+    B, widest = len(q_len), max([1, *q_len])
+    lengths, base = torch.tensor(q_len, dtype=torch.int32), base_len or [0] * B
+    starts = torch.arange(B, dtype=torch.int32) * widest if uniform else (lengths.cumsum(0) - lengths).int()
+    total = B * widest if uniform else max(sum(q_len), 1)
     positions = torch.zeros(total, dtype=torch.int32)
-    ancestors = torch.zeros(total, dtype=torch.int64) if tree else None
-    parents = torch.zeros(total, dtype=torch.int32) if tree else None
+    ancestors, above = torch.zeros(total, dtype=torch.int64), list(parents or [0] * total)
     rng = random.Random(sum(q_len))
-    for start, n, base in zip(starts.tolist(), q_len, base_len):
+    for start, n, first in zip(starts.tolist(), q_len, base):
         for i in range(n):
-            parent = rng.randrange(i) if i and tree else i - 1
-            positions[start + i] = base if i == 0 else positions[start + parent] + 1
-            if ancestors is not None:
-                above = int(ancestors[start + parent]) if i else 0
-                ancestors[start + i] = above | 1 << i
-            if parents is not None:
-                parents[start + i] = max(parent, 0)
-    return Batch(positions, positions, torch.zeros(len(q_len), 1, dtype=torch.int32), starts, lengths,
-                torch.tensor(base_len, dtype=torch.int32), widest, 1000, ancestors, parents)  # fmt: skip
-
-
-def make_params(V: int, **rows: object) -> Params:
-    """Parameters of S request rows that change nothing, but for the given ones."""
-    f32, i32 = torch.float32, torch.int32
-    params = Params(
-        temperature=torch.zeros(S, dtype=f32),
-        top_k=torch.zeros(S, dtype=i32),
-        top_p=torch.ones(S, dtype=f32),
-        min_p=torch.zeros(S, dtype=f32),
-        seed=torch.arange(S, dtype=torch.int64),
-        min_len=torch.zeros(S, dtype=i32),
-        stop_ids=torch.full((S, M), -1, dtype=i32),
-        repetition=torch.ones(S, dtype=f32),
-        presence=torch.zeros(S, dtype=f32),
-        frequency=torch.zeros(S, dtype=f32),
-        shaped=torch.zeros(S, dtype=torch.bool),
-        bias=torch.zeros(S, V, dtype=f32),
-        in_prompt=torch.zeros(S, V, dtype=torch.bool),
-        output_counts=torch.zeros(S, V, dtype=i32),
+            if parents is None and i:
+                above[start + i] = rng.randrange(i) if tree else i - 1
+            parent = start + above[start + i]
+            positions[start + i] = positions[parent] + 1 if i else first
+            own = 1 << i if i < 63 else -1 << 63
+            ancestors[start + i] = int(ancestors[parent]) | own if i else own
+    trees = tree or parents is not None
+    return Batch(
+        **{
+            "rows": torch.arange(B, dtype=torch.int32),
+            "input_ids": torch.zeros(total, dtype=torch.int32),
+            **tensors,
+        },
+        positions=positions,
+        slots=positions,
+        block_table=torch.zeros(B, 1, dtype=torch.int32),
+        q_start=starts,
+        q_len=lengths,
+        base_len=torch.tensor(base, dtype=torch.int32),
+        max_q_len=widest,
+        max_kv_len=1000,
+        ancestors=ancestors if trees else None,
+        parents=torch.tensor(above, dtype=torch.int32) if trees else None,
     )
-    for name, value in rows.items():
-        getattr(params, name)[:] = torch.as_tensor(value)
-    return params
 
 
-def random_params(rng: random.Random, V: int) -> Params:
-    """Different parameters in every row, extremes among them."""
-    params = make_params(V)
+def real(batch: Batch, b: int | None = None) -> Tensor:
+    """Flat indices of the tokens that are not padding, of batch row b or of all."""
+    spans = list(zip(batch.q_start.tolist(), batch.q_len.tolist()))
+    return torch.cat([torch.arange(a, a + n) for a, n in (spans if b is None else [spans[b]])])
+
+
+def random_table(rng: random.Random, V: int) -> Table:
+    """Different sampling parameters in every row, extremes among them."""
+    table = make_table(V)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     for s in range(S):
-        params.temperature[s] = rng.choice([0.0, 0.3, 1.0, 1.0, 2.5])
-        params.top_k[s] = rng.choice([0, 0, 1, 2, V // 2, V, V + 5])
-        params.top_p[s] = rng.choice([1.0, 1.0, 0.9, 0.5, 1e-4])
-        params.min_p[s] = rng.choice([0.0, 0.0, 0.05, 0.7, 1.0])
-        params.seed[s] = rng.randrange(-(1 << 63), 1 << 63)
-        params.min_len[s] = rng.choice([0, 0, 8, 1000])
-        params.stop_ids[s] = torch.tensor([rng.choice([-1, 0, V // 2, V - 1]) for _ in range(M)])
-        params.repetition[s] = rng.choice([1.0, 1.3, 0.7])
-        params.presence[s] = rng.choice([0.0, 0.6, -0.4])
-        params.frequency[s] = rng.choice([0.0, 0.3, -0.2])
-        params.shaped[s] = rng.random() < 0.6
-    params.bias[:] = torch.randn(S, V, generator=generator) * (torch.rand(S, V, generator=generator) < 0.2)
-    params.in_prompt[:] = torch.rand(S, V, generator=generator) < 0.2
-    params.output_counts[:] = torch.randint(0, 3, (S, V), generator=generator)
-    return params
+        table.temperature[s] = rng.choice([0.0, 0.3, 1.0, 1.0, 2.5])
+        table.top_k[s] = rng.choice([0, 0, 1, 2, V // 2, V, V + 5])
+        table.top_p[s] = rng.choice([1.0, 1.0, 0.9, 0.5, 1e-4])
+        table.min_p[s] = rng.choice([0.0, 0.0, 0.05, 0.7, 1.0])
+        table.seed[s] = rng.randrange(-(1 << 63), 1 << 63)
+        table.min_len[s] = rng.choice([0, 0, 8, 1000])
+        table.stop_ids[s, :3] = torch.tensor([rng.choice([-1, 0, V // 2, V - 1]) for _ in range(3)])
+        table.repetition[s] = rng.choice([1.0, 1.3, 0.7])
+        table.presence[s] = rng.choice([0.0, 0.6, -0.4])
+        table.frequency[s] = rng.choice([0.0, 0.3, -0.2])
+        table.penalized[s] = rng.random() < 0.6
+    table.bias[:] = torch.randn(S, V, generator=generator) * (torch.rand(S, V, generator=generator) < 0.2)
+    table.in_prompt[:] = torch.rand(S, V, generator=generator) < 0.2
+    table.output_counts[:] = torch.randint(0, 3, (S, V), generator=generator)
+    return table
 
 
 def random_logits(rng: random.Random, T: int, V: int, dtype: torch.dtype) -> Tensor:

@@ -15,56 +15,57 @@ from torch import Tensor
 
 from nanospec.kernels import dispatch
 from nanospec.kernels.batch import Batch
+from nanospec.kernels.codes import EXACT, REJECTION, TYPICAL
 from nanospec.kernels.sampling import accept, noise, penalties, probabilities, sample
-from nanospec.kernels.sampling.accept import DELTA, EPSILON, EXACT, REJECTION, TYPICAL
-from nanospec.kernels.sampling.sample import Params
+from nanospec.kernels.sampling.accept import DELTA, EPSILON
 from nanospec.kernels.speculation import verify
-from tests.kernels.batches import S, make_params, make_rows, random_logits, random_params
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
+from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table, real
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
 IMPLEMENTATIONS = {"naive": accept.naive, "kernel": accept.launch}
 
 
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def drawn(logits: Tensor | None = None, sampled: Tensor | None = None) -> Proposal:
+    """A proposal, of which `accept` reads only what its drafts were drawn from."""
+    none = ints()
+    return Proposal(none, none, none, none, none, logits=logits, sampled=sampled)
 
 
-def rules(*codes: int) -> Tensor:
-    return torch.tensor(codes, dtype=torch.int8)
-
-
-def make_parents(batch: Batch) -> Tensor:
-    """[T] int32: the parent of each token, read off the ancestor masks."""
-    assert batch.ancestors is not None
-    parents = torch.full((batch.num_tokens,), -1, dtype=torch.int32)
-    for start, n in zip(batch.q_start.tolist(), batch.q_len.tolist()):
-        for i in range(1, n):
-            parents[start + i] = (int(batch.ancestors[start + i]) ^ 1 << i).bit_length() - 1
-    return parents
-
-
-def draft(scores: Tensor, s: int, position: int, params: Params) -> int:
+def draft(scores: Tensor, s: int, position: int, table: Table) -> int:
     """What a draft model draws from its logits [V]: with the request's own noise at the position."""
     scores = scores.float()
-    if params.shaped[s]:
-        scores = penalties.naive(scores, s, position, ints(), params)
-    return max(int(sample.draw(scores, s, position, params)), 0)
+    if table.penalized[s]:
+        scores = penalties.naive(scores, s, position, (), table)
+    return max(int(sample.draw(scores, s, position, table)), 0)
 
 
-def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Arguments of `accept`: rows of every rule, greedy and padding rows among them."""
+class Case(NamedTuple):
+    """Arguments of `accept`."""
+
+    targets: Tensor
+    logits: Tensor
+    table: Table
+    batch: Batch
+    proposal: Proposal
+
+
+def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32) -> Case:
+    """Rows of every rule, greedy and padding rows among them."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     rows = rng.sample([0, 1, 2, 3, -1], 5)
     q_len = [n if s >= 0 else 0 for n, s in zip([4, 2, 3, 5, 3], rows)]
-    batch = make_rows(q_len, [rng.randint(0, 20) for _ in rows], form != "packed", form == "tree")
-    params = random_params(rng, V)
-    params.temperature[:] = torch.tensor(rng.sample([0.0, 0.5, 1.0, 1.0, 1.7], S))
-    params.top_k[:] = torch.tensor(rng.choices([0, 0, V // 2, 5], k=S))
-    params.min_p[:] = torch.tensor(rng.choices([0.0, 0.0, 0.05], k=S))
+    base_len = [rng.randint(0, 20) for _ in rows]
+    batch = make_batch(q_len, base_len, form != "packed", form == "tree", rows=ints(*rows))
+    table = random_table(rng, V)
+    table.temperature[:] = torch.tensor(rng.sample([0.0, 0.5, 1.0, 1.0, 1.7], S))
+    table.top_k[:] = torch.tensor(rng.choices([0, 0, V // 2, 5], k=S))
+    table.min_p[:] = torch.tensor(rng.choices([0.0, 0.0, 0.05], k=S))
     logits = random_logits(rng, batch.num_tokens, V, dtype)
-    input_ids = torch.randint(0, V, (batch.num_tokens,), generator=generator, dtype=torch.int32)
+    input_ids = batch.input_ids.random_(0, V, generator=generator)
     K = 3  # fewer than the longest row has drafts, more than others have
     draft_logits = torch.zeros(5, K + 1, V, dtype=dtype)[:, :K]  # evenly spaced, not contiguous
     for b, (s, start, n) in enumerate(zip(rows, batch.q_start.tolist(), q_len)):
@@ -72,9 +73,9 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
             # Some near the target's; what is likely for the one is not impossible for the other.
             away = torch.randn(V, generator=generator) * rng.choice([0.0, 0.5, 2.0])
             draft_logits[b, j] = logits[start + j] + away.to(dtype)
-            position = int(batch.base_len[b]) + j + 1
+            position = base_len[b] + j + 1
             position += rng.choice([0, 0, 1000])  # the target's noise, or some other
-            input_ids[start + j + 1] = draft(draft_logits[b, j], s, position, params)
+            input_ids[start + j + 1] = draft(draft_logits[b, j], s, position, table)
             if rng.random() < 0.3:
                 input_ids[start + j + 1] = logits[start + j].argmax()
     if form == "nan":
@@ -82,40 +83,31 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
         logits[int(batch.q_start[rows.index(1)]) + 1, 0] = math.inf
         draft_logits[rows.index(2), 0, 0] = math.nan
         draft_logits[rows.index(3), 0] = -math.inf
-    row_ids = ints(*rows)
-    parents = make_parents(batch) if form == "tree" else None
-    has_probs = None if seed % 2 else torch.tensor(rng.sample([True, True, True, True, False], 5))
-    if parents is not None and has_probs is not None:  # beside trees, chains may have been drawn
-        for b, (start, n) in enumerate(zip(batch.q_start.tolist(), q_len)):
-            has_probs[b] = parents[start : start + n].tolist() == list(range(-1, n - 1))
-    return {
-        "targets": sample.naive(logits, input_ids, row_ids, params, batch),
-        "logits": logits,
-        "input_ids": input_ids,
-        "rows": row_ids,
-        "params": params,
-        "batch": batch,
-        "rule": rules(*rng.sample([EXACT, REJECTION, TYPICAL, REJECTION, TYPICAL], S)),
-        "parents": parents,
-        "draft_logits": None if form == "ngram" else draft_logits,
-        "has_probs": has_probs,
-    }
+    sampled = None if seed % 2 else torch.tensor(rng.sample([True, True, True, True, False], 5))
+    if batch.parents is not None and sampled is not None:  # beside trees, chains may have been drawn
+        for b, n in enumerate(q_len):
+            sampled[b] = batch.parents[real(batch, b)].tolist() == [0, *range(n - 1)][:n]
+    table.rule[:] = torch.tensor(rng.sample([EXACT, REJECTION, TYPICAL, REJECTION, TYPICAL], S))
+    proposal = drawn(None if form == "ngram" else draft_logits, sampled)
+    return Case(sample.naive(logits, table, batch), logits, table, batch, proposal)
 
 
-def places(batch: Batch, b: int) -> slice:
-    return slice(int(batch.q_start[b]), int(batch.q_start[b]) + int(batch.q_len[b]))
+def check_rows_that_keep_their_targets(case: Case, targets: Tensor) -> None:
+    rule, sampled = case.table.rule.tolist(), case.proposal.sampled
+    for b, s in enumerate(case.batch.rows.tolist()):
+        own = real(case.batch, b)
+        no_q = case.proposal.logits is None
+        no_q |= case.batch.parents is not None if sampled is None else not sampled[b]
+        greedy = case.table.temperature[s] == 0
+        if s >= 0 and (rule[s] == EXACT or greedy or (rule[s] == REJECTION and no_q)):
+            assert torch.equal(targets[own], case.targets[own])
+        assert torch.equal(targets[own] == -1, case.targets[own] == -1)
 
 
-def check_rows_that_keep_their_targets(case: dict[str, Any], targets: Tensor) -> None:
-    params, rule = case["params"], case["rule"].tolist()
-    for b, s in enumerate(case["rows"].tolist()):
-        own = places(case["batch"], b)
-        drawn = case["parents"] is None if case["has_probs"] is None else case["has_probs"][b]
-        guess = case["draft_logits"] is None or not drawn
-        if s >= 0 and (rule[s] == EXACT or params.temperature[s] == 0 or (rule[s] == REJECTION and guess)):
-            assert torch.equal(targets[own], case["targets"][own])
-        if s >= 0:
-            assert torch.equal(targets[own] == -1, case["targets"][own] == -1)
+def verified(targets: Tensor, batch: Batch) -> verify.Verdict:
+    """What verification makes of targets, for requests without limits."""
+    requests = int(batch.rows.max()) + 1
+    return verify.naive(targets, batch, make_table(5000, num_rows=requests, max_len=0))
 
 
 FORMS = ["chain", "packed", "tree", "nan", "ngram"]
@@ -126,15 +118,15 @@ def test_kernel_matches_naive(form: str) -> None:
     changed = 0
     for seed, V in enumerate((63, 100, 63, 2500)):
         case = random_case(seed, V, form, torch.float16 if V == 100 else torch.float32)
-        before = case["targets"].clone()
-        expected, actual = accept.naive(**case), accept.launch(**case)
+        before = case.targets.clone()
+        expected, actual = accept.naive(*case), accept.launch(*case)
         assert actual.dtype == torch.int32
         for b in range(5):
-            own = places(case["batch"], b)
+            own = real(case.batch, b)
             assert actual[own].tolist() == expected[own].tolist(), f"V{V}, row {b}"
             changed += int((expected[own] != before[own]).sum())
         check_rows_that_keep_their_targets(case, actual)
-        assert torch.equal(case["targets"], before)  # not written to
+        assert torch.equal(case.targets, before)  # not written to
     assert changed >= (1 if form == "ngram" else 2), changed
 
 
@@ -144,14 +136,13 @@ def test_lazy_walk_gives_the_same_verdict(form: str) -> None:
     further = 0
     for seed in range(12):
         case = random_case(seed, 40, form)
-        verdict = (case["input_ids"], case["batch"], case["parents"])
-        expected = verify.naive(accept.naive(**case), *verdict)
-        check_rows_that_keep_their_targets(case, accept.naive(**case))
-        arguments = {name: case[name] for name in ("logits", "input_ids", "rows", "params", "batch")}
-        lazy = sample.naive(**arguments, lazy=True)
-        further += int((expected.num_emitted > verify.naive(lazy, *verdict).num_emitted).sum())
+        expected = verified(accept.naive(*case), case.batch)
+        check_rows_that_keep_their_targets(case, accept.naive(*case))
+        lazy = sample.naive(case.logits, case.table, case.batch, lazy=True)
+        exact = verified(lazy, case.batch)
+        further += int((expected.num_emitted > exact.num_emitted).sum())
         with dispatch.forced("naive"):
-            actual = verify.naive(accept.accept(**{**case, "targets": lazy}), *verdict)
+            actual = verified(accept.accept(*case._replace(targets=lazy)), case.batch)
         for a, e in zip(actual, expected):
             assert torch.equal(a, e)
     assert further >= 4, further
@@ -160,34 +151,34 @@ def test_lazy_walk_gives_the_same_verdict(form: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_exact_rows_keep_their_targets(implementation: str) -> None:
     case = random_case(3, 63, "chain")
-    case["rule"] = rules(*[EXACT] * S)
-    targets = IMPLEMENTATIONS[implementation](**case)
-    for b in range(5):
-        own = places(case["batch"], b)
-        assert torch.equal(targets[own], case["targets"][own])
+    case.table.rule[:] = EXACT
+    own = real(case.batch)
+    assert torch.equal(IMPLEMENTATIONS[implementation](*case)[own], case.targets[own])
 
 
 def test_kernel_row_does_not_depend_on_the_batch() -> None:
     case = random_case(1, 100, "chain")
-    together, batch = accept.launch(**case), case["batch"]
-    for b, s in enumerate(case["rows"].tolist()):
+    together, batch, logits = accept.launch(*case), case.batch, case.proposal.logits
+    assert logits is not None
+    for b, s in enumerate(batch.rows.tolist()):
         if s < 0:
             continue
-        own = places(batch, b)
-        alone = {name: case[name][own] for name in ("targets", "logits", "input_ids")}
-        rows = make_rows([int(batch.q_len[b])], [int(batch.base_len[b])], True)
-        alone |= {"rows": ints(s), "batch": rows, "draft_logits": case["draft_logits"][b : b + 1]}
-        assert torch.equal(accept.launch(**{**case, **alone}), together[own])
+        own = real(batch, b)
+        alone = make_batch(
+            [len(own)], [int(batch.base_len[b])], rows=ints(s), input_ids=batch.input_ids[own]
+        )
+        proposal = drawn(logits[b : b + 1])
+        targets = accept.launch(case.targets[own], case.logits[own], case.table, alone, proposal)
+        assert torch.equal(targets, together[own])
 
 
 @pytest.mark.parametrize("bad", ["vocabulary", "rows", "stride"])
-def test_kernel_refuses_draft_logits(bad: str) -> None:
+def test_kernel_refuses_logits_of_drafts(bad: str) -> None:
     case = random_case(1, 10, "chain")
-    shape = {"vocabulary": (5, 3, 9), "rows": (4, 3, 10), "stride": (5, 10, 3)}[bad]
-    draft_logits = torch.zeros(shape)
-    case["draft_logits"] = draft_logits.transpose(1, 2) if bad == "stride" else draft_logits
-    with pytest.raises(ValueError, match="draft_logits"):
-        accept.launch(**case)
+    logits = torch.zeros({"vocabulary": (5, 3, 9), "rows": (4, 3, 10), "stride": (5, 10, 3)}[bad])
+    proposal = drawn(logits.transpose(1, 2) if bad == "stride" else logits)
+    with pytest.raises(ValueError, match="drafts' logits"):
+        accept.launch(*case._replace(proposal=proposal))
 
 
 # Rejection sampling.
@@ -210,23 +201,23 @@ CASES: dict[str, dict[str, float]] = {
 SIZES, SEEDS = (4000, 64_000), range(8)
 
 
-def steps(params: Params, n: int, q_first: Tensor, q_second: Tensor) -> tuple[Tensor, verify.Verdict]:
+def steps(table: Table, n: int, q_first: Tensor, q_second: Tensor) -> tuple[Tensor, verify.Verdict]:
     """n steps of a request with two drafts of a draft model each, the step b at position 3 b.
 
     The second draft and the second target depend on the first draft, as they do in a model.
     """
-    batch = make_rows([3] * n, [3 * b for b in range(n)], uniform=True)
-    positions = batch.positions.tolist()
-    first = [draft(q_first, 0, positions[3 * b] + 1, params) for b in range(n)]
-    second = [draft(q_second[a], 0, positions[3 * b] + 2, params) for b, a in enumerate(first)]
+    first = [draft(q_first, 0, 3 * b + 1, table) for b in range(n)]
+    second = [draft(q_second[a], 0, 3 * b + 2, table) for b, a in enumerate(first)]
     input_ids = ints(*[token for a, b in zip(first, second) for token in (0, a, b)])
+    rows = torch.zeros(n, dtype=torch.int32)
+    batch = make_batch([3] * n, [3 * b for b in range(n)], rows=rows, input_ids=input_ids)
     logits = torch.stack((P_FIRST.expand(n, V), P_SECOND[first], P_SECOND[second]), 1).view(3 * n, V)
     draft_logits = torch.stack((q_first.expand(n, V), q_second[first]), 1)
-    arguments = (logits, input_ids, torch.zeros(n, dtype=torch.int32), params, batch)
+    table.rule[:] = REJECTION
     with dispatch.forced("naive"):
-        targets = sample.sample(*arguments)
-        targets = accept.accept(targets, *arguments, rules(*[REJECTION] * S), None, draft_logits)
-    return input_ids.view(n, 3)[:, 1:], verify.naive(targets, input_ids, batch)
+        targets = sample.sample(logits, table, batch)
+        targets = accept.accept(targets, logits, table, batch, drawn(draft_logits))
+    return input_ids.view(n, 3)[:, 1:], verified(targets, batch)
 
 
 def noises(seed: int, position: Tensor) -> Tensor:
@@ -255,19 +246,19 @@ def streams(seed: int, first: int, step: int, n: int = SIZES[1]) -> Streams:
     )
 
 
-def reject(p: Tensor, q: Tensor, drawn: Streams) -> tuple[Tensor, Tensor]:
+def reject(p: Tensor, q: Tensor, noise: Streams) -> tuple[Tensor, Tensor]:
     """Drafts and targets of N positions by rejection sampling, probabilities [N, V] or [V] float64."""
-    drafts = (q.log() - drawn.draw).argmax(-1)
+    drafts = (q.log() - noise.draw).argmax(-1)
     p, q = (x.expand(len(drafts), V) for x in (p, q))
     at = drafts[:, None]
-    accepted = (-drawn.acceptance.exp()).exp() * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0]
-    residual = ((p - q).clamp(min=0).log() - drawn.residual).argmax(-1)
+    accepted = (-noise.acceptance.exp()).exp() * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0]
+    residual = ((p - q).clamp(min=0).log() - noise.residual).argmax(-1)
     return drafts, torch.where(accepted, drafts, residual)
 
 
-def drawn_from(logits: Tensor, params: Params) -> Tensor:
+def drawn_from(logits: Tensor, table: Table) -> Tensor:
     """[N, V] float64: what request row 0 draws from."""
-    return torch.stack([probabilities.naive(row, 0, params).exp().double() for row in logits.view(-1, V)])
+    return torch.stack([probabilities.naive(row, 0, table).exp().double() for row in logits.view(-1, V)])
 
 
 def distance(counts: Tensor, expected: Tensor) -> float:
@@ -282,11 +273,11 @@ def count(first: Tensor, second: Tensor) -> Tensor:
     return torch.bincount(first * V + second, minlength=V * V).view(V, V).double()
 
 
-def distances(params: Params, seed: int, shared_noise: bool = False) -> Tensor:
+def distances(table: Table, seed: int, shared_noise: bool = False) -> Tensor:
     """[what, size]: distances of the first token, of the second where the first draft was accepted, and
     of the bonus after an accepted draft, each with draws of both sizes."""
-    p1, q1 = (drawn_from(logits, params)[0] for logits in (P_FIRST, Q_FIRST))
-    p2, q2 = (drawn_from(logits, params) for logits in (P_SECOND, Q_SECOND))
+    p1, q1 = (drawn_from(logits, table)[0] for logits in (P_FIRST, Q_FIRST))
+    p2, q2 = (drawn_from(logits, table) for logits in (P_SECOND, Q_SECOND))
     one, two = streams(seed, 0, 2), streams(seed, 1, 2)
     if shared_noise:
         one = one._replace(acceptance=one.draw[:, 0], residual=one.draw)
@@ -312,29 +303,29 @@ def distances(params: Params, seed: int, shared_noise: bool = False) -> Tensor:
 
 def test_rejection_keeps_the_distribution() -> None:
     """The distance to the target's distribution falls like 1 / sqrt(N), for first and later tokens."""
-    table = torch.stack(
-        [distances(make_params(V, **CASES[case]), seed) for seed in SEEDS for case in CASES]
+    found = torch.stack(
+        [distances(make_table(V, **CASES[case]), seed) for seed in SEEDS for case in CASES]
     ).view(len(SEEDS), len(CASES), 3, 2)
-    mean = table.mean((0, 1))
+    mean = found.mean((0, 1))
     assert bool(((mean > 0.8) & (mean < 1.25)).all()), mean
     ratio = mean[:, 0] / mean[:, 1]  # of total variations: 4 times this
     assert bool(((ratio > 0.75) & (ratio < 1.33)).all()), ratio
-    assert bool((table.mean(0) < 1.6).all()), table.mean(0)
+    assert bool((found.mean(0) < 1.6).all()), found.mean(0)
 
 
 def test_shared_noise_would_show() -> None:
     """The test above sees what it is there for: acceptance that depends on the noise of the drafts."""
-    biased = distances(make_params(V, temperature=1.0), 1, shared_noise=True)
+    biased = distances(make_table(V, temperature=1.0), 1, shared_noise=True)
     assert float(biased[0, 1]) > 10
     assert float(biased[0, 1] / biased[0, 0]) > 2
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_naive_is_the_rejection_sampling_tested_above(case: str) -> None:
-    params, n = make_params(V, seed=5, **CASES[case]), 120
-    p1, q1 = (drawn_from(logits, params)[0] for logits in (P_FIRST, Q_FIRST))
-    p2, q2 = (drawn_from(logits, params) for logits in (P_SECOND, Q_SECOND))
-    drafts, verdict = steps(params, n, Q_FIRST, Q_SECOND)
+    table, n = make_table(V, seed=5, **CASES[case]), 120
+    p1, q1 = (drawn_from(logits, table)[0] for logits in (P_FIRST, Q_FIRST))
+    p2, q2 = (drawn_from(logits, table) for logits in (P_SECOND, Q_SECOND))
+    drafts, verdict = steps(table, n, Q_FIRST, Q_SECOND)
     d1, t1 = reject(p1, q1, streams(5, 1, 3, n))
     d2, t2 = reject(p2[d1], q2[d1], streams(5, 2, 3, n))
     bonus = (p2[d2].log() - streams(5, 3, 3, n).draw).argmax(-1)
@@ -348,27 +339,24 @@ def test_naive_is_the_rejection_sampling_tested_above(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_drafts_from_the_target_itself_are_all_accepted(case: str) -> None:
-    params = make_params(V, **CASES[case])
-    assert bool((steps(params, 120, P_FIRST, P_SECOND)[1].num_emitted == 3).all())
+    table = make_table(V, **CASES[case])
+    assert bool((steps(table, 120, P_FIRST, P_SECOND)[1].num_emitted == 3).all())
 
 
 def test_kernel_accepts_all_drafts_from_the_target_itself() -> None:
     """Equal logits have equal probabilities to the bit, whatever the batch they are in."""
     Q, size = 6, 3000
     logits = torch.randn(2 * Q, size, generator=torch.Generator().manual_seed(3)) * 2
-    params = make_params(size, temperature=[1.0, 0.6, 1.0, 1.0], top_p=[1.0, 0.9, 1.0, 1.0])
-    batch = make_rows([Q, Q], [3, 40], True)
-    input_ids = torch.zeros(2 * Q, dtype=torch.int32)
+    table = make_table(size, rule=REJECTION, temperature=[1.0, 0.6, 1, 1], top_p=[1.0, 0.9, 1, 1])
+    batch = make_batch([Q, Q], [3, 40])
     for t in range(2 * Q - 1):
         if t != Q - 1:
-            input_ids[t + 1] = draft(logits[t], t // Q, int(batch.positions[t]) + 1, params)
+            batch.input_ids[t + 1] = draft(logits[t], t // Q, int(batch.positions[t]) + 1, table)
     # Targets that reject everything, so that acceptance must come from the rule.
     targets = torch.full((2 * Q,), size - 1, dtype=torch.int32)
-    arguments = (logits, input_ids, ints(0, 1), params, batch, rules(*[REJECTION] * S))
-    verdict = verify.naive(
-        accept.launch(targets, *arguments, None, logits.view(2, Q, size)[:, :-1]), input_ids, batch
-    )
-    assert verdict.num_emitted.tolist() == [Q, Q]
+    proposal = drawn(logits.view(2, Q, size)[:, :-1])
+    targets = accept.launch(targets, logits, table, batch, proposal)
+    assert verified(targets, batch).num_emitted.tolist() == [Q, Q]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
@@ -376,13 +364,10 @@ def test_penalties_of_the_draft_count_no_drafts(implementation: str) -> None:
     """The target has penalised the first draft away at the second query, its draft model has not."""
     logits = torch.zeros(3, 4)
     logits[:, 1] = 8.0
-    params = make_params(4, temperature=1.0, shaped=True, presence=30.0)
-    batch = make_rows([3], [10], True)
-    arguments = (logits, ints(0, 1, 1), ints(0), params, batch)
-    targets = sample.naive(*arguments)
-    targets = IMPLEMENTATIONS[implementation](
-        targets, *arguments, rules(*[REJECTION] * S), None, logits[None, :2]
-    )
+    table = make_table(4, rule=REJECTION, temperature=1.0, penalized=True, presence=30.0)
+    batch = make_batch([3], [10], input_ids=ints(0, 1, 1))
+    targets = sample.naive(logits, table, batch)
+    targets = IMPLEMENTATIONS[implementation](targets, logits, table, batch, drawn(logits[None, :2]))
     assert int(targets[0]) == 1  # p = q
     assert int(targets[1]) != 1  # p(1) = 0, q(1) is near 1
 
@@ -390,15 +375,16 @@ def test_penalties_of_the_draft_count_no_drafts(implementation: str) -> None:
 def test_rejection_accepts_drafts_that_exact_would_not() -> None:
     """Of drafts drawn with noise of their own, EXACT accepts sum(p q), REJECTION sum(min(p, q))."""
     n = 60
-    params = make_params(V, temperature=1.5)
-    batch = make_rows([2] * n, [2 * b for b in range(n)], uniform=True)
-    drafts = [draft(P_FIRST, 0, 10**6 + b, params) for b in range(n)]
+    table = make_table(V, rule=REJECTION, temperature=1.5)
+    drafts = [draft(P_FIRST, 0, 10**6 + b, table) for b in range(n)]
     input_ids = ints(*[token for d in drafts for token in (0, d)])
-    arguments = (P_FIRST.repeat(2 * n, 1), input_ids, torch.zeros(n, dtype=torch.int32), params, batch)
-    targets = sample.naive(*arguments)
-    further = (rules(*[REJECTION] * S), None, P_FIRST.expand(n, 1, V))
-    assert int(verify.naive(targets, input_ids, batch).num_emitted.sum()) < 1.5 * n
-    assert bool((verify.naive(accept.naive(targets, *arguments, *further), input_ids, batch)[1] == 2).all())
+    rows = torch.zeros(n, dtype=torch.int32)
+    batch = make_batch([2] * n, [2 * b for b in range(n)], rows=rows, input_ids=input_ids)
+    logits = P_FIRST.repeat(2 * n, 1)
+    targets = sample.naive(logits, table, batch)
+    assert int(verified(targets, batch).num_emitted.sum()) < 1.5 * n
+    targets = accept.naive(targets, logits, table, batch, drawn(P_FIRST.expand(n, 1, V)))
+    assert bool((verified(targets, batch).num_emitted == 2).all())
 
 
 # Typical acceptance.
@@ -412,7 +398,7 @@ PEAKED = torch.tensor([0.6, 0.3, 0.07, 0.03]).log()  # H = 0.97 nats: the bound 
     [
         ("likely", 1, True),
         ("unlikely", 2, False),
-        ("filtered", 1, False),
+        ("outside top-p", 1, False),
         ("greedy", 1, False),
         ("flat", 77, True),
         ("bias", 3, True),
@@ -420,38 +406,33 @@ PEAKED = torch.tensor([0.6, 0.3, 0.07, 0.03]).log()  # H = 0.97 nats: the bound 
 )
 def test_typical_accepts(case: str, draft_token: int, accepted: bool, implementation: str) -> None:
     scores = torch.zeros(1000) if case == "flat" else PEAKED  # flat: 0.001 > 0.3 * 0.001
-    params = make_params(len(scores), temperature=0.0 if case == "greedy" else 1.0)
-    if case == "filtered":
-        params.top_p[:] = 0.5
+    table = make_table(len(scores), rule=TYPICAL, temperature=0.0 if case == "greedy" else 1.0)
+    if case == "outside top-p":
+        table.top_p[:] = 0.5
     if case == "bias":
-        params.shaped[:] = True
-        params.bias[:, 3] = 3.0
+        table.penalized[:] = True
+        table.bias[:, 3] = 3.0
     if case == "likely":
         p = PEAKED.exp()
         assert float(p[1]) > min(EPSILON, DELTA * float((p * p.log()).sum().exp())) > float(p[2])
     x = 0  # drawn by the target
-    targets = IMPLEMENTATIONS[implementation](
-        ints(x, x), scores.expand(2, -1).contiguous(), ints(0, draft_token), ints(0), params,
-        make_rows([2], [5], True), rules(*[TYPICAL] * S),
-    )  # fmt: skip
+    logits, batch = scores.expand(2, -1).contiguous(), make_batch([2], [5], input_ids=ints(0, draft_token))
+    targets = IMPLEMENTATIONS[implementation](ints(x, x), logits, table, batch, drawn())
     assert targets.tolist() == [draft_token if accepted else x, x]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_typical_takes_the_likeliest_child(implementation: str) -> None:
     """Unless the target has drawn one of them; equals go to the first; leaves keep their target."""
-    batch = make_rows([6], [5], True)
-    parents = ints(-1, 0, 0, 0, 2, 2)
-    batch.ancestors = torch.tensor([0b1, 0b11, 0b101, 0b1001, 0b10101, 0b100101])
-    logits = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.3]).log().repeat(6, 1)
-    params = make_params(5, temperature=1.0)
     ids = ints(0, 1, 4, 2, 3, 1)  # children of the root: 1, 4, 2; of place 2: 3, 1
+    batch = make_batch([6], [5], parents=[0, 0, 0, 0, 2, 2], rows=ints(2), input_ids=ids)
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.3]).log().repeat(6, 1)
     run = IMPLEMENTATIONS[implementation]
-    for drawn, expected in (([0] * 6, [4, 0, 1, 0, 0, 0]), ([1, 0, 3, 0, 0, 0], [1, 0, 3, 0, 0, 0])):
-        arguments = (ints(*drawn), logits, ids, ints(2), params, batch)
-        assert run(*arguments, rules(*[TYPICAL] * S), parents).tolist() == expected
-        draft_logits = torch.zeros(1, 5, 5)
-        assert run(*arguments, rules(*[REJECTION] * S), parents, draft_logits).tolist() == drawn
+    for own, expected in (([0] * 6, [4, 0, 1, 0, 0, 0]), ([1, 0, 3, 0, 0, 0], [1, 0, 3, 0, 0, 0])):
+        table = make_table(5, temperature=1.0, rule=TYPICAL)
+        assert run(ints(*own), logits, table, batch, drawn()).tolist() == expected
+        table.rule[:] = REJECTION
+        assert run(ints(*own), logits, table, batch, drawn(torch.zeros(1, 5, 5))).tolist() == own
 
 
 @pytest.mark.parametrize("form", ["chain", "tree"])
@@ -459,9 +440,8 @@ def test_typical_accepts_all_that_exact_accepts(form: str) -> None:
     more = 0
     for seed in range(30):
         case = random_case(seed, 30, form)
-        case["rule"] = rules(*[TYPICAL] * S)
-        verdict = (case["input_ids"], case["batch"], case["parents"])
-        exact, typical = (verify.naive(x, *verdict) for x in (case["targets"], accept.naive(**case)))
+        case.table.rule[:] = TYPICAL
+        exact, typical = (verified(x, case.batch) for x in (case.targets, accept.naive(*case)))
         for b, n in enumerate(exact.num_emitted.tolist()):
             assert typical.path[b, :n].tolist() == exact.path[b, :n].tolist()
             assert typical.emitted[b, : n - 1].tolist() == exact.emitted[b, : n - 1].tolist()
@@ -471,15 +451,16 @@ def test_typical_accepts_all_that_exact_accepts(form: str) -> None:
 
 def test_typical_changes_the_distribution() -> None:
     """Lossy, and by how much here: every draft above the bound is taken, whatever its probability."""
-    n, params = 1500, make_params(V, temperature=1.0)
-    p = drawn_from(PEAKED.repeat(3), params)[0]
-    logits = p.float().log()
-    batch = make_rows([2] * n, [2 * b for b in range(n)], uniform=True)
+    n, table = 1500, make_table(V, temperature=1.0, rule=TYPICAL)
+    p = drawn_from(PEAKED.repeat(3), table)[0]
+    logits = p.float().log().repeat(2 * n, 1)
     generator = torch.Generator().manual_seed(1)
     drafts = torch.multinomial(p, n, replacement=True, generator=generator)  # even those of the target
     input_ids = torch.stack((torch.zeros_like(drafts), drafts), 1).flatten().int()
-    arguments = (logits.repeat(2 * n, 1), input_ids, torch.zeros(n, dtype=torch.int32), params, batch)
-    targets = accept.naive(sample.naive(*arguments), *arguments, rules(*[TYPICAL] * S))[::2]
+    rows = torch.zeros(n, dtype=torch.int32)
+    batch = make_batch([2] * n, [2 * b for b in range(n)], rows=rows, input_ids=input_ids)
+    targets = sample.naive(logits, table, batch)
+    targets = accept.naive(targets, logits, table, batch, drawn())[::2]
     emitted = torch.bincount(targets, minlength=V) / n
     # A draft above the bound is emitted, else the target's own draw.
     bound = min(EPSILON, DELTA * float((p * p.log()).sum().exp()))
@@ -489,17 +470,15 @@ def test_typical_changes_the_distribution() -> None:
     assert 0.04 < float((emitted - p).abs().sum()) / 2 < 0.2
 
 
-def test_nan_stays_nan_where_shaping_hides_it() -> None:
+def test_nan_stays_nan_where_penalties_hide_it() -> None:
     """A barred stop token whose logit is NaN: the target says so, and no rule draws another."""
     V = 20
     logits = torch.zeros(2, V)
     logits[0, 3] = math.nan
-    params = make_params(V, temperature=1.0, min_len=100, shaped=True)
-    params.stop_ids[:, 0] = 3
-    batch, ids, rows = make_rows([2], [5], True), ints(1, 2), ints(0)
-    given = (logits, ids, rows, params, batch)
-    targets = sample.naive(*given)
+    table = make_table(V, temperature=1.0, min_len=100, penalized=True, stop_ids=[3])
+    batch = make_batch([2], [5], input_ids=ints(1, 2))
+    targets = sample.naive(logits, table, batch)
     assert targets[0] == -1
     for rule in (REJECTION, TYPICAL):
-        changed = accept.naive(targets, *given, rules(*[rule] * S), None, torch.zeros(1, 1, V))
-        assert changed[0] == -1
+        table.rule[:] = rule
+        assert accept.naive(targets, logits, table, batch, drawn(torch.zeros(1, 1, V)))[0] == -1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,38 +16,37 @@ from torch import Tensor
 
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling import noise, sample
-from nanospec.kernels.sampling.sample import Params
 from nanospec.kernels.speculation import verify
-from tests.kernels.batches import S, make_params, make_rows, random_logits, random_params
+from nanospec.kernels.table import Table
+from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
 
-def reference(
-    logits: Tensor, input_ids: Tensor, rows: list[int], params: Params, batch: Batch
-) -> list[tuple[int, int, bool]]:
+def reference(logits: Tensor, table: Table, batch: Batch) -> list[tuple[int, int, bool]]:
     """(flat index, token, whether rounding could decide otherwise) of every token of real rows."""
     results = []
-    for b, s in enumerate(rows):
+    for b, s in enumerate(batch.rows.tolist()):
         start = int(batch.q_start[b])
         for i in range(int(batch.q_len[b]) if s >= 0 else 0):
             before = list(range(1, i + 1))
             if batch.ancestors is not None:
                 before = [j for j in range(1, batch.max_q_len) if int(batch.ancestors[start + i]) >> j & 1]
-            drafts = [int(input_ids[start + j]) for j in before]
+            drafts = [int(batch.input_ids[start + j]) for j in before]
             scores = logits[start + i].double().numpy()
-            token, close = reference_token(scores, drafts, s, int(batch.positions[start + i]) + 1, params)
+            token, close = reference_token(scores, drafts, s, int(batch.positions[start + i]) + 1, table)
             results.append((start + i, token, close))
     return results
 
 
 def reference_token(
-    x: np.ndarray, drafts: list[int], s: int, position: int, params: Params
+    x: np.ndarray, drafts: list[int], s: int, position: int, table: Table
 ) -> tuple[int, bool]:
-    p = {name: value[s].double().numpy() for name, value in params._asdict().items() if name != "seed"}
+    columns = {name: value for name, value in table._asdict().items() if isinstance(value, Tensor)}
+    p = {name: value[s].double().numpy() for name, value in columns.items() if name != "seed"}
     if np.isnan(x).any() or np.isinf(x.max()):
         return -1, False
-    if bool(p["shaped"]):
+    if bool(p["penalized"]):
         x = x + p["bias"]
         if position < p["min_len"]:
             x[[int(t) for t in p["stop_ids"] if t >= 0]] = -np.inf
@@ -72,24 +73,24 @@ def reference_token(
             ratio = np.exp((x - x.max()) / T) / p["min_p"]
             close |= bool((np.abs(ratio - 1) < 1e-4).any())
             keep &= ratio >= 1
-        log_e = noise.naive(int(params.seed[s]), position, torch.arange(len(x))).double().numpy()
+        log_e = noise.naive(int(table.seed[s]), position, torch.arange(len(x))).double().numpy()
         x = np.where(keep, x - T * log_e, -np.inf)
     order = np.sort(x)
-    if shaped_or_random(p):
+    if penalized_or_random(p):
         close |= bool(len(x) > 1 and 0 < order[-1] - order[-2] < 1e-4 * max(1.0, T))
     return int(x.argmax()), close
 
 
-def shaped_or_random(p: dict[str, np.ndarray]) -> bool:
+def penalized_or_random(p: dict[str, np.ndarray]) -> bool:
     """Whether the scores are rounded results rather than the logits themselves."""
-    return bool(p["shaped"]) or bool(p["temperature"] > 0)
+    return bool(p["penalized"]) or bool(p["temperature"] > 0)
 
 
 def check(
     q_len: list[int],
     V: int,
     seed: int,
-    implementation: object,
+    implementation: Callable[..., Tensor],
     uniform: bool = True,
     tree: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -97,20 +98,19 @@ def check(
 ) -> None:
     rng = random.Random(seed)
     rows = rng.sample([*range(S), *[-1] * len(q_len)], len(q_len))
-    batch = make_rows([n if s >= 0 else 0 for n, s in zip(q_len, rows)],
-                      [rng.randint(0, 20) for _ in q_len], uniform, tree)  # fmt: skip
-    params = random_params(rng, V)
+    base_len = [rng.randint(0, 20) for _ in q_len]
+    batch = make_batch([n if s >= 0 else 0 for n, s in zip(q_len, rows)], base_len, uniform, tree)
+    ids = torch.randint(0, V, (batch.num_tokens,), dtype=torch.int32)
+    batch = replace(batch, rows=ints(*rows), input_ids=ids)
+    table = random_table(rng, V)
     logits = random_logits(rng, batch.num_tokens, V, dtype)
     if nan:
         logits[rng.randrange(len(logits)), rng.randrange(V)] = math.nan
         logits[rng.randrange(len(logits)), rng.randrange(V)] = math.inf
-    input_ids = torch.randint(0, V, (batch.num_tokens,), dtype=torch.int32)
-    targets = implementation(  # type: ignore[operator]
-        logits, input_ids, torch.tensor(rows, dtype=torch.int32), params, batch
-    )
+    targets = implementation(logits, table, batch)
     assert targets.dtype == torch.int32
     assert targets.shape == (batch.num_tokens,)
-    for t, expected, close in reference(logits, input_ids, rows, params, batch):
+    for t, expected, close in reference(logits, table, batch):
         if not close:
             assert int(targets[t]) == expected, f"token {t}"
 
@@ -130,9 +130,9 @@ def test_naive_matches_reference(
     check(q_len, V, seed, sample.naive, uniform, tree, nan=nan)
 
 
-def draw_many(params: Params, logits: Tensor, n: int, position: int = 1) -> Tensor:
+def draw_many(table: Table, logits: Tensor, n: int, position: int = 1) -> Tensor:
     """Tokens drawn from one row of logits at n successive positions."""
-    return torch.stack([sample.draw(logits, 0, position + i, params) for i in range(n)])
+    return torch.stack([sample.draw(logits, 0, position + i, table) for i in range(n)])
 
 
 def distances(drawn: Tensor, expected: Tensor, sizes: tuple[int, ...]) -> list[float]:
@@ -156,16 +156,16 @@ def test_total_variation_shrinks(temperature: float) -> None:
     mean = torch.tensor(by_seed).mean(0)
     assert bool(((mean > 0.75) & (mean < 1.3)).all()), mean
     # `draw` is that argmax.
-    params = make_params(V, temperature=temperature)
-    drawn = draw_many(params, logits, 500, position=0)
+    table = make_table(V, temperature=temperature)
+    drawn = draw_many(table, logits, 500, position=0)
     log_e = torch.stack([noise.naive(0, position, ids) for position in range(500)])
     assert torch.equal(drawn, (logits - temperature * log_e).argmax(-1))
 
 
-def test_filters_leave_the_renormalised_distribution() -> None:
+def test_top_p_leaves_the_renormalised_distribution() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log()
-    params = make_params(5, temperature=1.0, top_p=0.85)
-    counts = torch.bincount(draw_many(params, logits, 4000), minlength=5) / 4000
+    table = make_table(5, temperature=1.0, top_p=0.85)
+    counts = torch.bincount(draw_many(table, logits, 4000), minlength=5) / 4000
     expected = torch.tensor([4 / 9, 3 / 9, 2 / 9, 0.0, 0.0])
     assert float((counts - expected).abs().max()) < 0.03
     assert counts[3:].sum() == 0
@@ -173,9 +173,9 @@ def test_filters_leave_the_renormalised_distribution() -> None:
 
 def test_ties_at_the_threshold_are_all_kept() -> None:
     logits = torch.tensor([1.0, 5.0, 5.0, 5.0, 0.0])
-    for filters in ({"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}):
-        params = make_params(5, temperature=1.0, **filters)
-        assert set(draw_many(params, logits, 100).tolist()) == {1, 2, 3}
+    for limit in ({"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}):
+        table = make_table(5, temperature=1.0, **limit)
+        assert set(draw_many(table, logits, 100).tolist()) == {1, 2, 3}
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
@@ -196,89 +196,92 @@ def test_argmax_is_argmax(V: int) -> None:
     assert torch.equal(sample.argmax(x), expected)
 
 
-def test_seeded_row_does_not_depend_on_the_batch() -> None:
-    """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
-    V, base = 100, 11
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(8, V, generator=generator)
-    ids = torch.randint(0, V, (8,), generator=generator, dtype=torch.int32)
-    params = make_params(V, temperature=1.0, top_p=[1.0, 0.9, 1.0, 0.5], top_k=[0, 0, 9, 30])
-    for s in range(S):
-        row = torch.tensor([s], dtype=torch.int32)
-        together = sample.naive(logits, ids, row, params, make_rows([8], [base], True))
-        for i in range(8):
-            one = make_rows([1], [base + i], True)
-            assert int(sample.naive(logits[i : i + 1], ids[:1], row, params, one)) == int(together[i])
-        crowd = torch.randn(24, V)
-        crowd[8:16] = logits
-        rows = torch.tensor([(s + 1) % S, s, (s + 2) % S], dtype=torch.int32)
-        three = make_rows([8, 8, 8], [3, base, 9], True)
-        assert torch.equal(sample.naive(crowd, ids.repeat(3), rows, params, three)[8:16], together)
-
-
 IMPLEMENTATIONS = {"naive": sample.naive, "kernel": sample.launch}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_row_does_not_depend_on_the_batch(implementation: str) -> None:
+    """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
+    V, base, run = (100 if implementation == "naive" else 1000), 11, IMPLEMENTATIONS[implementation]
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(8, V, generator=generator)
+    ids = torch.randint(0, V, (8,), generator=generator, dtype=torch.int32)
+    table = make_table(V, temperature=[1.0, 1.0, 0.0, 0.7], top_p=[1.0, 0.9, 1.0, 0.5], top_k=[0, 0, 9, 30])
+    for s in range(S):
+        together = run(logits, table, make_batch([8], [base], rows=ints(s), input_ids=ids))
+        for i in range(8) if implementation == "naive" else (0, 5, 7):
+            one = make_batch([1], [base + i], rows=ints(s), input_ids=ids[:1])
+            assert int(run(logits[i : i + 1], table, one)) == int(together[i])
+        crowd = torch.cat((torch.randn(8, V), logits, torch.randn(8, V)))
+        forms = [([2, 8, 0], -1), ([8, 8, 8], (s + 2) % S)]
+        for lengths, last in forms if implementation == "naive" else forms[:1]:
+            rows = ints((s + 1) % S, s, last)
+            three = make_batch(lengths, [3, base, 9], rows=rows, input_ids=ids.repeat(3))
+            assert torch.equal(run(crowd, table, three)[8:16], together)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("form", ["chain", "tree", "min_len"])
-def test_shaping_follows_the_drafts(form: str, implementation: str) -> None:
+def test_penalties_follow_the_drafts(form: str, implementation: str) -> None:
     """Penalties ban what was drafted before a query; stop tokens are barred below min_len only."""
-    batch = make_rows([4], [10], True)
-    params = make_params(6, shaped=True, presence=10.0)
-    ids = torch.tensor([5, 0, 1, 2], dtype=torch.int32)
+    table, ids = make_table(6, penalized=True, presence=10.0), ints(5, 0, 1, 2)
+    batch = make_batch([4], [10], input_ids=ids)
     expected = [0, 1, 2, 3]
     if form == "tree":  # 0 and 1 follow the root, 2 follows 0
-        batch.ancestors = torch.tensor([0b1, 0b11, 0b101, 0b1011])
+        batch = make_batch([4], [10], parents=[0, 0, 0, 1], input_ids=ids)
         expected = [0, 1, 0, 1]
     if form == "min_len":
-        params = make_params(6, shaped=True, min_len=12, stop_ids=[-1, 0, -1])
+        table = make_table(6, penalized=True, min_len=12, stop_ids=[-1, 0, -1])
         expected = [1, 0, 0, 0]  # for the positions 11, 12, ...
     logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]).repeat(4, 1)
-    targets = IMPLEMENTATIONS[implementation](logits, ids, torch.zeros(1, dtype=torch.int32), params, batch)
-    assert targets.tolist() == expected
+    assert IMPLEMENTATIONS[implementation](logits, table, batch).tolist() == expected
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
 def test_draw_from_all_is_a_draw_from_the_contenders(temperature: float) -> None:
-    """The shortcut for drawing without filters finds what the noise of all tokens says."""
+    """The shortcut for drawing from all tokens finds what the noise of all tokens says."""
     V = 3000
-    params = make_params(V, temperature=temperature)
+    table = make_table(V, temperature=temperature)
     for position in range(200):
         logits = torch.randn(V, generator=torch.Generator().manual_seed(position)) * (position % 5)
         log_e = noise.naive(0, position, torch.arange(V))
-        assert int(sample.draw(logits, 0, position, params)) == int((logits - temperature * log_e).argmax())
+        assert int(sample.draw(logits, 0, position, table)) == int((logits - temperature * log_e).argmax())
+
+
+def num_emitted(targets: Tensor, batch: Batch, table: Table) -> tuple[Tensor, Tensor]:
+    """What verification makes of targets."""
+    verdict = verify.naive(targets, batch, make_table(table.vocab_size, tokens=torch.zeros(S, 1000)))
+    return verdict.emitted, verdict.num_emitted
 
 
 def test_lazy_drawing_stops_where_verification_does() -> None:
     V, Q = 50, 8
-    rows = torch.arange(S, dtype=torch.int32)
-    batch = make_rows([Q] * S, [5] * S, True)
-    params = make_params(V, temperature=[1.0, 1.0, 0.3, 0.0])
+    batch, table = make_batch([Q] * S, [5] * S), make_table(V, temperature=[1.0, 1.0, 0.3, 0.0])
     logits = torch.randn(S * Q, V, generator=torch.Generator().manual_seed(2)) * 3
-    targets = sample.naive(logits, torch.zeros(S * Q, dtype=torch.int32), rows, params, batch)
-    drafts = torch.cat((torch.zeros(1, dtype=torch.int32), targets[:-1]))  # all right, across rows too
+    targets = sample.naive(logits, table, batch)
+    drafts = torch.cat((ints(0), targets[:-1]))  # all right, across rows too
     for wrong in (3, Q + 1, 2 * Q + 7):
         drafts[wrong] = (drafts[wrong] + 1) % V
-    lazy = sample.naive(logits, drafts, rows, params, batch, lazy=True)
-    expected, actual = (verify.naive(x, drafts, batch) for x in (targets, lazy))
-    assert expected.num_emitted.tolist() == [3, 1, 7, 8]
-    assert torch.equal(actual.emitted, expected.emitted)
+    batch = replace(batch, input_ids=drafts)
+    lazy = sample.naive(logits, table, batch, lazy=True)
+    (expected, numbers), (actual, _) = (num_emitted(x, batch, table) for x in (targets, lazy))
+    assert numbers.tolist() == [3, 1, 7, 8]
+    assert torch.equal(actual, expected)
 
 
 def test_lazy_drawing_of_trees_follows_the_walk_of_verification() -> None:
     V, Q = 4, 12  # so few tokens that walks go deep
-    rows, params = torch.arange(S, dtype=torch.int32), make_params(V, temperature=[1.0, 1.0, 0.3, 0.0])
+    table = make_table(V, temperature=[1.0, 1.0, 0.3, 0.0])
     deepest = drawn = 0
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        batch = make_rows([Q, Q - seed % 3, Q, Q], [5] * S, True, tree=True)
         ids = torch.randint(0, V, (S * Q,), generator=generator, dtype=torch.int32)
+        batch = make_batch([Q, Q - seed % 3, Q, Q], [5] * S, tree=True, input_ids=ids)
         logits = torch.randn(S * Q, V, generator=generator)
-        full = sample.naive(logits, ids, rows, params, batch)
-        lazy = sample.sample(logits, ids, rows, params, batch)
-        expected, actual = (verify.naive(x, ids, batch, batch.parents) for x in (full, lazy))
-        assert torch.equal(actual.emitted, expected.emitted)
-        deepest, drawn = max(deepest, int(expected.num_emitted.max())), drawn + int((full != lazy).sum())
+        full, lazy = sample.naive(logits, table, batch), sample.sample(logits, table, batch)
+        (expected, numbers), (actual, _) = (num_emitted(x, batch, table) for x in (full, lazy))
+        assert torch.equal(actual, expected)
+        deepest, drawn = max(deepest, int(numbers.max())), drawn + int((full != lazy).sum())
     assert deepest >= 4
     assert drawn > 0  # not all was drawn
 
@@ -309,17 +312,16 @@ def test_kernel_with_a_real_vocabulary(case: str) -> None:
     """Peaked distributions, where most groups stay shut, over several chunks."""
     V = 49152 if case == "top_k-top_p" else 5000
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(V)) * 3
-    params = make_params(V, **PEAKED[case])
-    arguments = (torch.zeros(3, dtype=torch.int32), torch.tensor([1], dtype=torch.int32), params)
-    batch = make_rows([3], [10], True)
-    assert torch.equal(sample.launch(logits, *arguments, batch), sample.naive(logits, *arguments, batch))
+    table = make_table(V, **PEAKED[case])
+    batch = make_batch([3], [10], rows=ints(1))
+    assert torch.equal(sample.launch(logits, table, batch), sample.naive(logits, table, batch))
 
 
 def probabilities(*values: float, rest: int = 0) -> Tensor:
     return torch.cat((torch.tensor(values).log(), torch.full((rest,), -30.0)))
 
 
-EXACT: dict[str, tuple[Tensor, dict[str, float], set[int]]] = {  # scores, filters, what may be drawn
+EXACT: dict[str, tuple[Tensor, dict[str, float], set[int]]] = {  # scores, limits, what may be drawn
     "top_p over what top_k left": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_k": 2, "top_p": 0.5}, {0}),
     "top_p alone": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_p": 0.5}, {0, 1}),
     "top_p of 0 keeps the likeliest": (probabilities(0.2, 0.5, 0.3), {"top_p": 0.0}, {1}),
@@ -335,42 +337,22 @@ EXACT: dict[str, tuple[Tensor, dict[str, float], set[int]]] = {  # scores, filte
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_kernel_keeps_exactly(case: str) -> None:
-    scores, filters, allowed = EXACT[case]
+    scores, limits, allowed = EXACT[case]
     V, Q = len(scores), 8
-    params = make_params(V, temperature=1.0, **filters)
-    arguments = (torch.zeros(Q, dtype=torch.int32), torch.tensor([2], dtype=torch.int32), params)
-    logits, batch = scores.expand(Q, V), make_rows([Q], [10], True)
-    drawn = sample.launch(logits.contiguous(), *arguments, batch)
-    assert torch.equal(drawn, sample.naive(logits, *arguments, batch))
+    table = make_table(V, temperature=1.0, **limits)
+    logits, batch = scores.expand(Q, V), make_batch([Q], [10], rows=ints(2))
+    drawn = sample.launch(logits.contiguous(), table, batch)
+    assert torch.equal(drawn, sample.naive(logits, table, batch))
     assert set(drawn.tolist()) <= allowed
     assert len(allowed) > 2 or set(drawn.tolist()) == allowed
-
-
-def test_kernel_row_does_not_depend_on_the_batch() -> None:
-    """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
-    V, base = 1000, 11
-    generator = torch.Generator().manual_seed(6)
-    logits = torch.randn(8, V, generator=generator)
-    ids = torch.randint(0, V, (8,), generator=generator, dtype=torch.int32)
-    params = make_params(V, temperature=[1.0, 1.0, 0.0, 0.7], top_p=[1.0, 0.9, 1.0, 0.5])
-    for s in range(S):
-        row = torch.tensor([s], dtype=torch.int32)
-        together = sample.launch(logits, ids, row, params, make_rows([8], [base], True))
-        for i in (0, 5, 7):
-            one = make_rows([1], [base + i], True)
-            assert int(sample.launch(logits[i : i + 1], ids[:1], row, params, one)) == int(together[i])
-        rows = torch.tensor([(s + 1) % S, s, -1], dtype=torch.int32)
-        crowd = torch.cat((torch.randn(8, V), logits, torch.randn(8, V)))
-        three = make_rows([2, 8, 0], [3, base, 0], True)
-        assert torch.equal(sample.launch(crowd, ids.repeat(3), rows, params, three)[8:16], together)
 
 
 def test_kernel_leaves_padding_alone() -> None:
     """Padding rows read nothing and draw nothing: their logits may be anything."""
     logits = torch.full((4, 100), math.nan)
     logits[:2] = torch.randn(2, 100)
-    params = make_params(100)
-    rows = torch.tensor([0, -1], dtype=torch.int32)
+    table = make_table(100)
     ids = torch.full((4,), 10**9, dtype=torch.int32)
-    targets = sample.launch(logits, ids, rows, params, make_rows([2, 0], [4, 0], True))
+    batch = make_batch([2, 0], [4, 0], rows=ints(0, -1), input_ids=ids)
+    targets = sample.launch(logits, table, batch)
     assert torch.equal(targets[:2].long(), logits[:2].argmax(-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.dispatch import forced
 from nanospec.kernels.speculation import kv_move
+from nanospec.kernels.speculation.verify import Verdict
+from tests.kernels.batches import make_batch
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 2, 3, 16, 9
 
 
-def make(seed: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Batch]:
+def make(seed: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Verdict, Batch]:
     rng = random.Random(seed)
     bases = [0, 14, 15, 40, 7]
     counts = [WIDTH, rng.randint(1, WIDTH), 1, 0, rng.randint(1, WIDTH)]
@@ -24,20 +27,19 @@ def make(seed: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     for b, n in enumerate(counts):
         nodes = [0, *sorted(rng.sample(range(1, 2 * WIDTH), max(n - 1, 0)))][:n]
         path[b, :n] = torch.tensor(nodes, dtype=torch.int32)
-    empty = torch.zeros(0, dtype=torch.int32)
-    base_len = torch.tensor(bases, dtype=torch.int32)
-    rows = Batch(empty, empty, table, base_len, base_len, base_len, WIDTH, 64)
+    num_emitted = torch.tensor(counts, dtype=torch.int32)
+    batch = replace(make_batch(counts, bases), block_table=table)
     cache = torch.randn(LAYERS, 2, HEADS, 20, BLOCK_SIZE, head_dim).to(dtype)
-    return cache, path, torch.tensor(counts, dtype=torch.int32), rows
+    return cache, Verdict(path, num_emitted, path, num_emitted), batch
 
 
-def moved(cache: Tensor, path: Tensor, counts: Tensor, rows: Batch) -> Tensor:
+def moved(cache: Tensor, verdict: Verdict, batch: Batch) -> Tensor:
     """The same, entry by entry."""
     out = cache.clone()
-    for b, n in enumerate(counts.tolist()):
-        pages, base = rows.block_table[b], int(rows.base_len[b])
+    for b, n in enumerate(verdict.num_emitted.tolist()):
+        pages, base = batch.block_table[b], int(batch.base_len[b])
         for to in range(n):
-            source, target = base + int(path[b, to]), base + to
+            source, target = base + int(verdict.path[b, to]), base + to
             out[:, :, :, pages[target // BLOCK_SIZE], target % BLOCK_SIZE] = cache[
                 :, :, :, pages[source // BLOCK_SIZE], source % BLOCK_SIZE
             ]
@@ -48,23 +50,23 @@ def moved(cache: Tensor, path: Tensor, counts: Tensor, rows: Batch) -> Tensor:
 @pytest.mark.parametrize(("head_dim", "dtype"), [(80, torch.float16), (64, torch.float32)], ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kv_move(seed: int, head_dim: int, dtype: torch.dtype, backend: str) -> None:
-    cache, path, counts, rows = make(seed, head_dim, dtype)
-    expected = moved(cache, path, counts, rows)
+    cache, verdict, batch = make(seed, head_dim, dtype)
+    expected = moved(cache, verdict, batch)
     with forced(backend):  # type: ignore[arg-type]
-        kv_move.kv_move(cache, path, counts, rows)
+        kv_move.kv_move(cache, verdict, batch)
     assert torch.equal(cache, expected)
 
 
 def test_a_chain_moves_nothing() -> None:
-    cache, path, counts, rows = make(0, 64, torch.float32)
-    path[:] = torch.arange(WIDTH)
+    cache, verdict, batch = make(0, 64, torch.float32)
+    verdict.path[:] = torch.arange(WIDTH)
     before = cache.clone()
     with forced("triton"):
-        kv_move.kv_move(cache, path, counts, rows)
+        kv_move.kv_move(cache, verdict, batch)
     assert torch.equal(cache, before)
 
 
 def test_a_cache_with_gaps_is_refused() -> None:
-    cache, path, counts, rows = make(0, 64, torch.float32)
+    cache, verdict, batch = make(0, 64, torch.float32)
     with forced("triton"), pytest.raises(ValueError, match="contiguous"):
-        kv_move.kv_move(cache[..., :32], path, counts, rows)
+        kv_move.kv_move(cache[..., :32], verdict, batch)

@@ -1,18 +1,34 @@
-"""Verification walks the drafts as a plain loop does."""
+"""Verification walks the drafts as a plain loop does, and appends token by token."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.codes import LENGTH, NAN, RUNNING, STOPPED
 from nanospec.kernels.speculation import verify
-from tests.kernels.batches import make_rows
+from nanospec.kernels.speculation.verify import Verdict
+from nanospec.kernels.table import Table
+from tests.kernels.batches import ints, make_batch, make_table
+
+S, V, CAPACITY = 6, 12, 20
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
+
+Commit = Callable[[Tensor, Batch, Table], Verdict]
+IMPLEMENTATIONS: dict[str, Commit] = {"naive": verify.naive, "kernel": verify.launch}
+
+
+def copy(table: Table) -> Table:
+    return Table(*(x.clone() if isinstance(x, Tensor) else x for x in table))
 
 
 def walk(x: list[int], ids: list[int], parent: list[int]) -> list[int]:
@@ -28,63 +44,92 @@ def walk(x: list[int], ids: list[int], parent: list[int]) -> list[int]:
             return path
 
 
-def check(q_len: list[int], seed: int, tree: bool, uniform: bool, implementation: object) -> None:
-    """Random tokens of a tiny vocabulary (so that drafts are accepted) against the walk."""
+def append(table: Table, s: int, run: list[int]) -> int:
+    """Commit a run of tokens to request row s, one by one; how many were kept."""
+    if s < 0 or not run or table.finished[s] != RUNNING:
+        return 0
+    code, kept = RUNNING, 0
+    for token in run:
+        n = int(table.num_tokens[s])
+        if n >= table.max_len[s]:
+            code = LENGTH
+            break
+        if token == -1:
+            code = NAN
+            break
+        table.tokens[s, n] = token
+        table.output_counts[s, token] += 1
+        table.num_tokens[s] += 1
+        kept += 1
+        if token in table.stop_ids[s].tolist():
+            code = STOPPED
+            break
+    if code == RUNNING and table.num_tokens[s] >= table.max_len[s]:
+        code = LENGTH
+    table.finished[s] = code
+    return kept
+
+
+def random_table(rng: random.Random) -> Table:
+    """Requests at all stages, some with little room or none."""
+    lengths = [rng.randint(1, CAPACITY) for _ in range(S)]
+    return make_table(
+        V,
+        tokens=torch.full((S, CAPACITY), 99),
+        num_tokens=lengths,
+        max_len=[min(n + rng.randint(-1, 8), CAPACITY) for n in lengths],
+        finished=[rng.choice([0, 0, 0, 1, 2]) for _ in range(S)],
+        stop_ids=[rng.choice([[-1, -1], [3, -1], [0, 7]]) for _ in range(S)],
+        output_counts=[[rng.randrange(3) for _ in range(V)] for _ in range(S)],
+    )
+
+
+def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit) -> None:
+    """Random tokens, of few kinds in trees, so that drafts are accepted, against the references."""
     rng = random.Random(seed)
-    batch = make_rows(q_len, [0] * len(q_len), uniform)
+    batch = make_batch(q_len, uniform=uniform, tree=tree)
+    rows = [s if n else -1 for s, n in zip(rng.sample([*range(S), -1, -1], len(q_len)), q_len)]
+    kinds = rng.choice([[0, 1, 2], [0, 0, 1, 1, 2, 3, 7, 8]])
     T = batch.num_tokens
-    ids = torch.tensor([rng.randrange(3) for _ in range(T)], dtype=torch.int32)
-    # A target of -1 marks NaN and never equals a draft.
-    x = torch.tensor([rng.choice([0, 0, 1, 1, 2, -1]) for _ in range(T)], dtype=torch.int32)
-    parents = torch.full((T,), 77, dtype=torch.int32)
+    ids, targets = (ints(*rng.choices(kinds, k=T)) for _ in range(2))
+    targets[torch.rand(T, generator=torch.Generator().manual_seed(seed)) < 0.1] = -1  # NaN equals no draft
     for start, n in zip(batch.q_start.tolist(), q_len):
-        for i in range(n):
-            parents[start + i] = rng.randrange(i) if tree and i else i - 1
-            if not tree and i and rng.random() < 0.6:
-                ids[start + i] = x[start + i - 1]  # long accepted runs
-    verdict = implementation(x, ids, batch, parents if tree else None)  # type: ignore[operator]
-    for part in verdict:
-        assert part.dtype == torch.int32
+        for i in range(1, n):
+            if not tree and targets[start + i - 1] >= 0 and rng.random() < 0.7:
+                ids[start + i] = targets[start + i - 1]  # long accepted runs
+    batch = replace(batch, rows=ints(*rows), input_ids=ids)
+    table = random_table(rng)
+    expected = copy(table)
+    verdict = commit(targets, batch, table)
+    assert all(part.dtype == torch.int32 for part in verdict)
     assert verdict.emitted.shape == verdict.path.shape == (len(q_len), batch.max_q_len)
     for b, n in enumerate(q_len):
         own = slice(int(batch.q_start[b]), int(batch.q_start[b]) + n)
-        path = walk(x[own].tolist(), ids[own].tolist(), parents[own].tolist()) if n else []
+        parents = list(range(-1, n - 1)) if batch.parents is None else batch.parents[own].tolist()
+        path = walk(targets[own].tolist(), ids[own].tolist(), parents) if n else []
+        run = [int(targets[own][p]) for p in path]
         rest = batch.max_q_len - len(path)
         assert int(verdict.num_emitted[b]) == len(path)
         assert verdict.path[b].tolist() == path + [0] * rest
-        assert verdict.emitted[b].tolist() == [int(x[own][p]) for p in path] + [-1] * rest
+        assert verdict.emitted[b].tolist() == run + [-1] * rest
+        assert int(verdict.num_kept[b]) == append(expected, rows[b], run)
+    for name, ours, theirs in zip(Table._fields, table, expected):
+        if isinstance(ours, Tensor):
+            assert torch.equal(ours, theirs), name
 
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(LENGTHS, st.integers(0, 1 << 30), st.booleans(), st.booleans())
-def test_naive_matches_walk(q_len: list[int], seed: int, tree: bool, uniform: bool) -> None:
+def test_naive_matches_reference(q_len: list[int], seed: int, tree: bool, uniform: bool) -> None:
     check(q_len, seed, tree, uniform, verify.naive)
 
 
-@pytest.mark.parametrize("k", [0, 1, 5])
-def test_all_accepted_emits_the_bonus(k: int) -> None:
-    x = torch.arange(1, k + 2, dtype=torch.int32)
-    verdict = verify.naive(x, x - 1, make_rows([k + 1], [0], uniform=True))
-    assert verdict.emitted.tolist() == [list(range(1, k + 2))]
-    assert int(verdict.num_emitted) == k + 1
-
-
-def test_match_after_a_mismatch_is_not_accepted() -> None:
-    ids = torch.tensor([0, 1, 9, 3], dtype=torch.int32)
-    x = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
-    verdict = verify.naive(x, ids, make_rows([4], [0], uniform=True))
-    assert verdict.emitted.tolist() == [[1, 2, -1, -1]]
-
-
-# The kernel, in the interpreter.
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(0, 1 << 30), st.booleans(), st.booleans())
-def test_kernel_matches_walk(q_len: list[int], seed: int, tree: bool, uniform: bool) -> None:
+def test_kernel_matches_reference(q_len: list[int], seed: int, tree: bool, uniform: bool) -> None:
     check(q_len, seed, tree, uniform, verify.launch)
 
 
@@ -93,13 +138,78 @@ def test_kernel_walks_64_nodes(tree: bool) -> None:
     check([64, 0, 63, 1], 3, tree, True, verify.launch)
 
 
-@pytest.mark.parametrize("implementation", [verify.naive, verify.launch], ids=["naive", "kernel"])
-def test_parents_in_a_circle_end(implementation: object) -> None:
+def test_kernel_refuses_more_than_64_nodes() -> None:
+    with pytest.raises(ValueError, match="65 tokens per row exceed the limit of 64"):
+        verify.launch(torch.zeros(65, dtype=torch.int32), make_batch([65]), make_table(V))
+
+
+def emit(commit: Commit, table: Table, targets: list[int], drafts: list[int]) -> Verdict:
+    """A step of one request with a chain of drafts."""
+    return commit(ints(*targets), make_batch([len(targets)], input_ids=ints(0, *drafts)), table)
+
+
+def one_row(length: int = 4, max_len: int = 20, stops: tuple[int, ...] = ()) -> Table:
+    text = torch.full((1, CAPACITY), 99)
+    return make_table(V, tokens=text, num_tokens=length, max_len=max_len, stop_ids=[-1, *stops])
+
+
+CASES = {  # emitted, length, max_len, stops, kept, code
+    "plain": ([1, 2, 1], 4, 20, (), [1, 2, 1], RUNNING),
+    "stop inside the accepted run": ([1, 7, 2], 4, 20, (7,), [1, 7], STOPPED),
+    "stop token 0 is not padding": ([1, 0, 2], 4, 20, (0,), [1, 0], STOPPED),
+    "two stops, the first counts": ([5, 7, 5], 4, 20, (7, 5), [5], STOPPED),
+    "limit inside the run": ([1, 2, 3], 4, 6, (), [1, 2], LENGTH),
+    "limit at the end of the run": ([1, 2], 4, 6, (), [1, 2], LENGTH),
+    "stop at the limit is a stop": ([1, 2], 4, 6, (2,), [1, 2], STOPPED),
+    "stop behind the limit is cut": ([1, 2, 3], 4, 6, (3,), [1, 2], LENGTH),
+    "no room at all": ([1, 2], 6, 6, (), [], LENGTH),
+    "NaN at once": ([-1], 4, 20, (), [], NAN),
+    "NaN after accepted drafts": ([1, 2, -1], 4, 20, (), [1, 2], NAN),
+    "NaN behind the limit": ([1, 2, -1], 4, 6, (), [1, 2], LENGTH),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_where_a_run_ends(case: str, implementation: str) -> None:
+    emitted, length, max_len, stops, kept, code = CASES[case]
+    table = one_row(length, max_len, stops)
+    verdict = emit(IMPLEMENTATIONS[implementation], table, emitted, emitted[:-1])
+    assert verdict.emitted.tolist() == [emitted]
+    assert verdict.num_kept.tolist() == [len(kept)]
+    assert table.tokens[0, length:].tolist() == kept + [99] * (CAPACITY - length - len(kept))
+    assert int(table.num_tokens) == length + len(kept)
+    assert int(table.finished) == code
+    assert table.output_counts[0].tolist() == [kept.count(v) for v in range(V)]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_finished_rows_are_left_alone(implementation: str) -> None:
+    table = one_row()
+    table.finished[0] = STOPPED
+    before = copy(table)
+    assert int(emit(IMPLEMENTATIONS[implementation], table, [1, 2], [1]).num_kept) == 0
+    assert torch.equal(table.tokens, before.tokens)
+    assert int(table.num_tokens) == 4
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_all_accepted_emits_the_bonus(k: int) -> None:
+    verdict = emit(verify.naive, one_row(), list(range(1, k + 2)), list(range(1, k + 1)))
+    assert verdict.emitted.tolist() == [list(range(1, k + 2))]
+    assert int(verdict.num_emitted) == k + 1
+
+
+def test_match_after_a_mismatch_is_not_accepted() -> None:
+    verdict = emit(verify.naive, one_row(), [1, 2, 3, 4], [1, 9, 3])
+    assert verdict.emitted.tolist() == [[1, 2, -1, -1]]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_parents_in_a_circle_end(implementation: str) -> None:
     """Malformed trees give nonsense, but neither hang nor write beyond their row."""
-    same = torch.zeros(4, dtype=torch.int32)
-    parents = torch.tensor([0, 2, 1, 1], dtype=torch.int32)
-    parents[1] = 1
+    same, tree = torch.zeros(4, dtype=torch.int32), make_batch([4], tree=True)
     for first in (0, 1):
-        parents[2] = first
-        verdict = implementation(same, same, make_rows([4], [0], True), parents)  # type: ignore[operator]
+        batch = replace(tree, parents=ints(0, 1, first, 1))
+        verdict = IMPLEMENTATIONS[implementation](same, batch, one_row())
         assert 1 <= int(verdict.num_emitted) <= 4
