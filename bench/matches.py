@@ -21,11 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from nanospec.bucket_policy import BucketPolicy
+
 from bench import common, roofline, traces
 from bench.simulate import bucket_costs, cpu_costs, packed_costs
 from bench.strategies import AutoBucket, AutoPacked, FixedPacked, simulate
 from bench.traces import Text
-from nanospec.bucket_policy import BucketPolicy
 from nanospec.models.hub import resolve_model
 from nanospec.policy import AutoPolicy
 from nanospec.text.tokenizer import Tokenizer

@@ -28,6 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from nanospec.bucket_policy import BucketCosts, BucketPolicy
+
 from bench import common, roofline, traces
 from bench.strategies import (
     AutoBucket,
@@ -40,7 +42,6 @@ from bench.strategies import (
     simulate,
 )
 from bench.traces import MAX_DRAFTS, Trace
-from nanospec.bucket_policy import BucketCosts, BucketPolicy
 from nanospec.config import SpecConfig
 from nanospec.models.hub import resolve_model
 from nanospec.policy import AutoPolicy, CostTable

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from nanospec.bucket_policy import BucketPolicy
 
 from bench.traces import MAX_DRAFTS, Trace
-from nanospec.bucket_policy import BucketPolicy
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.policy import AutoPolicy, CostTable
 

@@ -18,12 +18,12 @@ from typing import NamedTuple
 from .blocks import BlockPool
 from .config import EngineConfig, SamplingParams
 from .kernels.batch import Chunk
+from .kernels.codes import NOBODY
 from .metrics import Metrics
-from .policy import make_policy
+from .policy import AutoPolicy, Policy
 from .request import Limits, Request, check_request
 from .scheduler import Plan, Scheduler
-from .text.detokenize import Detokenizer
-from .text.tokenizer import Tokenizer
+from .text.tokenizer import Detokenizer, Tokenizer
 from .worker import Flight, Pages, RowResult, StepOrder, Worker
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
@@ -46,7 +46,10 @@ class Engine:
         self.max_model_len = worker.max_model_len
         self.metrics = Metrics(worker.stages, simulated=worker.simulated)
         self.metrics.spec.acceptance = config.spec.acceptance
-        self.policy = make_policy(config.spec, worker)
+        drafter = worker.drafter
+        self.policy = Policy()
+        if drafter is not None and config.spec.num_speculative_tokens == "auto":
+            self.policy = AutoPolicy(worker.measure(), len(drafter.names) - 1 if drafter.runs_model else NOBODY)
         on_gpu = worker.model.device.type == "cuda"
         self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
         self.scheduler = Scheduler(
@@ -67,7 +70,8 @@ class Engine:
 
     def report(self) -> dict[str, object]:
         """The counters of `metrics`, what recording took, and the measured times of steps."""
-        return {**self.metrics.to_dict(), **self.worker.report(), **self.policy.report()}
+        costs = self.policy.costs
+        return {**self.metrics.to_dict(), **self.worker.report(), **(costs.report() if costs else {})}
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
@@ -180,7 +184,10 @@ class Engine:
         rows = [request.row for request in requests]
         own = [request.params.num_speculative_tokens for request in requests]
         limits = [most if n is None else min(n, most) for n in own]
-        k, passes = self.policy.choose(rows, limits)
+        k = passes = self.policy.choose(rows, limits)
+        if k and self.worker.weighs_passes:
+            drafting = [row for row, limit in zip(rows, limits, strict=True) if limit]
+            passes = self.policy.passes(drafting, len(rows) - len(drafting), k)
         grown = [Pages(request.row, request.blocks, n) for request, n in plan.grown.items() if request.row >= 0]
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
         order = StepOrder(rows, limits, k, passes, grown, logprobs)

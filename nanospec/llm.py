@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 from .config import EngineConfig, SamplingParams, SpecConfig
+from .drafters.base import Target
+from .drafters.loading import load_drafter
 from .engine import Engine
 from .metrics import SpecStats
 from .models.config import ModelConfig
-from .models.heads import Heads
-from .models.hub import default_heads, resolve_model
-from .models.token_map import load_token_map
+from .models.hub import resolve_model
 from .models.weights import load_model, resolve_dtype
 from .request import Logprob, Piece, Request, Status
-from .text.tokenizer import Tokenizer, check_same_vocabulary
+from .text.tokenizer import Tokenizer
+from .worker import Worker
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -132,17 +133,8 @@ class LLM:
         tokenizer = Tokenizer(folder)
         dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
         target = load_model(folder, dtype, device)
-        asked, draft_model, heads, token_map = self.config.spec, None, None, None
-        if "draft" in asked.methods and asked.draft_model is not None:
-            other = resolve_model(asked.draft_model)
-            check_same_vocabulary(tokenizer, Tokenizer(other))
-            draft_model = load_model(other, dtype, device)
-            token_map = load_token_map(other, min(target.config.vocab_size, draft_model.config.vocab_size))
-        elif "medusa" in asked.methods:
-            heads = Heads.load(asked.heads or default_heads(folder), target)
-        self.engine = Engine(
-            self.config, target, tokenizer, draft_model=draft_model, heads=heads, token_map=token_map
-        )
+        drafter = load_drafter(self.config.spec, Target(target, folder, tokenizer))
+        self.engine = Engine(self.config, Worker(self.config, target, drafter), tokenizer)
         self._groups = itertools.count()
 
     @property

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-
 LOSSY = ("typical",)  # rules of acceptance that change what comes out
 STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
 

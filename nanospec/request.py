@@ -21,7 +21,6 @@ from .kernels.speculation.report import RowReport
 from .metrics import SpecStats
 from .text.tokenizer import Detokenizer
 
-
 FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "error"}
 
 
@@ -254,10 +253,10 @@ def check_request(
         raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
 
 
-def as_dict(
-    token: int, own: float, rank: int, top: list[float], ids: list[int], num_top: int
-) -> dict[int, Logprob]:
-    """The token itself first, then the `num_top` likeliest."""
+def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_top: int) -> dict[int, Logprob]:
+    """The token itself first, then the `num_top` likeliest. `entry`: the token's log-probability and rank,
+    and the values and ids of the likeliest."""
+    own, rank, top, ids = entry
     found = {token: Logprob(own, rank)}
     for i in range(num_top):
         found.setdefault(ids[i], Logprob(top[i], i + 1))

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .device import to_host
 from .drafters.base import Drafter, nothing
 from .kernels.batch import Batch
 from .kernels.sampling.accept import accept
@@ -28,10 +29,9 @@ from .kernels.sampling.sample import sample
 from .kernels.speculation.kv_move import kv_move
 from .kernels.speculation.layout import lay_out
 from .kernels.speculation.proposal import Proposal
-from .kernels.speculation.report import RowReport, decode, report, reported_tokens
+from .kernels.speculation.report import RowReport, decode, kept_tokens, report
 from .kernels.speculation.verify import commit
 from .kernels.table import Table
-from .device import to_host
 from .metrics import Stopwatch
 from .models.decoder import Model
 
@@ -55,7 +55,9 @@ class StepResult(NamedTuple):
 
     def first(self, num_rows: int) -> StepResult:
         """Without the rows that pad a recorded step."""
-        return StepResult(*(part[:num_rows] for part in self[:3]), self.logits)
+        return StepResult(
+            self.report[:num_rows], self.path[:num_rows], self.q_start[:num_rows], self.logits
+        )
 
     def fetch(self) -> Callable[[], list[RowReport]]:
         """Start copying the report to the host; the result waits for it.
@@ -69,7 +71,7 @@ class StepResult(NamedTuple):
         """Log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the wanted[b]
         likeliest (the largest of these numbers for all). Waits for the step."""
         asked = torch.tensor(wanted, device=self.report.device) >= 0
-        b, j, tokens = reported_tokens(self.report, asked)
+        b, j, tokens = kept_tokens(self.report, asked)
         return logprobs(self.logits, self.q_start[b] + self.path[b, j], tokens, max(wanted))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from . import admission
 from .admission import Admission
 from .config import EngineConfig
-from .costs import StepCosts, forward_cost
+from .costs import forward_ms
 from .drafters.base import Drafter
 from .graphs import StepGraphs
 from .kernels.batch import Batch, Chunk
@@ -34,6 +34,7 @@ from .kernels.table import Table
 from .memory import kv_shape, plan_cache, zeros_on_demand
 from .metrics import Stopwatch
 from .models.decoder import Model
+from .policy import StepCosts
 from .request import Logprob, as_dict
 from .step import Cut, Step
 
@@ -127,6 +128,16 @@ class Worker:
         exact = self.config.spec.acceptance == "exact"
         return kind(self.model, self.kv_cache, self.table, self.drafter, exact, self.stages)
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that `RowReport.drafter` tells apart."""
+        return self.drafter.names if self.drafter is not None else ()
+
+    @property
+    def weighs_passes(self) -> bool:
+        """Whether it is for the host to say for how many drafts a model is run: in unrecorded steps."""
+        return self.graphs is None and self.drafter is not None and self.drafter.runs_model
+
     def admit(self, requests: Sequence[Admission]) -> None:
         """Give requests their rows."""
         for request in requests:
@@ -172,9 +183,9 @@ class Worker:
             reports = flight.reports()
             flight.follow()
         columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
-        entries = zip(*columns, strict=True)
+        entries: Iterator[Any] = zip(*columns, strict=True)
         return [
-            RowResult(report, None if n < 0 else [as_dict(t, *next(entries), n) for t in report.tokens])
+            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens])
             for report, n in zip(reports, flight.wanted, strict=True)
         ]
 
@@ -194,10 +205,25 @@ class Worker:
     def measure(self) -> StepCosts:
         """Time steps by their size. To be called before the first request."""
         if self.graphs is None:
-            if self.drafter is not None:
-                self.drafter.measure()
-            ...
-        self.stages.reset()
+            if self.drafter is None:
+                return StepCosts(packed=forward_ms(self.model, self.kv_cache, self.table))
+            self.drafter.measure()
+            return StepCosts(packed=forward_ms(self.model, self.kv_cache, self.table), propose=self.drafter.ms)
+        if self.config.lazy_capture:  # what costs are to be known of must be recorded
+            self.graphs.record_all(progress_bar("Recording steps"))
+        return StepCosts(recorded=self.graphs.cost_table(self.rehearsal, progress_bar("Timing steps")))
+
+    def report(self) -> dict[str, object]:
+        """What recording took."""
+        if self.graphs is None:
+            return {}
+        found = {
+            "count": len(self.graphs.recordings),
+            "seconds": round(self.graphs.seconds, 3),
+            "bytes": self.graphs.bytes,
+            "fallbacks": self.graphs.fallbacks,
+        }
+        return {"recorded_steps": found}
 
     @contextmanager
     def rehearsal(self, count: int, context: int = TIMED_CONTEXT) -> Iterator[None]:

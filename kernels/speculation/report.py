@@ -67,6 +67,16 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
     return reports
 
 
+def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The kept tokens of the rows that `asked` [B] bool names: the row, the place among the emitted ones and
+    the token of each, [N]. Waits for the device."""
+    C = NUM_COLUMNS.value
+    tokens = lines[:, C : C + (lines.shape[1] - C) // 2]
+    place = torch.arange(tokens.shape[1], device=lines.device)
+    b, j = ((place < lines[:, :1]) & asked[:, None]).nonzero(as_tuple=True)
+    return b, j, tokens[b, j]
+
+
 def naive(batch: Batch, proposal: Proposal, verdict: Verdict, table: Table) -> Tensor:
     """The specification in plain Python; also the CPU path."""
     codes, sources = table.finished.tolist(), proposal.source.tolist()

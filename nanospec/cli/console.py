@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from ..kernels.speculation.proposal import OWN
+from ..kernels.codes import OWN
 from ..request import Piece
 
 ACCEPTED = "\x1b[32m"  # green: drafted, and the target agreed

@@ -7,9 +7,9 @@ import json
 import sys
 from typing import Any
 
+from ..config import SamplingParams
 from ..llm import LLM, RequestOutput
 from ..metrics import LOSSY
-from ..config import SamplingParams
 from . import roofline
 from .console import DIM, Console
 from .demo import run_demo
@@ -88,7 +88,7 @@ def run_chat(llm: LLM, params: SamplingParams, console: Console, args: argparse.
 def explain_costs(llm: LLM) -> str:
     """Why guessing pays here: what a step must move and compute, and what it was measured to take."""
     engine = llm.engine
-    model = engine.model
+    model = engine.worker.model
     machine = roofline.measure(model.device, model.dtype)
     lines = [
         f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in {model.dtype}",
@@ -96,7 +96,7 @@ def explain_costs(llm: LLM) -> str:
         "",
         "tokens per step: at least ms, measured ms, measured relative to one token",
     ]
-    costs = engine.step_costs()
+    costs = (engine.policy.costs or engine.worker.measure()).of_one_row()
     for tokens, ms in costs.items():
         least = roofline.account(model.config, 1, tokens - 1, 1, model.dtype.itemsize).bound(machine)
         lines.append(f"{tokens:5}: {least:8.2f} {ms:8.2f} {ms / next(iter(costs.values())):6.2f}x")

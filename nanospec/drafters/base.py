@@ -180,7 +180,7 @@ def scatter(part: Proposal, chosen: Tensor, rows: Tensor) -> Proposal:
     """A proposal for the `chosen` [C] of the rows [B] as one for all of them."""
     whole = nothing(rows, part.drafts.shape[1])
     for all_rows, own in zip(whole[:5], part[:5], strict=True):
-        all_rows[chosen] = own  # type: ignore[index]
+        all_rows[chosen] = own
     if part.logits is not None:
         logits = part.logits.new_zeros(len(rows), *part.logits.shape[1:])
         logits[chosen] = part.logits

@@ -85,17 +85,17 @@ class DraftCache:
         chunks, budget = [], self.max_tokens
         for row, n in zip(rows, num_tokens, strict=True):
             start = self._texts[row].computed
-            count = min(n - 1 - start, budget)
-            if count >= first_pass:
-                chunks.append(Chunk(row, start, count))
-                budget -= count
+            length = min(n - 1 - start, budget)
+            if length >= first_pass:
+                chunks.append(Chunk(row, start, length))
+                budget -= length
         if chunks:
             batch = Batch.of_chunks(self.table, chunks)
             self.forward(batch)
             end = batch.base_len + batch.q_len
             self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)
-            for row, start, count in chunks:
-                self._note(self._texts[row], start + count)
+            for row, start, length in chunks:
+                self._note(self._texts[row], start + length)
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, H] of the batch. What the draft model's padding of the vocabulary lacks stands

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..costs import CostTable, forward_cost
+from ..costs import forward_ms, interpolated
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
 from ..kernels.layer.linear import linear, pack
@@ -58,7 +58,7 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
         self.kv_bytes_per_token = model.config.kv_bytes_per_token(model.dtype)
         self.max_context = model.config.max_position_embeddings
-        self._cost: CostTable | None = None
+        self._ms: dict[int, float] = {}
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
@@ -152,7 +152,7 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         self.cache.rehearse(count)
 
     def measure(self) -> None:
-        self._cost = forward_cost(self.model, self.cache.kv, self.cache.table)
+        self._ms = forward_ms(self.model, self.cache.kv, self.cache.table)
 
     def ms(self, batch: int, passes: int) -> float:
-        return passes * self._cost.step(batch) if self._cost else 0.0
+        return passes * interpolated(self._ms, batch) if self._ms else 0.0

@@ -82,7 +82,7 @@ def prepare(args: argparse.Namespace, folder: Path, work: Path) -> Material:
         none = SpecConfig(method="none")
         llm = LLM(folder, spec=none, max_num_seqs=args.max_num_seqs, max_model_len=window)
         rounds = write_texts(llm, work / "text", args.tokens, args.seed, prompts)
-        model = llm.engine.model
+        model = llm.engine.worker.model
         del llm  # and its KV cache
     with timed(seconds, "hidden"):
         train, held_out = split(rounds, cached_hidden(model, rounds, work / "hidden"))

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from ..kernels.batch import Batch
+from ..kernels.batch import Batch, Chunk
+from ..kernels.table import Table
+from ..memory import kv_shape
 from ..models.decoder import Model
 from .corpus import Text
 from .loop import TrainError, whole_file
@@ -71,28 +73,16 @@ def by_length(texts: Sequence[Text], limit: int) -> list[list[int]]:
 
 def forward(model: Model, sequences: Sequence[list[int]]) -> tuple[Tensor, ...]:
     """The model's hidden states of whole sequences, in one pass: [n, H] each, on the CPU."""
-    config, lengths = model.config, [len(ids) for ids in sequences]
-    pages = -(-max(lengths) // BLOCK_SIZE)  # of each
-    blocks = torch.arange(len(sequences) * pages, dtype=torch.int32, device=model.device)
-    shape = (config.num_layers, 2, config.num_kv_heads, len(blocks), BLOCK_SIZE, config.head_dim)
+    lengths = [len(ids) for ids in sequences]
+    table = Table.empty(len(sequences), max(lengths), BLOCK_SIZE, 0, model.device)
+    num_blocks = table.block_table.numel()
+    table.block_table.copy_(torch.arange(num_blocks).view_as(table.block_table))
+    for row, ids in enumerate(sequences):
+        table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    shape = kv_shape(model, num_blocks, BLOCK_SIZE)
     kv_cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
-    count = torch.tensor(lengths, dtype=torch.int32, device=model.device)
-    q_start = (count.cumsum(0) - count).int()
-    row = torch.repeat_interleave(count)  # [T], the sequence of each token
-    positions = torch.arange(len(row), dtype=torch.int32, device=model.device) - q_start[row]
-    batch = Batch(
-        positions=positions,
-        slots=(row * pages * BLOCK_SIZE + positions).int(),
-        block_table=blocks.view(len(sequences), pages),
-        q_start=q_start,
-        q_len=count,
-        base_len=torch.zeros_like(count),
-        max_q_len=max(lengths),
-        max_kv_len=max(lengths),
-        prefill=True,
-    )
-    flat = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int32)
-    return model.forward(flat.to(model.device), kv_cache, batch).cpu().split(lengths)
+    batch = Batch.of_chunks(table, [Chunk(row, 0, n) for row, n in enumerate(lengths)])
+    return model.forward(batch, kv_cache).cpu().split(lengths)
 
 
 @torch.inference_mode()

@@ -6,13 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
+from nanospec.bucket_policy import BucketCosts, BucketPolicy
 
 from bench import simulate, traces
 from bench.roofline import Machine
 from bench.simulate import compare
 from bench.strategies import AutoBucket, AutoPacked, FixedBucket, FixedPacked, Strategy, run_trace
 from bench.traces import MAX_DRAFTS, Text, Trace, replay, replay_earliest, synthetic
-from nanospec.bucket_policy import BucketCosts, BucketPolicy
 from nanospec.policy import AutoPolicy, CostTable
 
 H200 = Machine()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
-from nanospec.config import SamplingParams
 from tests.drive import Job, make_engine, outcome, random_jobs, run
 from tests.tiny import tiny_model
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from nanospec.bucket_policy import BucketPolicy
+
+from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.policy import AutoPolicy
-from nanospec.config import SamplingParams
 from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run, use
 from tests.tiny import tiny_model
 

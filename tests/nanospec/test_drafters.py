@@ -14,9 +14,9 @@ from nanospec.config import SpecConfig
 from nanospec.costs import CostTable
 from nanospec.drafters.medusa import tree_paths
 from nanospec.kernels import dispatch
-from nanospec.kernels.layer.linear import pack
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, OWN
+from nanospec.kernels.layer.linear import pack
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from tests.drive import (

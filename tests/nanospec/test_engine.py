@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanospec.models.decoder import Model
-from nanospec.policy import FixedPolicy
-from nanospec.request import Request, Status
 from nanospec.config import SamplingParams
+from nanospec.models.decoder import Model
+from nanospec.policy import Policy
+from nanospec.request import Request, Status
 from tests.drive import (
     Guess,
     Job,
@@ -239,7 +239,7 @@ def test_the_truth_of_a_plain_python_lookup_is_drafted(model: Model) -> None:
 def test_without_speculation_nothing_is_proposed(
     model: Model, k: K, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanospec.drafters import NgramDrafter
+    from nanospec.drafters.ngram import NgramDrafter
     from nanospec.policy import AutoPolicy
 
     def fail(*args: object) -> None:
@@ -258,8 +258,8 @@ def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the
 ) -> None:
     events: list[tuple[Any, ...]] = []
 
-    class Spy(FixedPolicy):
-        def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
+    class Spy(Policy):
+        def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
             events.append((row, drafted, accepted))
 
         def reset(self, row: int) -> None:

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.config import EngineConfig
+from nanospec.config import EngineConfig, SamplingParams
 from nanospec.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.models.decoder import Model
 from nanospec.request import Request, Status
-from nanospec.config import SamplingParams
 from tests import drive
 from tests.drive import (
     MODES,
