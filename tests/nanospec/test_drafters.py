@@ -11,7 +11,6 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
-from nanospec.costs import CostTable
 from nanospec.drafters.medusa import tree_paths
 from nanospec.kernels import dispatch
 from nanospec.kernels.batch import Batch
@@ -19,6 +18,7 @@ from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.kernels.layer.linear import pack
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
+from nanospec.policy import StepCosts
 from tests.drive import (
     MODES,
     Job,
@@ -300,9 +300,7 @@ def test_a_draft_model_that_does_not_pay_is_hardly_run(
     engine = make_engine(
         model, "auto", guess=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400
     )
-    policy: Any = engine.policy
-    policy.cost = CostTable([1, 64], [10.0, 40.0])
-    policy.propose_ms = lambda rows, passes: 5.0 * passes
+    engine.policy.costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, passes: 5.0 * passes)
     sizes = draft_prefills(engine, monkeypatch)
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=300))])
     assert len(sizes) <= 25
