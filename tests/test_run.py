@@ -28,6 +28,14 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*args), capture_output=True, text=True, env=env, timeout=240)
 
 
+@pytest.mark.parametrize("start", [["run.py"], ["-m", "nanospec"]], ids=["run.py", "module"])
+def test_it_is_one_program_however_it_is_started(start: list[str]) -> None:
+    asked = [sys.executable, *start, "fetch", "gpt-5"]
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Cannot fetch gpt-5: the name is unknown" in done.stderr
+
+
 def test_output_without_a_terminal_has_no_escape_codes() -> None:
     done = run("--prompt", "Say hi.", "--max-tokens", "8", "--show-drafts")
     assert done.returncode == 0, done.stderr
