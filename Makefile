@@ -29,8 +29,8 @@ test-models: $(VENV)/.test
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
 
 lint: $(VENV)/.lint
-	@$(BIN)/ruff check nanospec kernels weights bench tests run.py
-	@$(BIN)/mypy nanospec weights bench tests run.py  # nanospec/kernels is kernels
+	@$(BIN)/ruff check nanospec kernels bench tests run.py
+	@$(BIN)/mypy nanospec bench tests run.py  # nanospec/kernels is kernels
 
 gpu:
 	@$(PYTHON) -m pytest tests/gpu -q

@@ -22,5 +22,5 @@ def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct; tests that need it are skipped without it."""
     folder = WEIGHTS / "smollm2-135m-instruct"
     if not (folder / "model.safetensors").is_file():
-        pytest.skip(f"needs {folder.name}: python weights/fetch.py {folder.name}")
+        pytest.skip(f"needs {folder.name}: nanospec fetch {folder.name}")
     return folder

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+REQUIRED = {"torch", "triton", "safetensors", "tokenizers"}  # and what these require:
+BROUGHT = {"numpy", "jinja2", "huggingface_hub", "tqdm"}
+EXTRA = {"gguf", "transformers"}  # imported where they are needed
+INSTALLED = REQUIRED | BROUGHT | EXTRA
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +54,15 @@ def test_the_sources_are_valid_for_the_oldest_python(wheel: dict[str, bytes]) ->
     for name, text in wheel.items():
         if name.endswith(".py"):
             ast.parse(text, name, feature_version=(3, 10))
+
+
+def test_nothing_is_imported_that_is_not_installed(wheel: dict[str, bytes]) -> None:
+    names = {}
+    for name, text in wheel.items():
+        for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+            if isinstance(node, ast.Import):
+                names.update(dict.fromkeys((alias.name.split(".")[0] for alias in node.names), name))
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names[str(node.module).split(".")[0]] = name
+    foreign = {name: where for name, where in names.items() if name not in sys.stdlib_module_names}
+    assert {name: where for name, where in foreign.items() if name not in INSTALLED} == {}

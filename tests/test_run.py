@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,14 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*args), capture_output=True, text=True, env=env, timeout=240)
 
 
+@pytest.mark.parametrize("start", [["run.py"], ["-m", "nanospec"]], ids=["run.py", "module"])
+def test_it_is_one_program_however_it_is_started(start: list[str]) -> None:
+    asked = [sys.executable, *start, "fetch", "gpt-5"]
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Cannot fetch gpt-5: the name is unknown" in done.stderr
+
+
 def test_output_without_a_terminal_has_no_escape_codes() -> None:
     done = run("--prompt", "Say hi.", "--max-tokens", "8", "--show-drafts")
     assert done.returncode == 0, done.stderr
@@ -35,13 +44,20 @@ def test_output_without_a_terminal_has_no_escape_codes() -> None:
     assert "tokens per step" in done.stdout
 
 
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Ctrl-C reaches child processes, also where the tests' own parent ignores it, as `make test &` does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     source, target = requests_file(tmp_path, 60, ignore_eos=True), tmp_path / "results.jsonl"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     args = command("--input", source, "--output", target, "--max-num-seqs", "2")
-    # Whoever runs the tests may ignore SIGINT, as background jobs of a shell do, and children inherit that.
-    ctrl_c = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    with subprocess.Popen(args, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=ctrl_c) as process:
+    with subprocess.Popen(args, stderr=subprocess.PIPE, text=True, env=env) as process:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and not (target.exists() and target.read_text().count("\n") >= 2):
             time.sleep(0.01)

@@ -7,13 +7,11 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from ..models.hub import new_models_folder, program
+from .fetch import publish, scratch_folder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,9 +46,6 @@ def run(source: Path, target: Path, dtype: str) -> None:
     """Convert `source` into the folder `target`, replacing what is there once the new one is whole."""
     from ..models.gguf import convert  # imports torch, which takes seconds
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".converting-", dir=target.parent) as scratch:
-        convert(source, Path(scratch) / "model", dtype)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(Path(scratch) / "model", target)
+    with scratch_folder(target.parent) as scratch:
+        convert(source, scratch / "model", dtype)
+        publish(scratch, target)

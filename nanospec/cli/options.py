@@ -153,6 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line that generates."""
     parser = argparse.ArgumentParser(
         prog=program(),
+        usage="%(prog)s [--prompt TEXT | --chat | --input FILE --output FILE | --demo | --explain] [OPTIONS]",
         description=DESCRIPTION.format(program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

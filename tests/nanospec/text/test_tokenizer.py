@@ -103,7 +103,7 @@ def smollm2() -> Tokenizer:
 
 def smollm2_tokenizer() -> Tokenizer:
     if not (SMOLLM2 / "tokenizer.json").is_file():
-        pytest.skip(f"{SMOLLM2} is missing; python weights/fetch.py {SMOLLM2.name}")
+        pytest.skip(f"{SMOLLM2} is missing; nanospec fetch {SMOLLM2.name}")
     return Tokenizer(SMOLLM2)
 
 
@@ -336,7 +336,7 @@ def test_second_model_as_in_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     folder = SMOLLM2.parent / "qwen2.5-coder-1.5b-instruct"
     if not (folder / "tokenizer.json").is_file():
-        pytest.skip(f"{folder} is missing; python weights/fetch.py {folder.name}")
+        pytest.skip(f"{folder} is missing; nanospec fetch {folder.name}")
     tokenizer, reference = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("I'LL 2024\r\n\n  x", "cafe\u0301 你好 🤗", "<tool_call>{}</tool_call><|im_end|>"):
         assert tokenizer.encode(text) == reference(text)["input_ids"]
