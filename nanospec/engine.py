@@ -37,7 +37,8 @@ from .runner import Runner
 from .sampling import SamplingParams
 from .scheduler import Plan, Scheduler
 from .state import State
-from .text.tokenizer import Detokenizer, Tokenizer
+from .text.detokenize import Detokenizer
+from .text.tokenizer import Tokenizer
 
 FINISH = {commit.RUNNING: None, commit.STOPPED: "stop", commit.LENGTH: "length", commit.NAN: "error"}
 TIMED_CONTEXT = 1024  # tokens per row when recorded steps are timed

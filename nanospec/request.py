@@ -17,7 +17,7 @@ from .blocks import block_hash
 from .kernels.sampling.logprobs import Logprobs
 from .metrics import SpecStats
 from .sampling import MAX_STOP_IDS, SamplingParams
-from .text.tokenizer import Detokenizer
+from .text.detokenize import Detokenizer
 
 
 class Status(Enum):

@@ -7,8 +7,9 @@ import pytest
 from nanospec.kernels.speculation.proposal import NGRAM, OWN
 from nanospec.request import Piece, Request, Status, StepOutput
 from nanospec.sampling import SamplingParams
-from nanospec.text.tokenizer import Detokenizer, Tokenizer
-from tests.nanospec.text.test_tokenizer import byte_fallback
+from nanospec.text.detokenize import Detokenizer
+from nanospec.text.tokenizer import Tokenizer
+from tests.nanospec.text.conftest import byte_fallback
 
 
 @pytest.fixture(scope="module")
