@@ -23,7 +23,8 @@ from .metrics import Metrics
 from .policy import AutoPolicy, Policy
 from .request import Limits, Request, check_request
 from .scheduler import Plan, Scheduler
-from .text.tokenizer import Detokenizer, Tokenizer
+from .text.detokenize import Detokenizer
+from .text.tokenizer import Tokenizer
 from .worker import Flight, Pages, RowResult, StepOrder, Worker
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds

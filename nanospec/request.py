@@ -19,7 +19,7 @@ from .config import SamplingParams
 from .kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from .kernels.speculation.report import RowReport
 from .metrics import SpecStats
-from .text.tokenizer import Detokenizer
+from .text.detokenize import Detokenizer
 
 FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "error"}
 

@@ -1,8 +1,8 @@
 """What `config.json` says about a model: one frozen `ModelConfig` for the whole Llama family.
 
-Everything the decoder in `model.py` can vary is a field here, so that no other file asks which
-family it runs. A config that would need something else (another architecture, RoPE variant,
-activation or a quantized checkpoint) is refused with one sentence, never run approximately.
+Everything that `decoder.py` can vary is a field here, so that no other file asks which family it runs.
+A config that would need something else (another architecture, RoPE variant, activation or a quantized
+checkpoint) is refused with one sentence, never run approximately.
 
     LlamaForCausalLM    Llama 1, 2, 3.x, SmolLM2
     MistralForCausalLM  every layer sees a sliding window, if `sliding_window` is set
@@ -91,19 +91,10 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Translate the content of a `config.json`. Raises ValueError for what is not supported."""
-        architecture = _architecture(raw)
-        if raw.get("quantization_config") is not None:
-            raise ValueError(
-                "Quantized checkpoints (with a quantization_config) are not supported; use the one "
-                "stored in float32, bfloat16 or float16."
-            )
-        activation = raw.get("hidden_act", "silu")
-        if activation != "silu":
-            raise ValueError(f"hidden_act={activation!r} is not supported; only 'silu' is.")
+        family = _family(raw)
         hidden_size, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
-        head_dim = 128 if architecture == QWEN3 else hidden_size // num_heads
-        attention_bias = architecture in (LLAMA, QWEN3) and _boolean(raw, "attention_bias", False)
         num_layers = _integer(raw, "num_hidden_layers")
+        attention_bias = family in (LLAMA, QWEN3) and _boolean(raw, "attention_bias")
         dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         return cls(
             vocab_size=_integer(raw, "vocab_size"),
@@ -112,16 +103,16 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_integer(raw, "num_key_value_heads", num_heads),
-            head_dim=_integer(raw, "head_dim", head_dim),
+            head_dim=_integer(raw, "head_dim", 128 if family == QWEN3 else hidden_size // num_heads),
             max_position_embeddings=_integer(raw, "max_position_embeddings"),
-            windows=_windows(raw, architecture, num_layers),
+            windows=_windows(raw, family, num_layers),
             rms_norm_eps=_number(raw, "rms_norm_eps"),
             rope=_rope(raw),
-            qkv_bias=architecture == QWEN2 or attention_bias,
+            qkv_bias=family == QWEN2 or attention_bias,
             o_bias=attention_bias,
-            mlp_bias=architecture == LLAMA and _boolean(raw, "mlp_bias", False),
-            qk_norm=architecture == QWEN3,
-            tie_word_embeddings=_boolean(raw, "tie_word_embeddings", False),
+            mlp_bias=family == LLAMA and _boolean(raw, "mlp_bias"),
+            qk_norm=family == QWEN3,
+            tie_word_embeddings=_boolean(raw, "tie_word_embeddings"),
             dtype=str(dtype).removeprefix("torch."),
         )
 
@@ -181,46 +172,53 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures")
-    supported = ", ".join(ARCHITECTURES)
+def _family(raw: Mapping[str, Any]) -> str:
+    """The architecture; ValueError if the decoder cannot run it or what the config wants beside it."""
+    names, supported = raw.get("architectures"), ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or not names:
         raise ValueError(f"'architectures' is missing or not a list; supported are {supported}.")
     if names[0] not in ARCHITECTURES:
         raise ValueError(f"Architecture {names[0]!r} is not supported; supported are {supported}.")
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            "Quantized checkpoints (with a quantization_config) are not supported; use the one "
+            "stored in float32, bfloat16 or float16."
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"hidden_act={activation!r} is not supported; only 'silu' is.")
     return str(names[0])
 
 
-def _windows(raw: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _windows(raw: Mapping[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer. `sliding_window`: null means none, absent means 4096."""
-    if architecture == LLAMA:
+    if family == LLAMA:
         return (None,) * num_layers
-    present = raw.get("sliding_window", 4096) is not None
-    window = _integer(raw, "sliding_window", 4096) if present else None
-    if architecture == MISTRAL:
+    window = None
+    if raw.get("sliding_window", 4096) is not None:
+        window = _integer(raw, "sliding_window", 4096)
+    if family == MISTRAL:
         return (window,) * num_layers
-    if not _boolean(raw, "use_sliding_window", False):
+    if not _boolean(raw, "use_sliding_window"):
         window = None
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = raw.get("max_window_layers")
-        first = 28 if first is None else first
+        first = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise ValueError(f"max_window_layers={first!r} must be an integer of at least 0.")
         return tuple(window if i >= first else None for i in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ValueError(f"'layer_types' must be a list of {num_layers} entries, one per layer.")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"Layer type {kind!r} is not supported; supported are full_attention and "
-                "sliding_attention."
-            )
-        if kind == "sliding_attention" and window is None:
-            raise ValueError(
-                "'layer_types' has sliding_attention, but use_sliding_window or sliding_window is "
-                "not set; set both, or make the layers full_attention."
-            )
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise ValueError(
+            f"Layer type {unknown[0]!r} is not supported; supported are full_attention and sliding_attention."
+        )
+    if "sliding_attention" in kinds and window is None:
+        raise ValueError(
+            "'layer_types' has sliding_attention, but use_sliding_window or sliding_window is not set; set "
+            "both, or make the layers full_attention."
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -275,8 +273,8 @@ def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> f
     return float(value)
 
 
-def _boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = _value(raw, key, default)
+def _boolean(raw: Mapping[str, Any], key: str) -> bool:
+    value = _value(raw, key, False)
     if not isinstance(value, bool):
         raise ValueError(f"{key}={value!r} must be true or false.")
     return value

@@ -1,4 +1,4 @@
-"""Parallel heads (Medusa, Cai et al., 2024, arXiv 2401.10774): several next tokens from one hidden state.
+"""Medusa heads (Cai et al., 2024, arXiv 2401.10774): several next tokens from one hidden state.
 
     heads = Heads.load(path, model)
     drafts = heads.top(hidden, 1)                              [N, H] -> [N, num_heads, 1] int32
@@ -15,28 +15,48 @@ vocabulary, L blocks per head; each name may begin with `medusa_head.`:
     token_map                        [Vd] ints    optional: the only tokens that are guessed, so that
                                                   projections have Vd rows (as in vLLM)
 
-`python weights/train_heads.py` trains such files.
+`nanospec train heads` writes such files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layer.linear import linear, pack
-from .decoder import Model
+from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
-from .weights import STORED_DTYPES, listed, open_safetensors
+from .weights import listed, misfits, open_safetensors
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 PREFIX = "medusa_head."
+
+
+class Layout(NamedTuple):
+    """How many heads a file has, of how many blocks each; from that, what its tensors are called."""
+
+    num_heads: int
+    num_layers: int
+
+    def blocks(self) -> Iterator[str]:  # one by one: the numbers of a broken file may be huge
+        return (f"{head}.{layer}" for head in range(self.num_heads) for layer in range(self.num_layers))
+
+    def projections(self) -> list[str]:
+        return [f"{head}.{self.num_layers}.weight" for head in range(self.num_heads)]
+
+    def shapes(self, hidden: int, rows: int) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, for a target of that hidden size and projections to `rows` tokens."""
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.projections(), (rows, hidden))
+        for block in self.blocks():
+            shapes |= {f"{block}.linear.weight": (hidden, hidden), f"{block}.linear.bias": (hidden,)}
+        return shapes
 
 
 @dataclass(frozen=True)
@@ -76,24 +96,28 @@ class Heads:
             FileNotFoundError: there is no such file.
             ValueError: it is corrupt or does not fit the model.
         """
-        file = _find(Path(path))
+        file, hidden, rows = _find(Path(path)), model.config.hidden_size, model.config.vocab_size
         with open_safetensors(file) as handle:
-            names: list[str] = handle.keys()
-            stored = {name.removeprefix(PREFIX): name for name in names}
-            num_heads, num_layers = _count(file, stored)
+            stored = {name.removeprefix(PREFIX): name for name in handle.keys()}  # noqa: SIM118
+            layout = _layout(file, stored)
             token_map = None
             if TOKEN_MAP in stored:
-                ids = handle.get_tensor(stored[TOKEN_MAP])
-                token_map = checked_token_map(ids, file, model.config.vocab_size).to(model.device)
-            _check(file, handle, stored, num_heads, num_layers, token_map, model)
+                ids = handle.get_tensor(stored.pop(TOKEN_MAP))
+                token_map = checked_token_map(ids, file, rows).to(model.device)
+                rows = len(token_map)
+            slices = {name: handle.get_slice(full_name) for name, full_name in stored.items()}
+            problems = misfits(slices, layout.shapes(hidden, rows), optional=layout.projections())
+            if problems:
+                raise ValueError(
+                    f"The {layout.num_heads} heads of {layout.num_layers} block(s) in {file} do not fit the "
+                    f"model (hidden size {hidden}, {rows} tokens to guess): {problems}."
+                )
 
-            def get(name: str) -> Tensor | None:
-                if name not in stored:
-                    return None
+            def get(name: str) -> Tensor:
                 tensor: Tensor = handle.get_tensor(stored[name])
                 return tensor.to(device=model.device, dtype=model.dtype, copy=True)
 
-            return _assemble(model, num_heads, num_layers, token_map, get)
+            return _assemble(model, layout, token_map, get, own=stored)
 
     @classmethod
     def random(cls, model: Model, num_heads: int, vocab: int | None = None, seed: int = 0) -> Heads:
@@ -107,16 +131,14 @@ class Heads:
         if vocab is not None:
             token_map = torch.randperm(size, generator=generator)[:vocab].sort().values.to(model.device)
 
-        def get(name: str) -> Tensor | None:
-            if name.endswith("linear.bias"):
+        def get(name: str) -> Tensor:
+            if name.endswith("bias"):
                 tensor = 0.1 * torch.randn(hidden, generator=generator)
-            elif name.endswith("linear.weight"):
-                tensor = torch.randn(hidden, hidden, generator=generator) / hidden**0.5
             else:
-                return None
+                tensor = torch.randn(hidden, hidden, generator=generator) / hidden**0.5
             return tensor.to(model.device, model.dtype)
 
-        return _assemble(model, num_heads, 1, token_map, get)
+        return _assemble(model, Layout(num_heads, 1), token_map, get)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the guesses of each head: [N, H] -> [N, num_heads, Vd]."""
@@ -149,30 +171,25 @@ def _each(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, .
 
 
 def _assemble(
-    model: Model,
-    num_heads: int,
-    num_layers: int,
-    token_map: Tensor | None,
-    get: Callable[[str], Tensor | None],
+    model: Model, layout: Layout, token_map: Tensor | None, get: GetWeight, own: Collection[str] = ()
 ) -> Heads:
-    """Heads of the tensors that `get` gives by name, None for a projection that is the target's own."""
+    """Heads of the tensors that `get` gives by name; projections that are not in `own` are the target's."""
     blocks = []
-    for layer in range(num_layers):
+    for layer in range(layout.num_layers):
         weights, biases = (
-            tuple(_there(get(f"{head}.{layer}.linear.{part}")) for head in range(num_heads))
+            tuple(get(f"{head}.{layer}.linear.{part}") for head in range(layout.num_heads))
             for part in ("weight", "bias")
         )
         if layer == 0:
             weights, biases = (torch.cat(weights),), (torch.cat(biases),)
         blocks.append(Block(tuple(pack(weight) for weight in weights), biases))
-    own = [get(f"{head}.{num_layers}.weight") for head in range(num_heads)]
-    if all(weight is None for weight in own):
-        own = own[:1]  # one projection for all
-    shared = None
-    if any(weight is None for weight in own):
+    names = layout.projections()
+    found = {name: pack(get(name)) for name in names if name in own}
+    projections = tuple(found.values())
+    if len(found) < len(names):
         shared = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
-    projections = tuple(_there(shared) if weight is None else pack(weight) for weight in own)
-    return Heads(num_heads, tuple(blocks), projections, token_map)
+        projections = tuple(found.get(name, shared) for name in names) if found else (shared,)
+    return Heads(layout.num_heads, tuple(blocks), projections, token_map)
 
 
 def _find(path: Path) -> Path:
@@ -188,66 +205,20 @@ def _find(path: Path) -> Path:
     raise FileNotFoundError(f"{path} holds neither {' nor '.join(FILES)}{hint}.")
 
 
-def _count(file: Path, stored: dict[str, str]) -> tuple[int, int]:
-    """(num_heads, num_layers) as the names of the tensors have it."""
-    found = [re.fullmatch(r"((\d+)\.(\d+))\.linear\.(?:weight|bias)", name) for name in stored]
+def _layout(file: Path, names: Mapping[str, str]) -> Layout:
+    """The layout that the names of the tensors show; ValueError if there is none, or with a gap."""
+    found = [re.fullmatch(r"((\d+)\.(\d+))\.linear\.(?:weight|bias)", name) for name in names]
     blocks = {match[1]: (int(match[2]), int(match[3])) for match in found if match}
     if not blocks:
         raise ValueError(
             f"{file} holds no heads: no tensor has a name such as '0.0.linear.weight' (it has "
-            f"{listed(stored) or 'no tensors'}); give a file of Medusa heads."
+            f"{listed(names) or 'no tensors'}); give a file of Medusa heads."
         )
-    num_heads, num_layers = (max(column) + 1 for column in zip(*blocks.values(), strict=True))
-    names = (f"{head}.{layer}" for head in range(num_heads) for layer in range(num_layers))
-    gap = next((name for name in names if name not in blocks), None)
+    layout = Layout(*(max(column) + 1 for column in zip(*blocks.values(), strict=True)))
+    gap = next((block for block in layout.blocks() if block not in blocks), None)
     if gap is not None:
         raise ValueError(
-            f"{file} lacks {gap}.linear.weight, although it has heads up to {num_heads - 1} and blocks up to "
-            f"{num_layers - 1}; download it again."
+            f"{file} lacks {gap}.linear.weight, although it has heads up to {layout.num_heads - 1} and "
+            f"blocks up to {layout.num_layers - 1}; download it again."
         )
-    return num_heads, num_layers
-
-
-def _check(
-    file: Path,
-    handle: Any,
-    stored: dict[str, str],
-    num_heads: int,
-    num_layers: int,
-    token_map: Tensor | None,
-    model: Model,
-) -> None:
-    """Raise one ValueError that names every tensor that is missing, extra or unfit."""
-    hidden = model.config.hidden_size
-    rows = model.config.vocab_size if token_map is None else len(token_map)
-    needed: dict[str, tuple[int, ...]] = {}
-    for block in (f"{head}.{layer}" for head in range(num_heads) for layer in range(num_layers)):
-        needed[f"{block}.linear.weight"] = (hidden, hidden)
-        needed[f"{block}.linear.bias"] = (hidden,)
-    optional = {f"{head}.{num_layers}.weight": (rows, hidden) for head in range(num_heads)}
-    expected = {**needed, **optional}
-    misshapen, foreign = [], []
-    for name in expected.keys() & stored.keys():
-        tensor = handle.get_slice(stored[name])
-        shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-        if shape != expected[name]:
-            misshapen.append(f"{name} {list(shape)} instead of {list(expected[name])}")
-        if dtype not in STORED_DTYPES:
-            foreign.append(f"{name} {dtype}")
-    problems = {
-        "missing": needed.keys() - stored.keys(),
-        "not expected": stored.keys() - expected.keys() - {TOKEN_MAP},
-        "of the wrong shape": misshapen,
-        f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
-    }
-    found = [f"{len(n)} tensor(s) {what}: {listed(n)}" for what, n in problems.items() if n]
-    if found:
-        raise ValueError(
-            f"The {num_heads} heads of {num_layers} block(s) in {file} do not fit the model (hidden size "
-            f"{hidden}, {rows} tokens to guess): {'; '.join(found)}."
-        )
-
-
-def _there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None  # `_check` has seen to it
-    return tensor
+    return layout

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles by which `kernels/rope_cache.py` rotates q and k.
+"""Rotary position embedding: the angles by which `kernels/layer/rope_cache.py` rotates q and k.
 
 Pair i of a head of dimension D turns by position * theta^(-2i/D) (Su et al., 2021,
 https://arxiv.org/abs/2104.09864). Models with a longer context than they were pretrained with slow

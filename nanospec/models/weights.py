@@ -10,7 +10,7 @@ every mismatch is named in one error: a model is loaded right or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,12 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str)
         for file in weight_files(folder):
             handle = stack.enter_context(open_safetensors(file))
             source.update(dict.fromkeys(handle.keys(), handle))
-        _check(folder, config, source)
+        stored = {
+            name: file.get_slice(name) for name, file in source.items() if not _harmless(name, config)
+        }
+        problems = misfits(stored, config.parameter_shapes())
+        if problems:
+            raise ValueError(f"The weights in {folder} do not fit its config.json: {problems}.")
 
         def get(name: str) -> Tensor:
             # Always a copy: what aliases the file would change with it.
@@ -138,27 +143,29 @@ def open_safetensors(file: Path) -> Any:
         ) from None
 
 
-def _check(folder: Path, config: ModelConfig, source: Mapping[str, Any]) -> None:
-    """Raise one ValueError that names every tensor that is missing, extra or unfit."""
-    expected = config.parameter_shapes()
+def misfits(
+    stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
+) -> str:
+    """Every tensor that is missing, extra or unfit, as the end of a sentence; "" if there is none.
+
+    Args:
+        stored: what a file's `get_slice` gives, by name.
+        shapes: the shapes that are wanted; those of `optional` may be missing.
+    """
     misshapen, foreign = [], []
-    for name in expected.keys() & source.keys():
-        tensor = source[name].get_slice(name)
-        shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-        if shape != expected[name]:
-            misshapen.append(f"{name} {list(shape)} instead of {list(expected[name])}")
+    for name in shapes.keys() & stored.keys():
+        shape, dtype = tuple(stored[name].get_shape()), stored[name].get_dtype()
+        if shape != shapes[name]:
+            misshapen.append(f"{name} {list(shape)} instead of {list(shapes[name])}")
         if dtype not in STORED_DTYPES:
             foreign.append(f"{name} {dtype}")
-    extra = [name for name in source.keys() - expected.keys() if not _harmless(name, config)]
     problems = {
-        "missing": expected.keys() - source.keys(),
-        "not expected": extra,
+        "missing": shapes.keys() - stored.keys() - set(optional),
+        "not expected": stored.keys() - shapes.keys(),
         "of the wrong shape": misshapen,
         f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
     }
-    found = [f"{len(n)} tensor(s) {what}: {listed(n)}" for what, n in problems.items() if n]
-    if found:
-        raise ValueError(f"The weights in {folder} do not fit its config.json: {'; '.join(found)}.")
+    return "; ".join(f"{len(n)} tensor(s) {what}: {listed(n)}" for what, n in problems.items() if n)
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nanospec.config import SamplingParams
-from nanospec.kernels.speculation.proposal import NGRAM, OWN
-from nanospec.request import Piece, Request, Status, StepOutput, check_request
-from nanospec.text.tokenizer import Detokenizer, Tokenizer
-from tests.nanospec.text.test_tokenizer import byte_fallback
+from nanospec.kernels.codes import LENGTH, OWN, RUNNING
+from nanospec.kernels.speculation.report import RowReport
+from nanospec.request import Limits, Piece, Request, Status, check_request
+from nanospec.text.detokenize import Detokenizer
+from nanospec.text.tokenizer import Tokenizer
+from tests.nanospec.text.conftest import byte_fallback
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +32,9 @@ def request_for(tokenizer: Tokenizer | None, **params: object) -> Request:
     )
 
 
-def step(tokens: list[int], finish: str | None = None, accepted: int = 0, source: int = -1) -> StepOutput:
+def step(tokens: list[int], finished: int = RUNNING, accepted: int = 0, source: int = -1) -> RowReport:
     sources = [source + i if i < accepted and source >= 0 else OWN for i in range(len(tokens))]
-    return StepOutput(tokens, accepted, accepted, NGRAM, sources, finish, None)
+    return RowReport(tokens, accepted, accepted, 0, 0, finished, sources)
 
 
 @pytest.mark.parametrize(("ends", "reason"), [("length", "stop"), ("abort", "abort")])
@@ -60,7 +62,7 @@ def test_drafts_that_were_copied_from_nowhere_have_no_source(bytes_only: Tokeniz
 
 def test_a_finished_request_stays_as_it_ended() -> None:
     request = request_for(None)
-    request.append(step([1, 2], "length"))
+    request.append(step([1, 2], LENGTH))
     request.finish("abort")
     assert request.finish_reason == "length"
     assert request.output_ids == [1, 2]
@@ -81,7 +83,7 @@ def test_block_names_follow_the_tokens_and_the_salt() -> None:
 
 @pytest.mark.parametrize("bad", [True, False, 1.0, "1", 9, -1])
 def test_a_prompt_holds_integers_of_the_vocabulary(bad: object) -> None:
-    limits = {"stop_ids": (), "vocab_size": 9, "max_model_len": 8, "has_text": False, "acceptance": "exact"}
-    check_request([1, 8], SamplingParams(), **limits)  # type: ignore[arg-type]
+    limits = Limits(vocab_size=9, max_model_len=8, has_text=False, acceptance="exact")
+    check_request([1, 8], SamplingParams(), (), limits)
     with pytest.raises(ValueError, match=f"The prompt holds token id {bad!r}; ids are integers from 0 to 8."):
-        check_request([1, bad], SamplingParams(), **limits)  # type: ignore[arg-type,list-item]
+        check_request([1, bad], SamplingParams(), (), limits)  # type: ignore[list-item]

@@ -54,77 +54,46 @@ def test_llama_with_defaults() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param({"rope_theta": 5e5}, Rope("default", 5e5), id="theta"),
-        pytest.param({"rope_scaling": None}, Rope(), id="null"),
-        pytest.param(
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            Rope("linear", 1e4, 2.0),
-            id="linear-old-type",
-        ),
-        pytest.param(
-            {"rope_scaling": {"rope_type": "linear", "factor": 4}, "rope_theta": 100},
-            Rope("linear", 100.0, 4.0),
-            id="linear-rope_type",
-        ),
-        pytest.param(
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}},
-            Rope("linear", 7.0, 2.0),
-            id="linear-v5",
-        ),
-        pytest.param(
-            {"rope_scaling": LLAMA3, "rope_theta": 5e5},
-            Rope("llama3", 5e5, 32.0, 1.0, 4.0, 8192),
-            id="llama3-old",
-        ),
-        pytest.param(
-            {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 3.0},
-            Rope("llama3", 5e5, 32.0, 1.0, 4.0, 8192),
-            id="llama3-v5-inner-theta-wins",
-        ),
-        pytest.param(
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-            Rope("default", 1e6),
-            id="default-v5",
-        ),
-    ],
-)
-def test_rope(changes: dict[str, Any], expected: Rope) -> None:
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+ROPES: dict[str, tuple[dict[str, Any], Rope]] = {
+    "theta": ({"rope_theta": 5e5}, Rope("default", 5e5)),
+    "null": ({"rope_scaling": None}, Rope()),
+    "linear-old-type": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, Rope("linear", 1e4, 2.0)),
+    "linear-rope_type": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 4}, "rope_theta": 100},
+        Rope("linear", 100.0, 4.0),
+    ),
+    "linear-v5": ({"rope_parameters": LINEAR}, Rope("linear", 7.0, 2.0)),
+    "llama3-old": (
+        {"rope_scaling": LLAMA3, "rope_theta": 5e5}, Rope("llama3", 5e5, 32.0, 1.0, 4.0, 8192)
+    ),
+    "llama3-v5-inner-theta-wins": (
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 3.0},
+        Rope("llama3", 5e5, 32.0, 1.0, 4.0, 8192),
+    ),
+    "default-v5": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope("default", 1e6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rope(case: str) -> None:
+    changes, expected = ROPES[case]
     assert parse(**changes).rope == expected
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes", "expected"),
-    [
+def test_windows() -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 8}
+    kinds = ["full_attention", "sliding_attention"] * 2
+    for architecture, changes, expected in (
         ("Llama", {"sliding_window": 8}, (None, None, None, None)),
         ("Mistral", {"sliding_window": 8}, (8, 8, 8, 8)),
         ("Mistral", {"sliding_window": None}, (None, None, None, None)),
         ("Mistral", {}, (4096, 4096, 4096, 4096)),
         ("Qwen2", {"sliding_window": 8, "max_window_layers": 1}, (None, None, None, None)),
-        (
-            "Qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            (None, 8, 8, 8),
-        ),
-        (
-            "Qwen3",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "max_window_layers": 0,
-                "layer_types": ["full_attention", "sliding_attention"] * 2,
-            },
-            (None, 8, None, 8),
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_windows(
-    architecture: str, changes: dict[str, Any], expected: tuple[int | None, ...]
-) -> None:
-    assert parse(architecture, **changes).windows == expected
+        ("Qwen2", {**sliding, "max_window_layers": 1}, (None, 8, 8, 8)),
+        ("Qwen3", {**sliding, "max_window_layers": 0, "layer_types": kinds}, (None, 8, None, 8)),
+    ):
+        assert parse(architecture, **changes).windows == expected, (architecture, changes)
 
 
 def test_biases_and_norms() -> None:

@@ -103,7 +103,7 @@ def test_the_heads_that_are_here_foresee_the_model(smollm2: Path) -> None:
         pytest.skip(f"needs {file.name}: nanospec train heads --model {smollm2.name}")
     llm = LLM(smollm2, spec=SpecConfig(method="none"), max_model_len=256, max_num_seqs=1)
     prompt = llm.chat_prompt([{"role": "user", "content": "How do I bake bread? Explain step by step."}])
-    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=120))[0].token_ids
+    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0].token_ids
     text = Text(prompt + output, len(prompt), len(prompt), 0.0, "chat")
     model = llm.engine.model
     saved = Heads.load(file, model)

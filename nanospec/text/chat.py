@@ -1,0 +1,83 @@
+"""Chat templates: from the messages of a conversation to the text of a prompt.
+
+Templates are Jinja and come with the model, so they run in a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates of a model folder by name, a single one as `default`.
+
+    `config` is the content of its tokenizer_config.json; a file chat_template.jinja comes first.
+    """
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template") or {}
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return dict(template)
+
+
+def render(
+    templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], /, **variables: Any
+) -> str:
+    """The prompt for a conversation, as text, by the template that `chat_template` among the variables
+    names, else by `tool_use` if there are tools, else by `default`.
+
+    Raises ValueError when there is no template or it refuses the messages.
+    """
+    name = variables.pop("chat_template", "tool_use" if variables.get("tools") else "default")
+    source = templates.get(name, templates.get("default"))
+    if source is None:
+        there = ", ".join(templates) or "none"
+        raise ValueError(
+            f"the model has no chat template {name!r} (it has: {there}). Either it is a base model or its "
+            "chat_template.jinja is missing; give a plain prompt instead."
+        )
+    try:
+        return _compiled(source).render(messages=messages, **{"tools": None, "documents": None, **variables})
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise ValueError(f"the chat template refuses these messages: {error}.") from error
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks text for training; here only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own way)
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    """Jinja as chat templates expect it."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None, **kwargs: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **kwargs)  # not HTML-escaped
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)

@@ -1,0 +1,92 @@
+"""Three small tokenizers of different kinds, and the default model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from nanospec.text.tokenizer import Tokenizer
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """256 bytes, a few merges that cut through UTF-8 characters, and special tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("Ġ", "he"), ("Ġhe", "ll"), ("ð", "Ł"), ("ł", "Ġ")]
+    texts = ["<s>", "</s>", *letters, *("".join(pair) for pair in merges)]
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["<call>"])
+    return backend
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """Pieces with a leading ▁ for a space, and byte tokens for what they lack."""
+    pieces = ["▁", "▁▁", "a", "b", "▁a", "ab", "é", "▁ab"]
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    merges = [("▁", "▁"), ("▁", "a"), ("a", "b"), ("▁", "ab")]
+    vocab = {text: i for i, text in enumerate(texts)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """As `byte_fallback`, but without bytes and with the Metaspace decoder."""
+    texts = ["<unk>", "<s>", "▁", "a", "b", "▁a", "▁b", "ab", "\ufffd", "é"]
+    vocab = {text: i for i, text in enumerate(texts)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a"), ("▁", "b"), ("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<unk>", "<s>"])
+    return backend
+
+
+def save(backend: tokenizers.Tokenizer, folder: Path, **configs: dict[str, Any]) -> Path:
+    """Write a model folder without weights; `configs` are its JSON files by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    for name, content in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "byte-level": byte_level,
+    "byte-fallback": byte_fallback,
+    "metaspace": metaspace,
+}
+
+
+@pytest.fixture(scope="session")
+def default(smollm2: Path) -> Tokenizer:
+    """The default model's."""
+    return Tokenizer(smollm2)
+
+
+@pytest.fixture(scope="session", params=[*KINDS, "smollm2"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Tokenizer:
+    """Each of them."""
+    if request.param == "smollm2":
+        found: Tokenizer = request.getfixturevalue("default")
+        return found
+    return Tokenizer(save(KINDS[request.param](), tmp_path_factory.mktemp(request.param)))
