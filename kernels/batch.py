@@ -149,16 +149,25 @@ class Batch:
         """Without padding tokens, rows back to back. Waits for the device."""
         places = torch.arange(self.max_q_len, device=self.input_ids.device)
         keep = (places < self.q_len[:, None]).flatten()
+        return self.part(keep, slice(None), self.q_len, self.base_len)
+
+    def part(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:
+        """These flat tokens alone, packed: `q_len` [B'] of each of these rows, after `base_len` [B'] cached
+        ones. Waits for the device."""
         return replace(
             self,
-            input_ids=self.input_ids[keep],
-            positions=self.positions[keep],
-            slots=self.slots[keep],
-            q_start=(self.q_len.cumsum(0) - self.q_len).int(),
-            max_q_len=max(int(self.q_len.max()), 1),
-            max_kv_len=max(int((self.base_len + self.q_len).max()), 1),
-            ancestors=None if self.ancestors is None else self.ancestors[keep],
-            parents=None if self.parents is None else self.parents[keep],
+            rows=self.rows[rows],
+            input_ids=self.input_ids[tokens],
+            positions=self.positions[tokens],
+            slots=self.slots[tokens],
+            block_table=self.block_table[rows],
+            q_start=(q_len.cumsum(0) - q_len).int(),
+            q_len=q_len,
+            base_len=base_len,
+            max_q_len=max(int(q_len.max()), 1),
+            max_kv_len=max(int((base_len + q_len).max()), 1),
+            ancestors=None if self.ancestors is None else self.ancestors[tokens],
+            parents=None if self.parents is None else self.parents[tokens],
         )
 
     @property

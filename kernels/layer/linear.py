@@ -7,9 +7,6 @@
 * `linear_add`: linear plus a residual of the output's shape
 * `norm_swiglu`: silu(gate) * up, where [gate; up] = weight [2I, K] applied to RMSNorm(x)
 
-A decoder layer thus launches 7 kernels: norm_linear (qkv), rope_cache, two of attention, linear_add
-(o), norm_swiglu (gate and up), linear_add (down).
-
 On a CPU `pack` reorders a weight once for oneDNN, which makes a product of few rows 1.4 times (bf16)
 to 3 times (fp32) as fast as `F.linear`; every function takes packed and plain weights alike.
 

@@ -7,7 +7,7 @@ that are worth computing at once, the pages of each and a mask.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ def _split(batch: Batch) -> Iterator[tuple[Tokens, Batch]]:
             for first in range(0, n, TILE):
                 tile = slice(start + first, start + min(first + TILE, n))
                 q_len = torch.full_like(batch.q_len[:1], tile.stop - tile.start)
-                yield tile, _piece(batch, tile, slice(b, b + 1), q_len, batch.base_len[b : b + 1] + first)
+                yield tile, batch.part(tile, slice(b, b + 1), q_len, batch.base_len[b : b + 1] + first)
     elif batch.padded or batch.num_rows < SPLIT_ROWS or batch.ancestors is not None:
         yield None, batch
     else:
@@ -107,23 +107,4 @@ def _split(batch: Batch) -> Iterator[tuple[Tokens, Batch]]:
         for chosen in (batch.q_len == 1, batch.q_len > 1):
             if chosen.any():
                 tokens, index = chosen[owner].nonzero().squeeze(1), chosen.nonzero().squeeze(1)
-                yield tokens, _piece(batch, tokens, index, batch.q_len[index], batch.base_len[index])
-
-
-def _piece(
-    batch: Batch, tokens: Tensor | slice, index: Tensor | slice, q_len: Tensor, base_len: Tensor
-) -> Batch:
-    """The rows `index` of a batch, of which `tokens` are scored, as a batch of its own."""
-    return replace(
-        batch,
-        rows=batch.rows[index],
-        input_ids=batch.input_ids[tokens],
-        positions=batch.positions[tokens],
-        slots=batch.slots[tokens],
-        block_table=batch.block_table[index],
-        q_start=(q_len.cumsum(0) - q_len).int(),
-        q_len=q_len,
-        base_len=base_len,
-        max_q_len=int(q_len.max()),
-        max_kv_len=int((base_len + q_len).max()),
-    )
+                yield tokens, batch.part(tokens, index, batch.q_len[index], batch.base_len[index])

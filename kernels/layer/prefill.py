@@ -1,16 +1,11 @@
 """Attention of long chains over the paged KV cache: prefill, whole or in chunks.
 
-    q                 [T, Hq, D]
-    k_cache, v_cache  [Hkv, num_blocks, block_size, D]     one layer; Hq is a multiple of Hkv
-    out               [T, Hq, D]
-
-Rows may have different lengths and different cached prefixes; query i of row b sees the cache indices
-up to base_len[b] + i, less what lies before its sliding window. Chains only: `Batch.ancestors` must be
-None. Any head dimension up to 256, bf16, fp16 or fp32.
+Shapes as in `attention.py`, which also has `naive`. Rows may have different lengths and different cached
+prefixes. Chains only: `Batch.ancestors` must be None.
 
 Kernel: one program per (row, query head, tile of queries) walks the visible keys tile by tile with an
 online softmax (Dao et al., 2022). The key tiles before the diagonal need no mask. Its bits need not
-equal those of `attention`, whose rows are few.
+equal those of `split_kv.py`, whose rows are short.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..batch import MAX_QUERIES
 from ..launch import LOG2_E, arch, check_attention, next_power_of_2
 from .plan import Plan
 
@@ -114,7 +110,9 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
     check_attention(q, cache)
     batch, window = plan.batch, plan.window
     if batch.ancestors is not None:
-        raise ValueError("Prefill attention is for chains; a tree has at most 64 queries per row.")
+        raise ValueError(
+            f"Prefill attention is for chains; a tree has at most {MAX_QUERIES} queries per row."
+        )
     num_heads, head_dim = q.shape[1:]
     k_cache, v_cache = cache
     num_kv_heads, _, block_size, _ = k_cache.shape

@@ -32,6 +32,7 @@ from ..launch import LOG2_E, arch, check_attention, next_power_of_2
 from .plan import Plan
 
 PROGRAMS = 512  # aimed at: a few per multiprocessor, so that uneven rows even out
+_MAX_QUERIES = tl.constexpr(MAX_QUERIES)
 FLOOR = tl.constexpr(-8388608.0)  # -2^23, a maximum below all others; integers are exact down to it
 
 # (cache positions per tile, warps, stages) by architecture, then by padded head dimension: enough
@@ -126,8 +127,8 @@ def _units(
             s = tl.dot(k, query, input_precision=PRECISION) * scale  # [TILE, BLOCK_Q]
             if TREE:
                 own = j[:, None] - base
-                bit = (mask[None, :] >> tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)) & 1
-                visible = (own < 0) | ((bit == 1) & (own < 64))
+                bit = (mask[None, :] >> tl.minimum(tl.maximum(own, 0), _MAX_QUERIES - 1).to(tl.int64)) & 1
+                visible = (own < 0) | ((bit == 1) & (own < _MAX_QUERIES))
                 if WINDOW:
                     visible = visible & ((own >= 0) | (j[:, None] > position[None, :] - window))
             else:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.layer import linear, split_kv
+from nanospec.kernels.layer import split_kv
+from nanospec.kernels.layer.linear import MAX_ROWS
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict
+from tests.kernels.products import KINDS, Products
 from tests.kernels.texts import Texts, random_trees, tokens_at
 from tests.util import assert_close
 
@@ -87,53 +89,27 @@ def test_attention_bits(
         assert torch.equal(attend((1, 2980, 8)), verified), programs
 
 
-class Products:
-    """The four products of a layer and one with a bias, with random weights on the GPU."""
-
-    KINDS = ("linear_bias", "linear_add", "norm_linear", "norm_swiglu")
-
-    def __init__(self, hidden: int, inner: int, T: int, dtype: torch.dtype, device: torch.device) -> None:
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, device=device).to(dtype)
-
-        self.x = (normal(T, hidden) * torch.linspace(0.1, 3, T, device=device)[:, None]).to(dtype)
-        self.wide, self.residual, self.scale = normal(T, inner), normal(T, hidden), normal(hidden)
-        self.up = normal(2 * inner, hidden) / hidden**0.5
-        self.down = normal(hidden, inner) / inner**0.5
-        self.bias = normal(2 * inner)
-
-    def run(self, kind: str, rows: slice = slice(None), exact: bool = False) -> Tensor:
-        def t(tensor: Tensor) -> Tensor:
-            return tensor.double() if exact else tensor
-
-        x, norm = t(self.x[rows]), Norm(t(self.scale), 1e-6)
-        with forced("naive" if exact else "triton"):
-            if kind == "linear_bias":
-                return linear.linear(x, t(self.up), t(self.bias))
-            if kind == "linear_add":
-                return linear.linear_add(t(self.wide[rows]), t(self.down), t(self.residual[rows]))
-            if kind == "norm_linear":
-                return linear.norm_linear(x, norm, t(self.up))
-            return linear.norm_swiglu(x, norm, t(self.up))
+def products_of(model: str, kind: str, T: int, dtype: torch.dtype, device: torch.device) -> Products:
+    _, hidden, inner = MODELS[model]
+    N, K = (hidden, inner) if kind == "linear_add" else (2 * inner, hidden)
+    return Products(T, N, K, dtype, device)
 
 
-@pytest.mark.parametrize("kind", Products.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", DENSE)
 def test_linear(model: str, kind: str, gpu: torch.device) -> None:
-    _, hidden, inner = MODELS[model]
     for dtype in (BF16, FP16):
         for T in (1, 5, 17, 63, 100, 320, 1100):
-            products = Products(hidden, inner, T, dtype, gpu)
-            out = products.run(kind)
-            assert_close(out, products.run(kind, exact=True), TOLERANCE[dtype], f"{kind} of {T} rows")
+            products = products_of(model, kind, T, dtype, gpu)
+            what = f"{kind} of {T} rows"
+            assert_close(products.run(kind), products.expected(kind), TOLERANCE[dtype], what)
 
 
-@pytest.mark.parametrize("kind", Products.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", DENSE)
 def test_linear_bits(model: str, kind: str, gpu: torch.device) -> None:
     """Every width of the tile of tokens gives a row the same bits: the instruction's promise."""
-    _, hidden, inner = MODELS[model]
-    products = Products(hidden, inner, linear.MAX_ROWS, BF16, gpu)
+    products = products_of(model, kind, MAX_ROWS, BF16, gpu)
     together = products.run(kind)
     for first, count in ((0, 1), (3, 8), (100, 16), (200, 20), (60, 50), (301, 64), (7, 100), (511, 1)):
         rows = slice(first, first + count)
@@ -194,11 +170,10 @@ def test_kv_move(gpu: torch.device) -> None:
 
 def test_layer_under_graph_capture(gpu: torch.device) -> None:
     """What a step launches can be captured and replayed, split products with their tickets included."""
-    _, hidden, inner = MODELS["qwen3-0.6b"]
-    products = Products(hidden, inner, 5, BF16, gpu)
+    products = {kind: products_of("qwen3-0.6b", kind, 5, BF16, gpu) for kind in KINDS}
 
     def layer() -> Tensor:
-        return torch.cat([products.run(kind).flatten() for kind in Products.KINDS])
+        return torch.cat([product.run(kind).flatten() for kind, product in products.items()])
 
     expected = layer()
     graph = torch.cuda.CUDAGraph()

@@ -4,46 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.layer import gemm, linear, norm
+from nanospec.kernels.layer import gemm, linear
 from nanospec.kernels.layer.norm import Norm
+from tests.kernels.products import KINDS, Products
 from tests.util import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-6}
-KINDS = ("linear", "linear_bias", "linear_add", "norm_linear", "norm_swiglu")
-
-
-class Weights:
-    """x [T, K] with rows of different sizes, and a weight [N, K] with all that may go with it."""
-
-    def __init__(self, T: int, N: int, K: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(T * N * K)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(dtype)
-
-        self.x = (normal(T, K) * torch.linspace(0.1, 2, T)[:, None]).to(dtype)
-        self.weight = normal(N, K) / K**0.5
-        self.bias, self.scale, self.residual = normal(N), normal(K), normal(T, N)
-
-    def run(self, kind: str, rows: slice = slice(None), dtype: torch.dtype | None = None) -> Tensor:
-        x, weight, bias, scale, residual = (
-            tensor if dtype is None else tensor.to(dtype)
-            for tensor in (self.x[rows], self.weight, self.bias, self.scale, self.residual[rows])
-        )
-        if kind == "linear":
-            return linear.linear(x, weight)
-        if kind == "linear_bias":
-            return linear.linear(x, weight, bias)
-        if kind == "linear_add":
-            return linear.linear_add(x, weight, residual)
-        if kind == "norm_linear":
-            return linear.norm_linear(x, Norm(scale, 1e-5), weight, bias)
-        return linear.norm_swiglu(x, Norm(scale, 1e-5), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -54,14 +24,11 @@ class Weights:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_linear(kind: str, T: int, N: int, K: int, dtype: torch.dtype) -> None:
-    weights = Weights(T, N, K, dtype)
-    with forced("triton"):
-        out = weights.run(kind)
-        again = weights.run(kind)  # the tickets are back at zero
+    products = Products(T, N, K, dtype)
+    out = products.run(kind)
     assert out.dtype == dtype
-    assert torch.equal(out, again)
-    with forced("naive"):
-        assert_close(out, weights.run(kind, dtype=torch.float64), TOLERANCE[dtype], kind)
+    assert torch.equal(out, products.run(kind))  # the tickets are back at zero
+    assert_close(out, products.expected(kind), TOLERANCE[dtype], kind)
 
 
 @pytest.mark.usefixtures("ordered_dot")
@@ -69,11 +36,10 @@ def test_linear(kind: str, T: int, N: int, K: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_do_not_depend_on_other_rows(kind: str, dtype: torch.dtype) -> None:
     """One row, a verification's rows, every width of the tile, several tiles."""
-    weights = Weights(150, 128, 512, dtype)
-    with forced("triton"):
-        together = weights.run(kind)
-        for rows in (slice(0, 1), slice(3, 11), slice(0, 20), slice(60, 110), slice(149, 150)):
-            assert torch.equal(weights.run(kind, rows), together[rows]), rows
+    products = Products(150, 128, 512, dtype)
+    together = products.run(kind)
+    for rows in (slice(0, 1), slice(3, 11), slice(0, 20), slice(60, 110), slice(149, 150)):
+        assert torch.equal(products.run(kind, rows), together[rows]), rows
 
 
 def test_empty_input() -> None:
@@ -82,11 +48,8 @@ def test_empty_input() -> None:
 
 
 def test_many_rows_take_the_vendors_product() -> None:
-    weights = Weights(linear.MAX_ROWS + 1, 32, 64, torch.float32)
-    with forced("triton"):
-        out = weights.run("norm_linear")
-    x = norm.naive(weights.x, Norm(weights.scale, 1e-5))
-    assert_close(out, linear.naive(x, weights.weight, weights.bias), 1e-6)
+    products = Products(linear.MAX_ROWS + 1, 32, 64, torch.float32)
+    assert_close(products.run("norm_linear"), products.expected("norm_linear"), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""The products of a layer with random weights, for the tests of `linear.py` here and in tests/gpu."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanospec.kernels.dispatch import forced
+from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
+from nanospec.kernels.layer.norm import Norm
+
+KINDS = ("linear", "linear_bias", "linear_add", "norm_linear", "norm_swiglu")
+
+
+class Products:
+    """x [T, K] with rows of different sizes, and a weight [N, K] with all that may go with it."""
+
+    def __init__(
+        self, T: int, N: int, K: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(T * N * K)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device=device).to(dtype)
+
+        self.x = (normal(T, K) * torch.linspace(0.1, 2, T, device=device)[:, None]).to(dtype)
+        self.weight = (normal(N, K) / K**0.5).to(dtype)
+        self.bias, self.scale, self.residual = normal(N), normal(K), normal(T, N)
+
+    def run(self, kind: str, rows: slice = slice(None)) -> Tensor:
+        """By the kernel, for some rows."""
+        with forced("triton"):
+            return self._run(kind, rows, self.x.dtype)
+
+    def expected(self, kind: str) -> Tensor:
+        """By `naive` in float64."""
+        with forced("naive"):
+            return self._run(kind, slice(None), torch.float64)
+
+    def _run(self, kind: str, rows: slice, dtype: torch.dtype) -> Tensor:
+        x, weight, bias, scale, residual = (
+            tensor.to(dtype)
+            for tensor in (self.x[rows], self.weight, self.bias, self.scale, self.residual[rows])
+        )
+        if kind == "linear":
+            return linear(x, weight)
+        if kind == "linear_bias":
+            return linear(x, weight, bias)
+        if kind == "linear_add":
+            return linear_add(x, weight, residual)
+        if kind == "norm_linear":
+            return norm_linear(x, Norm(scale, 1e-5), weight, bias)
+        return norm_swiglu(x, Norm(scale, 1e-5), weight)
