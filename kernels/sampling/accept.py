@@ -215,13 +215,13 @@ def _decide_rejection(inputs, query, p, guesses, q, at, token):
 @triton.jit
 def _decide_typical(inputs, query, p, token, WIDTH: tl.constexpr):
     _, t, start, i, n = query
-    batch, place = inputs.batch, tl.arange(0, WIDTH)
-    if batch.TREE:
+    place = tl.arange(0, WIDTH)
+    if inputs.batch.TREE:
         draft = (place > 0) & (place < n)
-        child = draft & (tl.load(batch.parents + start + place, draft, other=-1) == i)
+        child = draft & (tl.load(inputs.batch.parents + start + place, draft, other=-1) == i)
     else:
         child = place == i + 1
-    ids = tl.load(batch.input_ids + start + place, child, other=-1)
+    ids = tl.load(inputs.batch.input_ids + start + place, child, other=-1)
     probs = tl.where(child, tl.exp(probabilities.log_probs(inputs, query, p, ids)), 0.0)
     largest = tl.max(probs)
     first = tl.min(tl.where(child & (probs == largest), place, WIDTH))
