@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from nanospec.kernels.table import Table
 
 VOCABS = {"smollm2": 49152, "llama3": 128256, "qwen": 151936}
 BATCHES = ((1, 0), (1, 4), (8, 4), (64, 4))  # (B, K)
-REQUESTS: dict[str, dict[str, float]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 1.0},
     "top_p": {"temperature": 1.0, "top_p": 0.9},

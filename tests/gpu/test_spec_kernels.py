@@ -96,14 +96,14 @@ def random_histories(B: int, length: int, **columns: Any) -> tuple[Table, Tensor
 def test_ngram(B: int, length: int) -> None:
     table, rows = random_histories(B, length, limit=7)
     rows[B // 2] = -1 if B > 1 else 0
-    assert_equal(ngram.propose(*on_gpu((table, rows)), 8, 5), ngram.naive(table, rows, 8, 5))
+    assert_equal(ngram.propose(on_gpu(table), rows.cuda(), 8, 5), ngram.naive(table, rows, 8, 5))
 
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize(("B", "length", "k"), [(1, 1000, 8), (7, 4096, 16), (64, 4096, 8), (3, 30_000, 63)])
 def test_ngram_tree(B: int, length: int, k: int, width: int) -> None:
     table, rows = random_histories(B, length, width=torch.randint(1, width + 1, (B,)))
-    actual = ngram_tree.propose(*on_gpu((table, rows)), k, 5, width)
+    actual = ngram_tree.propose(on_gpu(table), rows.cuda(), k, 5, width)
     assert_equal(actual, ngram_tree.naive(table, rows, k, 5, width))
 
 

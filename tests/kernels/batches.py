@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,12 +69,9 @@ def make_batch(
             own = 1 << i if i < 63 else -1 << 63
             ancestors[start + i] = int(ancestors[parent]) | own if i else own
     trees = tree or parents is not None
-    return Batch(
-        **{
-            "rows": torch.arange(B, dtype=torch.int32),
-            "input_ids": torch.zeros(total, dtype=torch.int32),
-            **tensors,
-        },
+    batch = Batch(
+        rows=torch.arange(B, dtype=torch.int32),
+        input_ids=torch.zeros(total, dtype=torch.int32),
         positions=positions,
         slots=positions,
         block_table=torch.zeros(B, 1, dtype=torch.int32),
@@ -85,6 +83,7 @@ def make_batch(
         ancestors=ancestors if trees else None,
         parents=torch.tensor(above, dtype=torch.int32) if trees else None,
     )
+    return replace(batch, **tensors)  # type: ignore[arg-type]
 
 
 def real(batch: Batch, b: int | None = None) -> Tensor:

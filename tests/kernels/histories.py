@@ -35,7 +35,10 @@ def history_table(requests: list[Request], capacity: int = 0) -> Table:
         tokens=[((r.text or [7]) * capacity)[:capacity] for r in requests],
         num_tokens=[len(r.text) for r in requests],
         max_len=[len(r.text) + r.room for r in requests],
-        **{name: [getattr(r, name) for r in requests] for name in ("min_n", "max_n", "limit", "width")},
+        min_n=[r.min_n for r in requests],
+        max_n=[r.max_n for r in requests],
+        limit=[r.limit for r in requests],
+        width=[r.width for r in requests],
     )
 
 

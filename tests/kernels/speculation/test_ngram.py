@@ -37,11 +37,11 @@ def check(
     result = propose(history_table(batch, capacity), ints(*rows), k, max(r.max_n for r in batch))
     check_form(result, len(rows), k, tree=False)
     for b, s in enumerate(rows):
-        request, found = batch[s], ([], [], 0)
-        wanted = request.wanted(k) if s >= 0 else 0
-        if wanted:  # who wants none is not searched for
-            found = reference(request.text, request.min_n, request.max_n, wanted)
-        drafts, sources, n = found
+        drafts, sources, n = list[int](), list[int](), 0
+        request = batch[s]
+        if s >= 0 and request.wanted(k):  # who wants none is not searched for
+            wanted = request.wanted(k)
+            drafts, sources, n = reference(request.text, request.min_n, request.max_n, wanted)
         assert int(result.num_drafts[b]) == len(drafts), f"row {b}"
         assert int(result.match_len[b]) == n, f"row {b}"
         assert result.drafts[b].tolist() == drafts + [0] * (k - len(drafts)), f"row {b}"
