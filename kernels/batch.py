@@ -39,7 +39,8 @@ class Chunk(NamedTuple):
 
 class Tensors(NamedTuple):
     """The tensors of a batch, which kernels take whole. `TREE` says whether the last two are there: kernels
-    cannot ask whether an element of a tuple is None."""
+    cannot ask whether an element of a tuple is None. (Nor must they assign such a tuple to a name, which
+    makes a tensor of TREE; passing it on is fine.)"""
 
     rows: Tensor
     input_ids: Tensor

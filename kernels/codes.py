@@ -1,4 +1,4 @@
-"""Numbers that host and device agree on. Needs nothing, so that what may be set can be checked without torch."""
+"""Numbers that host and device agree on. Needs nothing: what may be set is checked without torch."""
 
 MAX_DRAFTS = 63  # per request and step: with the last committed token, one bit each of an int64
 MAX_TREE_WIDTH = 8  # continuations of a request in one step

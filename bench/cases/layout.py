@@ -1,4 +1,4 @@
-"""The ends of a padded step: laying out its batch, and reporting its results."""
+"""The ends of a step: laying out its batch, and reporting its results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from bench.cases import Built, Case
-from nanospec.kernels.speculation import layout
+from bench.cases.speculation import make_batch, make_table
+from nanospec.kernels.speculation.layout import lay_out
 from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.report import report
 from nanospec.kernels.speculation.verify import Verdict
 
 
@@ -18,16 +20,14 @@ def cases() -> Iterator[Case]:
         for what in ("lay_out", "report"):
 
             def build(device: str, B: int = B, K: int = K, what: str = what) -> Built:
-                def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-                    return torch.zeros(*shape, dtype=dtype, device=device)
+                def ints(*shape: int) -> Tensor:
+                    return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-                rows = torch.arange(B, dtype=torch.int32, device=device)
-                finished = ints(B, dtype=torch.int8)
+                table, batch = make_table(B, 1, device, 32768, num_tokens=4000), make_batch(B, K + 1, device)
                 proposal = Proposal(ints(B, K), ints(B), ints(B, K), ints(B), ints(B))
                 if what == "lay_out":
-                    tables = (ints(B, 32768), ints(B) + 4000, finished, ints(B, 2048))
-                    return Built(lambda: layout.lay_out(rows, proposal, *tables, 16, K))
-                verdict = Verdict(ints(B, K + 1), ints(B), ints(B, K + 1))
-                return Built(lambda: layout.report(rows, ints(B), proposal, verdict, ints(B), finished))
+                    return Built(lambda: lay_out(table, batch.rows, proposal))
+                verdict = Verdict(ints(B, K + 1), ints(B), ints(B, K + 1), ints(B))
+                return Built(lambda: report(batch, proposal, verdict, table))
 
             yield Case("layout", f"B{B}-K{K}-{what}", build)

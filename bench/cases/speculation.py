@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.cases import Built, Case
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.sampling import accept
+from nanospec.kernels.codes import REJECTION, RULES, TYPICAL
+from nanospec.kernels.sampling.accept import accept
 from nanospec.kernels.sampling.logprobs import logprobs
-from nanospec.kernels.sampling.sample import Params, sample
-from nanospec.kernels.speculation import commit, ngram, ngram_tree, verify
+from nanospec.kernels.sampling.sample import sample
+from nanospec.kernels.speculation import ngram, ngram_tree
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.verify import commit
+from nanospec.kernels.table import Table
 
 VOCABS = {"smollm2": 49152, "llama3": 128256, "qwen": 151936}
 BATCHES = ((1, 0), (1, 4), (8, 4), (64, 4))  # (B, K)
-MAX_STOPS = 8
-FILTERS: dict[str, dict[str, float]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 1.0},
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "top_k-top_p": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-    "penalties": {"shaped": True, "repetition": 1.1, "temperature": 1.0},
+    "penalties": {"penalized": True, "repetition": 1.1, "temperature": 1.0},
 }
 
 
@@ -38,13 +43,15 @@ def cases() -> Iterator[Case]:
     yield from logprobs_cases()
 
 
-def make_rows(B: int, Q: int, device: str, tree: bool = False) -> Batch:
+def make_batch(B: int, Q: int, device: str, tree: bool = False) -> Batch:
     """B rows of Q tokens each, at position 1000."""
     i32 = torch.int32
-    positions = (torch.arange(B * Q, dtype=i32, device=device) % Q) + 1000
+    place = torch.arange(B * Q, dtype=i32, device=device) % Q
     return Batch(
-        positions=positions,
-        slots=torch.zeros_like(positions),
+        rows=torch.arange(B, dtype=i32, device=device),
+        input_ids=torch.zeros_like(place),
+        positions=place + 1000,
+        slots=torch.zeros_like(place),
         block_table=torch.zeros(B, 1, dtype=i32, device=device),
         q_start=torch.arange(B, dtype=i32, device=device) * Q,
         q_len=torch.full((B,), Q, dtype=i32, device=device),
@@ -52,35 +59,17 @@ def make_rows(B: int, Q: int, device: str, tree: bool = False) -> Batch:
         max_q_len=Q,
         max_kv_len=1000 + Q,
         ancestors=torch.full((B * Q,), -1, dtype=torch.int64, device=device) if tree else None,
+        parents=((place - 1) // 2).clamp(min=0) if tree else None,
     )
 
 
-def make_params(B: int, V: int, device: str, **values: float) -> Params:
-    """Parameters of B request rows that change nothing, but for the given ones."""
-
-    def full(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((B, *shape), value, dtype=dtype, device=device)
-
-    i32 = torch.int32
-    params = Params(
-        temperature=full(0),
-        top_k=full(0, dtype=i32),
-        top_p=full(1),
-        min_p=full(0),
-        seed=full(7, dtype=torch.int64),
-        min_len=full(0, dtype=i32),
-        stop_ids=full(-1, MAX_STOPS, dtype=i32),
-        repetition=full(1),
-        presence=full(0),
-        frequency=full(0),
-        shaped=full(False, dtype=torch.bool),
-        bias=full(0, V),
-        in_prompt=full(False, V, dtype=torch.bool),
-        output_counts=full(0, V, dtype=i32),
-    )
-    for name, value in values.items():
-        getattr(params, name).fill_(value)
-    return params
+def make_table(B: int, V: int, device: str, context: int = 4096, **columns: float) -> Table:
+    """B request rows that change nothing and have room for drafts, but for the given columns."""
+    table = Table.empty(B, context, 16, V, device)
+    neutral = {"top_p": 1, "repetition": 1, "seed": 7, "stop_ids": -1, "max_len": context, "min_n": 1}
+    for name, value in {**neutral, **columns}.items():
+        getattr(table, name).fill_(value)
+    return table
 
 
 def peaked_logits(T: int, V: int, device: str) -> Tensor:
@@ -89,60 +78,42 @@ def peaked_logits(T: int, V: int, device: str) -> Tensor:
 
 
 def ngram_cases() -> Iterator[Case]:
-    for B in (1, 8, 64, 256):
-        for length in (1024, 4096, 32768):
-            for max_n in (3, 5):
+    for B, length, max_n in itertools.product((1, 8, 64, 256), (1024, 4096, 32768), (3, 5)):
 
-                def build(device: str, B: int = B, length: int = length, max_n: int = max_n) -> Built:
-                    tokens = torch.randint(0, 2000, (B, 40960), dtype=torch.int32, device=device)
-                    one = torch.ones(B, dtype=torch.int32, device=device)
-                    rows = torch.arange(B, dtype=torch.int32, device=device)
-                    return Built(
-                        lambda: ngram.propose(
-                            tokens, one * length, rows, one, one * max_n, one * 8, one * 40960, 5, max_n
-                        )
-                    )
+        def build(device: str, B: int = B, length: int = length, max_n: int = max_n) -> Built:
+            table = make_table(B, 1, device, 40960, num_tokens=length, max_n=max_n, limit=8)
+            table.tokens.random_(0, 2000)
+            rows = torch.arange(B, dtype=torch.int32, device=device)
+            return Built(lambda: ngram.propose(table, rows, 5, max_n))
 
-                yield Case("ngram", f"B{B}-L{length}-n{max_n}", build, bytes=B * length * 4)
+        yield Case("ngram", f"B{B}-L{length}-n{max_n}", build, bytes=B * length * 4)
 
 
 def ngram_tree_cases() -> Iterator[Case]:
     """Of two tokens, so that hundreds of places in each block match and none of the rounds is empty."""
-    for B in (1, 8, 64):
-        for length in (1024, 4096):
-            for width, k in itertools.product((2, 4), (8, 16, 63)):
+    for B, length, width, k in itertools.product((1, 8, 64), (1024, 4096), (2, 4), (8, 16, 63)):
 
-                def build(
-                    device: str, B: int = B, length: int = length, width: int = width, k: int = k
-                ) -> Built:
-                    tokens = torch.randint(0, 2, (B, 40960), dtype=torch.int32, device=device)
-                    one = torch.ones(B, dtype=torch.int32, device=device)
-                    rows = torch.arange(B, dtype=torch.int32, device=device)
-                    row = (tokens, one * length, rows, one, one * 3, one * k, one * 40960, one * width)
-                    return Built(lambda: ngram_tree.propose(*row, k, 3, width))
+        def build(device: str, B: int = B, length: int = length, width: int = width, k: int = k) -> Built:
+            table = make_table(B, 1, device, 40960, num_tokens=length, max_n=3, limit=k, width=width)
+            table.tokens.random_(0, 2)
+            rows = torch.arange(B, dtype=torch.int32, device=device)
+            return Built(lambda: ngram_tree.propose(table, rows, k, 3, width))
 
-                label = f"B{B}-L{length}-w{width}-K{k}"
-                yield Case("ngram_tree", label, build, bytes=B * length * 4)
+        yield Case("ngram_tree", f"B{B}-L{length}-w{width}-K{k}", build, bytes=B * length * 4)
 
 
 def sample_cases() -> Iterator[Case]:
-    for model, V in VOCABS.items():
-        for B, K in BATCHES:
-            for name, values in FILTERS.items():
+    for (model, V), (B, K), name in itertools.product(VOCABS.items(), BATCHES, REQUESTS):
 
-                def build(
-                    device: str, V: int = V, B: int = B, Q: int = K + 1, values: dict[str, float] = values
-                ) -> Built:
-                    logits = peaked_logits(B * Q, V, device)
-                    rows = torch.arange(B, dtype=torch.int32, device=device)
-                    ids = torch.zeros(B * Q, dtype=torch.int32, device=device)
-                    params, batch = make_params(B, V, device, **values), make_rows(B, Q, device)
-                    peers = {"torch": lambda: _sample_with_torch(logits, **values)}
-                    return Built(lambda: sample(logits, ids, rows, params, batch), peers)
+        def build(device: str, V: int = V, B: int = B, Q: int = K + 1, name: str = name) -> Built:
+            logits, values = peaked_logits(B * Q, V, device), REQUESTS[name]
+            table, batch = make_table(B, V, device, **values), make_batch(B, Q, device)
+            peers = {"torch": lambda: _sample_with_torch(logits, **values)}
+            return Built(lambda: sample(logits, table, batch), peers)
 
-                tables = 9 * V * B if "shaped" in values else 0  # bias, counts, in_prompt
-                size = B * (K + 1) * V * 2 + tables
-                yield Case("sample", f"{model}-B{B}-K{K}-{name}", build, bytes=size)
+        penalties = 9 * V * B if name == "penalties" else 0  # bias, counts, in_prompt
+        size = B * (K + 1) * V * 2 + penalties
+        yield Case("sample", f"{model}-B{B}-K{K}-{name}", build, bytes=size)
 
 
 def sample_tree_cases() -> Iterator[Case]:
@@ -150,11 +121,9 @@ def sample_tree_cases() -> Iterator[Case]:
 
     def build(device: str) -> Built:
         B, Q, V = 8, 8, VOCABS["smollm2"]
-        rows = torch.arange(B, dtype=torch.int32, device=device)
-        ids = torch.zeros(B * Q, dtype=torch.int32, device=device)
-        params, batch = make_params(B, V, device, **FILTERS["penalties"]), make_rows(B, Q, device, tree=True)
+        table, batch = make_table(B, V, device, **REQUESTS["penalties"]), make_batch(B, Q, device, tree=True)
         logits = peaked_logits(B * Q, V, device)
-        return Built(lambda: sample(logits, ids, rows, params, batch))
+        return Built(lambda: sample(logits, table, batch))
 
     yield Case("sample", "smollm2-B8-K7-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 
@@ -176,37 +145,31 @@ def _sample_with_torch(logits: Tensor, **values: float) -> Tensor:
 
 def accept_cases() -> Iterator[Case]:
     """The further rules, all rows asking for one. Half of the drafts are accepted, about."""
-    for model, V in VOCABS.items():
-        for B, K in BATCHES[1:]:
-            for name in ("temperature", "top_k-top_p"):
-                for rule in (accept.REJECTION, accept.TYPICAL):
+    names, rules = ("temperature", "top_k-top_p"), (REJECTION, TYPICAL)
+    for (model, V), (B, K), name, rule in itertools.product(VOCABS.items(), BATCHES[1:], names, rules):
 
-                    def build(
-                        device: str, V: int = V, B: int = B, K: int = K, name: str = name, rule: int = rule
-                    ) -> Built:
-                        i32 = torch.int32
-                        rows = torch.arange(B, dtype=i32, device=device)
-                        rules = torch.full((B,), rule, dtype=torch.int8, device=device)
-                        params = make_params(B, V, device, **FILTERS[name])
-                        batch = make_rows(B, K + 1, device)
-                        logits = peaked_logits(B * (K + 1), V, device)
-                        targets = torch.zeros(B * (K + 1), dtype=i32, device=device)
-                        ids = torch.roll(logits.argmax(-1), 1).to(i32)
-                        if rule == accept.TYPICAL:
-                            return Built(
-                                lambda: accept.accept(targets, logits, ids, rows, params, batch, rules)
-                            )
-                        guesses = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, device=device)
-                        drafts = (guesses.bfloat16(), torch.ones(B, dtype=torch.bool, device=device))
-                        return Built(
-                            lambda: accept.accept(
-                                targets, logits, ids, rows, params, batch, rules, None, *drafts
-                            )
-                        )
+        def build(
+            device: str, V: int = V, B: int = B, K: int = K, name: str = name, rule: int = rule
+        ) -> Built:
+            table = make_table(B, V, device, rule=rule, **REQUESTS[name])
+            logits = peaked_logits(B * (K + 1), V, device)
+            targets = torch.zeros(B * (K + 1), dtype=torch.int32, device=device)
+            ids = torch.roll(logits.argmax(-1), 1).int()
+            batch, proposal = replace(make_batch(B, K + 1, device), input_ids=ids), nothing_drawn(B, device)
+            if rule == REJECTION:
+                guesses = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, device=device)
+                sampled = torch.ones(B, dtype=torch.bool, device=device)
+                proposal = proposal._replace(logits=guesses.bfloat16(), sampled=sampled)
+            return Built(lambda: accept(targets, logits, table, batch, proposal))
 
-                    size = B * V * 2 * (2 * K if rule == accept.REJECTION else K)
-                    label = f"{model}-B{B}-K{K}-{accept.RULES[rule]}-{name}"
-                    yield Case("accept", label, build, bytes=size)
+        size = B * V * 2 * (2 * K if rule == REJECTION else K)
+        yield Case("accept", f"{model}-B{B}-K{K}-{RULES[rule]}-{name}", build, bytes=size)
+
+
+def nothing_drawn(B: int, device: str) -> Proposal:
+    """A proposal, of which `accept` reads only what its drafts were drawn from."""
+    none = torch.zeros(B, 0, dtype=torch.int32, device=device)
+    return Proposal(none, none, none, none, none)
 
 
 def accept_tree_cases() -> Iterator[Case]:
@@ -214,57 +177,25 @@ def accept_tree_cases() -> Iterator[Case]:
 
     def build(device: str) -> Built:
         B, Q, V = 8, 8, VOCABS["smollm2"]
-        i32 = torch.int32
-        rows = torch.arange(B, dtype=i32, device=device)
-        rules = torch.full((B,), accept.TYPICAL, dtype=torch.int8, device=device)
-        params, batch = make_params(B, V, device, **FILTERS["penalties"]), make_rows(B, Q, device, tree=True)
-        parents = ((torch.arange(B * Q, device=device) % Q - 1) // 2).to(i32)
-        targets, ids = torch.zeros(2, B * Q, dtype=i32, device=device)
-        logits = peaked_logits(B * Q, V, device)
-        return Built(lambda: accept.accept(targets, logits, ids, rows, params, batch, rules, parents))
+        table = make_table(B, V, device, rule=TYPICAL, **REQUESTS["penalties"])
+        batch, proposal = make_batch(B, Q, device, tree=True), nothing_drawn(B, device)
+        logits, targets = peaked_logits(B * Q, V, device), torch.zeros_like(batch.input_ids)
+        return Built(lambda: accept(targets, logits, table, batch, proposal))
 
     yield Case("accept", "smollm2-B8-K7-typical-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 
 
 def verify_cases() -> Iterator[Case]:
-    for B, K in BATCHES:
-        for tree in (False, True):
-            for fused in (False, True):
+    for (B, K), tree in itertools.product(BATCHES, (False, True)):
 
-                def build(
-                    device: str, B: int = B, Q: int = K + 1, tree: bool = tree, fused: bool = fused
-                ) -> Built:
-                    i32, V, capacity = torch.int32, VOCABS["qwen"], 4096
-                    targets, ids = torch.randint(0, 9, (2, B * Q), dtype=i32, device=device)
-                    one = torch.ones(B, dtype=i32, device=device)
-                    rows = torch.arange(B, dtype=i32, device=device)
-                    batch, parents = make_rows(B, Q, device), None
-                    if tree:
-                        parents = ((torch.arange(B * Q, device=device) % Q - 1) // 2).to(i32)
-                    # Full rows: repeating the call finds the same state again.
-                    state = (
-                        torch.zeros(B, capacity, dtype=i32, device=device),
-                        one * capacity,
-                        torch.zeros(B, V, dtype=i32, device=device),
-                        torch.zeros(B, dtype=torch.int8, device=device),
-                        rows,
-                    )
-                    limits = (one * capacity, torch.full((B, MAX_STOPS), -1, dtype=i32, device=device))
-                    if fused:
-                        return Built(
-                            lambda: commit.verify_and_commit(targets, ids, batch, parents, *state, *limits)
-                        )
+        def build(device: str, B: int = B, Q: int = K + 1, tree: bool = tree) -> Built:
+            targets, ids = (torch.randint(0, 9, (B * Q,), device=device).int() for _ in range(2))
+            batch = replace(make_batch(B, Q, device, tree), input_ids=ids)
+            # Full rows: repeating the call finds the same state again.
+            table = make_table(B, VOCABS["qwen"], device, num_tokens=4096)
+            return Built(lambda: commit(targets, batch, table))
 
-                    def apart() -> Tensor:
-                        verdict = verify.verify(targets, ids, batch, parents)
-                        emitted, count, _ = verdict
-                        return commit.commit(*state, emitted, count, *limits)
-
-                    return Built(apart)
-
-                form = "tree" if tree else "chain"
-                how = "fused" if fused else "apart"
-                yield Case("verify", f"B{B}-K{K}-{form}-{how}", build)
+        yield Case("verify", f"B{B}-K{K}-{'tree' if tree else 'chain'}", build)
 
 
 def logprobs_cases() -> Iterator[Case]:

@@ -171,7 +171,9 @@ def _select(batch, table, sampled, selected, K, pitch, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pitch"])
-def _decide(inputs, p, guesses, q, targets, q_len, out, pitch, WIDTH: tl.constexpr):
+def _decide(
+    inputs, p, guesses, q, targets, q_len, out, pitch, DRAWN: tl.constexpr, WIDTH: tl.constexpr
+):
     query = scan.this_query(inputs.batch)
     s, t, i = query[0], query[1], query[3]
     b = tl.program_id(1)
@@ -181,7 +183,7 @@ def _decide(inputs, p, guesses, q, targets, q_len, out, pitch, WIDTH: tl.constex
     if (s >= 0) & (token >= 0):
         if tl.load(inputs.table.rule + s) == _TYPICAL:
             token = _decide_typical(inputs, query, p, token, WIDTH)
-        elif guesses is not None:
+        elif DRAWN:
             token = _decide_rejection(inputs, query, p, guesses, q, b * pitch + i, token)
     tl.store(out + t, token)
 
@@ -215,13 +217,13 @@ def _decide_rejection(inputs, query, p, guesses, q, at, token):
 @triton.jit
 def _decide_typical(inputs, query, p, token, WIDTH: tl.constexpr):
     _, t, start, i, n = query
-    batch, place = inputs.batch, tl.arange(0, WIDTH)
-    if batch.TREE:
+    place = tl.arange(0, WIDTH)
+    if inputs.batch.TREE:
         draft = (place > 0) & (place < n)
-        child = draft & (tl.load(batch.parents + start + place, draft, other=-1) == i)
+        child = draft & (tl.load(inputs.batch.parents + start + place, draft, other=-1) == i)
     else:
         child = place == i + 1
-    ids = tl.load(batch.input_ids + start + place, child, other=-1)
+    ids = tl.load(inputs.batch.input_ids + start + place, child, other=-1)
     probs = tl.where(child, tl.exp(probabilities.log_probs(inputs, query, p, ids)), 0.0)
     largest = tl.max(probs)
     first = tl.min(tl.where(child & (probs == largest), place, WIDTH))
@@ -257,7 +259,8 @@ def launch(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal
         q = probabilities.measure(guesses, K)
     out = torch.empty_like(targets)
     _decide[(Q, B)](
-        inputs, p, guesses, q, targets, batch.q_len, out, pitch, WIDTH=width, num_warps=16
+        inputs, p, guesses, q, targets, batch.q_len, out, pitch,
+        DRAWN=flat is not None, WIDTH=width, num_warps=16,
     )  # fmt: skip
     return out
 

@@ -39,6 +39,17 @@ class Logprobs(NamedTuple):
     top_ids: Tensor
 
 
+class Partials(NamedTuple):
+    """What `_scan` leaves of each chunk: its largest logit, sum(exp(logit - largest)), how many exceed the
+    token asked for, [N, chunks] each; its largest logits and their ids, [N, chunks * n] each."""
+
+    largest: Tensor
+    mass: Tensor
+    above: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+
 def logprobs(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Log-probabilities of `tokens` and of the `num_top` likeliest, in rows `index` of `logits`."""
     return (launch if use_triton(logits) else naive)(logits, index, tokens, num_top)
@@ -55,10 +66,7 @@ def naive(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logpro
 
 
 @triton.jit(do_not_specialize=["num_top"])
-def _scan(
-    logits, stride, vocab, index, tokens, largest_out, mass_out, above_out, value_out, id_out, num_top,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+def _scan(logits, stride, vocab, index, tokens, partials, num_top, CHUNK: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
     x = logits + tl.load(index + row).to(tl.int64) * stride
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -67,33 +75,35 @@ def _scan(
     largest = tl.max(scores)
     below = tl.where(scores == largest, 0.0, scores - largest)  # 0 also where all are -inf
     out = row * tl.num_programs(1) + chunk
-    tl.store(largest_out + out, largest)
-    tl.store(mass_out + out, tl.sum(tl.exp(below)))
-    tl.store(above_out + out, tl.sum((scores > chosen).to(tl.int32)))
-    _store_largest(scores, ids, 0.0, value_out + out * num_top, id_out + out * num_top, num_top)
+    tl.store(partials.largest + out, largest)
+    tl.store(partials.mass + out, tl.sum(tl.exp(below)))
+    tl.store(partials.above + out, tl.sum((scores > chosen).to(tl.int32)))
+    out *= num_top
+    _store_largest(scores, ids, 0.0, partials.top + out, partials.top_ids + out, num_top)
 
 
 @triton.jit(do_not_specialize=["num_top"])
 def _finish(
-    logits, stride, index, tokens, largest_in, mass_in, above_in, value_in, id_in,
-    own, rank, top, top_ids, num_top,
-    CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, CANDIDATES: tl.constexpr,
+    logits, stride, index, tokens, partials, result, num_top,
+    CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    c = tl.arange(0, CHUNKS_PADDED)
+    c = tl.arange(0, triton.next_power_of_2(CHUNKS))
     inside, at = c < CHUNKS, row * CHUNKS + c
-    largest = tl.load(largest_in + at, inside, other=float("-inf"))
+    largest = tl.load(partials.largest + at, inside, other=float("-inf"))
     best = tl.max(largest)
-    total = best + tl.log(tl.sum(tl.load(mass_in + at, inside, other=0.0) * tl.exp(largest - best)))
+    mass = tl.load(partials.mass + at, inside, other=0.0)
+    total = best + tl.log(tl.sum(mass * tl.exp(largest - best)))
     x = logits + tl.load(index + row).to(tl.int64) * stride
     chosen = tl.load(x + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
-    tl.store(own + row, chosen - total)
-    tl.store(rank + row, 1 + tl.sum(tl.load(above_in + at, inside, other=0)))
+    tl.store(result.own + row, chosen - total)
+    tl.store(result.rank + row, 1 + tl.sum(tl.load(partials.above + at, inside, other=0)))
     c = tl.arange(0, CANDIDATES)
     inside, at = c < CHUNKS * num_top, row * CHUNKS * num_top + c
-    values = tl.load(value_in + at, inside, other=float("-inf"))
-    ids = tl.load(id_in + at, inside, other=2147483647)
-    _store_largest(values, ids, total, top + row * num_top, top_ids + row * num_top, num_top)
+    values = tl.load(partials.top + at, inside, other=float("-inf"))
+    ids = tl.load(partials.top_ids + at, inside, other=2147483647)
+    out = row * num_top
+    _store_largest(values, ids, total, result.top + out, result.top_ids + out, num_top)
 
 
 @triton.jit
@@ -121,17 +131,16 @@ def launch(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logpr
         return torch.empty(N, *shape, dtype=dtype, device=logits.device)
 
     i32, wide = torch.int32, chunks * num_top
-    partials = (
+    partials = Partials(
         empty(chunks), empty(chunks), empty(chunks, dtype=i32), empty(wide), empty(wide, dtype=i32)
-    )  # fmt: skip
+    )
     result = Logprobs(empty(), empty(dtype=i32), empty(num_top), empty(num_top, dtype=i32))
     if N:
         _scan[(N, chunks)](
-            logits, logits.stride(0), V, index, tokens, *partials, num_top, CHUNK=CHUNK, num_warps=8
+            logits, logits.stride(0), V, index, tokens, partials, num_top, CHUNK=CHUNK, num_warps=8
         )
         _finish[(N,)](
-            logits, logits.stride(0), index, tokens, *partials, *result, num_top,
-            CHUNKS=chunks, CHUNKS_PADDED=next_power_of_2(chunks),
-            CANDIDATES=next_power_of_2(max(wide, 1)), num_warps=4,
+            logits, logits.stride(0), index, tokens, partials, result, num_top,
+            CHUNKS=chunks, CANDIDATES=next_power_of_2(max(wide, 1)), num_warps=4,
         )  # fmt: skip
     return result

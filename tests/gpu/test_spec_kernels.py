@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
+from nanospec.kernels.codes import REJECTION, TYPICAL
 from nanospec.kernels.sampling import accept, logprobs, sample
-from nanospec.kernels.sampling.sample import Params
-from nanospec.kernels.speculation import commit, ngram, ngram_tree, verify
+from nanospec.kernels.speculation import layout, ngram, ngram_tree, verify
 from nanospec.kernels.speculation.proposal import Proposal
-from tests.kernels.batches import S, make_params, make_rows, random_logits, random_params
+from nanospec.kernels.table import Table
+from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table, real
 from tests.util import assert_close
 
 pytestmark = [
@@ -29,11 +30,18 @@ def on_gpu(value: Any) -> Any:
         return value.cuda()
     if isinstance(value, Batch):
         return Batch(**{name: on_gpu(getattr(value, name)) for name in Batch.__dataclass_fields__})
-    if isinstance(value, Params):
-        return Params(*map(on_gpu, value))
     if isinstance(value, tuple):
-        return tuple(map(on_gpu, value))
+        parts = map(on_gpu, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Tuples of tensors, on the GPU and on the CPU."""
+    for name, ours, theirs in zip(actual._fields, actual, expected, strict=True):
+        assert isinstance(ours, Tensor) == isinstance(theirs, Tensor), name
+        if isinstance(ours, Tensor):
+            assert torch.equal(ours.cpu(), theirs), name
 
 
 @pytest.mark.parametrize("V", [63, 1000, 49152, 128256, 151936], ids=lambda V: f"V{V}")
@@ -44,16 +52,15 @@ def test_sample(V: int, form: str) -> None:
     for seed in range(6):
         rng = random.Random(seed)
         q_len = [rng.randint(1, 8) for _ in range(S)]
-        batch = make_rows(q_len, [rng.randint(0, 4000) for _ in q_len], form != "packed", form == "tree")
+        base_len, rows = [rng.randint(0, 4000) for _ in q_len], ints(*rng.sample(range(S), S))
+        batch = make_batch(q_len, base_len, form != "packed", form == "tree", rows=rows)
+        batch.input_ids.random_(0, V)
         logits = random_logits(rng, batch.num_tokens, V, torch.bfloat16)
-        ids = torch.randint(0, V, (batch.num_tokens,), dtype=torch.int32)
-        rows = torch.tensor(rng.sample(range(S), S), dtype=torch.int32)
-        params = random_params(rng, V)
-        expected = sample.naive(logits, ids, rows, params, batch)
-        actual = sample.sample(*on_gpu((logits, ids, rows, params, batch))).cpu()
-        real = torch.cat([torch.arange(a, a + n) for a, n in zip(batch.q_start.tolist(), q_len)])
-        differing += int((actual[real] != expected[real]).sum())
-        drawn += len(real)
+        given = (logits, random_table(rng, V), batch)
+        expected, actual = sample.naive(*given), sample.sample(*on_gpu(given)).cpu()
+        own = real(batch)
+        differing += int((actual[own] != expected[own]).sum())
+        drawn += len(own)
     # The mass of top-p is summed in another order and logarithms differ in the last place.
     assert differing <= drawn // 100, f"{differing} of {drawn} tokens differ"
 
@@ -62,102 +69,87 @@ def test_sample_does_not_depend_on_the_batch() -> None:
     """Alone, in a batch, with K = 0 and as one of 8 positions: exactly the same tokens."""
     V, base = 151936, 11
     logits = (torch.randn(64, 8, V, device="cuda") * 3).bfloat16()
-    params = make_params(
-        V, temperature=[1.0, 1.0, 0.6, 0.0], top_p=[1.0, 0.9, 0.95, 1.0], top_k=[0, 0, 20, 0]
+    table = on_gpu(
+        make_table(V, temperature=[1.0, 1.0, 0.6, 0.0], top_p=[1.0, 0.9, 0.95, 1.0], top_k=[0, 0, 20, 0])
     )
-    params = on_gpu(params)
-    rows = torch.arange(64, dtype=torch.int32, device="cuda") % S
-    ids = torch.zeros(64 * 8, dtype=torch.int32, device="cuda")
-    crowd = on_gpu(make_rows([8] * 64, [base] * 64, True))
-    together = sample.sample(logits.flatten(0, 1), ids, rows, params, crowd).view(64, 8)
+    rows = torch.arange(64, dtype=torch.int32) % S
+    crowd = on_gpu(make_batch([8] * 64, [base] * 64, rows=rows))
+    together = sample.sample(logits.flatten(0, 1), table, crowd).view(64, 8)
     for b in range(0, 64, 7):
         for i in (0, 1, 7):
-            one = on_gpu(make_rows([1], [base + i], True))
-            alone = sample.sample(logits[b, i : i + 1], ids[:1], rows[b : b + 1], params, one)
+            one = on_gpu(make_batch([1], [base + i], rows=rows[b : b + 1]))
+            alone = sample.sample(logits[b, i : i + 1], table, one)
             assert int(alone) == int(together[b, i])
+
+
+def random_histories(B: int, length: int, **columns: Any) -> tuple[Table, Tensor]:
+    """Texts of up to `length` of 12 tokens, and the rows in random order."""
+    generator = torch.Generator().manual_seed(length + B)
+    tokens = torch.randint(0, 12, (B, 32_768), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(1, length + 1, (B,), generator=generator)
+    table = make_table(1, tokens=tokens, num_tokens=lengths, max_len=40_000, max_n=5, **columns)
+    return table, torch.randperm(B, generator=generator, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("length", [1, 1000, 4096, 30_000])
 @pytest.mark.parametrize("B", [1, 7, 64])
 def test_ngram(B: int, length: int) -> None:
-    generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(0, 12, (B, 32_768), generator=generator, dtype=torch.int32)
-    one = torch.ones(B, dtype=torch.int32)
-    rows = torch.randperm(B, generator=generator, dtype=torch.int32)
+    table, rows = random_histories(B, length, limit=7)
     rows[B // 2] = -1 if B > 1 else 0
-    lengths = torch.randint(1, length + 1, (B,), generator=generator, dtype=torch.int32)
-    arguments = (tokens, lengths, rows, one, one * 5, one * 7, one * 40_000, 8, 5)
-    expected = ngram.naive(*arguments)
-    actual = ngram.propose(*on_gpu(arguments))
-    assert_equal(actual, expected)
+    assert_equal(ngram.propose(on_gpu(table), rows.cuda(), 8, 5), ngram.naive(table, rows, 8, 5))
 
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize(("B", "length", "k"), [(1, 1000, 8), (7, 4096, 16), (64, 4096, 8), (3, 30_000, 63)])
 def test_ngram_tree(B: int, length: int, k: int, width: int) -> None:
-    generator = torch.Generator().manual_seed(length + B)
-    tokens = torch.randint(0, 12, (B, 32_768), generator=generator, dtype=torch.int32)
-    one = torch.ones(B, dtype=torch.int32)
-    rows = torch.randperm(B, generator=generator, dtype=torch.int32)
-    lengths = torch.randint(1, length + 1, (B,), generator=generator, dtype=torch.int32)
-    widths = torch.randint(1, width + 1, (B,), generator=generator, dtype=torch.int32)
-    arguments = (tokens, lengths, rows, one, one * 5, one * 63, one * 40_000, widths, k, 5, width)
-    assert_equal(ngram_tree.propose(*on_gpu(arguments)), ngram_tree.naive(*arguments))
+    table, rows = random_histories(B, length, width=torch.randint(1, width + 1, (B,)))
+    actual = ngram_tree.propose(on_gpu(table), rows.cuda(), k, 5, width)
+    assert_equal(actual, ngram_tree.naive(table, rows, k, 5, width))
 
 
-def assert_equal(actual: Proposal, expected: Proposal) -> None:
-    for name, ours, theirs in zip(actual._fields, actual, expected, strict=True):
-        assert (ours is None) == (theirs is None), name
-        if ours is not None and theirs is not None:
-            assert torch.equal(ours.cpu(), theirs), name
-
-
-@pytest.mark.parametrize("filtered", [False, True], ids=["all", "filtered"])
+@pytest.mark.parametrize("filtered", [False, True], ids=["all", "top_k-top_p"])
 def test_accept(filtered: bool) -> None:
     """The same decisions, but where chance lies within rounding."""
     V, B, K = 50_000, 64, 4
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(B * (K + 1), V, generator=generator) * 2
     draft_logits = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, generator=generator)
-    filters: dict[str, object] = {"top_k": [0, 50, 0, 20], "top_p": [1.0, 1.0, 0.9, 0.8]} if filtered else {}
-    params = make_params(V, temperature=[1.0, 0.7, 1.3, 0.0], **filters)
-    rule = torch.tensor([1, 2, 1, 2], dtype=torch.int8)  # rejection, typical
-    rows = torch.arange(B, dtype=torch.int32) % S
-    batch = make_rows([K + 1] * B, [7] * B, True)
+    kept: dict[str, Any] = {"top_k": [0, 50, 0, 20], "top_p": [1.0, 1.0, 0.9, 0.8]} if filtered else {}
+    rules = [REJECTION, TYPICAL, REJECTION, TYPICAL]
+    table = make_table(V, temperature=[1.0, 0.7, 1.3, 0.0], rule=rules, **kept)
     ids = torch.randint(0, V, (B, K + 1), generator=generator, dtype=torch.int32)
     ids[:, 1:] = draft_logits.argmax(-1).int()
-    given = (logits, ids.flatten(), rows, params, batch)
-    arguments = (sample.naive(*given), *given, rule, None, draft_logits)
-    expected, actual = accept.naive(*arguments), accept.accept(*on_gpu(arguments)).cpu()
+    rows = torch.arange(B, dtype=torch.int32) % S
+    batch = make_batch([K + 1] * B, [7] * B, rows=rows, input_ids=ids.flatten())
+    none = ints()
+    proposal = Proposal(none, none, none, none, none, logits=draft_logits)
+    given = (sample.naive(logits, table, batch), logits, table, batch, proposal)
+    expected, actual = accept.naive(*given), accept.accept(*on_gpu(given)).cpu()
     assert (actual == expected).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_verify_and_commit(tree: bool) -> None:
-    B, Q, V, capacity = 64, 8, 500, 40
+def test_commit(tree: bool) -> None:
+    B, Q, V, capacity = 65, 8, 500, 40
     generator = torch.Generator().manual_seed(1)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
 
-    batch = make_rows([int(n) for n in integers(0, Q + 1, B)] + [Q], [0] * (B + 1), True)
-    B += 1
-    targets, ids = integers(-1, 3, batch.num_tokens), integers(0, 3, batch.num_tokens)
-    parents = ((torch.arange(batch.num_tokens) % Q - 1) // 2).int() if tree else None
-    state = (integers(0, V, B, capacity), integers(1, capacity, B), integers(0, 2, B, V))
-    finished = (integers(0, 5, B) == 4).to(torch.int8)
     rows = torch.randperm(B, generator=generator, dtype=torch.int32)
     rows[3] = -1
-    limits = (integers(capacity // 2, capacity + 1, B), integers(-1, 3, B, 2))
-    on_device = on_gpu((targets, ids, batch, parents, *state, finished, rows, *limits))
-    verdict, kept = commit.verify_and_commit(*on_device)
-    expected, expected_kept = commit.verify_and_commit(
-        targets, ids, batch, parents, *state, finished, rows, *limits
-    )
-    for ours, theirs in zip((*verdict, kept), (*expected, expected_kept)):
-        assert torch.equal(ours.cpu(), theirs)
-    for ours, theirs in zip(on_device[4:8], (*state, finished)):
-        assert torch.equal(ours.cpu(), theirs)
+    parents = [max((t % Q - 1) // 2, 0) for t in range(B * Q)] if tree else None
+    q_len = [*integers(0, Q + 1, B - 1).tolist(), Q]
+    batch = make_batch(q_len, parents=parents, rows=rows, input_ids=integers(0, 3, B * Q))
+    targets = integers(-1, 3, B * Q)
+    table = make_table(
+        V, tokens=integers(0, V, B, capacity), num_tokens=integers(1, capacity, B),
+        output_counts=integers(0, 2, B, V), finished=integers(0, 5, B) == 4,
+        max_len=integers(capacity // 2, capacity + 1, B), stop_ids=integers(-1, 3, B, 2),
+    )  # fmt: skip
+    on_device = on_gpu((targets, batch, table))
+    assert_equal(verify.commit(*on_device), verify.commit(targets, batch, table))
+    assert_equal(on_device[2], table)
 
 
 @pytest.mark.parametrize("V", [1000, 49152, 151936], ids=lambda V: f"V{V}")
@@ -175,53 +167,29 @@ def test_logprobs(V: int) -> None:
 
 
 def test_inside_a_graph() -> None:
-    """Propose, sample, verify and commit, captured once: replays do what eager calls do."""
+    """Propose, lay out, sample and commit, captured once: replays do what eager calls do."""
     B, K, V, capacity = 4, 3, 1000, 256
-    Q = K + 1
-    one = torch.ones(B, dtype=torch.int32, device="cuda")
     rows = torch.arange(B, dtype=torch.int32, device="cuda")
-    params: Params = on_gpu(make_params(V, temperature=[0.0, 1.0, 1.0, 0.5], top_p=[1.0, 1.0, 0.8, 1.0]))
-    batch: Batch = on_gpu(make_rows([Q] * B, [40] * B, True))
-    table = (torch.randn(50, V, device="cuda") * 4).bfloat16()  # a model that looks at one token
-    start = torch.randint(0, 9, (B, capacity), dtype=torch.int32, device="cuda")
+    model = (torch.randn(50, V, device="cuda") * 4).bfloat16()  # looks at one token
+    start = make_table(
+        V, tokens=torch.randint(0, 9, (B, capacity)), block_table=torch.zeros(B, 16), num_tokens=41,
+        max_len=capacity, temperature=[0.0, 1.0, 1.0, 0.5], top_p=[1.0, 1.0, 0.8, 1.0],
+    )  # fmt: skip
 
-    def state() -> tuple[Tensor, ...]:
-        finished = torch.zeros(B, dtype=torch.int8, device="cuda")
-        return start.clone(), one * 41, torch.zeros(B, V, dtype=torch.int32, device="cuda"), finished
+    def step(table: Table) -> Tensor:
+        batch = layout.lay_out(table, rows, ngram.propose(table, rows, K, 3))
+        targets = sample.sample(model[batch.input_ids.long() % 50], table, batch)
+        return verify.commit(targets, batch, table).num_kept
 
-    def step(tokens: Tensor, num_tokens: Tensor, counts: Tensor, finished: Tensor) -> Tensor:
-        proposal = ngram.propose(tokens, num_tokens, rows, one, one * 3, one * K, one * capacity, K, 3)
-        last = tokens.gather(1, (num_tokens - 1).long()[:, None])
-        ids = torch.cat((last, proposal.drafts), 1).flatten()
-        base = num_tokens[:, None] - 1
-        batch.positions.copy_((base + torch.arange(Q, device="cuda")).flatten())
-        targets = sample.sample(table[ids.long() % 50], ids, rows, params, batch)
-        _, kept = commit.verify_and_commit(
-            targets, ids, batch, None, tokens, num_tokens, counts, finished, rows, one * capacity,
-            params.stop_ids,
-        )  # fmt: skip
-        return kept
-
-    eager = state()
-    expected = torch.stack([step(*eager) for _ in range(12)])
-    captured = state()
+    eager, captured = on_gpu(start), on_gpu(start)
+    expected = torch.stack([step(eager) for _ in range(12)])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = step(*captured)
-    for before, after in zip(state(), captured):
-        after.copy_(before)
+        kept = step(captured)
     replayed = []
     for _ in range(12):
         graph.replay()
         replayed.append(kept.clone())
     assert torch.equal(torch.stack(replayed), expected)
     for ours, theirs in zip(captured, eager):
-        assert torch.equal(ours, theirs)
-
-
-def test_verify_alone_matches_naive() -> None:
-    batch = make_rows([5, 0, 3], [0, 0, 0], True)
-    targets, ids = torch.randint(0, 2, (2, batch.num_tokens), dtype=torch.int32)
-    expected = verify.naive(targets, ids, batch)
-    for ours, theirs in zip(verify.verify(*on_gpu((targets, ids, batch))), expected):
-        assert torch.equal(ours.cpu(), theirs)
+        assert not isinstance(ours, Tensor) or torch.equal(ours, theirs)

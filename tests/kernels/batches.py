@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,16 +25,11 @@ def ints(*values: int) -> Tensor:
 def make_table(V: int, num_rows: int = S, block_size: int = 16, **columns: Any) -> Table:
     """A table of requests that change nothing, but for the given columns: a value for all rows, or one each.
 
-    Tokens and pages make it as wide as they are; stop ids may be fewer than it has room for.
+    Tokens make it as large as they are; stop ids may be fewer than it has room for.
     """
-    tables = {name: torch.as_tensor(columns[name]) for name in ("tokens", "block_table") if name in columns}
-    num_rows = max([num_rows * (not tables), *map(len, tables.values())])
-    max_context = max(tables["tokens"].shape[1], 1) if "tokens" in tables else 1
-    table = Table.empty(num_rows, max_context, block_size, V, "cpu")
-    if "block_table" in tables:
-        pages = torch.zeros(tables["block_table"].shape, dtype=torch.int32)
-        table = table._replace(block_table=pages, max_blocks=pages.shape[1])
-    table.seed[:], table.stop_ids[:] = torch.arange(num_rows), -1
+    tokens = torch.as_tensor(columns.get("tokens", [[0]] * num_rows))
+    table = Table.empty(len(tokens), tokens.shape[1], block_size, V, "cpu")
+    table.seed[:], table.stop_ids[:] = torch.arange(len(tokens)), -1
     for name, value in {**NEUTRAL, **columns}.items():
         value, column = torch.as_tensor(value), getattr(table, name)
         if name == "stop_ids":
@@ -68,12 +64,9 @@ def make_batch(
             own = 1 << i if i < 63 else -1 << 63
             ancestors[start + i] = int(ancestors[parent]) | own if i else own
     trees = tree or parents is not None
-    return Batch(
-        **{
-            "rows": torch.arange(B, dtype=torch.int32),
-            "input_ids": torch.zeros(total, dtype=torch.int32),
-            **tensors,
-        },
+    batch = Batch(
+        rows=torch.arange(B, dtype=torch.int32),
+        input_ids=torch.zeros(total, dtype=torch.int32),
         positions=positions,
         slots=positions,
         block_table=torch.zeros(B, 1, dtype=torch.int32),
@@ -85,6 +78,7 @@ def make_batch(
         ancestors=ancestors if trees else None,
         parents=torch.tensor(above, dtype=torch.int32) if trees else None,
     )
+    return replace(batch, **tensors)  # type: ignore[arg-type]
 
 
 def real(batch: Batch, b: int | None = None) -> Tensor:

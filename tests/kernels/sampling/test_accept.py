@@ -188,7 +188,7 @@ GENERATOR = torch.Generator().manual_seed(8)
 P_FIRST, P_SECOND = torch.randn(V, generator=GENERATOR) * 1.5, torch.randn(V, V, generator=GENERATOR) * 1.5
 Q_FIRST = P_FIRST + torch.randn(V, generator=GENERATOR)
 Q_SECOND = P_SECOND + torch.randn(V, V, generator=GENERATOR)
-CASES: dict[str, dict[str, float]] = {
+CASES: dict[str, dict[str, Any]] = {
     "T0.5": {"temperature": 0.5},
     "T1": {"temperature": 1.0},
     "T1.5": {"temperature": 1.5},

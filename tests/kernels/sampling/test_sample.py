@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -297,7 +298,7 @@ def test_kernel_matches_reference(V: int, dtype: torch.dtype, form: str) -> None
         check([2, 0, 3, 1], V, seed, sample.launch, form != "packed", form == "tree", dtype, form == "nan")
 
 
-PEAKED = {
+PEAKED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8},
     "top_k": {"temperature": 0.8, "top_k": 20},
@@ -321,7 +322,7 @@ def probabilities(*values: float, rest: int = 0) -> Tensor:
     return torch.cat((torch.tensor(values).log(), torch.full((rest,), -30.0)))
 
 
-EXACT: dict[str, tuple[Tensor, dict[str, float], set[int]]] = {  # scores, limits, what may be drawn
+EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits, what may be drawn
     "top_p over what top_k left": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_k": 2, "top_p": 0.5}, {0}),
     "top_p alone": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_p": 0.5}, {0, 1}),
     "top_p of 0 keeps the likeliest": (probabilities(0.2, 0.5, 0.3), {"top_p": 0.0}, {1}),

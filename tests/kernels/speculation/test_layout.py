@@ -34,8 +34,8 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool) -> No
     # Lengths around page boundaries, the shortest and the longest
     lengths = torch.tensor([1, block_size, block_size + 1, block_size - k // 2, 129, 65, 128])
     table = make_table(
-        1000, block_size=block_size, tokens=random_ints(S, length), block_table=random_ints(S, 20),
-        num_tokens=lengths.clamp(min=1),
+        1000, block_size=block_size, tokens=random_ints(S, length), num_tokens=lengths.clamp(min=1),
+        block_table=random_ints(S, -(-length // block_size)),
     )  # fmt: skip
     rows = torch.randperm(S)[:B].int()
     if B > 2:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanospec.kernels.speculation import ngram
-from nanospec.kernels.speculation.proposal import NGRAM, Proposal
+from nanospec.kernels.speculation.proposal import Proposal
+from tests.kernels.batches import ints
+from tests.kernels.histories import Request, check_form, history_table, requests
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
@@ -29,69 +31,31 @@ def reference(text: list[int], min_n: int, max_n: int, wanted: int) -> tuple[lis
 
 
 def check(
-    texts: list[list[int]],
-    rows: list[int],
-    min_n: list[int],
-    max_n: list[int],
-    limit: list[int],
-    max_len: list[int],
-    k: int,
-    propose: object,
-    capacity: int = 0,
+    batch: list[Request], rows: list[int], k: int, propose: Callable[..., Proposal], capacity: int = 0
 ) -> None:
-    """Compare `propose` with the reference for request rows that hold `texts`."""
-    capacity = max([capacity, 1, *(len(text) for text in texts)])
-    # What lies behind a text repeats it, so that reading beyond the end finds better matches.
-    tokens = torch.tensor([((t or [7]) * capacity)[:capacity] for t in texts], dtype=torch.int32)
-    tensors = [torch.tensor(v, dtype=torch.int32) for v in (rows, min_n, max_n, limit, max_len)]
-    lengths = torch.tensor([len(text) for text in texts], dtype=torch.int32)
-    result = propose(tokens, lengths, *tensors, k, max(max_n))  # type: ignore[operator]
-    assert isinstance(result, Proposal)
-    assert result[5:] == (None, None)
-    assert all(part.dtype == torch.int32 for part in result[:5])
-    assert result.drafts.shape == result.source.shape == (len(rows), k)
-    assert result.drafter.tolist() == [NGRAM] * len(rows)
+    """Compare `propose` with the reference."""
+    result = propose(history_table(batch, capacity), ints(*rows), k, max(r.max_n for r in batch))
+    check_form(result, len(rows), k, tree=False)
     for b, s in enumerate(rows):
-        drafts: list[int] = []
-        sources: list[int] = []
-        n = 0
-        wanted = max(min(limit[s], k, max_len[s] - len(texts[s]) - 1), 0)
-        if s >= 0 and wanted > 0:  # who wants none is not searched for
-            drafts, sources, n = reference(texts[s], min_n[s], max_n[s], wanted)
+        drafts, sources, n = list[int](), list[int](), 0
+        request = batch[s]
+        if s >= 0 and request.wanted(k):  # who wants none is not searched for
+            wanted = request.wanted(k)
+            drafts, sources, n = reference(request.text, request.min_n, request.max_n, wanted)
         assert int(result.num_drafts[b]) == len(drafts), f"row {b}"
         assert int(result.match_len[b]) == n, f"row {b}"
         assert result.drafts[b].tolist() == drafts + [0] * (k - len(drafts)), f"row {b}"
         assert result.source[b].tolist() == sources + [-1] * (k - len(drafts)), f"row {b}"
 
 
-REQUEST = st.tuples(
-    st.lists(st.integers(0, 3), max_size=40),  # few different tokens: many matches
-    st.integers(1, 4),  # min_n
-    st.integers(0, 3),  # max_n - min_n
-    st.integers(0, 9),  # limit
-    st.integers(-2, 12),  # room after the text
-)
-
-
 @settings(max_examples=300, deadline=None)
-@given(st.lists(REQUEST, min_size=1, max_size=5), st.integers(1, 8), st.randoms())
-def test_naive_matches_reference(
-    requests: list[tuple[list[int], int, int, int, int]], k: int, shuffle: random.Random
-) -> None:
-    rows = [*range(len(requests)), -1]
-    shuffle.shuffle(rows)
-    texts, min_n, more, limit, room = (list(column) for column in zip(*requests))
-    max_n = [a + b for a, b in zip(min_n, more)]
-    max_len = [len(text) + r for text, r in zip(texts, room)]
-    check(texts, rows, min_n, max_n, limit, max_len, k, ngram.naive)
+@given(st.lists(requests(), min_size=1, max_size=5), st.integers(1, 8), st.randoms())
+def test_naive_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
+    check(batch, shuffle.sample([*range(len(batch)), -1], len(batch) + 1), k, ngram.naive)
 
 
-def propose_one(text: list[int], min_n: int = 1, max_n: int = 3, k: int = 6) -> Proposal:
-    one = torch.ones(1, dtype=torch.int32)
-    return ngram.naive(
-        torch.tensor([text], dtype=torch.int32),
-        one * len(text), one * 0, one * min_n, one * max_n, one * k, one * 10_000, k, max_n,
-    )  # fmt: skip
+def propose_one(text: list[int], k: int = 6, room: int = 1000) -> Proposal:
+    return ngram.naive(history_table([Request(text, room=room)], 8), ints(0), k, 3)
 
 
 def test_periodic_text_drafts_full_length() -> None:
@@ -111,32 +75,22 @@ def test_latest_of_equally_long_matches() -> None:
 
 
 def test_token_limit_leaves_room_for_the_bonus() -> None:
-    one = torch.ones(1, dtype=torch.int32)
-    text = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]], dtype=torch.int32)
-    for max_len, expected in ((4, 0), (5, 0), (6, 1), (8, 3)):
-        result = ngram.naive(text, one * 4, one * 0, one, one * 2, one * 9, one * max_len, 5, 2)
-        assert int(result.num_drafts) == expected
+    for room, expected in ((0, 0), (1, 0), (2, 1), (4, 3)):
+        assert int(propose_one([1, 1, 1, 1], k=5, room=room).num_drafts) == expected
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_short_texts_have_no_match(length: int) -> None:
-    check([list(range(length))], [0], [1], [3], [4], [99], 4, ngram.naive, capacity=8)
+    check([Request(list(range(length)))], [0], 4, ngram.naive, capacity=8)
 
 
 # The kernel, in the interpreter.
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(REQUEST, min_size=1, max_size=4), st.sampled_from([1, 3, 8]), st.randoms())
-def test_kernel_matches_reference(
-    requests: list[tuple[list[int], int, int, int, int]], k: int, shuffle: random.Random
-) -> None:
-    rows = [*range(len(requests)), -1]
-    shuffle.shuffle(rows)
-    texts, min_n, more, limit, room = (list(column) for column in zip(*requests))
-    max_n = [a + b for a, b in zip(min_n, more)]
-    max_len = [len(text) + r for text, r in zip(texts, room)]
-    check(texts, rows, min_n, max_n, limit, max_len, k, ngram.launch)
+@given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([1, 3, 8]), st.randoms())
+def test_kernel_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
+    check(batch, shuffle.sample([*range(len(batch)), -1], len(batch) + 1), k, ngram.launch)
 
 
 @pytest.mark.parametrize("programs", [1, 4, 512], ids=lambda n: f"programs{n}")
@@ -145,18 +99,16 @@ def test_kernel_splits_long_histories(length: int, programs: int, monkeypatch: p
     """Matches in the first, a middle and the last block; the longest wins wherever it is."""
     monkeypatch.setattr(ngram, "PROGRAMS", programs)
     rng = random.Random(length)
-    texts = []
+    batch = []
     for place in (5, length // 2, length - 9):
         text = [rng.randrange(1000, 100_000) for _ in range(length)]
         text[-3:] = [1, 2, 3]
         text[place : place + 3] = [1, 2, 3]
         text[rng.randrange(length - 20)] = 3  # a shorter match elsewhere
-        texts.append(text)
-    ones = [1] * 3
-    check(texts, [2, 0, 1], ones, [3] * 3, [4] * 3, [length + 9] * 3, 4, ngram.launch, length + 100)
+        batch.append(Request(text, limit=4, room=9))
+    check(batch, [2, 0, 1], 4, ngram.launch, length + 100)
 
 
 def test_kernel_refuses_what_it_cannot_pack() -> None:
-    one = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="n from 1 to 127"):
-        ngram.launch(torch.zeros(1, 8, dtype=torch.int32), one, one, one, one, one, one, 4, 200)
+        ngram.launch(history_table([Request([1, 1])]), ints(0), 4, 200)

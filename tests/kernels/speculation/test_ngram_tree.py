@@ -10,35 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from nanospec.kernels.speculation import ngram, ngram_tree, verify
-from nanospec.kernels.speculation.proposal import NGRAM, Proposal
-from tests.kernels.batches import make_rows
+from nanospec.kernels.speculation.proposal import Proposal
+from tests.kernels.batches import ints, make_batch, make_table
+from tests.kernels.histories import Request, check_form, history_table, requests, texts
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
 Propose = Callable[..., Proposal]
 NAIVE: Propose = ngram_tree.naive
 KERNEL: Propose = ngram_tree.launch
-CHAIN: Propose = ngram.naive
 
 
 class Node(NamedTuple):
     token: int
     source: int
     parent: int
-
-
-class Request(NamedTuple):
-    """A request row: its text and settings. `room`: how many tokens it may still grow by."""
-
-    text: list[int]
-    min_n: int
-    max_n: int
-    limit: int
-    room: int
-    width: int
 
 
 def matched(text: list[int], p: int, max_n: int) -> int:
@@ -83,47 +71,25 @@ def reference(text: list[int], min_n: int, max_n: int, D: int, width: int) -> tu
     return nodes, best
 
 
-def inputs(requests: list[Request], capacity: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    capacity = max([capacity, 1, *(len(r.text) for r in requests)])
-    # What lies behind a text repeats it, so that reading beyond the end finds better matches.
-    tokens = [((r.text or [7]) * capacity)[:capacity] for r in requests]
-    lengths = [len(r.text) for r in requests]
-    columns = {
-        "min_n": [r.min_n for r in requests],
-        "max_n": [r.max_n for r in requests],
-        "limit": [r.limit for r in requests],
-        "max_len": [len(r.text) + r.room for r in requests],
-        "width": [r.width for r in requests],
-    }
-    i32 = torch.int32
-    settings_of = {name: torch.tensor(column, dtype=i32) for name, column in columns.items()}
-    return torch.tensor(tokens, dtype=i32), torch.tensor(lengths, dtype=i32), settings_of
-
-
 def check(
     requests: list[Request],
     rows: list[int],
     k: int,
     propose: Propose,
-    width_bound: int = 0,
+    max_width: int = 0,
     capacity: int = 0,
 ) -> None:
     """Compare `propose` with the reference."""
-    bound, max_n = width_bound or max(r.width for r in requests), max(r.max_n for r in requests)
-    tokens, lengths, columns = inputs(requests, capacity)
-    index = torch.tensor(rows, dtype=torch.int32)
-    result = propose(tokens, lengths, index, *columns.values(), k, max_n, bound)
-    assert isinstance(result, Proposal)
+    bound, max_n = max_width or max(r.width for r in requests), max(r.max_n for r in requests)
+    result = propose(history_table(requests, capacity), ints(*rows), k, max_n, bound)
+    check_form(result, len(rows), k, tree=True)
     assert result.parents is not None
-    assert result.logits is None
-    assert all(part.dtype == torch.int32 for part in result[:6] if part is not None)
-    assert result.drafts.shape == result.source.shape == result.parents.shape == (len(rows), k)
-    assert result.drafter.tolist() == [NGRAM] * len(rows)
+    assert result.parents.shape == (len(rows), k)
     for b, s in enumerate(rows):
         nodes: list[Node] = []
         n = 0
         request = requests[s]
-        D = min(request.limit, k, request.room - 1)
+        D = request.wanted(k)
         if s >= 0 and D > 0:
             nodes, n = reference(request.text, request.min_n, request.max_n, D, min(request.width, bound))
         rest = k - len(nodes)
@@ -134,47 +100,16 @@ def check(
         assert result.parents[b].tolist() == [x.parent for x in nodes] + [0] * rest, f"row {b}"
 
 
-@st.composite
-def texts(draw: st.DrawFn, max_size: int = 40) -> list[int]:
-    """Few different tokens, or a repeated piece with some errors: many matches, near and far."""
-    text: list[int] = draw(st.lists(st.integers(0, 3), max_size=max_size))
-    if draw(st.booleans()) and text:
-        piece = text[: draw(st.integers(1, 6))]
-        text = (piece * max_size)[: draw(st.integers(1, max_size))]
-        for place in draw(st.lists(st.integers(0, len(text) - 1), max_size=3)):
-            text[place] = draw(st.integers(0, 3))
-    return text
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> Request:
-    min_n = draw(st.integers(1, 3))
-    return Request(
-        draw(texts()),
-        min_n,
-        min_n + draw(st.integers(0, 3)),
-        draw(st.integers(0, 20)),
-        draw(st.integers(-2, 22)),
-        draw(st.integers(0, 8)),
-    )
-
-
 @settings(max_examples=400, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([1, 2, 5, 8, 17]), st.randoms())
 def test_naive_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
-    rows = [*range(len(batch)), -1]
-    shuffle.shuffle(rows)
-    check(batch, rows, k, NAIVE, width_bound=shuffle.randint(1, 8))
+    rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)
+    check(batch, rows, k, NAIVE, max_width=shuffle.randint(1, 8))
 
 
-def propose_one(
-    text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3, propose: Propose = NAIVE
-) -> Proposal:
-    request = Request(text, min_n, max_n, k, 10_000, width)
-    tokens, lengths, columns = inputs([request])
-    return propose(
-        tokens, lengths, torch.zeros(1, dtype=torch.int32), *columns.values(), k, max_n, max(width, 1)
-    )
+def propose_one(text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3) -> Proposal:
+    table = history_table([Request(text, min_n, max_n, k, width=width)])
+    return ngram_tree.naive(table, ints(0), k, max_n, max(width, 1))
 
 
 def nodes_of(result: Proposal) -> list[Node]:
@@ -195,11 +130,10 @@ def path_to(nodes: list[Node], place: int) -> list[Node]:
 
 def accepted(nodes: list[Node], last: int, target: list[int]) -> int:
     """How many drafts `verify` accepts if the target goes on with `target` after the token `last`."""
-    ids = torch.tensor([last, *(x.token for x in nodes)], dtype=torch.int32)
-    parents = torch.tensor([0, *(x.parent for x in nodes)], dtype=torch.int32)
-    depth = [len(path_to(nodes, place)) for place in range(len(nodes) + 1)]
-    drawn = torch.tensor([[*target, -1][min(d, len(target))] for d in depth], dtype=torch.int32)
-    return int(verify.naive(drawn, ids, make_rows([len(ids)], [0], uniform=True), parents).num_emitted) - 1
+    ids, parents = ints(last, *(x.token for x in nodes)), [0, *(x.parent for x in nodes)]
+    batch = make_batch([len(ids)], parents=parents, input_ids=ids)
+    drawn = ints(*[[*target, -1][min(int(depth), len(target))] for depth in batch.positions])
+    return int(verify.naive(drawn, batch, make_table(10, max_len=0)).num_emitted) - 1
 
 
 def test_a_tree_by_hand() -> None:
@@ -230,10 +164,7 @@ def test_no_width_no_drafts() -> None:
 @settings(max_examples=200, deadline=None)
 @given(texts(), st.integers(1, 4), st.integers(1, 9))
 def test_width_1_is_what_ngram_drafts(text: list[int], n: int, k: int) -> None:
-    request = Request(text, 1, n, k, 999, 1)
-    tokens, lengths, columns = inputs([request])
-    row = torch.zeros(1, dtype=torch.int32)
-    expected = CHAIN(tokens, lengths, row, *list(columns.values())[:4], k, n)
+    expected = ngram.naive(history_table([Request(text, 1, n, k)]), ints(0), k, n)
     actual = propose_one(text, k, 1, max_n=n)
     for name in ("drafts", "num_drafts", "source", "match_len", "drafter"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
@@ -287,9 +218,8 @@ def test_naive_finds_chains_among_thousands_alike() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=3), st.sampled_from([1, 3, 8, 17]), st.randoms())
 def test_kernel_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
-    rows = [*range(len(batch)), -1]
-    shuffle.shuffle(rows)
-    check(batch, rows, k, KERNEL, width_bound=shuffle.choice([1, 2, 3, 8]))
+    rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)
+    check(batch, rows, k, KERNEL, max_width=shuffle.choice([1, 2, 3, 8]))
 
 
 @pytest.mark.parametrize("k", [32, 63])
@@ -304,7 +234,7 @@ def test_kernel_grows_large_trees(k: int) -> None:
         text += copy
     text += base[:3]
     batch = [Request(text, 1, 3, k, 999, width) for width in (1, 2, 5, 8)]
-    check(batch, [3, 0, -1, 1, 2], k, KERNEL, width_bound=8)
+    check(batch, [3, 0, -1, 1, 2], k, KERNEL, max_width=8)
     branches = {x.parent for x in nodes_of(propose_one(text, k, 8)) if x.parent}
     assert len(branches) > 5
 
@@ -323,7 +253,7 @@ def test_kernel_splits_long_histories(length: int, programs: int, monkeypatch: p
             text[place : place + 6] = [1, 2, 3, rng.randrange(4), rng.randrange(2), rng.randrange(2)]
         text[-3:] = [1, 2, 3]
         batch.append(Request(text, 1, 3, 6, 9, width))
-    check(batch, [1, 0], 6, KERNEL, width_bound=4, capacity=length + 100)
+    check(batch, [1, 0], 6, KERNEL, max_width=4, capacity=length + 100)
 
 
 def test_kernel_sees_only_the_text_between_its_ends() -> None:
@@ -349,15 +279,13 @@ def test_kernel_goes_back_to_the_start_of_each_candidate() -> None:
 
 @pytest.mark.parametrize(("k", "width"), [(64, 2), (8, 9), (8, 0)])
 def test_kernel_refuses_what_it_cannot_hold(k: int, width: int) -> None:
-    tokens, lengths, columns = inputs([Request([1, 1], 1, 2, 4, 9, 1)])
+    table = history_table([Request([1, 1])])
     with pytest.raises(ValueError, match="at most 63 drafts and from 1 to 8 continuations"):
-        KERNEL(tokens, lengths, lengths * 0, *columns.values(), k, 2, width)
+        KERNEL(table, ints(0), k, 2, width)
 
 
 @pytest.mark.parametrize(("B", "k"), [(0, 4), (1, 0), (2, 0)])
 def test_kernel_without_rows_or_drafts(B: int, k: int) -> None:
-    tokens, lengths, columns = inputs([Request([1, 1], 1, 2, 4, 9, 1)])
-    rows = torch.zeros(B, dtype=torch.int32)
-    result = KERNEL(tokens, lengths, rows, *columns.values(), k, 2, 1)
+    result = KERNEL(history_table([Request([1, 1])]), ints(*[0] * B), k, 2, 1)
     assert result.drafts.shape == (B, k)
     assert result.num_drafts.tolist() == [0] * B

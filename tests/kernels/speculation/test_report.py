@@ -38,19 +38,20 @@ def test_kernel_equals_naive(B: int, Q: int, wider: int) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoding_gives_back_what_was_reported(implementation: str) -> None:
-    """One row with a tree of 4 drafts, of which 2 were accepted on the path 0, 3, 4 and a stop token cut the
-    last; one that drafted nothing; one that took no part."""
-    batch = make_batch([5, 1, 0], rows=ints(1, 0, -1))
-    source = torch.tensor([[70, 80, 90, 60], [-1] * 4, [-1] * 4]).int()
-    proposal = Proposal(source, ints(4, 0, 0), source, ints(3, 0, 0), ints(1, NOBODY, NOBODY))
-    emitted = torch.tensor([[5, 6, 7, -1, -1], [8, -1, -1, -1, -1], [-1] * 5]).int()
-    path = torch.tensor([[0, 3, 4, 0, 0], [0] * 5, [0] * 5]).int()
-    verdict = Verdict(emitted, ints(3, 1, 0), path, ints(2, 1, 0))
-    table = make_table(9, num_rows=2, finished=[RUNNING, STOPPED])
+    """Two rows with trees of 4 drafts, of which 2 were accepted on the path 0, 3, 4, the last token of one
+    being cut; one that drafted nothing; one that took no part."""
+    batch = make_batch([5, 5, 1, 0], rows=ints(1, 2, 0, -1))
+    source = torch.tensor([[70, 80, 90, 60]] * 2 + [[-1] * 4] * 2).int()
+    proposal = Proposal(source, ints(4, 4, 0, 0), source, ints(3, 2, 0, 0), ints(1, 0, NOBODY, NOBODY))
+    emitted = torch.tensor([[5, 6, 7, -1, -1]] * 2 + [[8, -1, -1, -1, -1], [-1] * 5]).int()
+    path = torch.tensor([[0, 3, 4, 0, 0]] * 2 + [[0] * 5] * 2).int()
+    verdict = Verdict(emitted, ints(3, 3, 1, 0), path, ints(3, 2, 1, 0))
+    table = make_table(9, num_rows=3, finished=[RUNNING, RUNNING, STOPPED])
     lines = IMPLEMENTATIONS[implementation](batch, proposal, verdict, table).tolist()
     # The token drawn at one place of the path was drafted as the next.
     assert report.decode(lines) == [
-        RowReport([5, 6], 4, 2, 1, 3, STOPPED, [90, 60]),
+        RowReport([5, 6, 7], 4, 2, 1, 3, RUNNING, [90, 60, OWN]),
+        RowReport([5, 6], 4, 2, 0, 2, STOPPED, [90, 60]),
         RowReport([8], 0, 0, NOBODY, 0, RUNNING, [OWN]),
         RowReport([], 0, 0, NOBODY, 0, RUNNING, []),
     ]
