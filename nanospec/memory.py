@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -39,6 +43,17 @@ def plan_cache(config: EngineConfig, model: Model, draft_model: Model | None = N
         f"kv_cache_memory of {budget:,} bytes holds {num_blocks * size} tokens, too few for max_model_len="
         f"{window}; raise it to {per_block * -(-window // size):,} or lower max_model_len."
     )
+
+
+def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.zeros` whose untouched pages cost neither time nor memory on a CPU: the system gives each page,
+    filled with zeros, when it is first written, and takes all back when the tensor dies."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # of which the first byte costs 2 MiB
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def spare_memory(device: torch.device) -> int:

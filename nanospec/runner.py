@@ -30,6 +30,7 @@ from .kernels.speculation.commit import RUNNING, verify_and_commit
 from .kernels.speculation.kv_move import kv_move
 from .kernels.speculation.layout import NUM_COLUMNS, lay_out, pack, report
 from .kernels.speculation.proposal import MODEL, Proposal
+from .memory import zeros_on_demand
 from .metrics import Metrics
 from .models.decoder import Model
 from .policy import Policy
@@ -72,9 +73,7 @@ class Runner:
         self.model, self.state = model, state
         self.drafter, self.metrics, self.simulation = drafter, metrics, simulation
         self.block_size = block_size
-        self.kv_cache = torch.zeros(
-            kv_shape(model, num_blocks, block_size), dtype=model.dtype, device=model.device
-        )
+        self.kv_cache = zeros_on_demand(kv_shape(model, num_blocks, block_size), model.dtype, model.device)
 
     def clear(self, blocks: list[int]) -> None:
         """Zero blocks that change hands. On a CPU attention multiplies what it masks by 0, which

@@ -29,6 +29,7 @@ from ..kernels.layer.linear import linear, pack
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.proposal import GUESSED, MODEL, NOBODY, OWN, Proposal
 from ..kernels.speculation.verify import Verdict
+from ..memory import zeros_on_demand
 from ..models.decoder import Model
 from ..models.token_map import lm_head_rows
 from ..state import State
@@ -62,7 +63,7 @@ class ModelDrafter(Drafter):
         self.keep_logits, self.catch_up = keep_logits, catch_up
         self.model, self.vocab_size, self.block_size = model, vocab_size, block_size
         shape = kv_shape(model, num_blocks, block_size)
-        self.kv_cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.kv_cache = zeros_on_demand(shape, model.dtype, model.device)
         self._table = state.block_table
         self.num_rows = len(state.num_tokens)
         self.computed = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=model.device)
