@@ -123,19 +123,20 @@ class Engine:
         own = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *own)))
 
-    def abort(self, request: Request) -> None:
-        """End a request now; what it has produced stays."""
+    def abort(self, request: Request, error: str | None = None) -> None:
+        """End a request now; what it has produced stays. `error` says why, if it is the engine's doing."""
         if request.is_finished:
             return
+        request.error = error
         request.finish("abort")
         self._release(request)
         self.metrics.num_aborted += 1
 
-    def abort_all(self) -> None:
+    def abort_all(self, error: str | None = None) -> None:
         """End everything and forget what is cached, as an interrupted step may have left blocks
         half-written and the scheduler inconsistent."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self.abort(request)
+            self.abort(request, error)
         self.scheduler.reset()
         self._queue.clear()
 

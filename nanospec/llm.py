@@ -2,119 +2,37 @@
 
     llm = LLM("smollm2-135m-instruct", spec=SpecConfig(num_speculative_tokens="auto"))
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=128))[0].text
+
+Calls may come from several threads at once. All requests run as one batch: whoever waits for results has
+the engine for one step in turn, and that step is everybody's. Requests are touched in a turn only, as long
+as they are not finished.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-import torch
-
-from .config import EngineConfig, SamplingParams, SpecConfig
+from .config import EngineConfig, SamplingParams, SpecConfig, as_token_id
+from .device import resolve_device
 from .drafters.base import Target
 from .drafters.loading import load_drafter
 from .engine import Engine
-from .metrics import SpecStats
 from .models.config import ModelConfig
 from .models.hub import resolve_model
 from .models.weights import load_model, resolve_dtype
-from .request import Logprob, Piece, Request, Status
+from .outputs import Completion, RequestOutput
+from .request import Piece, Request
 from .text.tokenizer import Tokenizer
 from .worker import Worker
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass
-class Completion:
-    """One output of a prompt.
-
-    Attributes:
-        text, token_ids: the output. A stop string is not part of the text; the token that completed
-            it, or a stop token, is part of token_ids.
-        finish_reason: "stop", "length" or "abort".
-        error: why it was aborted, if the engine did it.
-        logprobs: per output token, {id: Logprob(logprob, rank)} of it and the likeliest, if asked for.
-        pieces: the output token by token, showing which were drafted and from where they were copied.
-        stats: what speculation did for it.
-        seconds, first_token_seconds: from its arrival to its end, and to its first token.
-        num_cached_tokens, num_preemptions: what the cache and the scheduler did with it.
-        simulated: what made the output up, in a benchmark; None for output of the model.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    error: str | None
-    logprobs: list[dict[int, Logprob]] | None
-    pieces: list[Piece]
-    stats: SpecStats
-    seconds: float
-    first_token_seconds: float
-    num_cached_tokens: int
-    num_preemptions: int
-    simulated: str | None = None
-
-    @classmethod
-    def of(cls, request: Request) -> Completion:
-        """The result of a finished request."""
-        end = request.finish_time or time.perf_counter()
-        texts = request.token_texts or [""] * len(request.output_ids)
-        return cls(
-            text=request.text,
-            token_ids=request.output_ids,
-            finish_reason=request.finish_reason or "abort",
-            error=request.error,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-            pieces=[Piece(*pair) for pair in zip(texts, request.draft_sources, strict=True)],
-            stats=request.stats,
-            seconds=end - request.arrival_time,
-            first_token_seconds=(request.first_token_time or end) - request.arrival_time,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            simulated=request.simulated,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the pieces, ready for JSON."""
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = [{str(t): list(value) for t, value in at.items()} for at in self.logprobs]
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            **({"error": self.error} if self.error else {}),
-            **({"simulated": self.simulated} if self.simulated else {}),
-            **({"logprobs": logprobs} if logprobs is not None else {}),
-            "stats": {
-                **self.stats.to_dict(),
-                "seconds": round(self.seconds, 6),
-                "first_token_seconds": round(self.first_token_seconds, 6),
-                "num_cached_tokens": self.num_cached_tokens,
-                "num_preemptions": self.num_preemptions,
-            },
-        }
-
-
-@dataclass
-class RequestOutput:
-    """The `n` outputs of one prompt; `text`, `token_ids` and so on are the first one's."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in Completion.__dataclass_fields__:
-            raise AttributeError(f"RequestOutput has no attribute {name!r}")
-        return getattr(self.outputs[0], name)
 
 
 class LLM:
@@ -136,6 +54,8 @@ class LLM:
         drafter = load_drafter(self.config.spec, Target(target, folder, tokenizer))
         self.engine = Engine(self.config, Worker(self.config, target, drafter), tokenizer)
         self._groups = itertools.count()
+        self._next, self._lock = Lock(), Lock()  # see `_turn`
+        self._left: deque[Request] = deque()  # requests to abort
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -148,12 +68,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_finish: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts, each a text or a list of token ids, all at once.
+        """Complete prompts, each a text or a list of token ids, all at once, with those of other threads.
 
         Args:
             prompts: one or several.
             params: for all prompts, or one for each.
-            on_finish: called with (index, output) as soon as a prompt's outputs are complete.
+            on_finish: called with (index, output) as soon as a prompt's outputs are complete; it may
+                call the model.
 
         Raises:
             ValueError: a prompt or its parameters cannot run. Nothing is run then.
@@ -164,22 +85,17 @@ class LLM:
         missing = [len(group) for _, group in groups]
         try:
             while pending:
-                self._step()
-                # By status, since `on_finish` may have run steps of its own.
-                for request in [r for r in pending if r.status is Status.FINISHED]:
+                for request in self._wait(pending):
                     i = pending.pop(request)
                     missing[i] -= 1
                     if missing[i] == 0:
                         text, group = groups[i]
-                        outputs[i] = RequestOutput(
-                            text, group[0].prompt_ids, [Completion.of(r) for r in group]
-                        )
+                        done = [Completion.of(r) for r in group]
+                        outputs[i] = output = RequestOutput(text, group[0].prompt_ids, done)
                         if on_finish is not None:
-                            on_finish(i, outputs[i])  # type: ignore[arg-type]
+                            on_finish(i, output)
         finally:
-            for _, group in groups:
-                for request in group:
-                    self.engine.abort(request)  # nothing if it is finished
+            self._abort(pending)
         return [output for output in outputs if output is not None]
 
     def chat(
@@ -205,7 +121,7 @@ class LLM:
     ) -> Iterator[str]:
         """Complete one prompt, yielding its text as it appears. Ending the iteration early aborts it.
 
-        Several streams may be read in turn; their requests run as one batch.
+        Several streams may be read, in turn or by several threads; their requests run as one batch.
         """
         for pieces in self.stream_pieces(prompt, params, on_finish):
             if text := "".join(piece.text for piece in pieces):
@@ -221,29 +137,69 @@ class LLM:
         if params is not None and params.n != 1:
             raise ValueError(f"n={params.n} outputs cannot be streamed as one; use n=1 or generate().")
         [(text, [request])] = self._submit([prompt], params)
+        ended = False
         try:
-            while request.status is not Status.FINISHED:
-                self._step()
-                yield request.new_pieces()
-            if pieces := request.new_pieces():  # of steps that another stream ran
+            while not ended:
+                with self._turn():
+                    pieces = request.new_pieces()  # of steps that others ran
+                    if not pieces and not request.is_finished:
+                        self._step()
+                        pieces = request.new_pieces()
+                    ended = request.is_finished
                 yield pieces
         finally:
-            self.engine.abort(request)  # nothing if it is finished
+            self._abort([request])
         if on_finish is not None:
             on_finish(RequestOutput(text, request.prompt_ids, [Completion.of(request)]))
 
     def metrics(self) -> dict[str, object]:
         """Engine-wide counters, seconds per stage, and the measured times of steps by their size."""
-        return self.engine.report()
+        with self._turn():
+            return self.engine.report()
 
-    def _step(self) -> list[Request]:
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the engine for oneself. One thread waits for it, the others for being next: with one lock
+        alone, a thread that gives it back and wants it again at once gets it before all others."""
+        with self._next:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+            self._end_left()
+
+    def _wait(self, requests: Iterable[Request]) -> list[Request]:
+        """Those that have ended; if none has, after one more step."""
+        with self._turn():
+            ended = [r for r in requests if r.is_finished]  # in a step that another thread ran
+            if not ended:
+                self._step()
+                ended = [r for r in requests if r.is_finished]
+        return ended
+
+    def _step(self) -> None:
         """One engine step. What interrupts it, Ctrl-C included, ends all requests: a step that was cut
         short leaves the device in an unknown state."""
         try:
-            return self.engine.step()
-        except BaseException:
-            self.engine.abort_all()
+            self.engine.step()
+        except BaseException as error:
+            self.engine.abort_all(f"A step ended with {error!r}, and all requests with it; run them again.")
             raise
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        """End requests, now or as soon as the engine is free. Never waits: a stream that nobody reads any
+        more is collected as garbage anywhere, in the middle of a step of the same thread, too."""
+        self._left.extend(requests)
+        self._end_left()
+
+    def _end_left(self) -> None:
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                while self._left:
+                    self.engine.abort(self._left.popleft())  # nothing if it is finished
+            finally:
+                self._lock.release()
 
     def _submit(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -257,34 +213,21 @@ class LLM:
             raise ValueError(f"{wrong[0]!r} must be SamplingParams, as in SamplingParams(temperature=0).")
         ready = []
         for prompt, asked in zip(prompts, params, strict=True):
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            text = prompt if isinstance(prompt, str) else None
+            ids: Any = list(map(as_token_id, prompt)) if text is None else self.tokenizer.encode(text)
             self.engine.check(ids, asked)
-            ready.append((prompt if isinstance(prompt, str) else None, ids, asked))
+            ready.append((text, ids, asked))
         groups = []
-        for text, ids, asked in ready:
-            # Without prefix caching the outputs of one prompt still share its blocks.
-            salt = b"" if self.config.enable_prefix_caching else f"group-{next(self._groups)}".encode()
-            groups.append((text, [self.engine.add(ids, asked, i, salt) for i in range(asked.n)]))
+        with self._turn():
+            for text, ids, asked in ready:
+                # Without prefix caching the outputs of one prompt still share its blocks.
+                salt = b"" if self.config.enable_prefix_caching else f"group-{next(self._groups)}".encode()
+                groups.append((text, [self.engine.add(ids, asked, i, salt) for i in range(asked.n)]))
         return groups
-
-
-def resolve_device(name: str) -> torch.device:
-    """"auto" is the first GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(str(name))  # to a build for GPUs the number 3 would mean cuda:3
-    except RuntimeError:
-        raise ValueError(f"device={name!r} is no device; use 'auto', 'cpu' or 'cuda'.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r} needs a GPU that this machine does not have; use 'cpu'.")
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'.")
-    return device
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, text or ids, as a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Iterable)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

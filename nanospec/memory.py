@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -47,6 +50,17 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
     )
 
 
+def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.zeros` whose untouched pages cost neither time nor memory on a CPU: the system gives each page,
+    filled with zeros, when it is first written, and takes all back when the tensor dies."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # of which the first byte costs 2 MiB
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
+
+
 def spare_memory(device: torch.device) -> int:
     """Bytes that the KV cache may take on this device."""
     if device.type == "cuda":
@@ -62,10 +76,6 @@ def _free_cpu_memory() -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def kv_shape(model: Model, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -1,0 +1,96 @@
+"""What comes out: a completion per output, a `RequestOutput` per prompt."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from .metrics import SpecStats
+from .request import Logprob, Piece, Request
+
+
+@dataclass
+class Completion:
+    """One output of a prompt.
+
+    Attributes:
+        text, token_ids: the output. A stop string is not part of the text; the token that completed
+            it, or a stop token, is part of token_ids.
+        finish_reason: "stop", "length" or "abort".
+        error: why it was aborted, if the engine did it.
+        logprobs: per output token, {id: Logprob(logprob, rank)} of it and the likeliest, if asked for.
+        pieces: the output token by token, showing which were drafted and from where they were copied.
+        stats: what speculation did for it.
+        seconds, first_token_seconds: from its arrival to its end, and to its first token.
+        num_cached_tokens, num_preemptions: what the cache and the scheduler did with it.
+        simulated: what made the output up, in a benchmark; None for output of the model.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    error: str | None
+    logprobs: list[dict[int, Logprob]] | None
+    pieces: list[Piece]
+    stats: SpecStats
+    seconds: float
+    first_token_seconds: float
+    num_cached_tokens: int
+    num_preemptions: int
+    simulated: str | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Completion:
+        """The result of a finished request."""
+        end = request.finish_time or time.perf_counter()
+        texts = request.token_texts or [""] * len(request.output_ids)
+        return cls(
+            text=request.text,
+            token_ids=request.output_ids,
+            finish_reason=request.finish_reason or "abort",
+            error=request.error,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            pieces=[Piece(*pair) for pair in zip(texts, request.draft_sources, strict=True)],
+            stats=request.stats,
+            seconds=end - request.arrival_time,
+            first_token_seconds=(request.first_token_time or end) - request.arrival_time,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            simulated=request.simulated,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the pieces, ready for JSON."""
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = [{str(t): list(value) for t, value in at.items()} for at in self.logprobs]
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            **({"error": self.error} if self.error else {}),
+            **({"simulated": self.simulated} if self.simulated else {}),
+            **({"logprobs": logprobs} if logprobs is not None else {}),
+            "stats": {
+                **self.stats.to_dict(),
+                "seconds": round(self.seconds, 6),
+                "first_token_seconds": round(self.first_token_seconds, 6),
+                "num_cached_tokens": self.num_cached_tokens,
+                "num_preemptions": self.num_preemptions,
+            },
+        }
+
+
+@dataclass
+class RequestOutput:
+    """The `n` outputs of one prompt; `text`, `token_ids` and so on are the first one's."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in Completion.__dataclass_fields__:
+            raise AttributeError(f"RequestOutput has no attribute {name!r}")
+        return getattr(self.outputs[0], name)
