@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanospec.config import EngineConfig, SpecConfig
-from nanospec.llm import resolve_device
+from nanospec.device import resolve_device
 
 BAD_SPEC = [
     ({"method": "tree"}, "method='tree' is unknown; use one of ngram, draft, medusa, ngram+draft,"),

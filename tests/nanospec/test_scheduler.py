@@ -20,8 +20,9 @@ from hypothesis.stateful import (
 
 from nanospec.blocks import BlockPool
 from nanospec.config import SamplingParams
-from nanospec.kernels.speculation.proposal import HEADS, NOBODY, OWN
-from nanospec.request import Request, Status, StepOutput
+from nanospec.kernels.codes import LENGTH, NOBODY, OWN, RUNNING, STOPPED
+from nanospec.kernels.speculation.report import RowReport
+from nanospec.request import Request, Status
 from nanospec.scheduler import Plan, Scheduler
 
 SIZE = 4  # tokens per block
@@ -59,7 +60,7 @@ class Simulation:
         self.names: dict[bytes, list[int]] = {}  # of a full block -> what it must hold
         self.on_device: dict[Request, list[int]] = {}  # tokens, those in flight included
         self.ended: set[Request] = set()  # as far as the device knows
-        self.in_flight: list[list[tuple[Request, StepOutput]]] = []
+        self.in_flight: list[list[tuple[Request, RowReport]]] = []
 
     def add(self, prompt: list[int], max_new: int, salt: bytes = b"") -> Request:
         request = Request(
@@ -96,10 +97,10 @@ class Simulation:
     def write(self, request: Request, position: int, value: int) -> None:
         self.cache[request.blocks[position // SIZE], position % SIZE] = value
 
-    def decode(self, request: Request) -> StepOutput:
+    def decode(self, request: Request) -> RowReport:
         """Draft up to k tokens, accept some, and commit them and one more."""
         if request in self.ended:  # what the host does not know yet
-            return StepOutput([], 0, 0, NOBODY, [], None, None)
+            return RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
         tokens = self.on_device[request]
         room = request.max_len - len(tokens)
         drafts = self.rng.randint(0, min(self.k, room - 1))
@@ -112,18 +113,18 @@ class Simulation:
         for position in range(first, first + accepted + 1):
             self.write(request, position, contents(request, tokens)[position])
         self.check_seen(request, len(tokens) - 1)
-        finish = "length" if len(new) == room else "stop" if self.rng.random() < 0.03 else None
-        if finish:
+        finished = LENGTH if len(new) == room else STOPPED if self.rng.random() < 0.03 else RUNNING
+        if finished != RUNNING:
             self.ended.add(request)
-        return StepOutput(new, drafts, accepted, HEADS, [OWN] * len(new), finish, None)
+        return RowReport(new, drafts, accepted, 0, 0, finished, [OWN] * len(new))
 
-    def collect(self, flight: list[tuple[Request, StepOutput]]) -> None:
+    def collect(self, flight: list[tuple[Request, RowReport]]) -> None:
         """What the host learns of a step; now and then it cuts the tokens at a stop string."""
         for request, step in flight:
             if request.is_finished:
                 continue
             if step.tokens and self.rng.random() < 0.03:
-                step = step._replace(tokens=step.tokens[: self.rng.randint(1, 9)], finish="stop")
+                step = step._replace(tokens=step.tokens[: self.rng.randint(1, 9)], finished=STOPPED)
             ended = request.append(step)
             if request.row >= 0:
                 self.scheduler.register(request)
@@ -276,7 +277,7 @@ def test_copies_of_a_prompt_share_its_full_blocks_in_the_same_step() -> None:
     requests = [simulation.add([0, 1, 1, 0, 1, 0, 0, 1, 1, 1], 4) for _ in range(3)]
     plan = simulation.step()
     assert plan.prefill == [(requests[0], 0, 9), (requests[1], 8, 1), (requests[2], 8, 1)]
-    assert plan.num_cached_tokens == 16
+    assert list(plan.admitted.values()) == [0, 1, 1]  # blocks found in the cache
     assert simulation.pool.num_blocks - simulation.pool.num_free == 2 + 3
 
 
