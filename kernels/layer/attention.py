@@ -51,7 +51,7 @@ def _naive(q: Tensor, cache: Tensor, part: Part, scale: float) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     batch = part.batch
     B, Q, G = batch.num_rows, batch.max_q_len, q.shape[1] // num_kv_heads
-    k, v = cache.index_select(2, part.blocks).view(2, num_kv_heads * B, -1, head_dim)
+    k, v = cache.flatten(0, 1).index_select(1, part.blocks).view(2, num_kv_heads * B, -1, head_dim)
     # The G query heads of a KV head become rows of one matrix: [Hkv*B, G*Q, D]
     grid = q if batch.padded else q[batch.grid]
     grouped = grid.view(B, Q, num_kv_heads, G, head_dim).permute(2, 0, 3, 1, 4)
