@@ -141,7 +141,7 @@ class Batch:
             block_table=pages,
             q_start=torch.arange(0, len(rows) * width, width, dtype=torch.int32, device=rows.device),
             q_len=count,
-            base_len=first.int(),
+            base_len=first.int().contiguous(),
             max_q_len=width,
             max_kv_len=bound or table.max_context,
         )

@@ -20,12 +20,14 @@ REPEATS = 3
 
 @torch.inference_mode()
 def forward_ms(model: Model, kv_cache: Tensor, table: Table) -> dict[int, float]:
-    """Milliseconds, the least of some, of a pass over so many tokens of one row of an empty table. Writes
-    nothing to the cache. More tokens never take less: that smooths the noise."""
-    row = torch.zeros(1, dtype=torch.int32, device=model.device)
+    """Milliseconds, the least of some, of a pass over so many tokens of the first row of an empty table (of
+    copies of it, where its window is shorter). Writes nothing to the cache. More tokens never take less:
+    that smooths the noise."""
     found: dict[int, float] = {}
     for n in SIZES:
-        batch = Batch.of_grid(table, row, row, row + n, n, bound=min(n, table.max_context))
+        width = min(n, table.max_context)
+        rows = torch.zeros(-(-n // width), dtype=torch.int32, device=model.device)
+        batch = Batch.of_grid(table, rows, rows, rows + width, width, bound=width)
         batch = replace(batch, positions=torch.zeros_like(batch.positions), slots=batch.slots * 0 - 1)
         times = []
         for _ in range(REPEATS):

@@ -440,5 +440,5 @@ def test_a_pool_too_small_for_the_window_is_refused(cyclic: Model) -> None:
     with pytest.raises(ValueError, match=r"holds 32 tokens, too few for max_model_len=33; raise it to"):
         make_engine(cyclic, 3, max_model_len=33, num_blocks=2)
     with pytest.raises(ValueError, match=r"max_model_len=513 is beyond the model's own window of 512"):
-        Engine(EngineConfig(max_model_len=513), cyclic)
+        Worker(EngineConfig(max_model_len=513), cyclic)
     assert make_engine(cyclic, 3, max_model_len=None, num_blocks=20).max_model_len == 320
