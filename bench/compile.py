@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ class _Recorded:
     fn: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+_Job = tuple[Case, _Recorded, str]  # what to compile, for which target
+_work: list[_Job] = []
 
 
 @contextmanager
@@ -176,29 +181,27 @@ def _key(item: _Recorded, target: str) -> str:
     return f"{target} {source.hash()} {options['num_warps']} {options['num_stages']}"
 
 
-def compile_share(targets: list[str], only: str, index: int, count: int) -> list[Result]:
-    """Compile every `count`-th distinct kernel, from the `index`-th on: one process's share."""
-    seen: set[str] = set()
-    results = []
-    torch.set_num_threads(1)
+def distinct(targets: list[str], only: str = "") -> list[_Job]:
+    """The kernels that the cases whose name contains `only` launch, each once per target."""
+    found: dict[str, _Job] = {}
     for target in targets:
         for case in all_cases():
-            if only not in f"{case.kernel}-{case.label}":
-                continue
-            for item in launches(case, target):
-                key = _key(item, target)
-                if key not in seen:
-                    seen.add(key)
-                    if len(seen) % count == index:
-                        results.append(compile_one(case, item, target))
-    return results
+            if only in f"{case.kernel}-{case.label}":
+                for item in launches(case, target):
+                    found.setdefault(_key(item, target), (case, item, target))
+    return list(found.values())
+
+
+def _compile_nth(n: int) -> Result:
+    return compile_one(*_work[n])
 
 
 def compile_all(targets: list[str], only: str = "", jobs: int = 2) -> list[Result]:
     """Compile all distinct kernels of the cases whose name contains `only`."""
-    with ProcessPoolExecutor(jobs) as pool:
-        shares = [pool.submit(compile_share, targets, only, i, jobs) for i in range(jobs)]
-        results = [result for share in shares for result in share.result()]
+    torch.set_num_threads(1)
+    _work[:] = distinct(targets, only)  # for the processes to inherit: launches cannot be pickled
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+        results = list(pool.map(_compile_nth, range(len(_work))))
     return sorted(results, key=lambda r: (r.kernel, r.function, r.case, r.constants, r.target))
 
 

@@ -85,9 +85,9 @@ def workloads(vocab_size: int) -> dict[str, Jobs]:
     except (FileNotFoundError, ValueError) as error:
         print(f"No replay of real text ({str(error).splitlines()[0]}); acceptance is synthetic.")
         synthetic: list[Text] = [([i % 29 + n % 3 for i in range(300 + n)], []) for n in range(64)]
-        return {f"synthetic {a}": (lambda c, m, a=a: SyntheticWorker(c, m, a), synthetic) for a in (0.0, 0.6, 0.9)}  # type: ignore[misc]
+        return {f"synthetic {a}": (partial(SyntheticWorker, a), synthetic) for a in (0.0, 0.6, 0.9)}
     return {
-        f"replay: {name}": (partial(replay, pairs), pairs)  # type: ignore[misc]
+        f"replay: {name}": (partial(replay, pairs), pairs)
         for name, pairs in found.items()
     }
 

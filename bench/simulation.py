@@ -101,7 +101,7 @@ class SyntheticDrafter(Drafter):
 class SyntheticWorker(SimulatedWorker):
     """Accepts each draft with probability `acceptance`, by a hash of its request row and position."""
 
-    def __init__(self, config: EngineConfig, model: Model, acceptance: float) -> None:
+    def __init__(self, acceptance: float, config: EngineConfig, model: Model) -> None:
         if not 0 <= acceptance <= 1:
             raise ValueError(f"acceptance={acceptance} must be between 0 and 1.")
         self.simulated = f"synthetic acceptance {acceptance:g}"

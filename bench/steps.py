@@ -203,7 +203,7 @@ def stage_ms(worker: Worker, bucket: Bucket, context: int, repeats: int) -> dict
 def host_gap(model: Model, args: argparse.Namespace) -> dict[str, float]:
     """How much longer a step of a running engine takes than its replay, at B=1, K=4, 1k context."""
     config = make_engine(model, 1, 2048, 4).config
-    engine = Engine(config, SyntheticWorker(config, model, 0.5))
+    engine = Engine(config, SyntheticWorker(0.5, config, model))
     graphs = engine.worker.graphs
     assert graphs is not None
     bucket = graphs.bucket_for(1, 4)

@@ -21,6 +21,7 @@ import torch
 
 from bench import common
 from nanospec.kernels.speculation import ngram
+from nanospec.kernels.table import Table
 from nanospec.text.tokenizer import Tokenizer
 
 MAX_DRAFTS = 16
@@ -57,25 +58,29 @@ class Trace:
 
 def replay(text: Text, min_n: int, max_n: int) -> Trace:
     """The engine's matcher over a text: the longest match, the latest of several."""
-    prompt, reference = text
-    tokens = torch.tensor([prompt + reference], dtype=torch.int32)
-    count, total = len(reference), tokens.shape[1]
-
-    def each(value: int) -> torch.Tensor:
-        return torch.full((count,), value, dtype=torch.int32)
-
-    found = ngram.naive(
-        tokens.expand(count, -1),
-        torch.arange(len(prompt), total, dtype=torch.int32),
-        torch.arange(count, dtype=torch.int32),
-        each(min_n), each(max_n), each(MAX_DRAFTS), each(total + MAX_DRAFTS), MAX_DRAFTS, max_n,
-    )  # fmt: skip
+    reference = text[1]
+    table = after_each_token(text, MAX_DRAFTS, min_n=min_n, max_n=max_n)
+    found = ngram.naive(table, torch.arange(len(reference)), MAX_DRAFTS, max_n)
     matches = found.match_len.tolist()
     runs = [
         common_prefix(drafts, reference[i : i + MAX_DRAFTS]) if matches[i] else 0
         for i, drafts in enumerate(found.drafts.tolist())
     ]
     return Trace(matches, runs)
+
+
+def after_each_token(text: Text, k: int, **rows: int) -> Table:
+    """Request rows that hold the text up to each token of the reference, with `rows` in every one of them."""
+    prompt, reference = text
+    tokens, count = torch.tensor([prompt + reference], dtype=torch.int32), len(reference)
+    table = Table.empty(count, 1, 16, 0, "cpu")
+    values = {"limit": k, "max_len": tokens.shape[1] + k + 1, **rows}
+    return table._replace(
+        tokens=tokens.expand(count, -1),
+        num_tokens=torch.arange(len(prompt), tokens.shape[1], dtype=torch.int32),
+        max_context=tokens.shape[1],
+        **{name: torch.full((count,), value, dtype=torch.int32) for name, value in values.items()},
+    )
 
 
 def replay_earliest(text: Text, min_n: int, max_n: int) -> Trace:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import common, traces
-from bench.traces import Text
+from bench.traces import Text, after_each_token
 from nanospec.kernels.speculation import ngram_tree
 from nanospec.models.hub import resolve_model
 from nanospec.text.tokenizer import Tokenizer
@@ -33,19 +33,9 @@ MAX_N = 8
 
 def accepted(text: Text, k: int, width: int) -> tuple[list[int], list[int]]:
     """After each token of the reference: the length of the match, and how many drafts are right."""
-    prompt, reference = text
-    tokens = torch.tensor([prompt + reference], dtype=torch.int32)
-    count, total = len(reference), tokens.shape[1]
-
-    def each(value: int) -> torch.Tensor:
-        return torch.full((count,), value, dtype=torch.int32)
-
-    found = ngram_tree.naive(
-        tokens.expand(count, -1),
-        torch.arange(len(prompt), total, dtype=torch.int32),
-        torch.arange(count, dtype=torch.int32),
-        each(1), each(MAX_N), each(k), each(total + k + 1), each(width), k, MAX_N, width,
-    )  # fmt: skip
+    reference = text[1]
+    table = after_each_token(text, k, min_n=1, max_n=MAX_N, width=width)
+    found = ngram_tree.naive(table, torch.arange(len(reference)), k, MAX_N, width)
     assert found.parents is not None
     columns = (found.drafts.tolist(), found.parents.tolist(), found.num_drafts.tolist())
     runs = [walk(*row, reference[i:]) for i, row in enumerate(zip(*columns))]

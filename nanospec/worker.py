@@ -208,7 +208,8 @@ class Worker:
             if self.drafter is None:
                 return StepCosts(packed=forward_ms(self.model, self.kv_cache, self.table))
             self.drafter.measure()
-            return StepCosts(packed=forward_ms(self.model, self.kv_cache, self.table), propose=self.drafter.ms)
+            packed = forward_ms(self.model, self.kv_cache, self.table)
+            return StepCosts(packed=packed, propose=self.drafter.ms)
         if self.config.lazy_capture:  # what costs are to be known of must be recorded
             self.graphs.record_all(progress_bar("Recording steps"))
         return StepCosts(recorded=self.graphs.cost_table(self.rehearsal, progress_bar("Timing steps")))

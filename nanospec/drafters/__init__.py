@@ -1,4 +1,4 @@
-"""What guesses, one method a file: `base.py` is the interface, `loading.py` makes the drafter of a `SpecConfig`."""
+"""What guesses, one method a file; `base.py` is the interface, `loading.py` makes what is asked for."""
 
 import importlib
 import pkgutil

@@ -86,7 +86,7 @@ class Drafter:
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> Drafter:
-        """The drafter with its weights in place; ValueError or FileNotFoundError if what it needs is missing."""
+        """The drafter with its weights in place; ValueError or FileNotFoundError if something is missing."""
         return cls()
 
     @property

@@ -80,8 +80,8 @@ class DraftCache:
         return self.table.num_tokens[rows.clamp(min=0)] - self.computed[rows]
 
     def catch_up(self, rows: Sequence[int], num_tokens: Sequence[int], first_pass: int) -> None:
-        """Compute all but the last token of each of these texts, as far as `max_tokens` of all rows reach, where the
-        first pass of a step does not do it anyway."""
+        """Compute all but the last token of each of these texts, as far as `max_tokens` reach for all, where
+        the first pass of a step does not do it anyway."""
         chunks, budget = [], self.max_tokens
         for row, n in zip(rows, num_tokens, strict=True):
             start = self._texts[row].computed

@@ -29,7 +29,7 @@ def config_of(k: int, eager: bool, **options: Any) -> EngineConfig:
     )
 
 
-def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shape: int) -> Engine:
+def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shape: Any) -> Engine:
     model = tiny_model(**shape)
     drafter = load_drafter(config.spec, Target(model))
     return Engine(config, ReplayWorker(config, model, drafter, texts))
@@ -37,7 +37,7 @@ def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shap
 
 def synthetic(acceptance: float, eager: bool) -> Engine:
     config = config_of(3, eager)
-    return Engine(config, SyntheticWorker(config, tiny_model(), acceptance))
+    return Engine(config, SyntheticWorker(acceptance, config, tiny_model()))
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])

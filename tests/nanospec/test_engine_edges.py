@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.models.decoder import Model
 from nanospec.request import Request, Status
+from nanospec.worker import Worker
 from tests import drive
 from tests.drive import (
     MODES,

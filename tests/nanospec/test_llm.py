@@ -22,10 +22,15 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig
+from nanospec.drafters.base import Target
+from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.engine import Engine
 from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads
 from nanospec.models.weights import cpu_has_bfloat16
+from nanospec.worker import Worker
 from tests.drive import MODES, assert_idle, cycle_weights
 
 EOS = "<e>"
@@ -426,11 +431,14 @@ def with_k(
     parts: dict[str, Any] | None = None,
     **options: Any,
 ) -> LLM:
-    """The same model in another engine, with its drafter's `parts`."""
+    """The same model in another engine; `parts` make drafters, by method."""
     other = copy(llm)
     spec = SpecConfig(num_speculative_tokens=k, **(guess or {}))
     other.config = type(llm.config)(**{**vars(llm.config), "spec": spec, **options})
-    other.engine = Engine(other.config, llm.engine.worker.model, llm.tokenizer, **(parts or {}))
+    target = Target(llm.engine.worker.model, tokenizer=llm.tokenizer)
+    made = {name: make(spec) for name, make in (parts or {}).items()}
+    worker = Worker(other.config, target.model, load_drafter(spec, target, made))
+    other.engine = Engine(other.config, worker, llm.tokenizer)
     return other
 
 
@@ -443,9 +451,10 @@ def test_smollm2_on_equals_off_whoever_drafts(real: LLM, way: str) -> None:
     guess = {"method": way.replace("-tree", ""), "tree_width": 3 if "tree" in way else 1}
     parts: dict[str, Any] = {}
     if "draft" in way:
-        parts["draft_model"] = model
+        parts["draft"] = lambda spec: ModelDrafter(spec, model, model.config.vocab_size)
     if "medusa" in way:
-        parts["heads"] = Heads.load(default_heads(Path("smollm2-135m-instruct")), model)
+        heads = Heads.load(default_heads(Path("smollm2-135m-instruct")), model)
+        parts["medusa"] = lambda spec: MedusaDrafter(spec, heads, model)
     llm = with_k(real, 5, guess, parts)
     wanted = [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
     outputs = llm.generate(PROMPTS, MIXED)

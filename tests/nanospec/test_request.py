@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from nanospec.config import SamplingParams
+from nanospec.config import SamplingParams, as_token_id
 from nanospec.kernels.codes import LENGTH, OWN, RUNNING
 from nanospec.kernels.speculation.report import RowReport
+from nanospec.llm import _as_list
 from nanospec.request import Limits, Piece, Request, Status, check_request
 from nanospec.text.detokenize import Detokenizer
 from nanospec.text.tokenizer import Tokenizer
@@ -87,3 +91,26 @@ def test_a_prompt_holds_integers_of_the_vocabulary(bad: object) -> None:
     check_request([1, 8], SamplingParams(), (), limits)
     with pytest.raises(ValueError, match=f"The prompt holds token id {bad!r}; ids are integers from 0 to 8."):
         check_request([1, bad], SamplingParams(), (), limits)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        ([1, 2], [[1, 2]]),
+        ([True, 2.5], [[True, 2.5]]),  # one bad prompt, refused later, with a sentence
+        ([[1], "a"], [[1], "a"]),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
+    assert _as_list(given) == prompts
+
+
+def test_a_prompt_may_be_an_array() -> None:
+    ids: Any = np.array([3, 4])
+    assert len(_as_list(ids)) == 1
+    assert [type(as_token_id(t)) for t in ids] == [int, int]
+    assert [as_token_id(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]

@@ -79,4 +79,4 @@ def test_tensors_of_a_proposal_have_the_documented_types() -> None:
     found = guesses(drafts, torch.tensor([2, 0], dtype=torch.int32))
     assert found.source.tolist() == [[-2, -2], [-1, -1]]
     assert found.drafter.tolist() == [0, -1]
-    assert all(part.dtype == torch.int32 for part in found[:5])  # type: ignore[union-attr]
+    assert all(part.dtype == torch.int32 for part in found[:5])

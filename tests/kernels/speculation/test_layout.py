@@ -83,4 +83,4 @@ def test_a_tree_is_laid_out_by_depth_and_packed_without_its_padding() -> None:
     assert batch.ancestors.tolist() == [0b1, 0b11, 0b111, 0b1001, 0b11001, 0b1, 0b11]
     assert batch.parents.tolist() == [0, 0, 1, 0, 3, 0, 0]
     assert batch.q_start.tolist() == [0, 5]
-    assert (batch.max_q_len, batch.max_kv_len, batch.uniform) == (5, 19, False)
+    assert (batch.max_q_len, batch.max_kv_len, batch.padded) == (5, 19, False)

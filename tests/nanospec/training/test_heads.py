@@ -105,7 +105,7 @@ def test_the_heads_that_are_here_foresee_the_model(smollm2: Path) -> None:
     prompt = llm.chat_prompt([{"role": "user", "content": "How do I bake bread? Explain step by step."}])
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0].token_ids
     text = Text(prompt + output, len(prompt), len(prompt), 0.0, "chat")
-    model = llm.engine.model
+    model = llm.engine.worker.model
     saved = Heads.load(file, model)
     _, held_out = split([[text]] * 2, hidden_states(model, [text]) * 2)
     accuracy = measure(lambda part: saved.top(part, 1), held_out)["all"]["accuracy"]
