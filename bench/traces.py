@@ -75,11 +75,11 @@ def after_each_token(text: Text, k: int, **rows: int) -> Table:
     tokens, count = torch.tensor([prompt + reference], dtype=torch.int32), len(reference)
     table = Table.empty(count, 1, 16, 0, "cpu")
     values = {"limit": k, "max_len": tokens.shape[1] + k + 1, **rows}
+    for name, value in values.items():
+        getattr(table, name).fill_(value)
+    lengths = torch.arange(len(prompt), tokens.shape[1], dtype=torch.int32)
     return table._replace(
-        tokens=tokens.expand(count, -1),
-        num_tokens=torch.arange(len(prompt), tokens.shape[1], dtype=torch.int32),
-        max_context=tokens.shape[1],
-        **{name: torch.full((count,), value, dtype=torch.int32) for name, value in values.items()},
+        tokens=tokens.expand(count, -1), num_tokens=lengths, max_context=tokens.shape[1]
     )
 
 

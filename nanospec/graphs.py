@@ -1,8 +1,8 @@
 """The step, recorded once per bucket and replayed: on a GPU one CUDA graph per (batch size, K).
 
 A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
-part, padded with -1 to the bucket's size; all else the step reads from the request rows (`kernels/table.py`), so
-nothing computed on the host is frozen into a recording. Padding rows are inert. Recordings share one
+part, padded with -1 to the bucket's size; all else the step reads from the request rows
+(`kernels/table.py`), so nothing computed on the host is frozen into a recording. Padding rows are inert. Recordings share one
 memory pool: they never run at the same time, and what one leaves in the pool nobody reads.
 
 On a CPU a recording is the step itself, run again at every replay, with results copied to the same

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..models.decoder import Model
 
 
-class MedusaDrafter(Drafter, method="medusa", help="parallel heads guess from the target's last hidden state"):
+class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target's last hidden state"):
     """Medusa heads and the hidden states they start from."""
 
     runs_model = True

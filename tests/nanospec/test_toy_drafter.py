@@ -1,4 +1,4 @@
-"""A new way of guessing is one class: it registers itself, has an option and help, and rides every kind of step."""
+"""A new way of guessing is one class: it registers itself, has options and help, and rides every step."""
 
 from __future__ import annotations
 
