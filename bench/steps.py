@@ -31,6 +31,7 @@ from bench import common, roofline
 from bench.simulation import SyntheticWorker
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.timing import replay_ms
 from nanospec.device import synchronize
 from nanospec.drafters.base import Drafter, guesses, nothing
 from nanospec.drafters.draft_model import ModelDrafter
@@ -158,8 +159,8 @@ def measure(
         for k in [k for k in args.ks if k <= worker.max_k]:
             bucket = Bucket(batch, k)
             graphs.ks = sorted({*graphs.ks, k})
-            graphs.recordings[bucket] = graphs._add(bucket)
-            ms = graphs.time_ms(bucket, partial(worker.rehearsal, context=context), args.repeats)
+            graphs.record(bucket)
+            ms = replay_ms(graphs, bucket, partial(worker.rehearsal, context=context), args.repeats)
             base = base or ms
             limit = roofline.account(model.config, batch, k, context).bound(roofline.Machine(**machine))
             parts = stage_ms(worker, bucket, context, args.repeats)
@@ -195,7 +196,7 @@ def stage_ms(worker: Worker, bucket: Bucket, context: int, repeats: int) -> dict
 
         rows = torch.full((bucket.batch,), -1, dtype=torch.int32, device=table.device)
         whole, graphs.recordings[bucket] = graphs.recordings[bucket], record(part, rows)
-        times[name] = graphs.time_ms(bucket, partial(worker.rehearsal, context=context), repeats)
+        times[name] = replay_ms(graphs, bucket, partial(worker.rehearsal, context=context), repeats)
         graphs.recordings[bucket] = whole
     return times
 
@@ -207,8 +208,8 @@ def host_gap(model: Model, args: argparse.Namespace) -> dict[str, float]:
     graphs = engine.worker.graphs
     assert graphs is not None
     bucket = graphs.bucket_for(1, 4)
-    graphs._add(bucket)
-    replay = graphs.time_ms(bucket, engine.worker.rehearsal, args.repeats)
+    graphs.record(bucket)
+    replay = replay_ms(graphs, bucket, engine.worker.rehearsal, args.repeats)
     engine.add([i % 32 for i in range(1024)], SamplingParams(temperature=0, max_tokens=900))
     for _ in range(20):
         engine.step()

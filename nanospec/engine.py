@@ -18,16 +18,13 @@ from typing import NamedTuple
 from .blocks import BlockPool
 from .config import EngineConfig, SamplingParams
 from .kernels.batch import Chunk
-from .kernels.codes import NOBODY
 from .metrics import Metrics
 from .policy import AutoPolicy, Policy
-from .request import Limits, Request, check_request
+from .request import Limits, Request, check_request, seed_of
 from .scheduler import Plan, Scheduler
 from .text.detokenize import Detokenizer
 from .text.tokenizer import Tokenizer
 from .worker import Flight, Pages, RowResult, StepOrder, Worker
-
-_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
 
 
 class Queued(NamedTuple):
@@ -45,12 +42,12 @@ class Engine:
     def __init__(self, config: EngineConfig, worker: Worker, tokenizer: Tokenizer | None = None) -> None:
         self.config, self.worker, self.tokenizer = config, worker, tokenizer
         self.max_model_len = worker.max_model_len
+        vocab_size, rule = worker.model.config.vocab_size, config.spec.acceptance
+        self.limits = Limits(vocab_size, worker.max_model_len, tokenizer is not None, rule)
         self.metrics = Metrics(worker.stages, simulated=worker.simulated)
         self.metrics.spec.acceptance = config.spec.acceptance
-        drafter = worker.drafter
-        self.policy = Policy()
-        if drafter is not None and config.spec.num_speculative_tokens == "auto":
-            self.policy = AutoPolicy(worker.measure(), len(drafter.names) - 1 if drafter.runs_model else NOBODY)
+        auto = worker.drafter is not None and config.spec.num_speculative_tokens == "auto"
+        self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
         on_gpu = worker.model.device.type == "cuda"
         self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
         self.scheduler = Scheduler(
@@ -76,13 +73,7 @@ class Engine:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
-        limits = Limits(
-            self.worker.model.config.vocab_size,
-            self.max_model_len,
-            has_text=self.tokenizer is not None,
-            acceptance=self.config.spec.acceptance,
-        )
-        check_request(prompt_ids, params, self._stop_ids(params), limits)
+        check_request(prompt_ids, params, self._stop_ids(params), self.limits)
 
     def add(
         self,
@@ -99,15 +90,11 @@ class Engine:
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt_ids) + params.max_tokens)
-        if params.seed is None:
-            seed = (self.config.seed + 1 + number) * _SEED_STEP
-        else:
-            seed = params.seed + index * _SEED_STEP
         request = Request(
             id=request_id or f"request-{number}",
             prompt_ids=list(prompt_ids),
             params=params,
-            seed=(seed + 2**63) % 2**64 - 2**63,  # wrapped into int64
+            seed=seed_of(params.seed, index, self.config.seed + 1 + number),
             max_len=limit,
             stop_ids=self._stop_ids(params),
             salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
@@ -190,7 +177,7 @@ class Engine:
         if k and self.worker.weighs_passes:
             drafting = [row for row, limit in zip(rows, limits, strict=True) if limit]
             passes = self.policy.passes(drafting, len(rows) - len(drafting), k)
-        grown = [Pages(request.row, request.blocks, n) for request, n in plan.grown.items() if request.row >= 0]
+        grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items() if r.row >= 0]
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
         order = StepOrder(rows, limits, k, passes, grown, logprobs)
         self.metrics.num_forward_steps += 1

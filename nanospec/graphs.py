@@ -2,8 +2,8 @@
 
 A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
 part, padded with -1 to the bucket's size; all else the step reads from the request rows
-(`kernels/table.py`), so nothing computed on the host is frozen into a recording. Padding rows are inert. Recordings share one
-memory pool: they never run at the same time, and what one leaves in the pool nobody reads.
+(`kernels/table.py`), so nothing computed on the host is frozen into a recording. Padding rows are inert.
+Recordings share one memory pool: they never run at the same time, and what one leaves there nobody reads.
 
 On a CPU a recording is the step itself, run again at every replay, with results copied to the same
 addresses: so that buckets, padding and the reuse of outputs are tested without a GPU.
@@ -11,27 +11,22 @@ addresses: so that buckets, padding and the reuse of outputs are tested without 
 
 from __future__ import annotations
 
-import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from .device import synchronize
 from .kernels.layer.linear import MAX_ROWS
 from .step import StepResult
 
-DEFAULT_KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 MAX_STEP_TOKENS = MAX_ROWS  # beyond, products would go to another library, with other bits
 PADDING = -1
 
 Step = Callable[[Tensor], StepResult]
-Rehearsal = Callable[[int], AbstractContextManager[None]]
-Costs = dict[int, dict[int, float]]
 
 
 class Bucket(NamedTuple):
@@ -102,7 +97,6 @@ class StepGraphs:
         max_batch: int,
         ks: Sequence[int],
         lazy: bool = False,
-        record: Callable[[Step, Tensor], Recording] | None = None,
     ) -> None:
         self.step, self.device = step, device
         self.ks = sorted({0, *ks})
@@ -111,7 +105,7 @@ class StepGraphs:
         self.fallbacks = 0
         self.lazy = lazy
         self.seconds, self.bytes = 0.0, 0
-        self._record = record or (CudaRecording if device.type == "cuda" else EagerRecording)
+        self._record = CudaRecording if device.type == "cuda" else EagerRecording
 
     def buckets(self) -> list[Bucket]:
         """All buckets, the largest first, so that the pool fits those that follow."""
@@ -123,14 +117,11 @@ class StepGraphs:
         size = self.batches[bisect_left(self.batches, batch)]
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
 
-    def record_all(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Record every bucket; `progress(done, total)` is called after each."""
+    def record_all(self) -> None:
+        """Record every bucket."""
         start, before = time.perf_counter(), _allocated(self.device)
-        buckets = self.buckets()
-        for done, bucket in enumerate(buckets, 1):
-            self._add(bucket)
-            if progress is not None:
-                progress(done, len(buckets))
+        for bucket in tqdm(self.buckets(), desc="Recording steps", disable=None, leave=False):
+            self.record(bucket)
         self.seconds = time.perf_counter() - start
         self.bytes = _allocated(self.device) - before
 
@@ -143,7 +134,7 @@ class StepGraphs:
         recording = self.recordings.get(bucket)
         if recording is None:
             self.fallbacks += not self.lazy
-            recording = self._add(bucket)
+            recording = self.record(bucket)
         padded = [*rows, *[PADDING] * (bucket.batch - len(rows))]
         recording.rows.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
         recording.replay()
@@ -154,32 +145,8 @@ class StepGraphs:
         batch = self.batches[bisect_left(self.batches, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k))
 
-    def cost_table(
-        self, rehearse: Rehearsal, progress: Callable[[int, int], None] | None = None
-    ) -> Costs:
-        """ms by batch size and K of all recorded buckets; `rehearse(batch)` fills so many request rows, and
-        empties them at the end of the `with` block. To be called before the first request."""
-        costs: Costs = {}
-        for done, bucket in enumerate(self.recordings, 1):
-            costs.setdefault(bucket.batch, {})[bucket.k] = self.time_ms(bucket, rehearse)
-            if progress is not None:
-                progress(done, len(self.recordings))
-        return costs
-
-    def time_ms(self, bucket: Bucket, rehearse: Rehearsal, repeats: int = 5) -> float:
-        """Milliseconds of one replay, the median of `repeats`."""
-        recording, times = self.recordings[bucket], []
-        for _ in range(repeats + 1):
-            with rehearse(bucket.batch):
-                recording.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
-                synchronize(self.device)
-                start = time.perf_counter()
-                recording.replay()
-                synchronize(self.device)
-                times.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(times[1:])
-
-    def _add(self, bucket: Bucket) -> Recording:
+    def record(self, bucket: Bucket) -> Recording:
+        """Record one bucket."""
         rows = torch.full((bucket.batch,), PADDING, dtype=torch.int32, device=self.device)
         self.recordings[bucket] = self._record(lambda r: self.step(r, bucket.k), rows)
         return self.recordings[bucket]

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from .config import EngineConfig, SamplingParams, SpecConfig, as_token_id
@@ -29,6 +28,7 @@ from .models.weights import load_model, resolve_dtype
 from .outputs import Completion, RequestOutput
 from .request import Piece, Request
 from .text.tokenizer import Tokenizer
+from .turns import Turns
 from .worker import Worker
 
 Prompt = str | Sequence[int]
@@ -54,7 +54,7 @@ class LLM:
         drafter = load_drafter(self.config.spec, Target(target, folder, tokenizer))
         self.engine = Engine(self.config, Worker(self.config, target, drafter), tokenizer)
         self._groups = itertools.count()
-        self._next, self._lock = Lock(), Lock()  # see `_turn`
+        self._turns = Turns()
         self._left: deque[Request] = deque()  # requests to abort
 
     @property
@@ -159,14 +159,11 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have the engine for oneself. One thread waits for it, the others for being next: with one lock
-        alone, a thread that gives it back and wants it again at once gets it before all others."""
-        with self._next:
-            self._lock.acquire()
+        """Have the engine for oneself."""
         try:
-            yield
+            with self._turns:
+                yield
         finally:
-            self._lock.release()
             self._end_left()
 
     def _wait(self, requests: Iterable[Request]) -> list[Request]:
@@ -194,12 +191,12 @@ class LLM:
         self._end_left()
 
     def _end_left(self) -> None:
-        while self._left and self._lock.acquire(blocking=False):
+        while self._left and self._turns.take():
             try:
                 while self._left:
                     self.engine.abort(self._left.popleft())  # nothing if it is finished
             finally:
-                self._lock.release()
+                self._turns.__exit__()
 
     def _submit(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

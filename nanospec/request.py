@@ -21,6 +21,7 @@ from .kernels.speculation.report import RowReport
 from .metrics import SpecStats
 from .text.detokenize import Detokenizer
 
+SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
 FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "error"}
 
 
@@ -205,6 +206,12 @@ class Request:
             pieces.append(Piece(self.text[self._streamed :], -1))
             self._streamed = end
         return pieces
+
+
+def seed_of(asked: int | None, index: int, number: int) -> int:
+    """The int64 seed of a request's output `index`: what was asked for, else from the request's `number`."""
+    seed = number * SEED_STEP if asked is None else asked + index * SEED_STEP
+    return (seed + 2**63) % 2**64 - 2**63  # wrapped around
 
 
 class Limits(NamedTuple):

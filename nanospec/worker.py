@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from . import admission
 from .admission import Admission
 from .config import EngineConfig
-from .costs import forward_ms
+from .costs import StepCosts
 from .drafters.base import Drafter
 from .graphs import StepGraphs
 from .kernels.batch import Batch, Chunk
@@ -34,9 +33,9 @@ from .kernels.table import Table
 from .memory import kv_shape, plan_cache, zeros_on_demand
 from .metrics import Stopwatch
 from .models.decoder import Model
-from .policy import StepCosts
 from .request import Logprob, as_dict
 from .step import Cut, Step
+from .timing import forward_ms, recorded_ms
 
 TIMED_CONTEXT = 1024  # tokens per row when recorded steps are timed
 NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
@@ -121,7 +120,7 @@ class Worker:
                 self._step, model.device, config.max_num_seqs, [*ks, self.max_k], config.lazy_capture
             )
             if not config.lazy_capture:
-                self.graphs.record_all(progress_bar("Recording steps"))
+                self.graphs.record_all()
 
     def make_step(self, kind: type[Step] = Step) -> Step:
         """The step, before it is recorded."""
@@ -134,9 +133,14 @@ class Worker:
         return self.drafter.names if self.drafter is not None else ()
 
     @property
+    def model_code(self) -> int:
+        """The place in `methods` of the drafter that runs a model, the last one if any."""
+        return len(self.methods) - 1 if self.drafter is not None and self.drafter.runs_model else NOBODY
+
+    @property
     def weighs_passes(self) -> bool:
         """Whether it is for the host to say for how many drafts a model is run: in unrecorded steps."""
-        return self.graphs is None and self.drafter is not None and self.drafter.runs_model
+        return self.graphs is None and self.model_code != NOBODY
 
     def admit(self, requests: Sequence[Admission]) -> None:
         """Give requests their rows."""
@@ -211,8 +215,8 @@ class Worker:
             packed = forward_ms(self.model, self.kv_cache, self.table)
             return StepCosts(packed=packed, propose=self.drafter.ms)
         if self.config.lazy_capture:  # what costs are to be known of must be recorded
-            self.graphs.record_all(progress_bar("Recording steps"))
-        return StepCosts(recorded=self.graphs.cost_table(self.rehearsal, progress_bar("Timing steps")))
+            self.graphs.record_all()
+        return StepCosts(recorded=recorded_ms(self.graphs, self.rehearsal))
 
     def report(self) -> dict[str, object]:
         """What recording took."""
@@ -234,16 +238,3 @@ class Worker:
             if self.drafter is not None:
                 self.drafter.rehearse(count)
             yield
-
-
-def progress_bar(what: str) -> Callable[[int, int], None]:
-    """A progress callback that draws a bar on a terminal."""
-    bar = tqdm(desc=what, disable=None, leave=False)
-
-    def update(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-
-    return update

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..costs import forward_ms, interpolated
+from ..costs import StepCosts
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
 from ..kernels.layer.linear import linear, pack
@@ -27,6 +27,7 @@ from ..models.hub import resolve_model
 from ..models.token_map import lm_head_rows, load_token_map
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
+from ..timing import forward_ms
 from .base import Drafter, Option, Target, guesses, nothing, room, scatter
 from .draft_cache import DraftCache
 
@@ -58,7 +59,7 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
         self.kv_bytes_per_token = model.config.kv_bytes_per_token(model.dtype)
         self.max_context = model.config.max_position_embeddings
-        self._ms: dict[int, float] = {}
+        self._costs: StepCosts | None = None
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
@@ -152,7 +153,7 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         self.cache.rehearse(count)
 
     def measure(self) -> None:
-        self._ms = forward_ms(self.model, self.cache.kv, self.cache.table)
+        self._costs = StepCosts(packed=forward_ms(self.model, self.cache.kv, self.cache.table))
 
     def ms(self, batch: int, passes: int) -> float:
-        return passes * interpolated(self._ms, batch) if self._ms else 0.0
+        return passes * self._costs.cost(batch, batch) if self._costs else 0.0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import nanospec.graphs as graphs
 from nanospec import SamplingParams
+from nanospec.timing import replay_ms
 from nanospec.engine import Engine
 from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerRecording, StepGraphs, batch_sizes
 from nanospec.kernels import dispatch
@@ -151,7 +152,7 @@ def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int)
         steps.append(int(recording.result.report[:, 1].sum()))  # drafts of both rows
 
     recording.replay = spy  # type: ignore[method-assign]
-    assert graphs_of(engine).time_ms(Bucket(2, k), lambda count: engine.worker.rehearsal(count, 40)) > 0
+    assert replay_ms(graphs_of(engine), Bucket(2, k), lambda count: engine.worker.rehearsal(count, 40)) > 0
     assert steps
     assert set(steps) == {2 * k}
     after = (table.num_tokens, table.finished, table.limit, table.temperature)
