@@ -14,7 +14,6 @@ Weights used together lie together (rows of q, k, v; rows of gate, up), in `line
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.plan import Plan
 from ..kernels.layer.rope_cache import Angles, rope_cache
 from .config import ModelConfig
+from .random_weights import random_weights
 from .rope import cos_sin_table
 
 GetWeight = Callable[[str], Tensor]
@@ -97,28 +97,8 @@ class Model:
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> Model:
-        """A model with random weights, made on the device: for tests and benchmarks.
-
-        Scaled so that activations stay near 1 and logits have a standard deviation of about 2: the
-        text is nonsense, but neither constant nor uniform. The same seed gives the same weights up
-        to rounding in every dtype (not across devices).
-        """
-        shapes = config.parameter_shapes()
-        generator = torch.Generator(device=device).manual_seed(seed)
-
-        def get(name: str) -> Tensor:
-            shape = shapes[name]
-            noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-            if name.endswith("norm.weight"):
-                noise = 1 + 0.1 * noise
-            elif len(shape) == 1:  # biases
-                noise *= 0.1
-            else:
-                scale = 2.0 if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
-                noise *= scale / math.sqrt(shape[1])
-            return noise.to(dtype)
-
-        return cls(config, dtype, device, get)
+        """A model with random weights, for tests and benchmarks: see `random_weights.py`."""
+        return cls(config, dtype, device, random_weights(config, dtype, device, seed))
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Run the decoder over a batch and write its keys and values to the cache.
