@@ -6,7 +6,7 @@
 One process and one copy of the weights; every system on every prompt in turn, repeated; ratios to no
 speculation are taken within a repeat, and their median is reported. Greedy, one request at a time,
 prefill included, EOS honoured. Kinds: Spec-Bench's six groups (first turns) and code edits. Without the
-draft model of `weights/train_draft.py` the systems that need it are left out.
+draft model of `nanospec/training/draft.py` the systems that need it are left out.
 
 The last part is sampled, at temperature 1, and compares the rules of acceptance by what they accept.
 Needs the evaluation text; nothing else should run meanwhile.

@@ -1,4 +1,4 @@
-"""The roofline of some models: tables and a plot of what drafts cost and bring (`nanospec/roofline.py`).
+"""The roofline of some models: tables and a plot of what drafts cost and bring (`nanospec/cli/roofline.py`).
 
     python bench/roofline.py [--model qwen3-8b] [--config PATH] [--context 1024] [--out bench/results]
 """

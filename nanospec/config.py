@@ -1,7 +1,8 @@
 """What may be set: for the engine, for speculation, and per request. Bad values are refused with a sentence.
 
 Every limit is stated once, in `LIMITS` or in `kernels/codes.py`. What a checkpoint says about itself is in
-`models/config.py`. Importing this file needs neither torch nor triton.
+`models/config.py`. Importing this file needs neither torch nor triton; making a `SpecConfig` asks the
+registered drafters, which do.
 """
 
 from __future__ import annotations

@@ -141,11 +141,11 @@ METHODS: dict[str, type[Drafter]] = {}
 
 
 def registered() -> Mapping[str, type[Drafter]]:
-    """All methods by name, those of this folder included."""
+    """All methods in the order of their names, those of this folder included."""
     from . import load_all
 
     load_all()
-    return METHODS
+    return dict(sorted(METHODS.items()))
 
 
 def method_names() -> list[str]:

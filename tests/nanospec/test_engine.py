@@ -245,7 +245,7 @@ def test_without_speculation_nothing_is_proposed(
     def fail(*args: object) -> None:
         raise AssertionError("proposing work was done")
 
-    for kind, name in ((NgramDrafter, "propose"), (AutoPolicy, "limit")):
+    for kind, name in ((NgramDrafter, "propose"), (AutoPolicy, "cut")):
         monkeypatch.setattr(kind, name, fail)
     engine = make_engine(model, k)
     [request] = run(engine, [Job([1, 2, 1, 2, 1], SamplingParams(temperature=0, max_tokens=9))])

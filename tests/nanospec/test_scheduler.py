@@ -277,7 +277,7 @@ def test_copies_of_a_prompt_share_its_full_blocks_in_the_same_step() -> None:
     requests = [simulation.add([0, 1, 1, 0, 1, 0, 0, 1, 1, 1], 4) for _ in range(3)]
     plan = simulation.step()
     assert plan.prefill == [(requests[0], 0, 9), (requests[1], 8, 1), (requests[2], 8, 1)]
-    assert list(plan.admitted.values()) == [0, 1, 1]  # blocks found in the cache
+    assert list(plan.admitted.values()) == [0, 2, 2]  # blocks found in the cache
     assert simulation.pool.num_blocks - simulation.pool.num_free == 2 + 3
 
 
