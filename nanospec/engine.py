@@ -19,19 +19,19 @@ from torch import Tensor
 from bench.simulation import Simulation
 
 from .blocks import BlockPool
-from .bucket_policy import BucketCosts, BucketPolicy
 from .config import EngineConfig
+from .costs import StepCosts
 from .drafters import make_drafter
 from .graphs import StepGraphs, progress_bar
 from .kernels.dispatch import use_triton
 from .kernels.sampling.logprobs import Logprobs
 from .kernels.speculation import commit
-from .kernels.speculation.proposal import MODEL
+from .kernels.speculation.proposal import DRAFTERS, MODEL
 from .memory import plan_cache
 from .metrics import STAGES, Metrics
 from .models.decoder import Model
 from .models.heads import Heads
-from .policy import AutoPolicy, FixedPolicy, Policy
+from .policy import AutoPolicy, Policy
 from .request import Request, StepOutput, as_dict, check_request, reported
 from .runner import Runner
 from .sampling import SamplingParams
@@ -134,15 +134,16 @@ class Engine:
         """How K is chosen; times what has to be timed."""
         spec = self.config.spec
         if self.drafter is None or spec.num_speculative_tokens != "auto":
-            return FixedPolicy()
+            return Policy()
         if self.graphs is None:
             self.drafter.measure()
-            cost = self.runner.measure_cost()
-            return AutoPolicy(cost, spec.prompt_lookup_max, propose_ms=self.drafter.ms)
+            costs = self.runner.measure_cost()
+            costs.propose = self.drafter.ms
+            return AutoPolicy(costs, DRAFTERS.index(spec.method.split("+")[-1]))
         if self.config.lazy_capture:  # what costs are to be known of must be recorded
             self.graphs.record_all(progress_bar("Recording steps"))
         context = min(TIMED_CONTEXT, self.max_model_len // 2)
-        return BucketPolicy(BucketCosts(self.graphs.cost_table(context, progress_bar("Timing steps"))))
+        return AutoPolicy(StepCosts(self.graphs.cost_table(context, progress_bar("Timing steps"))))
 
     def report(self) -> dict[str, object]:
         """The counters of `metrics`, what recording took, and the measured times of steps."""
@@ -154,18 +155,11 @@ class Engine:
                 "bytes": self.graphs.bytes,
                 "fallbacks": self.graphs.fallbacks,
             }
-        if isinstance(self.policy, BucketPolicy):
-            found["step_ms_by_batch_and_k"] = self.policy.costs.ms
-        elif isinstance(self.policy, AutoPolicy):
-            found["step_ms_by_tokens"] = self.step_costs()
-        return found
+        return found | (self.policy.costs.report() if self.policy.costs else {})
 
     def step_costs(self) -> dict[int, float]:
         """Measured ms of a step of one request, by the number of tokens it scores."""
-        if isinstance(self.policy, BucketPolicy):
-            return {k + 1: ms for k, ms in self.policy.costs.of(1).items()}
-        cost = self.policy.cost if isinstance(self.policy, AutoPolicy) else self.runner.measure_cost()
-        return dict(zip(cost.tokens, cost.ms, strict=True))
+        return (self.policy.costs or self.runner.measure_cost()).of_one_row()
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
@@ -282,8 +276,8 @@ class Engine:
         """Queue a step of these requests."""
         rows = [request.row for request in requests]
         own = [request.params.num_speculative_tokens for request in requests]
-        limit = self.max_k
-        k = self.policy.choose(rows, max(limit if n is None else min(n, limit) for n in own))
+        limits = [self.max_k if n is None else min(n, self.max_k) for n in own]
+        k = self.policy.choose(rows, limits)
         self.metrics.num_forward_steps += 1
         passes = k
         if k and self.graphs is None and self.drafter is not None and self.drafter.has_model:
@@ -332,7 +326,7 @@ class Engine:
                 continue  # by the host, after this step was queued
             touched.append(request)
             if flight.k:
-                self.policy.observe(row, match, drafted, accepted)
+                self.policy.observe(row, drafter, match, drafted, accepted)
             before = request.num_tokens
             if drafter == MODEL:  # its last draft was never fed to it
                 request.num_draft_computed = before + min(accepted, max(drafted - 1, 0))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.simulation import Simulation
 
-from .costs import CostTable, forward_cost, kv_shape
+from .costs import StepCosts, forward_cost, kv_shape
 from .drafters import Drafter
 from .drafters.base import nothing
 from .kernels.batch import Batch
@@ -137,7 +137,9 @@ class Runner:
                 return StepResult(nobody, nobody, nobody[:, 0], logits)
             proposal = self._propose(running, k, passes, max_kv_len)
             if k:
-                proposal = proposal._replace(num_drafts=policy.limit(running, proposal))
+                by_row = (proposal.drafter, proposal.num_drafts, proposal.match_len)
+                taken = running.new_tensor(policy.cut(rows, *(column.tolist() for column in by_row)))
+                proposal = proposal._replace(num_drafts=taken)
             running, input_ids, batch = self._lay_out(running, proposal, k)
             input_ids, batch = pack(input_ids, batch, max_kv_len)
         return self._score(running, proposal, batch, input_ids)
@@ -233,7 +235,7 @@ class Runner:
                 self.drafter.rehearse(self.state, count)
             yield
 
-    def measure_cost(self) -> CostTable:
+    def measure_cost(self) -> StepCosts:
         """Time the forward pass by the number of tokens scored. Writes nothing to the cache."""
         return forward_cost(self.model, self.kv_cache, self.state.block_table, self.block_size)
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..costs import CostTable, forward_cost, kv_shape
+from ..costs import StepCosts, forward_cost, kv_shape
 from ..kernels.batch import Batch
 from ..kernels.dispatch import use_triton
 from ..kernels.layer.linear import linear, pack
@@ -66,7 +66,7 @@ class ModelDrafter(Drafter):
         self._table = state.block_table
         self.num_rows = len(state.num_tokens)
         self.computed = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=model.device)
-        self._cost: CostTable | None = None
+        self._cost: StepCosts | None = None
 
     def admit(self, row: int, num_computed: int) -> None:
         self.computed[row] = num_computed
@@ -222,4 +222,4 @@ class ModelDrafter(Drafter):
         self._cost = forward_cost(self.model, self.kv_cache, self._table, self.block_size)
 
     def ms(self, batch: int, passes: int) -> float:
-        return passes * self._cost.step(batch) if self._cost else 0.0
+        return passes * self._cost.cost(batch, batch) if self._cost else 0.0

@@ -11,7 +11,7 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
-from nanospec.costs import CostTable
+from nanospec.costs import StepCosts
 from nanospec.drafters import draft_model
 from nanospec.drafters.medusa import tree_paths
 from nanospec.kernels import dispatch
@@ -133,7 +133,7 @@ def test_a_draft_model_catches_up_with_what_others_drafted_or_nobody(model: Mode
     """Steps without drafts, and steps that n-gram lookup drafted for, leave its cache behind."""
     engine = make_engine(model, 4, guess=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
     choose, rng = engine.policy.choose, random.Random(0)
-    engine.policy.choose = lambda rows, most: choose(rows, most) if rng.random() < 0.4 else 0  # type: ignore
+    engine.policy.choose = lambda rows, limits: choose(rows, limits) if rng.random() < 0.4 else 0  # type: ignore
     requests = run(engine, plain_jobs(2, 9, temperature=0.7))
     by = engine.metrics.spec.by_drafter
     assert by["draft"][1] == by["draft"][2] > 30
@@ -300,8 +300,7 @@ def test_a_draft_model_that_does_not_pay_is_hardly_run(
         model, "auto", guess=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400
     )
     policy: Any = engine.policy
-    policy.cost = CostTable([1, 64], [10.0, 40.0])
-    policy.propose_ms = lambda rows, passes: 5.0 * passes
+    policy.costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, passes: 5.0 * passes)
     sizes = draft_prefills(engine, monkeypatch)
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=300))])
     assert len(sizes) <= 25
@@ -378,6 +377,6 @@ def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
             max_model_len=48,
         )  # fmt: skip
         choose, steps = engine.policy.choose, iter([0] * 5)
-        engine.policy.choose = lambda rows, most: next(steps, choose(rows, most))  # type: ignore
+        engine.policy.choose = lambda rows, limits: next(steps, choose(rows, limits))  # type: ignore
         [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))])
     assert request.stats.num_drafted == request.stats.num_accepted > 0

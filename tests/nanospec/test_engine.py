@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.models.decoder import Model
-from nanospec.policy import FixedPolicy
+from nanospec.policy import Policy
 from nanospec.request import Request, Status
 from nanospec.sampling import SamplingParams
 from tests.drive import (
@@ -244,7 +244,7 @@ def test_without_speculation_nothing_is_proposed(
     def fail(*args: object) -> None:
         raise AssertionError("proposing work was done")
 
-    for kind, name in ((NgramDrafter, "propose"), (AutoPolicy, "limit")):
+    for kind, name in ((NgramDrafter, "propose"), (AutoPolicy, "cut")):
         monkeypatch.setattr(kind, name, fail)
     engine = make_engine(model, k)
     [request] = run(engine, [Job([1, 2, 1, 2, 1], SamplingParams(temperature=0, max_tokens=9))])
@@ -257,8 +257,8 @@ def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the
 ) -> None:
     events: list[tuple[Any, ...]] = []
 
-    class Spy(FixedPolicy):
-        def observe(self, row: int, match_len: int, drafted: int, accepted: int) -> None:
+    class Spy(Policy):
+        def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
             events.append((row, drafted, accepted))
 
         def reset(self, row: int) -> None:
