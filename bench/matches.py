@@ -21,14 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nanospec.bucket_policy import BucketPolicy
 
 from bench import common, roofline, traces
-from bench.simulate import bucket_costs, cpu_costs, packed_costs
-from bench.strategies import AutoBucket, AutoPacked, FixedPacked, simulate
+from bench.simulate import cpu_costs, packed_costs, recorded_costs
+from bench.strategies import Fixed, automatic, simulate
 from bench.traces import Text
 from nanospec.models.hub import resolve_model
-from nanospec.policy import AutoPolicy
 from nanospec.text.tokenizer import Tokenizer
 
 MATCHES: tuple[tuple[str, int, int], ...] = (
@@ -41,26 +39,26 @@ MATCHES: tuple[tuple[str, int, int], ...] = (
 def matches(texts: Mapping[str, list[Text]], machine: roofline.Machine) -> list[dict[str, Any]]:
     """By choice of match: what lookup brings with 8 drafts, and the automatic speed-up with up to 16."""
     cpu, gpu = cpu_costs(), packed_costs("qwen3-8b", 64, machine)
-    bucket = bucket_costs("qwen3-0.6b", (64,), machine)
+    recorded = recorded_costs("qwen3-0.6b", (64,), machine)
+    systems = {  # rows, costs, ms per token without drafts
+        "cpu_B1": (1, cpu, cpu.cost(1, 1)),
+        "cpu_B4": (4, cpu, cpu.cost(4, 4) / 4),
+        "packed_8b_B64": (64, gpu, gpu.cost(64, 64) / 64),
+        "bucket_0.6b_B64": (64, recorded, recorded.cost(64, 64) / 64),
+    }
     rows = []
     for pick, low, high in MATCHES:
         matcher = traces.replay_earliest if pick == "earliest" else traces.replay
         row: dict[str, Any] = {"pick": pick, "min": low, "max": high, "workloads": {}}
         for name, group in texts.items():
             source = [matcher(text, low, high) for text in group]
-            fixed = simulate(source, 1, FixedPacked(8, cpu), 6000)
-            runs = {
-                "cpu_B1": (1, AutoPacked(AutoPolicy(cpu, high)), 1 / cpu.step(1)),
-                "cpu_B4": (4, AutoPacked(AutoPolicy(cpu, high)), 4 / cpu.step(4)),
-                "packed_8b_B64": (64, AutoPacked(AutoPolicy(gpu, high)), 64 / gpu.step(64)),
-                "bucket_0.6b_B64": (64, AutoBucket(BucketPolicy(bucket)), 64 / bucket.of(64)[0]),
-            }
+            fixed = simulate(source, 1, Fixed(8, cpu), 6000)
             row["workloads"][name] = {
                 "tokens_per_step": round(fixed.tokens / fixed.steps, 3),
                 "acceptance": round(fixed.accepted / max(fixed.drafted, 1), 3),
                 "speedup": {
-                    key: round(simulate(source, B, strategy, max(6000, 200 * B)).rate / plain, 3)
-                    for key, (B, strategy, plain) in runs.items()
+                    key: round(simulate(source, B, automatic(costs), max(6000, 200 * B)).rate * plain, 3)
+                    for key, (B, costs, plain) in systems.items()
                 },
             }
         rows.append(row)

@@ -4,12 +4,11 @@
 
 B requests run at once, taking the next text when one ends. Each step a policy says how many drafts are
 verified; the traces (`traces.py`) say how many of them are right; the cost table says how long it took.
-Two ways to run a step:
+Two forms of a step, one policy:
 
-* packed: every row pays for its own drafts, which are known when their number is chosen (`AutoPolicy`;
-  the CPU's way)
-* bucket: one K for the whole batch, chosen before the drafts are known, every row padded to K + 1
-  tokens; results are known one step late (`BucketPolicy`; the way of captured graphs)
+* packed: every row pays for its own drafts, which are known when their number is chosen (the CPU's way)
+* recorded: one K for the whole batch, chosen before the drafts are known, every row padded to K + 1
+  tokens; results are known one step late (the way of captured graphs)
 
 Reported is the speed-up over K = 0 for every fixed K, the automatic choice and an oracle that knows
 which drafts will be accepted; *regret* is what the automatic choice loses against the best fixed K, known
@@ -28,23 +27,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nanospec.bucket_policy import BucketCosts, BucketPolicy
 
 from bench import common, roofline, traces
-from bench.strategies import (
-    AutoBucket,
-    AutoPacked,
-    FixedBucket,
-    FixedPacked,
-    OracleBucket,
-    OraclePacked,
-    Strategy,
-    simulate,
-)
+from bench.strategies import Fixed, Oracle, Strategy, automatic, simulate
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.config import SpecConfig
+from nanospec.costs import StepCosts
 from nanospec.models.hub import resolve_model
-from nanospec.policy import AutoPolicy, CostTable
 from nanospec.text.tokenizer import Tokenizer
 
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -53,35 +42,26 @@ STEADY = (10000, 400)  # tokens of a run: at least, and per row
 CPU_MS = {1: 9.6, 2: 9.7, 4: 9.9, 8: 10.7, 16: 12.5, 32: 17.0, 64: 27.0}  # by tokens per step
 
 
-def oracle(source: Sequence[Trace], B: int, make: Any, tokens: int, start: float) -> float:
+def oracle(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int, start: float) -> float:
     """The best rate with known drafts (Dinkelbach's iteration: what pays depends on the rate)."""
     rate = start
     for _ in range(3):
-        rate = max(rate, simulate(source, B, make(rate), tokens).rate)
+        rate = max(rate, simulate(source, B, Oracle(costs, rate), tokens).rate)
     return rate
 
 
-def compare(source: Sequence[Trace], B: int, cost: CostTable | BucketCosts, tokens: int) -> dict[str, Any]:
+def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> dict[str, Any]:
     """Speed-up over K = 0 of every fixed K, automatic and oracle."""
-    strategies: dict[str, Strategy]
-    max_match = max(max(trace.match) for trace in source)
-    if isinstance(cost, CostTable):
-        plain = B / cost.step(B)
-        strategies = {f"K={k}": FixedPacked(k, cost) for k in KS if k}
-        strategies["auto"] = AutoPacked(AutoPolicy(cost, max_match))
-        make: Any = lambda rate: OraclePacked(cost, rate)  # noqa: E731
-    else:
-        costs = cost.of(B)
-        plain = B / costs[0]
-        strategies = {f"K={k}": FixedBucket(k, costs) for k in costs if k}
-        strategies["auto"] = AutoBucket(BucketPolicy(cost))
-        make = lambda rate: OracleBucket(costs, rate)  # noqa: E731
+    ks = costs.by_k(B) if costs.recorded else KS
+    strategies: dict[str, Strategy] = {f"K={k}": Fixed(k, costs) for k in ks if k}
+    strategies["auto"] = automatic(costs)
+    plain = B / costs.cost(B, B)
     speed = {"K=0": 1.0}
     outcomes = {name: simulate(source, B, strategy, tokens) for name, strategy in strategies.items()}
     speed |= {name: outcome.rate / plain for name, outcome in outcomes.items()}
     fixed = {name: s for name, s in speed.items() if name != "auto"}
     best = max(fixed, key=fixed.__getitem__)
-    upper = oracle(source, B, make, tokens, max(speed.values()) * plain) / plain
+    upper = oracle(source, B, costs, tokens, max(speed.values()) * plain) / plain
     auto = outcomes["auto"]
     return {
         "speedup": {name: round(s, 3) for name, s in speed.items()},
@@ -96,22 +76,22 @@ def compare(source: Sequence[Trace], B: int, cost: CostTable | BucketCosts, toke
 # ---- costs -------------------------------------------------------------------------------------
 
 
-def packed_costs(model: str, B: int, machine: roofline.Machine) -> CostTable:
+def packed_costs(model: str, B: int, machine: roofline.Machine) -> StepCosts:
     """Of steps of B rows by the tokens they score, from the roofline."""
     config = roofline.MODELS[model]
     sizes = sorted({B + round(B * MAX_DRAFTS * i / 32) for i in range(33)})
-    return CostTable(sizes, [_ms(config, B, n / B - 1, machine) for n in sizes])
+    return StepCosts(packed={n: _ms(config, B, n / B - 1, machine) for n in sizes})
 
 
-def cpu_costs() -> CostTable:
+def cpu_costs() -> StepCosts:
     """Of SmolLM2-135M on two cores."""
-    return CostTable(list(CPU_MS), list(CPU_MS.values()))
+    return StepCosts(packed=CPU_MS)
 
 
-def bucket_costs(model: str, batches: Sequence[int], machine: roofline.Machine) -> BucketCosts:
+def recorded_costs(model: str, batches: Sequence[int], machine: roofline.Machine) -> StepCosts:
     """Of every (B, K), from the roofline."""
     config = roofline.MODELS[model]
-    return BucketCosts({B: {K: _ms(config, B, K, machine) for K in KS} for B in batches})
+    return StepCosts({B: {K: _ms(config, B, K, machine) for K in KS} for B in batches})
 
 
 def _ms(config: Any, B: int, K: float, machine: roofline.Machine) -> float:
@@ -120,10 +100,10 @@ def _ms(config: Any, B: int, K: float, machine: roofline.Machine) -> float:
     return below + part * (roofline.account(config, B, low + 1).estimate(machine) - below) if part else below
 
 
-def load_costs(path: Path) -> BucketCosts:
+def load_costs(path: Path) -> StepCosts:
     """A measured table: {"cost": {"B": {"K": ms}}}."""
     table = json.loads(path.read_text())["cost"]
-    return BucketCosts({int(B): {int(k): float(ms) for k, ms in row.items()} for B, row in table.items()})
+    return StepCosts({int(B): {int(k): float(ms) for k, ms in row.items()} for B, row in table.items()})
 
 
 # ---- what is shown -----------------------------------------------------------------------------
@@ -152,17 +132,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = roofline.Machine()
     groups = {name: [traces.replay(t, args.min, args.max) for t in group] for name, group in texts.items()}
     groups["mixed"] = mixed(groups)
-    systems: dict[str, dict[int, CostTable | BucketCosts]] = {
+    systems: dict[str, dict[int, StepCosts]] = {
         "packed, CPU, smollm2-135m": {B: cpu_costs() for B in args.batch if B <= 16},
     }
     for model in ("qwen3-0.6b", "qwen3-8b"):
-        bucket = bucket_costs(model, args.batch, machine)
-        systems[f"bucket, H200, {model}"] = dict.fromkeys(args.batch, bucket)
+        recorded = recorded_costs(model, args.batch, machine)
+        systems[f"recorded, H200, {model}"] = dict.fromkeys(args.batch, recorded)
         systems[f"packed, H200, {model}"] = {B: packed_costs(model, B, machine) for B in args.batch}
     if args.costs:
         measured = load_costs(args.costs)
-        sizes = [B for B in args.batch if B <= measured.sizes[-1]]  # noqa: SIM300
-        systems = {f"bucket, {args.costs.stem}": dict.fromkeys(sizes, measured)}
+        sizes = [B for B in args.batch if B <= max(measured.recorded)]  # noqa: SIM300
+        systems = {f"recorded, {args.costs.stem}": dict.fromkeys(sizes, measured)}
     result = {
         system: {
             name: {B: compare(group, B, cost, max(STEADY[0], STEADY[1] * B)) for B, cost in costs.items()}
@@ -189,6 +169,11 @@ def show(system: str, by_name: dict[str, dict[int, dict[str, Any]]]) -> None:
             for B, r in by_batch.items()
         ]
         print(f"  {name:15} " + "   ".join(cells))
+    runs = [r for by_batch in by_name.values() for r in by_batch.values()]
+    print(
+        f"  at least {min(r['auto_to_best_fixed'] for r in runs):.1%} of the best fixed K (limit 95 %), "
+        f"{min(r['speedup']['auto'] for r in runs):.1%} of K=0 (limit 98 %)"
+    )
 
 
 def plot(result: dict[str, dict[str, dict[int, dict[str, Any]]]], path: Path) -> None:

@@ -31,7 +31,6 @@ from bench import common, roofline
 from bench.simulation import SyntheticWorker
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
-from nanospec.timing import replay_ms
 from nanospec.device import synchronize
 from nanospec.drafters.base import Drafter, guesses, nothing
 from nanospec.drafters.draft_model import ModelDrafter
@@ -43,6 +42,7 @@ from nanospec.kernels.speculation.layout import lay_out
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
+from nanospec.timing import replay_ms
 from nanospec.worker import Worker
 
 Make = Callable[[SpecConfig], Drafter]

@@ -1,23 +1,23 @@
 """Who decides how many drafts are verified, and the loop that runs them against traces.
 
-A `Batch` of requests steps through its traces; a `Strategy` plans each step and learns from it. Packed
-strategies let every row pay for its own drafts, bucket strategies pad every row to K + 1 tokens and
-learn one step late; see `simulate.py`.
+A `Batch` of requests steps through its traces; a `Strategy` plans each step and learns from it. In packed
+steps every row pays for its own drafts, in recorded ones all rows pay for K + 1 tokens and what a step
+gave is known one step late; see `simulate.py`.
 """
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from nanospec.bucket_policy import BucketPolicy
-
 from bench.traces import MAX_DRAFTS, Trace
-from nanospec.kernels.speculation.proposal import Proposal
-from nanospec.policy import AutoPolicy, CostTable
+from nanospec.costs import StepCosts
+from nanospec.kernels.codes import NOBODY
+from nanospec.policy import AutoPolicy, Policy
+
+NGRAM = 0  # the only drafter
 
 
 class Batch:
@@ -71,44 +71,67 @@ class Strategy(ABC):
         """What the step gave, by row. Not every strategy learns."""
 
 
+def step_ms(costs: StepCosts, k: int, drafts: Sequence[int]) -> float:
+    """What a step of speculation length `k` costs that verifies so many drafts of each row."""
+    B = len(drafts)
+    return costs.cost(B, B * (k + 1) if costs.recorded else B + sum(drafts))
+
+
 @dataclass
-class FixedPacked(Strategy):
+class Fixed(Strategy):
     k: int
-    cost: CostTable
+    costs: StepCosts
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         drafts = batch.offered(self.k)
-        return drafts, self.cost.step(len(batch) + sum(drafts))
+        return drafts, step_ms(self.costs, self.k, drafts)
 
 
-@dataclass
-class AutoPacked(Strategy):
-    policy: AutoPolicy
+class Auto(Strategy):
+    def __init__(self, policy: Policy, costs: StepCosts) -> None:
+        self.policy, self.costs = policy, costs
+        self.lag = int(bool(costs.recorded))
+        self.seen: list[tuple[int, list[int], list[int], list[int], list[int], list[int]]] = []
+        self.k = 0
+        self.drafter: list[int] = []
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
-        rows = torch.arange(len(batch), dtype=torch.int32)
-        offered, match = (torch.tensor(x, dtype=torch.int32) for x in (batch.offered(), batch.match()))
-        proposal = Proposal(rows[:, None], offered, rows[:, None], match, rows * 0)
-        drafts = self.policy.limit(rows, proposal).tolist()
-        return drafts, self.policy.cost.step(len(batch) + sum(drafts))
+        rows = range(len(batch))
+        self.k = self.policy.choose(rows, [MAX_DRAFTS] * len(batch))
+        drafts = batch.offered(self.k)
+        self.drafter = [NGRAM if n else NOBODY for n in drafts]
+        if self.costs.packed:
+            drafts = self.policy.cut(rows, self.drafter, drafts, batch.match())
+        return drafts, step_ms(self.costs, self.k, drafts)
 
     def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:
-        for row, seen in enumerate(zip(match, drafted, accepted)):
-            self.policy.observe(row, *seen)
-        for row in ended:
-            self.policy.reset(row)
+        self.seen.append((self.k, self.drafter, match, drafted, accepted, ended))
+        if len(self.seen) > self.lag:
+            k, *columns, ended = self.seen.pop(0)
+            for row, seen in enumerate(zip(*columns, strict=True) if k else ()):
+                self.policy.observe(row, *seen)
+            for row in ended:
+                self.policy.reset(row)
+
+
+def automatic(costs: StepCosts) -> Auto:
+    return Auto(AutoPolicy(costs), costs)
 
 
 @dataclass
-class OraclePacked(Strategy):
-    """Verifies right drafts only, as many as pay at the rate (tokens per ms) that it achieves."""
+class Oracle(Strategy):
+    """Knows which drafts are right, and verifies as many as pay at the rate (tokens per ms) that it
+    achieves: of a packed step right ones only, of a recorded one as many for every row."""
 
-    cost: CostTable
+    costs: StepCosts
     rate: float
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
+        return (self._recorded if self.costs.recorded else self._packed)(batch)
+
+    def _packed(self, batch: Batch) -> tuple[list[int], float]:
         B, right = len(batch), batch.right()
-        step = [self.cost.step(B + n) for n in range(sum(right) + 1)]
+        step = [self.costs.cost(B, B + n) for n in range(sum(right) + 1)]
         number = max(range(len(step)), key=lambda n: n - self.rate * step[n])
         drafts, left = [0] * B, number
         for b, n in enumerate(right):
@@ -116,51 +139,10 @@ class OraclePacked(Strategy):
             left -= drafts[b]
         return drafts, step[number]
 
-
-@dataclass
-class FixedBucket(Strategy):
-    k: int
-    costs: Mapping[int, float]
-
-    def plan(self, batch: Batch) -> tuple[list[int], float]:
-        return batch.offered(self.k), self.costs[self.k]
-
-
-class AutoBucket(Strategy):
-    def __init__(self, policy: BucketPolicy, lag: int = 1) -> None:
-        self.policy, self.lag = policy, lag
-        self.seen: list[tuple[int, list[int], list[int], list[int], list[int]]] = []
-        self.k = 0
-
-    def plan(self, batch: Batch) -> tuple[list[int], float]:
-        self.k = self.policy.choose(range(len(batch)), MAX_DRAFTS)
-        return batch.offered(self.k), self.policy.costs.of(len(batch))[self.k]
-
-    def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:
-        self.seen.append((self.k, match, drafted, accepted, ended))
-        if len(self.seen) > self.lag:
-            k, match, drafted, accepted, ended = self.seen.pop(0)
-            for row, result in enumerate(zip(match, drafted, accepted) if k else ()):
-                self.policy.observe(row, *result)
-            for row in ended:
-                self.policy.reset(row)
-
-
-@dataclass
-class OracleBucket(Strategy):
-    """Takes the K that pays best for the drafts at hand, at the rate (tokens per ms) that it achieves."""
-
-    costs: Mapping[int, float]
-    rate: float
-
-    def plan(self, batch: Batch) -> tuple[list[int], float]:
-        right = batch.right()
-
-        def value(k: int) -> float:
-            return sum(min(n, k) for n in right) - self.rate * self.costs[k]
-
-        k = max(self.costs, key=value)
-        return batch.offered(k), self.costs[k]
+    def _recorded(self, batch: Batch) -> tuple[list[int], float]:
+        right, ms = batch.right(), self.costs.by_k(len(batch))
+        k = max(ms, key=lambda k: sum(min(n, k) for n in right) - self.rate * ms[k])
+        return batch.offered(k), ms[k]
 
 
 @dataclass(frozen=True)

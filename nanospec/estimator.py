@@ -26,7 +26,7 @@ DECAY, COMMON_DECAY = 0.9, 0.995  # weight of the past at each observation: of a
 # How many of a row's own trials the common record counts for: first drafts in the situation UNKNOWN and in
 # others, which tell more than the row does, and further drafts.
 PRIOR_BEFORE, PRIOR_AFTER, PRIOR_ON = 4.0, 12.0, 16.0
-COARSE, FINE = 64, 256  # miss and full, on are rounded to such fractions: each curve is computed once
+COARSE, FINE = 64, 256  # miss and full, on are rounded to such parts: small hopes to 0, few curves to compute
 
 Situation = tuple[int, int]  # drafter, length of its match (0 for a model)
 UNKNOWN = (NOBODY, 0)
@@ -44,9 +44,10 @@ class _Rate:
         self.right = self.right * decay + right
         self.tried = self.tried * decay + tried
 
-    def over(self, prior: _Rate, weight: float) -> float:
-        """The rate, with `prior`'s counted as so many trials."""
-        return (self.right + weight * prior.right / prior.tried) / (self.tried + weight)
+    def over(self, prior: _Rate, weight: float, parts: int) -> float:
+        """The rate, with `prior`'s counted as so many trials, rounded to 1 / `parts`."""
+        rate = (self.right + weight * prior.right / prior.tried) / (self.tried + weight)
+        return round(rate * parts) / parts
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class _Record:
     full: _Rate = field(default_factory=_Rate)
     on: _Rate = field(default_factory=_Rate)
     weight: float = 0.0  # of a common record: how many of a row's first drafts it counts for
-    rounded: Chances | None = None  # of a row when it was last observed
+    chances: Chances | None = None  # of a row when it was last observed
 
     def add(self, copying: bool, drafted: int, accepted: int, decay: float) -> None:
         (self.full if copying else self.miss).add(accepted > 0, 1, decay)
@@ -66,15 +67,16 @@ class _Record:
 
     def over(self, common: _Record) -> Chances:
         """The chances of a row with this record, those of all rows mixed in."""
-        miss, full = self.miss.over(common.miss, common.weight), self.full.over(common.full, common.weight)
-        return miss, full, self.on.over(common.on, PRIOR_ON)
+        miss = self.miss.over(common.miss, common.weight, COARSE)
+        full = self.full.over(common.full, common.weight, COARSE)
+        return miss, full, self.on.over(common.on, PRIOR_ON, FINE)
 
 
 class Estimator:
     """How likely drafts are right; see the module docstring."""
 
     def __init__(self) -> None:
-        self._common: dict[Situation, _Record] = {}
+        self._common = {UNKNOWN: _Record(_Rate(1, 2), _Rate(3, 4), _Rate(3, 4), PRIOR_BEFORE)}
         self._own: defaultdict[tuple[int, int], _Record] = defaultdict(_Record)  # by row and drafter
         self._copying: set[int] = set()  # rows whose last step was accepted in full
 
@@ -87,15 +89,15 @@ class Estimator:
         self, rows: Sequence[int], limits: Sequence[int], situation: Situation, ks: tuple[int, ...]
     ) -> list[float]:
         """What all rows together give per step, for each K."""
-        drafter, own, new = situation[0], self._own, _rounded(_Record().over(self._of_all(situation)))
-        chances = [own[row, drafter].rounded or new for row in rows]
+        drafter, own, new = situation[0], self._own, _Record().over(self._of_all(situation))
+        chances = [own[row, drafter].chances or new for row in rows]
         return [sum(tokens) for tokens in zip(*map(tokens_per_step, chances, repeat(ks), limits))]
 
     def observe(self, row: int, situation: Situation, drafted: int, accepted: int) -> None:
         own, common, copying = self._own[row, situation[0]], self._of_all(situation), row in self._copying
         own.add(copying, drafted, accepted, DECAY)
         common.add(copying, drafted, accepted, COMMON_DECAY)
-        own.rounded = _rounded(own.over(common))
+        own.chances = own.over(common)
         (self._copying.add if 0 < drafted == accepted else self._copying.discard)(row)
 
     def reset(self, row: int) -> None:
@@ -106,14 +108,9 @@ class Estimator:
     def _of_all(self, situation: Situation) -> _Record:
         if situation not in self._common:
             n = situation[1]  # a priori n tokens go on with (n + 1) / (n + 2); accepted drafts make them more
-            rates = _Rate(n + 1, n + 2), _Rate(n + 3, n + 4), _Rate(n + 3, n + 4)
-            self._common[situation] = _Record(*rates, PRIOR_BEFORE if situation == UNKNOWN else PRIOR_AFTER)
+            first, further = _Rate((n + 1) / (n + 2), 1), (n + 3) / (n + 4)
+            self._common[situation] = _Record(first, _Rate(further, 1), _Rate(further, 1), PRIOR_AFTER)
         return self._common[situation]
-
-
-def _rounded(chances: Chances) -> Chances:
-    miss, full, on = chances
-    return round(miss * COARSE) / COARSE, round(full * COARSE) / COARSE, round(on * FINE) / FINE
 
 
 @lru_cache(maxsize=1 << 16)

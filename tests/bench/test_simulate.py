@@ -6,35 +6,33 @@ import random
 from pathlib import Path
 
 import pytest
-from nanospec.bucket_policy import BucketCosts, BucketPolicy
 
 from bench import simulate, traces
 from bench.roofline import Machine
 from bench.simulate import compare
-from bench.strategies import AutoBucket, AutoPacked, FixedBucket, FixedPacked, Strategy, run_trace
+from bench.strategies import Fixed, automatic, run_trace
 from bench.traces import MAX_DRAFTS, Text, Trace, replay, replay_earliest, synthetic
-from nanospec.policy import AutoPolicy, CostTable
+from nanospec.costs import StepCosts
 
 H200 = Machine()
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
-def packed(B: int, shape: str) -> CostTable:
+def step_costs(form: str, B: int, shape: str) -> StepCosts:
+    """Of packed or recorded steps of B rows."""
+    if form == "recorded":
+        if shape in simulate.roofline.MODELS:
+            return simulate.recorded_costs(shape, (B,), H200)
+        packed = step_costs("packed", B, shape)
+        return StepCosts(recorded={B: {K: packed.cost(B, B * (K + 1)) for K in simulate.KS}})
     match shape:
         case "flat":
-            return CostTable(list(SIZES), [10 + 0.001 * n for n in SIZES])
+            return StepCosts(packed={n: 10 + 0.001 * n for n in SIZES})
         case "cpu":
             return simulate.cpu_costs()
         case "linear":
-            return CostTable(list(SIZES), [10.0 * n for n in SIZES])
+            return StepCosts(packed={n: 10.0 * n for n in SIZES})
     return simulate.packed_costs(shape, B, H200)
-
-
-def bucket(B: int, shape: str) -> BucketCosts:
-    if shape in simulate.roofline.MODELS:
-        return simulate.bucket_costs(shape, (B,), H200)
-    table = packed(B, shape)
-    return BucketCosts({B: {K: table.step(B * (K + 1)) for K in simulate.KS}})
 
 
 # ---- traces ------------------------------------------------------------------------------------
@@ -87,17 +85,18 @@ def test_synthetic_traces_have_the_acceptance_asked_for() -> None:
 
 
 def test_without_drafts_every_step_gives_a_token_per_row() -> None:
-    source, cost = [synthetic(0.8, 1.0, 100, seed) for seed in range(4)], packed(4, "cpu")
-    for strategy in (FixedPacked(0, cost), FixedBucket(0, {0: cost.step(4)})):
-        outcome = simulate.simulate(source, 4, strategy, 1000)
+    source = [synthetic(0.8, 1.0, 100, seed) for seed in range(4)]
+    for form in ("packed", "recorded"):
+        costs = step_costs(form, 4, "cpu")
+        outcome = simulate.simulate(source, 4, Fixed(0, costs), 1000)
         assert (outcome.tokens, outcome.steps, outcome.drafted) == (1000, 250, 0)
-        assert outcome.rate == pytest.approx(4 / cost.step(4))
+        assert outcome.rate == pytest.approx(4 / costs.cost(4, 4))
 
 
 def test_fixed_drafts_give_the_expected_tokens() -> None:
     source = [synthetic(0.6, 1.0, 4000, seed) for seed in range(4)]
     for k in (1, 3, 8):
-        outcome = simulate.simulate(source, 2, FixedBucket(k, {k: 1.0}), 20_000)
+        outcome = simulate.simulate(source, 2, Fixed(k, StepCosts(recorded={2: {0: 1.0, k: 1.0}})), 20_000)
         expected = sum(0.6**j for j in range(k + 1))
         assert outcome.tokens / outcome.steps / 2 == pytest.approx(expected, rel=0.03)
 
@@ -105,37 +104,31 @@ def test_fixed_drafts_give_the_expected_tokens() -> None:
 @pytest.mark.parametrize("shape", ["flat", "cpu", "qwen3-8b", "linear"])
 @pytest.mark.parametrize("B", [1, 16, 64])
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9, 1.0])
-@pytest.mark.parametrize("mode", ["packed", "bucket"])
-def test_no_regret(mode: str, acceptance: float, B: int, shape: str) -> None:
+@pytest.mark.parametrize("form", ["packed", "recorded"])
+def test_no_regret(form: str, acceptance: float, B: int, shape: str) -> None:
     """At least 95 % of the best fixed K in hindsight, and 98 % of no speculation."""
     source = [synthetic(acceptance, 0.6, 300, seed) for seed in range(16)]
-    cost = packed(B, shape) if mode == "packed" else bucket(B, shape)
-    result = compare(source, B, cost, tokens=max(5000, 150 * B))
+    result = compare(source, B, step_costs(form, B, shape), tokens=max(5000, 150 * B))
     assert result["auto_to_best_fixed"] >= 0.95
     assert result["speedup"]["auto"] >= 0.98
     assert result["oracle"] >= max(result["speedup"].values())
 
 
 @pytest.mark.parametrize("shape", ["cpu", "qwen3-0.6b", "qwen3-8b", "linear"])
-@pytest.mark.parametrize("mode", ["packed", "bucket"])
-def test_wrong_matches_cost_at_most_two_percent(mode: str, shape: str) -> None:
+@pytest.mark.parametrize("form", ["packed", "recorded"])
+def test_wrong_matches_cost_at_most_two_percent(form: str, shape: str) -> None:
     """Lookup always finds something, and it is never right."""
     source = [Trace([3] * 400, [0] * 400) for _ in range(4)]
     for B in (1, 16):
-        cost = packed(B, shape) if mode == "packed" else bucket(B, shape)
-        assert compare(source, B, cost, tokens=4000)["speedup"]["auto"] >= 0.98
+        assert compare(source, B, step_costs(form, B, shape), tokens=4000)["speedup"]["auto"] >= 0.98
 
 
 @pytest.mark.parametrize("shape", ["cpu", "qwen3-8b"])
-@pytest.mark.parametrize("mode", ["packed", "bucket"])
-def test_a_request_that_turns_repetitive_is_noticed(mode: str, shape: str) -> None:
+@pytest.mark.parametrize("form", ["packed", "recorded"])
+def test_a_request_that_turns_repetitive_is_noticed(form: str, shape: str) -> None:
     """Within 60 steps; from then on most of each step's drafts are taken."""
     trace = Trace([3] * 600, [0] * 600) + synthetic(1.0, 1.0, 3000)
-    if mode == "packed":
-        strategy: Strategy = AutoPacked(AutoPolicy(packed(1, shape), 5))
-    else:
-        strategy = AutoBucket(BucketPolicy(bucket(1, shape)))
-    steps = run_trace(trace, strategy)
+    steps = run_trace(trace, automatic(step_costs(form, 1, shape)))
     turn = next(i for i, (at, _) in enumerate(steps) if at >= 600)
     assert sum(drafts for _, drafts in steps[100:turn]) < 1.2 * (turn - 100), "hardly any before"
     assert min(drafts for _, drafts in steps[turn + 60 : -2]) >= 8
@@ -150,4 +143,4 @@ def test_the_command_line_on_small_texts(
     monkeypatch.setattr(simulate, "STEADY", (200, 5))
     simulate.main(["--batch", "1", "4", "--tokenizer", str(smollm2), "--out", str(tmp_path)])
     assert (tmp_path / "simulate.json").is_file()
-    assert "bucket, H200, qwen3-8b" in capsys.readouterr().out
+    assert "recorded, H200, qwen3-8b" in capsys.readouterr().out

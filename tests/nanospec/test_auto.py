@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from nanospec.bucket_policy import BucketPolicy
 
 from nanospec.config import SamplingParams
+from nanospec.costs import StepCosts
 from nanospec.models.decoder import Model
 from nanospec.policy import AutoPolicy
 from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run, use
@@ -26,10 +26,11 @@ def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, 
         Job([2, 9, 4], SamplingParams(temperature=1.0, seed=2, max_tokens=60)),
     ]
     engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=eager, max_model_len=128)
-    assert isinstance(engine.policy, AutoPolicy if eager else BucketPolicy)
-    if isinstance(engine.policy, BucketPolicy):  # a step of this model costs microseconds: noise
-        for by_k in engine.policy.costs.ms.values():
-            by_k.update({k: 1 + 0.01 * k for k in by_k})
+    assert isinstance(engine.policy, AutoPolicy)
+    costs = engine.policy.costs
+    assert bool(costs.packed) == eager
+    if costs.recorded:  # a step of this model costs microseconds: noise
+        engine.policy.costs = smooth(costs, 0.01)
     requests = run(engine, jobs)
     for request, expected in zip(requests, alone(model, jobs, max_model_len=128), strict=True):
         assert_same(outcome(request), expected)
@@ -43,19 +44,18 @@ def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, 
         assert set(engine.worker.graphs.recordings) == set(engine.worker.graphs.buckets())
 
 
-def test_steps_without_drafts_teach_a_bucket_policy_nothing(model: Model) -> None:
+def smooth(costs: StepCosts, per_token: float) -> StepCosts:
+    """The same table with made-up times."""
+    recorded = {B: {k: 1 + per_token * k for k in by_k} for B, by_k in costs.recorded.items()}
+    return StepCosts(recorded, {n: 1 + per_token * n for n in costs.packed})
+
+
+def test_steps_without_drafts_teach_nothing(model: Model) -> None:
     engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=False)
     seen: list[int] = []
     policy = engine.policy
-    assert isinstance(policy, BucketPolicy)
-    observe = policy.observe
-
-    def spy(row: int, match_len: int, drafted: int, accepted: int) -> None:
-        seen.append(drafted)
-        observe(row, match_len, drafted, accepted)
-
-    policy.observe = spy  # type: ignore[method-assign]
-    policy.choose = lambda rows, most: 0  # type: ignore[method-assign]
+    policy.observe = lambda *seen_: seen.append(seen_[3])  # type: ignore[method-assign]
+    policy.choose = lambda rows, limits: 0  # type: ignore[method-assign]
     run(engine, [Job([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=8))])
     assert not seen
 
@@ -63,12 +63,8 @@ def test_steps_without_drafts_teach_a_bucket_policy_nothing(model: Model) -> Non
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
 def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
     engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=eager)
-    if isinstance(engine.policy, BucketPolicy):
-        for by_k in engine.policy.costs.ms.values():
-            by_k.update({k: 1 + 0.05 * k for k in by_k})
-    else:
-        assert isinstance(engine.policy, AutoPolicy)
-        engine.policy.cost.ms[:] = [1 + 0.05 * n for n in engine.policy.cost.tokens]
+    assert isinstance(engine.policy, AutoPolicy)
+    engine.policy.costs = smooth(engine.policy.costs, 0.05)
     use(engine, junk(model.config.vocab_size))
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=110))])
     assert request.stats.num_accepted <= request.stats.num_tokens // 10

@@ -12,12 +12,12 @@ from torch import Tensor
 
 import nanospec.graphs as graphs
 from nanospec import SamplingParams
-from nanospec.timing import replay_ms
 from nanospec.engine import Engine
 from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerRecording, StepGraphs, batch_sizes
 from nanospec.kernels import dispatch
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
+from nanospec.timing import replay_ms
 from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
 from tests.tape import TapeRecording
 from tests.tiny import tiny_model
