@@ -64,7 +64,8 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
     """silu(gate) * up of RMSNorm(x); weight is [2I, K], gate rows first; gives [T, I]."""
     if _gemm(x):
         return gemm.launch(x, weight, norm=norm, swiglu=True)
-    return naive_swiglu(rms_norm(x, norm), weight)
+    gate, up = naive(rms_norm(x, norm), weight).chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def _gemm(x: Tensor) -> bool:
@@ -85,11 +86,6 @@ def naive_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None =
     if len(rows) > len(x):
         residuals = residual.expand(2, -1)
     return torch.ops.mkldnn._linear_pointwise.binary(rows, residuals, weight, bias, "add")[: len(x)]
-
-
-def naive_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = naive(x, weight).chunk(2, -1)
-    return F.silu(gate) * up
 
 
 def _at_least_two(x: Tensor) -> Tensor:

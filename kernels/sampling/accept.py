@@ -101,9 +101,7 @@ def _drawn_from(proposal: Proposal, batch: Batch, b: int) -> Tensor | tuple[()]:
     return proposal.logits[b] if sampled and proposal.logits is not None else ()
 
 
-def _rejection(
-    scores: Tensor, guess: Tensor, draft: int, s: int, position: int, table: Table
-) -> int | None:
+def _rejection(scores: Tensor, guess: Tensor, draft: int, s: int, position: int, table: Table) -> int | None:
     """The target by rejection sampling; None where there is no p or no q."""
     if table.penalized[s]:
         guess = penalties.naive(guess, s, position, (), table)
@@ -171,9 +169,7 @@ def _select(batch, table, sampled, selected, K, pitch, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pitch"])
-def _decide(
-    inputs, p, guesses, q, targets, q_len, out, pitch, DRAWN: tl.constexpr, WIDTH: tl.constexpr
-):
+def _decide(inputs, p, guesses, q, targets, q_len, out, pitch, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
     query = scan.this_query(inputs.batch)
     s, t, i = query[0], query[1], query[3]
     b = tl.program_id(1)

@@ -61,9 +61,7 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
         num_kept, num_drafted, num_accepted, drafter, match_len, finished = line[:C]
         Q = (len(line) - C) // 2
         tokens, sources = line[C : C + num_kept], line[C + Q : C + Q + num_kept]
-        reports.append(
-            RowReport(tokens, num_drafted, num_accepted, drafter, match_len, finished, sources)
-        )
+        reports.append(RowReport(tokens, num_drafted, num_accepted, drafter, match_len, finished, sources))
     return reports
 
 
