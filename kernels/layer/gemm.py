@@ -22,8 +22,6 @@ its product; everything after is float32 up to the output. In fp16, |x * norm_we
 last program knows itself.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

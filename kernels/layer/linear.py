@@ -16,8 +16,6 @@ vendor's library with the norm as a launch of its own: for speculation to change
 not exceed `MAX_ROWS`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -8,8 +8,6 @@ online softmax (Dao et al., 2022). The key tiles before the diagonal need no mas
 equal those of `split_kv.py`, whose rows are short.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -20,8 +20,6 @@ more than two heads share a KV head; 268 MB for 64 rows of 8 queries, 32 heads o
 A graph needs it once for all layers.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -26,8 +26,6 @@ again, and over the draft's; `probabilities` reduces each distribution to four n
 targets, at most one pass over the vocabulary for a residual draw. Limits: those of `sample` and `commit`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -62,9 +60,7 @@ def accept(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal
 def naive(
     targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, lazy: bool = False
 ) -> Tensor:
-    """The specification in plain PyTorch; also the CPU path.
-
-    With `lazy` only the queries that verification will read get their targets, and `targets` may come
+    """With `lazy` only the queries that verification will read get their targets, and `targets` may come
     from a lazy `sample`.
     """
     rules = table.rule.masked_fill(table.temperature <= 0, EXACT).tolist()

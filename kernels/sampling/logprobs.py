@@ -13,8 +13,6 @@ of 4096 tokens of one row, and leaves the chunk's n largest, found one after ano
 `_finish` merges. Meant for the few rows that ask and an n of some 20; limit: chunks * n <= 8192.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 
@@ -58,7 +56,6 @@ def logprobs(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Log
 
 
 def naive(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-    """The specification in plain PyTorch; also the CPU path."""
     x = logits[index.long()].float()
     chosen = x.gather(1, tokens.long().clamp(min=0)[:, None])
     total = x.logsumexp(-1, keepdim=True)

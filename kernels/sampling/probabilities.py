@@ -6,8 +6,6 @@ probability of any token follows from its score. One program per query, one pass
 behind `scan`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ positions of their depth, and each the mask of its ancestors.
 Kernel: one program per row and 1024 pages.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -35,7 +33,6 @@ def lay_out(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
 
 
 def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
-    """The specification in plain PyTorch; also the CPU path."""
     index = rows.clamp(min=0)
     count = torch.where(table.finished[index] == RUNNING, proposal.num_drafts + 1, 0)
     base = (table.num_tokens[index] - 1).clamp(min=0)

@@ -7,8 +7,6 @@ step emitted, of which the kept ones count; the source of each, OWN for those th
 Kernel: one program per row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -76,7 +74,7 @@ def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def naive(batch: Batch, proposal: Proposal, verdict: Verdict, table: Table) -> Tensor:
-    """The specification in plain Python; also the CPU path."""
+    """In plain Python."""
     codes, sources = table.finished.tolist(), proposal.source.tolist()
     columns = (batch.rows, batch.q_len, proposal.drafter, proposal.match_len, *verdict)
     lines = []
