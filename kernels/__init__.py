@@ -1,5 +1,5 @@
-"""The hot path: one operation per file, each with `naive`, the plain PyTorch specification, and its
-Triton kernel. Needs torch and triton only and knows nothing of the engine above it.
+"""The hot path: one operation per file, each with `naive`, the plain PyTorch specification and CPU path,
+and `launch`, its Triton kernel. Needs torch and triton only and knows nothing of the engine above it.
 
 * `batch`, `table`: the tokens of a step; the request rows that a step reads and writes. Operations take
   both whole. `codes`: the numbers in them.

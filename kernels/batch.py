@@ -92,29 +92,11 @@ class Batch:
 
     @classmethod
     def of_chunks(cls, table: Table, chunks: Sequence[Chunk]) -> Batch:
-        """Pieces of the texts of request rows, packed, for prefill."""
-        rows, start, count = (
-            torch.tensor(column, dtype=torch.int32, device=table.device)
-            for column in zip(*chunks, strict=True)
-        )
-        total = sum(chunk.num_tokens for chunk in chunks)
-        q_start = (count.cumsum(0) - count).int()
-        b = torch.repeat_interleave(torch.arange(len(chunks), device=table.device), count, output_size=total)
-        positions = torch.arange(total, dtype=torch.int32, device=table.device) - q_start[b] + start[b]
-        pages = table.block_table[rows]
-        return cls(
-            rows=rows,
-            input_ids=table.tokens[rows[b], positions],
-            positions=positions,
-            slots=slots_of(pages, b, positions, table.block_size),
-            block_table=pages,
-            q_start=q_start,
-            q_len=count,
-            base_len=start,
-            max_q_len=max(chunk.num_tokens for chunk in chunks),
-            max_kv_len=max(chunk.start + chunk.num_tokens for chunk in chunks),
-            prefill=True,
-        )
+        """Pieces of the texts of request rows, packed, for prefill. Waits for the device."""
+        given = torch.tensor(chunks, dtype=torch.int32, device=table.device)
+        rows, start, count = given.T.contiguous()
+        width = max(chunk.num_tokens for chunk in chunks)
+        return replace(cls.of_grid(table, rows, start, count, width).packed(), rows=rows, prefill=True)
 
     @classmethod
     def of_grid(
@@ -175,7 +157,7 @@ class Batch:
     def tensors(self) -> Tensors:
         """What kernels take."""
         tensors = (getattr(self, name) for name in Tensors._fields[:-1])
-        return Tensors._make((*tensors, tl.constexpr(self.parents is not None)))
+        return Tensors._make((*tensors, tl.constexpr(self.ancestors is not None)))
 
     @property
     def num_rows(self) -> int:

@@ -3,8 +3,6 @@ CPU take `naive`. `NANOSPEC_KERNELS=triton|naive` or `forced(...)` overrides it,
 the whole engine on the kernels in Triton's interpreter (`TRITON_INTERPRET=1`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

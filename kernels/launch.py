@@ -4,8 +4,6 @@ The architecture is that of the device, or the one named in `targeting(...)`, wi
 `bench/compile.py` compiles every kernel for GPUs that are not there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

@@ -75,36 +75,19 @@ class Table(NamedTuple):
     ) -> Table:
         """A table of rows that belong to nobody: all zeros."""
         max_blocks = -(-max_context // block_size)
-        f32, i32 = torch.float32, torch.int32
-        wide, row = (vocab_size,), ()
-        kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "tokens": ((max_context,), i32),
-            "block_table": ((max_blocks,), i32),
-            "finished": (row, torch.int8),
-            "rule": (row, torch.int8),
-            "seed": (row, torch.int64),
-            "stop_ids": ((MAX_STOP_IDS,), i32),
-            "penalized": (row, torch.bool),
-            "bias": (wide, f32),
-            "in_prompt": (wide, torch.bool),
-            "output_counts": (wide, i32),
-            **dict.fromkeys(("num_tokens", "max_len", "limit", "min_n", "max_n", "width"), (row, i32)),
-            **dict.fromkeys(("top_k", "min_len"), (row, i32)),
-            **dict.fromkeys(("temperature", "top_p", "min_p"), (row, f32)),
-            **dict.fromkeys(("repetition", "presence", "frequency"), (row, f32)),
-        }
-        tensors = {
-            name: torch.zeros(num_rows, *shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in kinds.items()
-        }
-        return cls(
-            **tensors,
-            max_context=max_context,
-            max_blocks=max_blocks,
-            num_stops=MAX_STOP_IDS,
-            vocab_size=vocab_size,
-            block_size=block_size,
-        )
+        widths = {"tokens": max_context, "block_table": max_blocks, "stop_ids": MAX_STOP_IDS}
+        widths |= dict.fromkeys(("bias", "in_prompt", "output_counts"), vocab_size)
+        floats = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias")
+        dtypes = dict.fromkeys(floats, torch.float32) | {"seed": torch.int64}
+        dtypes |= dict.fromkeys(("finished", "rule"), torch.int8)
+        dtypes |= dict.fromkeys(("penalized", "in_prompt"), torch.bool)
+
+        def zeros(name: str) -> Tensor:
+            shape = (num_rows, widths[name]) if name in widths else (num_rows,)
+            return torch.zeros(shape, dtype=dtypes.get(name, torch.int32), device=device)
+
+        tensors = map(zeros, cls._fields[:-5])  # the last five are numbers
+        return cls._make((*tensors, max_context, max_blocks, MAX_STOP_IDS, vocab_size, block_size))
 
     @property
     def num_rows(self) -> int:

@@ -15,8 +15,6 @@ pieces of prompts (`prefill.py`) are walked tile by tile. Either way a query's b
 the batch nor on the number of drafts or the size of the chunk.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

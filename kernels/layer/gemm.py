@@ -22,8 +22,6 @@ its product; everything after is float32 up to the output. In fp16, |x * norm_we
 last program knows itself.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -154,7 +152,13 @@ def launch(
     N = weight.shape[0] // 2 if swiglu else weight.shape[0]
     out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     norm_weight, eps = norm or (None, 0.0)
-    _check(x, weight, bias, residual, norm_weight, out)
+    _check(
+        x,
+        weight,
+        ("bias", bias, weight.shape[:1]),
+        ("residual", residual, out.shape),
+        ("norm weight", norm_weight, x.shape[1:]),
+    )
     if T == 0:
         return out
     configs = CONFIGS[arch(x)]
@@ -198,26 +202,14 @@ def tickets(device: torch.device) -> Tensor:
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    out: Tensor,
-) -> None:
+def _check(x: Tensor, weight: Tensor, *extras: tuple[str, Tensor | None, torch.Size]) -> None:
     """Refuse what the kernel would read wrongly."""
     if weight.is_mkldnn:
         raise ValueError("This weight was packed for `naive`; pack it with the kernels switched on.")
     if x.stride(-1) != 1 or not weight.is_contiguous():
         raise ValueError("x must be contiguous in its last dimension, the weight in all.")
-    K = x.shape[1]
-    if weight.shape[1] != K:
+    if weight.shape[1] != x.shape[1]:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {list(weight.shape)}.")
-    for name, tensor, shape in (
-        ("bias", bias, (weight.shape[0],)),
-        ("residual", residual, tuple(out.shape)),
-        ("norm weight", norm_weight, (K,)),
-    ):
-        if tensor is not None and (tuple(tensor.shape) != shape or not tensor.is_contiguous()):
+    for name, tensor, shape in extras:
+        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
             raise ValueError(f"The {name} must be contiguous {list(shape)}, not {list(tensor.shape)}.")

@@ -16,8 +16,6 @@ vendor's library with the norm as a launch of its own: for speculation to change
 not exceed `MAX_ROWS`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,7 +62,8 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
     """silu(gate) * up of RMSNorm(x); weight is [2I, K], gate rows first; gives [T, I]."""
     if _gemm(x):
         return gemm.launch(x, weight, norm=norm, swiglu=True)
-    return naive_swiglu(rms_norm(x, norm), weight)
+    gate, up = naive(rms_norm(x, norm), weight).chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def _gemm(x: Tensor) -> bool:
@@ -85,11 +84,6 @@ def naive_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None =
     if len(rows) > len(x):
         residuals = residual.expand(2, -1)
     return torch.ops.mkldnn._linear_pointwise.binary(rows, residuals, weight, bias, "add")[: len(x)]
-
-
-def naive_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = naive(x, weight).chunk(2, -1)
-    return F.silu(gate) * up
 
 
 def _at_least_two(x: Tensor) -> Tensor:

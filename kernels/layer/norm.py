@@ -6,8 +6,6 @@ Kernel: one program per row, which holds the whole row (H <= 65536). Launch and 
 only, so a row's bits do not depend on its neighbours.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

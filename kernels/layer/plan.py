@@ -4,8 +4,6 @@ The kernels take the batch and the window as they are. `attention.naive` needs m
 that are worth computing at once, the pages of each and a mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -8,8 +8,6 @@ online softmax (Dao et al., 2022). The key tiles before the diagonal need no mas
 equal those of `split_kv.py`, whose rows are short.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ from torch import Tensor
 from ..batch import MAX_QUERIES
 from ..launch import LOG2_E, arch, check_attention, next_power_of_2
 from .plan import Plan
+from .split_kv import load_tile
 
 # (queries per tile, keys per tile, warps, stages) by architecture, then by padded head dimension.
 CONFIGS = {
@@ -29,61 +28,28 @@ CONFIGS = {
 FP32_CONFIG = (32, 32, 4, 1)  # for tests
 
 
-@triton.jit
-def _key_tile(
-    acc, m, z, q, keys, values, table, begin, j, d, base, i, kv_len, window, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys: the online softmax of q [BLOCK_Q, D] over cache indices begin + j."""
-    j = begin + j
-    inside = j < kv_len
-    page = tl.load(table + j // BLOCK_SIZE, inside, other=0).to(tl.int64)
-    at = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
-    full = inside[:, None]
-    if HEAD_DIM < BLOCK_D:
-        full = full & (d < HEAD_DIM)[None, :]
-    k = tl.load(keys + at, full, other=0.0)  # [BLOCK_N, D]
-    v = tl.load(values + at, full, other=0.0)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_Q, BLOCK_N]
-    if MASK:
-        visible = j[None, :] <= base + i[:, None]
-        if WINDOW:
-            visible = visible & (j[None, :] > base + i[:, None] - window)
-        s = tl.where(visible, s, float("-inf"))
-    # A finite floor: a query may see nothing of a tile, and inf - inf is not a number.
-    new_m = tl.maximum(m, tl.maximum(tl.max(s, 1), -1e30))
-    p = tl.exp2(s - new_m[:, None])
-    alpha = tl.exp2(m - new_m)
-    z = z * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, new_m, z
-
-
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill(
-    q, k_cache, v_cache, out, block_table, q_start, q_len, base_len,
-    table_stride, head_stride, num_heads, window, scale,
+    q, k_cache, v_cache, out, batch, table_stride, head_stride, num_heads, window, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Heads first: programs that run together share keys. Late tiles, which are the long ones, first.
     head, b = tl.program_id(0), tl.program_id(2)
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q
-    n = tl.load(q_len + b)
+    n = tl.load(batch.q_len + b)
     if first >= n:
         return
-    base = tl.load(base_len + b)
+    base = tl.load(batch.base_len + b)
     i = first + tl.arange(0, BLOCK_Q)
     d = tl.arange(0, BLOCK_D)
-    j = tl.arange(0, BLOCK_N)
-    token = (tl.load(q_start + b) + i).to(tl.int64)
+    token = (tl.load(batch.q_start + b) + i).to(tl.int64)
     at = (token[:, None] * num_heads + head) * HEAD_DIM + d[None, :]
     inside = (i < n)[:, None] & (d < HEAD_DIM)[None, :]
     query = tl.load(q + at, inside, other=0.0)
     keys = k_cache + (head // GROUP).to(tl.int64) * head_stride
     values = v_cache + (head // GROUP).to(tl.int64) * head_stride
-    table = block_table + b.to(tl.int64) * table_stride
+    pages = batch.block_table + b.to(tl.int64) * table_stride
 
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], -1e30, tl.float32)
@@ -93,16 +59,25 @@ def _prefill(
     begin = 0
     if WINDOW:
         begin = tl.maximum(base + first - window + 1, 0) // BLOCK_N * BLOCK_N
-    for tile in range(begin, diagonal, BLOCK_N):
-        acc, m, z = _key_tile(
-            acc, m, z, query, keys, values, table, tile, j, d, base, i, kv_len, window, scale,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, WINDOW, PRECISION,
-        )  # fmt: skip
-    for tile in range(tl.maximum(diagonal, begin), kv_len, BLOCK_N):
-        acc, m, z = _key_tile(
-            acc, m, z, query, keys, values, table, tile, j, d, base, i, kv_len, window, scale,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, True, PRECISION,
-        )  # fmt: skip
+    end = diagonal
+    for masked in tl.static_range(2):
+        for tile in range(begin, end, BLOCK_N):
+            j = tile + tl.arange(0, BLOCK_N)
+            k, v = load_tile(keys, values, pages, j, j < kv_len, d, HEAD_DIM, BLOCK_D, BLOCK_SIZE)
+            s = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_Q, BLOCK_N]
+            if masked == 1 or WINDOW:
+                visible = j[None, :] <= base + i[:, None]
+                if WINDOW:
+                    visible = visible & (j[None, :] > base + i[:, None] - window)
+                s = tl.where(visible, s, float("-inf"))
+            # A finite floor: a query may see nothing of a tile, and inf - inf is not a number.
+            new_m = tl.maximum(m, tl.maximum(tl.max(s, 1), -1e30))
+            p = tl.exp2(s - new_m[:, None])
+            alpha = tl.exp2(m - new_m)
+            z = z * alpha + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            m = new_m
+        begin, end = tl.maximum(diagonal, begin), kv_len
     tl.store(out + at, (acc / tl.where(i < n, z, 1.0)[:, None]).to(out.dtype.element_ty), inside)
 
 
@@ -123,8 +98,8 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
         block_q, block_n, warps, stages = CONFIGS[arch(q)][block_d]
     out = torch.empty_like(q)
     _prefill[(num_heads, triton.cdiv(batch.max_q_len, block_q), batch.num_rows)](
-        q, k_cache, v_cache, out, batch.block_table, batch.q_start, batch.q_len, batch.base_len,
-        batch.block_table.stride(0), k_cache.stride(0), num_heads, window or 0, scale * LOG2_E,
+        q, k_cache, v_cache, out, batch.tensors, batch.block_table.stride(0), k_cache.stride(0),
+        num_heads, window or 0, scale * LOG2_E,
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         WINDOW=window is not None, BLOCK_Q=block_q, BLOCK_N=block_n, BLOCK_D=block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,

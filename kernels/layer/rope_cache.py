@@ -13,8 +13,6 @@ Kernel: one program per token and group of heads, all in float32 between load an
 in between). A head's arithmetic involves no other head or token, so neither do its bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -20,8 +20,6 @@ more than two heads share a KV head; 268 MB for 64 rows of 8 queries, 32 heads o
 A graph needs it once for all layers.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -52,21 +50,37 @@ def _power_of_2(k):
 
 
 @triton.jit
-def _tiles(base, n, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """The tiles [first, end) that the n queries of a row see."""
+def load_tile(
+    keys, values, pages, j, inside, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """A head's keys and values [len(j), BLOCK_D] at cache indices j of the row with these pages."""
+    page = tl.load(pages + j // BLOCK_SIZE, inside, other=0).to(tl.int64)
+    at = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
+    full = inside[:, None]
+    if HEAD_DIM < BLOCK_D:
+        full = full & (d < HEAD_DIM)[None, :]
+    return tl.load(keys + at, full, other=0.0), tl.load(values + at, full, other=0.0)
+
+
+@triton.jit
+def _units_of(base, n, window, programs, TILE: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr):
+    """(first, end, tiles per unit, first unit, number of units) of the tiles that n queries of a row see."""
     first = 0
     if WINDOW:
         first = tl.maximum(base - window + 1, 0) // TILE
-    return first, (base + n + TILE - 1) // TILE
+    end = (base + n + TILE - 1) // TILE
+    per_unit = tl.where(end - first <= programs, 1, SPAN)  # tiles; spans start at multiples of SPAN
+    first_unit = first // per_unit
+    return first, end, per_unit, first_unit, (end + per_unit - 1) // per_unit - first_unit
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_tokens", "window"])
 def _units(
-    q, k_cache, v_cache, block_table, q_start, q_len, base_len, positions, ancestors,
-    unit_acc, unit_m, unit_z, table_stride, head_stride, num_tokens, num_kv_heads, window, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TREE: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_cache, v_cache, batch, unit_acc, unit_m, unit_z,
+    table_stride, head_stride, num_tokens, num_kv_heads, window, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, SPAN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of each unit, for the queries of one KV head of one row."""
     QUERIES: tl.constexpr = BLOCK_Q // GROUP
@@ -74,21 +88,18 @@ def _units(
     first_query = tl.program_id(0) // num_kv_heads * QUERIES
     program, programs = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2)
-    n = tl.load(q_len + b)
+    n = tl.load(batch.q_len + b)
     if first_query >= n:
         return
-    base = tl.load(base_len + b)
-    first, end = _tiles(base, n, window, TILE, WINDOW)
-    per_unit = tl.where(end - first <= programs, 1, SPAN)  # tiles; spans start at multiples of SPAN
-    first_unit = first // per_unit
-    num_units = (end + per_unit - 1) // per_unit - first_unit
+    base = tl.load(batch.base_len + b)
+    first, end, per_unit, first_unit, num_units = _units_of(base, n, window, programs, TILE, SPAN, WINDOW)
     if program >= num_units:
         return
 
     row = tl.arange(0, BLOCK_Q)  # of the tile: GROUP heads of query 0, then of query 1, ...
     i = first_query + row // GROUP
     valid = (row < QUERIES * GROUP) & (i < n)
-    token = (tl.load(q_start + b) + i).to(tl.int64)
+    token = (tl.load(batch.q_start + b) + i).to(tl.int64)
     token_head = token * (num_kv_heads * GROUP) + kv_head * GROUP + row % GROUP
     d = tl.arange(0, BLOCK_D)
     inside = valid[:, None] & (d < HEAD_DIM)[None, :]
@@ -97,13 +108,13 @@ def _units(
     query = tl.trans(tl.load(q + token_head[:, None] * HEAD_DIM + d[None, :], inside, other=0.0))
     last = base + i  # the cache index of the query itself
     position = last
-    if TREE:
-        mask = tl.load(ancestors + token, valid, other=0)
+    if batch.TREE:
+        mask = tl.load(batch.ancestors + token, valid, other=0)
         if WINDOW:
-            position = tl.load(positions + token, valid, other=0)
+            position = tl.load(batch.positions + token, valid, other=0)
     keys = k_cache + kv_head.to(tl.int64) * head_stride
     values = v_cache + kv_head.to(tl.int64) * head_stride
-    table = block_table + b.to(tl.int64) * table_stride
+    pages = batch.block_table + b.to(tl.int64) * table_stride
     unit_stride = num_tokens.to(tl.int64) * num_kv_heads * GROUP
 
     for unit in range(program, num_units, programs):
@@ -117,15 +128,9 @@ def _units(
             cached = j < base + n
             if WINDOW:  # the pages before the window may be gone
                 cached = cached & (j > base - window)
-            page = tl.load(table + j // BLOCK_SIZE, cached, other=0).to(tl.int64)
-            at = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
-            full = cached[:, None]
-            if HEAD_DIM < BLOCK_D:
-                full = full & (d < HEAD_DIM)[None, :]
-            k = tl.load(keys + at, full, other=0.0)  # [TILE, D]
-            v = tl.load(values + at, full, other=0.0)
+            k, v = load_tile(keys, values, pages, j, cached, d, HEAD_DIM, BLOCK_D, BLOCK_SIZE)
             s = tl.dot(k, query, input_precision=PRECISION) * scale  # [TILE, BLOCK_Q]
-            if TREE:
+            if batch.TREE:
                 own = j[:, None] - base
                 bit = (mask[None, :] >> tl.minimum(tl.maximum(own, 0), _MAX_QUERIES - 1).to(tl.int64)) & 1
                 visible = (own < 0) | ((bit == 1) & (own < _MAX_QUERIES))
@@ -159,25 +164,23 @@ def _merge(m, z, acc, other_m, other_z, other_acc):
 
 @triton.jit(do_not_specialize=["num_tokens", "programs", "window"])
 def _combine(
-    unit_acc, unit_m, unit_z, out, q_start, q_len, base_len, num_tokens, num_kv_heads, programs, window,
+    unit_acc, unit_m, unit_z, out, batch, num_tokens, num_kv_heads, programs, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sum a query's units in order: the tiles of each span, then the spans."""
     i, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n = tl.load(q_len + b)
+    n = tl.load(batch.q_len + b)
     if i >= n:
         return
-    first, end = _tiles(tl.load(base_len + b), n, window, TILE, WINDOW)
-    per_unit = tl.where(end - first <= programs, 1, SPAN)
-    first_unit = first // per_unit
-    num_units = (end + per_unit - 1) // per_unit - first_unit
+    base = tl.load(batch.base_len + b)
+    _, _, per_unit, first_unit, num_units = _units_of(base, n, window, programs, TILE, SPAN, WINDOW)
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     valid = g < GROUP
     inside = valid[:, None] & (d < HEAD_DIM)[None, :]
-    token = (tl.load(q_start + b) + i).to(tl.int64)
+    token = (tl.load(batch.q_start + b) + i).to(tl.int64)
     token_head = (token * num_kv_heads + kv_head) * GROUP + g
     unit_stride = num_tokens.to(tl.int64) * num_kv_heads * GROUP
 
@@ -239,16 +242,15 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
     unit_m = q.new_empty(units, T, num_heads, dtype=torch.float32)
     unit_z = torch.empty_like(unit_m)
     _units[(pairs, programs, batch.num_rows)](
-        q, k_cache, v_cache, batch.block_table, batch.q_start, batch.q_len, batch.base_len,
-        batch.positions, batch.ancestors, unit_acc, unit_m, unit_z, batch.block_table.stride(0),
-        k_cache.stride(0), T, num_kv_heads, window or 0, scale * LOG2_E,
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TREE=batch.ancestors is not None,
-        WINDOW=window is not None, TILE=tile, SPAN=span, BLOCK_Q=block_q, BLOCK_D=block_d,
-        PRECISION=precision, num_warps=warps, num_stages=stages,
+        q, k_cache, v_cache, batch.tensors, unit_acc, unit_m, unit_z,
+        batch.block_table.stride(0), k_cache.stride(0), T, num_kv_heads, window or 0, scale * LOG2_E,
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window is not None, TILE=tile,
+        SPAN=span, BLOCK_Q=block_q, BLOCK_D=block_d, PRECISION=precision, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     _combine[(batch.max_q_len, num_kv_heads, batch.num_rows)](
-        unit_acc, unit_m, unit_z, out, batch.q_start, batch.q_len, batch.base_len, T, num_kv_heads,
-        programs, window or 0, GROUP=group, HEAD_DIM=head_dim, WINDOW=window is not None, TILE=tile,
-        SPAN=span, BLOCK_G=next_power_of_2(group), BLOCK_D=block_d, UNROLL=4, num_warps=4,
+        unit_acc, unit_m, unit_z, out, batch.tensors, T, num_kv_heads, programs, window or 0,
+        GROUP=group, HEAD_DIM=head_dim, WINDOW=window is not None, TILE=tile, SPAN=span,
+        BLOCK_G=next_power_of_2(group), BLOCK_D=block_d, UNROLL=4, num_warps=4,
     )  # fmt: skip
     return out

@@ -26,10 +26,7 @@ again, and over the draft's; `probabilities` reduces each distribution to four n
 targets, at most one pass over the vocabulary for a residual draw. Limits: those of `sample` and `commit`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -63,9 +60,7 @@ def accept(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal
 def naive(
     targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, lazy: bool = False
 ) -> Tensor:
-    """The specification in plain PyTorch; also the CPU path.
-
-    With `lazy` only the queries that verification will read get their targets, and `targets` may come
+    """With `lazy` only the queries that verification will read get their targets, and `targets` may come
     from a lazy `sample`.
     """
     rules = table.rule.masked_fill(table.temperature <= 0, EXACT).tolist()
@@ -101,9 +96,7 @@ def _drawn_from(proposal: Proposal, batch: Batch, b: int) -> Tensor | tuple[()]:
     return proposal.logits[b] if sampled and proposal.logits is not None else ()
 
 
-def _rejection(
-    scores: Tensor, guess: Tensor, draft: int, s: int, position: int, table: Table
-) -> int | None:
+def _rejection(scores: Tensor, guess: Tensor, draft: int, s: int, position: int, table: Table) -> int | None:
     """The target by rejection sampling; None where there is no p or no q."""
     if table.penalized[s]:
         guess = penalties.naive(guess, s, position, (), table)
@@ -133,23 +126,10 @@ def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) ->
     return likeliest if p[likeliest] > bound else x
 
 
-class Selected(NamedTuple):
-    """Who asks, [B] int32 each: request rows or -1, and the number of queries; the same for the drafts.
-
-    And of each row of draft logits the first in its batch row, its position, and no token before it.
-    """
-
-    rows: Tensor
-    q_len: Tensor
-    draft_rows: Tensor
-    draft_len: Tensor
-    draft_start: Tensor
-    positions: Tensor
-    input_ids: Tensor
-
-
 @triton.jit(do_not_specialize=["K", "pitch"])
-def _select(batch, table, sampled, selected, K, pitch, WIDTH: tl.constexpr):
+def _select(batch, table, sampled, asking, drafts, K, pitch, WIDTH: tl.constexpr):
+    """`asking`: the rows and queries of the batch that ask. `drafts`: a batch of the rows of draft logits
+    that they need, each without a token before it."""
     b, j = tl.program_id(0), tl.arange(0, WIDTH)
     s, start, n = tl.load(batch.rows + b), tl.load(batch.q_start + b), tl.load(batch.q_len + b)
     asks = (s >= 0) & (tl.load(table.temperature + s, s >= 0, other=0.0) > 0)
@@ -160,20 +140,18 @@ def _select(batch, table, sampled, selected, K, pitch, WIDTH: tl.constexpr):
         drawn = drawn & tl.load(sampled + b)
     num_draws = tl.where(drawn, tl.minimum(follow, K), 0)
     num_queries = tl.where(rule == _TYPICAL, n if batch.TREE else follow, num_draws)
-    tl.store(selected.rows + b, tl.where(num_queries > 0, s, -1))
-    tl.store(selected.q_len + b, num_queries)
-    tl.store(selected.draft_rows + b, tl.where(num_draws > 0, s, -1))
-    tl.store(selected.draft_len + b, num_draws)
-    tl.store(selected.draft_start + b, b * pitch)
+    tl.store(asking.rows + b, tl.where(num_queries > 0, s, -1))
+    tl.store(asking.q_len + b, num_queries)
+    tl.store(drafts.rows + b, tl.where(num_draws > 0, s, -1))
+    tl.store(drafts.q_len + b, num_draws)
+    tl.store(drafts.q_start + b, b * pitch)
     position = tl.load(batch.positions + start + j, j < num_draws, other=0)
-    tl.store(selected.positions + b * pitch + j, position, j < K)
-    tl.store(selected.input_ids + b * pitch + j, tl.full([WIDTH], -1, tl.int32), j < K)
+    tl.store(drafts.positions + b * pitch + j, position, j < K)
+    tl.store(drafts.input_ids + b * pitch + j, tl.full([WIDTH], -1, tl.int32), j < K)
 
 
 @triton.jit(do_not_specialize=["pitch"])
-def _decide(
-    inputs, p, guesses, q, targets, q_len, out, pitch, DRAWN: tl.constexpr, WIDTH: tl.constexpr
-):
+def _decide(inputs, p, guesses, q, targets, q_len, out, pitch, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
     query = scan.this_query(inputs.batch)
     s, t, i = query[0], query[1], query[3]
     b = tl.program_id(1)
@@ -234,27 +212,26 @@ def _decide_typical(inputs, query, p, token, WIDTH: tl.constexpr):
 
 
 def launch(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:
-    B, Q, tree = batch.num_rows, batch.max_q_len, batch.parents is not None
+    B, Q = batch.num_rows, batch.max_q_len
     if Q > MAX_QUERIES:
         raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_QUERIES}.")
     if B == 0 or Q == 1:
         return targets
     flat, K, pitch = _flatten(proposal, batch, logits.shape[1])
-    N = 0 if flat is None else len(flat)
-    selected = Selected(*(batch.rows.new_empty(n) for n in (B, B, B, B, B, N, N)))
-    width = next_power_of_2(Q)
-    _select[(B,)](
-        batch.tensors, table, proposal.sampled, selected, K, pitch, WIDTH=width, num_warps=1
+    N, width, new = 0 if flat is None else len(flat), next_power_of_2(Q), batch.rows.new_empty
+    asking = replace(batch, rows=new(B), q_len=new(B))
+    drafts = replace(
+        batch, rows=new(B), input_ids=new(N), positions=new(N), q_start=new(B), q_len=new(B),
+        ancestors=None, parents=None,
     )  # fmt: skip
-    asking = replace(batch, rows=selected.rows, q_len=selected.q_len)
+    _select[(B,)](
+        batch.tensors, table, proposal.sampled, asking.tensors, drafts.tensors, K, pitch,
+        WIDTH=width, num_warps=1,
+    )  # fmt: skip
     inputs = scan.Inputs.of(logits, table, asking)
-    p = probabilities.measure(inputs, Q if tree else Q - 1)
+    p = probabilities.measure(inputs, Q - 1 if batch.parents is None else Q)
     guesses = q = None
     if flat is not None:
-        drafts = replace(
-            batch, rows=selected.draft_rows, input_ids=selected.input_ids, positions=selected.positions,
-            q_start=selected.draft_start, q_len=selected.draft_len, ancestors=None, parents=None,
-        )  # fmt: skip
         guesses = scan.Inputs.of(flat, table, drafts)
         q = probabilities.measure(guesses, K)
     out = torch.empty_like(targets)

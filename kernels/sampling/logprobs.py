@@ -13,8 +13,7 @@ of 4096 tokens of one row, and leaves the chunk's n largest, found one after ano
 `_finish` merges. Meant for the few rows that ask and an n of some 20; limit: chunks * n <= 8192.
 """
 
-from __future__ import annotations
-
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
+from .scan import of_chunks
 from .top_k_top_p import best_of
 
 CHUNK = 4096
@@ -56,7 +56,6 @@ def logprobs(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Log
 
 
 def naive(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-    """The specification in plain PyTorch; also the CPU path."""
     x = logits[index.long()].float()
     chosen = x.gather(1, tokens.long().clamp(min=0)[:, None])
     total = x.logsumexp(-1, keepdim=True)
@@ -88,16 +87,14 @@ def _finish(
     CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    c = tl.arange(0, triton.next_power_of_2(CHUNKS))
-    inside, at = c < CHUNKS, row * CHUNKS + c
-    largest = tl.load(partials.largest + at, inside, other=float("-inf"))
+    largest = of_chunks(partials.largest, row, CHUNKS)
     best = tl.max(largest)
-    mass = tl.load(partials.mass + at, inside, other=0.0)
+    mass = of_chunks(partials.mass, row, CHUNKS, 0.0)
     total = best + tl.log(tl.sum(mass * tl.exp(largest - best)))
     x = logits + tl.load(index + row).to(tl.int64) * stride
     chosen = tl.load(x + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
     tl.store(result.own + row, chosen - total)
-    tl.store(result.rank + row, 1 + tl.sum(tl.load(partials.above + at, inside, other=0)))
+    tl.store(result.rank + row, 1 + tl.sum(of_chunks(partials.above, row, CHUNKS, 0)))
     c = tl.arange(0, CANDIDATES)
     inside, at = c < CHUNKS * num_top, row * CHUNKS * num_top + c
     values = tl.load(partials.top + at, inside, other=float("-inf"))
@@ -121,20 +118,21 @@ def _store_largest(values, ids, minus, value_out, id_out, num_top):
 def launch(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     (_, V), N = logits.shape, len(index)
     chunks = -(-V // CHUNK)
-    if not 0 <= num_top <= min(V, MAX_CANDIDATES // chunks):
-        limit = min(V, MAX_CANDIDATES // chunks)
+    limit = min(V, MAX_CANDIDATES // chunks)
+    if not 0 <= num_top <= limit:
         raise ValueError(f"{num_top} log-probabilities per token exceed the limit of {limit}.")
     if logits.stride(1) != 1:
         raise ValueError("The rows of the logits must be contiguous.")
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(N, *shape, dtype=dtype, device=logits.device)
-
-    i32, wide = torch.int32, chunks * num_top
+    wide, i32 = chunks * num_top, torch.int32
+    empty = partial(logits.new_empty, dtype=torch.float32)
     partials = Partials(
-        empty(chunks), empty(chunks), empty(chunks, dtype=i32), empty(wide), empty(wide, dtype=i32)
+        empty(N, chunks),
+        empty(N, chunks),
+        empty(N, chunks, dtype=i32),
+        empty(N, wide),
+        empty(N, wide, dtype=i32),
     )
-    result = Logprobs(empty(), empty(dtype=i32), empty(num_top), empty(num_top, dtype=i32))
+    result = Logprobs(empty(N), empty(N, dtype=i32), empty(N, num_top), empty(N, num_top, dtype=i32))
     if N:
         _scan[(N, chunks)](
             logits, logits.stride(0), V, index, tokens, partials, num_top, CHUNK=CHUNK, num_warps=8

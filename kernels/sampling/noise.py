@@ -12,8 +12,6 @@ mixed with both. `naive` and the kernels (`block`) have the same bits; their log
 the last place, which changes the drawn token with a probability of about 1e-7.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ For a token that occurs c times in the output (committed output and the drafts b
 Repetition penalty: Keskar et al., 2019 (CTRL); the order is vLLM's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

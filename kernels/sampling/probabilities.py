@@ -6,8 +6,6 @@ probability of any token follows from its score. One program per query, one pass
 behind `scan`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -83,11 +81,8 @@ def log_probs(inputs, query, distribution, ids):
 
 def measure(inputs: Inputs, max_q_len: int) -> Distribution:
     """Measure what up to max_q_len queries per row draw from."""
-    partials = scan.scan(inputs, max_q_len)
-
-    def empty(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(inputs.logits.shape[0], dtype=dtype, device=inputs.logits.device)
-
-    distribution = Distribution(empty(), empty(), empty(), empty(torch.int32))
+    partials, T, f32 = scan.scan(inputs, max_q_len), len(inputs.logits), torch.float32
+    dtypes = (f32, f32, f32, torch.int32)
+    distribution = Distribution(*(inputs.logits.new_empty(T, dtype=dtype) for dtype in dtypes))
     _measure[(max_q_len, inputs.batch.rows.shape[0])](inputs, partials, distribution, num_warps=16)
     return distribution

@@ -15,8 +15,6 @@ chunks' winners. Rows with top-k, top-p or min-p cannot have winners yet: there 
 `top_k_top_p` draws from. A query's bits do not depend on what runs beside it. Limits: those of `scan`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -42,9 +40,7 @@ def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
 
 
 def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
-    """The specification in plain PyTorch; also the CPU path.
-
-    Drawing takes a CPU some 0.2 ms per query. So with `lazy` only those are drawn that verification will
+    """Drawing takes a CPU some 0.2 ms per query. So with `lazy` only those are drawn that verification will
     read: up to the first draft that is wrong, in a tree along the drafts that are right. The others stay
     the plain argmax.
     """

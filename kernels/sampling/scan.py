@@ -103,11 +103,16 @@ def _scan(inputs, partials):
 
 
 @triton.jit
+def of_chunks(values, t, CHUNKS: tl.constexpr, other=float("-inf")):
+    """What the chunks of query t left in values [T, CHUNKS], padded with `other` to a power of 2."""
+    c = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    return tl.load(values + t * CHUNKS + c, c < CHUNKS, other=other)
+
+
+@triton.jit
 def best_score(partials, t):
     """The largest score at a query, and whether it says that there is nothing to draw from."""
-    c = tl.arange(0, triton.next_power_of_2(partials.CHUNKS))
-    at = t * partials.CHUNKS + c
-    largest = tl.load(partials.largest + at, c < partials.CHUNKS, other=float("-inf"))
+    largest = of_chunks(partials.largest, t, partials.CHUNKS)
     best = tl.max(tl.where(largest == largest, largest, float("-inf")))
     invalid = tl.max((largest != largest).to(tl.int32)) > 0
     return best, invalid | (tl.abs(best) == float("inf"))
@@ -116,19 +121,16 @@ def best_score(partials, t):
 @triton.jit
 def whole_mass(partials, t, best, temperature):
     """The sum of exp((score - best) / temperature) over the vocabulary, at a query with top-k etc."""
-    c = tl.arange(0, triton.next_power_of_2(partials.CHUNKS))
-    inside, at = c < partials.CHUNKS, t * partials.CHUNKS + c
-    largest = tl.load(partials.largest + at, inside, other=float("-inf"))
-    return tl.sum(tl.load(partials.mass + at, inside, other=0.0) * tl.exp((largest - best) / temperature))
+    largest = of_chunks(partials.largest, t, partials.CHUNKS)
+    mass = of_chunks(partials.mass, t, partials.CHUNKS, 0.0)
+    return tl.sum(mass * tl.exp((largest - best) / temperature))
 
 
 @triton.jit
 def winner(partials, t):
     """The token drawn at a query without top-k etc."""
-    c = tl.arange(0, triton.next_power_of_2(partials.CHUNKS))
-    inside, at = c < partials.CHUNKS, t * partials.CHUNKS + c
-    value = tl.load(partials.value + at, inside, other=float("-inf"))
-    _, token = top_k_top_p.best_of(value, tl.load(partials.token + at, inside, other=2147483647))
+    ids = of_chunks(partials.token, t, partials.CHUNKS, 2147483647)
+    _, token = top_k_top_p.best_of(of_chunks(partials.value, t, partials.CHUNKS), ids)
     return token
 
 
@@ -139,14 +141,11 @@ def scan(inputs: Inputs, max_q_len: int) -> Partials:
     group = max(64, next_power_of_2(-(-V // MAX_GROUPS)))
     chunks = -(-V // CHUNK.value)
     groups = chunks * (CHUNK.value // group)
-
-    def empty(columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(T, columns, dtype=dtype, device=inputs.logits.device)
-
-    partials = Partials(
-        empty(chunks), empty(chunks, torch.int32), empty(chunks), empty(chunks), empty(groups),
-        tl.constexpr(chunks), tl.constexpr(groups), tl.constexpr(group),
-    )  # fmt: skip
+    f32, i32 = torch.float32, torch.int32
+    shapes = ((chunks, f32), (chunks, i32), (chunks, f32), (chunks, f32), (groups, f32))
+    tensors = (inputs.logits.new_empty(T, columns, dtype=dtype) for columns, dtype in shapes)
+    sizes = (tl.constexpr(size) for size in (chunks, groups, group))
+    partials = Partials._make((*tensors, *sizes))
     if T and B:
         _scan[(max_q_len, B, chunks)](inputs, partials, num_warps=4)
     return partials

@@ -14,8 +14,6 @@ hold no survivor; a peaked distribution is decided by a few of them. Among the t
 the threshold is found exactly, 4 bits of its order-preserving integer at a time.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

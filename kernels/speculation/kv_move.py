@@ -11,8 +11,6 @@ that is still to be moved. Kernel: one program per (row, layer, key or value, he
 after the other; each thread owns the same channels of all of them, so it needs no barriers.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +28,6 @@ def kv_move(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
 
 
 def naive(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
-    """The specification in plain PyTorch; also the CPU path."""
     path, block_size = verdict.path, kv_cache.shape[4]
     place = torch.arange(path.shape[1], device=path.device)
     moves = (place < verdict.num_emitted[:, None]) & (path != place)

@@ -8,14 +8,14 @@ positions of their depth, and each the mask of its ancestors.
 Kernel: one program per row and 1024 pages.
 """
 
-from __future__ import annotations
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import Batch, slots_of
+from ..batch import Batch
 from ..codes import RUNNING
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
@@ -33,35 +33,17 @@ def lay_out(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
 
 
 def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
-    """The specification in plain PyTorch; also the CPU path."""
-    B, k = proposal.drafts.shape
-    index = rows.clamp(min=0).long()
-    running = rows.masked_fill(table.finished[index] != RUNNING, -1)
-    q_len = torch.where(running >= 0, proposal.num_drafts + 1, 0).int()
+    index = rows.clamp(min=0)
+    count = torch.where(table.finished[index] == RUNNING, proposal.num_drafts + 1, 0)
     base = (table.num_tokens[index] - 1).clamp(min=0)
-    input_ids = torch.cat((table.tokens[index, base.long()][:, None], proposal.drafts), 1)
-    place = torch.arange(k + 1, dtype=torch.int32, device=rows.device)
-    inside = place < q_len[:, None]
-    at = torch.where(inside, base[:, None] + place, 0)
-    pages, b = table.block_table[index], torch.arange(B, device=rows.device)[:, None]
-    ancestors = parents = None
-    if proposal.parents is not None:
-        place, ancestors = _depths_and_masks(proposal.parents)
-        parents = torch.cat((torch.zeros_like(rows)[:, None], proposal.parents), 1).flatten()
-    return Batch(
-        rows=running,
-        input_ids=input_ids.flatten(),
-        positions=torch.where(inside, base[:, None] + place, 0).flatten(),
-        slots=torch.where(inside, slots_of(pages, b, at, table.block_size), -1).flatten(),
-        block_table=pages,
-        q_start=torch.arange(0, at.numel(), k + 1, dtype=torch.int32, device=rows.device),
-        q_len=q_len,
-        base_len=base,
-        max_q_len=k + 1,
-        max_kv_len=table.max_context,
-        ancestors=ancestors,
-        parents=parents,
-    )
+    chain = Batch.of_grid(table, rows, base, count, proposal.drafts.shape[1] + 1)
+    input_ids = torch.cat((table.tokens[index, base][:, None], proposal.drafts), 1).flatten()
+    if proposal.parents is None:
+        return replace(chain, input_ids=input_ids)
+    depth, ancestors = _depths_and_masks(proposal.parents)
+    positions = torch.where(chain.slots >= 0, (base[:, None] + depth).flatten(), 0)
+    parents = torch.cat((torch.zeros_like(rows)[:, None], proposal.parents), 1).flatten()
+    return replace(chain, input_ids=input_ids, positions=positions, ancestors=ancestors, parents=parents)
 
 
 def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,25 +109,13 @@ def _lay_out(
 
 def launch(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     B, k = proposal.drafts.shape
-    T, tree, max_blocks = B * (k + 1), proposal.parents is not None, table.max_blocks
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=rows.device)
-
+    T, max_blocks = B * (k + 1), table.max_blocks
+    new = rows.new_empty  # in the order of the fields:
     batch = Batch(
-        rows=empty(B),
-        input_ids=empty(T),
-        positions=empty(T),
-        slots=empty(T),
-        block_table=empty(B, max_blocks),
-        q_start=empty(B),
-        q_len=empty(B),
-        base_len=empty(B),
-        max_q_len=k + 1,
-        max_kv_len=table.max_context,
-        ancestors=empty(T, dtype=torch.int64) if tree else None,
-        parents=empty(T) if tree else None,
+        new(B), new(T), new(T), new(T), new(B, max_blocks), new(B), new(B), new(B), k + 1, table.max_context
     )
+    if proposal.parents is not None:
+        batch = replace(batch, ancestors=new(T, dtype=torch.int64), parents=new(T))
     pages = min(PAGES, next_power_of_2(max_blocks))
     if B:
         _lay_out[(B, triton.cdiv(max_blocks, pages))](

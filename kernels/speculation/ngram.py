@@ -19,8 +19,6 @@ in 256 programs of one iteration each, so the time is that of two launches, abou
 Limits: max_context <= 2^24, max_n <= 127.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -45,7 +43,7 @@ def propose(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
 
 
 def naive(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
-    """The specification in plain PyTorch; also the CPU path, where a search takes some 20 us."""
+    """On a CPU, where a search takes some 20 us."""
     limits, lengths = allowed(table, k), table.num_tokens.tolist()
     shortest, longest = table.min_n.tolist(), table.max_n.clamp(max=max_n).tolist()
     drafts, num_drafts, sources, match_len = [], [], [], []

@@ -38,8 +38,6 @@ the rest is the latency of launches and of dependent loads), and 5 to 10 us more
 Limits: k <= 63, max_width <= 8, and those of `ngram`.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -64,7 +62,7 @@ def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> P
 
 
 def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
-    """The specification in plain PyTorch; also the CPU path, at 2 to 3 times the time of `ngram.naive`."""
+    """On a CPU, at 2 to 3 times the time of `ngram.naive`."""
     limits, lengths = ngram.allowed(table, k), table.num_tokens.tolist()
     shortest, longest = table.min_n.tolist(), table.max_n.clamp(max=max_n).tolist()
     widths = table.width.clamp(max=max_width).tolist()

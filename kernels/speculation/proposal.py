@@ -5,8 +5,6 @@ a chain each draft follows the one before. A tree says for each draft which plac
 come before their children, so the first n drafts of a tree are a tree too, and siblings differ.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -7,8 +7,6 @@ step emitted, of which the kept ones count; the source of each, OWN for those th
 Kernel: one program per row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -61,9 +59,7 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
         num_kept, num_drafted, num_accepted, drafter, match_len, finished = line[:C]
         Q = (len(line) - C) // 2
         tokens, sources = line[C : C + num_kept], line[C + Q : C + Q + num_kept]
-        reports.append(
-            RowReport(tokens, num_drafted, num_accepted, drafter, match_len, finished, sources)
-        )
+        reports.append(RowReport(tokens, num_drafted, num_accepted, drafter, match_len, finished, sources))
     return reports
 
 
@@ -78,7 +74,7 @@ def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def naive(batch: Batch, proposal: Proposal, verdict: Verdict, table: Table) -> Tensor:
-    """The specification in plain Python; also the CPU path."""
+    """In plain Python."""
     codes, sources = table.finished.tolist(), proposal.source.tolist()
     columns = (batch.rows, batch.q_len, proposal.drafter, proposal.match_len, *verdict)
     lines = []

@@ -20,8 +20,6 @@ so that the device may run ahead of the host that retires it. No two batch rows 
 Kernel: one program of one warp per row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -55,7 +53,7 @@ def commit(targets: Tensor, batch: Batch, table: Table) -> Verdict:
 
 
 def naive(targets: Tensor, batch: Batch, table: Table) -> Verdict:
-    """The specification, decided in plain Python and written by few calls; also the CPU path."""
+    """Decided in plain Python and written by few calls."""
     x, Q = targets.tolist(), batch.max_q_len
     history = _History(table)
     emitted, num_emitted, paths, kept = [], [], [], []

@@ -2,8 +2,6 @@
 operations that draw, accept and verify share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
