@@ -299,4 +299,3 @@ class SamplingParams:
         """Whether anything but temperature and the filters changes the logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(self.logit_bias or self.min_tokens or penalties)
-

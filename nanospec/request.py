@@ -211,8 +211,8 @@ class Limits(NamedTuple):
 def check_request(
     prompt_ids: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limits: Limits
 ) -> None:
-    """Raise ValueError with a sentence if an engine with these limits cannot run the request. `stop_ids`:
-    all tokens that would end it."""
+    """Raise ValueError with a sentence if an engine with these limits cannot run the request, which all the
+    `stop_ids` would end."""
     size, max_model_len, has_text, acceptance = limits
     if not prompt_ids:
         raise ValueError("The prompt is empty; give at least one token.")

@@ -65,18 +65,13 @@ class ModelConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_kv_heads}."
-            )
+        heads, kv, layers = self.num_heads, self.num_kv_heads, self.num_layers
+        if heads % kv:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, as RoPE rotates pairs.")
-        if len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"There must be one attention window for each of {self.num_layers} layers, "
-                f"not {len(self.windows)}."
-            )
+        if (given := len(self.windows)) != layers:
+            raise ValueError(f"There must be one attention window for each of {layers} layers, not {given}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}.")
 
@@ -184,9 +179,8 @@ def _family(raw: Mapping[str, Any]) -> str:
             "Quantized checkpoints (with a quantization_config) are not supported; use the one "
             "stored in float32, bfloat16 or float16."
         )
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act={activation!r} is not supported; only 'silu' is.")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is.")
     return str(names[0])
 
 
@@ -243,9 +237,8 @@ def _rope(raw: Mapping[str, Any]) -> Rope:
             if low >= high:
                 raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}.")
             # In Hugging Face's order: beside the RoPE entry, in it, or the context length itself.
-            key = "original_max_position_embeddings"
-            length = _value(given, key, int, _value(raw, "max_position_embeddings", int))
-            length = _value(raw, key, int, length)
+            length, key = _value(raw, "max_position_embeddings", int), "original_max_position_embeddings"
+            length = _value(raw, key, int, _value(given, key, int, length))
             return Rope("llama3", theta, _value(given, "factor", float), low, high, length)
     raise ValueError(f"RoPE type {kind!r} is not supported; default, linear and llama3 are.")
 

@@ -81,9 +81,8 @@ class Model:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        self.cos_sin = cos_sin_table(
-            config.rope, config.head_dim, config.max_position_embeddings, self.device
-        )
+        max_len = config.max_position_embeddings
+        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_len, self.device)
         self.embedding = get("model.embed_tokens.weight")
         self.layers = [_layer(config, i, get) for i in range(config.num_layers)]
         self.norm = Norm(get("model.norm.weight"), config.rms_norm_eps)
@@ -109,14 +108,10 @@ class Model:
         def get(name: str) -> Tensor:
             shape = shapes[name]
             noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-            if name.endswith("norm.weight"):
-                noise = 1 + 0.1 * noise
-            elif len(shape) == 1:  # biases
-                noise *= 0.1
-            else:
-                scale = 2.0 if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
-                noise *= scale / math.sqrt(shape[1])
-            return noise.to(dtype)
+            if len(shape) == 1:
+                return (0.1 * noise + (1 if name.endswith("norm.weight") else 0)).to(dtype)
+            scale = 2.0 if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
+            return (noise * (scale / math.sqrt(shape[1]))).to(dtype)
 
         return cls(config, dtype, device, get)
 
@@ -126,8 +121,7 @@ class Model:
         Args:
             batch: input ids in 0 .. V - 1, also those of padding tokens; positions below
                 `max_position_embeddings`.
-            kv_cache: [num_layers, 2, Hkv, num_blocks, block_size, D] in the model's dtype. Entries
-                that no query sees may hold anything finite.
+            kv_cache: in the model's dtype. Entries that no query sees may hold anything finite.
 
         Returns:
             [T, H] after the final norm. Padding tokens get unspecified values.
@@ -149,8 +143,7 @@ class Model:
         if layer.gate_up_bias is None:
             h = norm_swiglu(x, layer.post_norm, layer.gate_up)  # [T, I]
         else:  # rare, so not worth a kernel
-            h = norm_linear(x, layer.post_norm, layer.gate_up, layer.gate_up_bias)
-            gate, up = h.chunk(2, -1)
+            gate, up = norm_linear(x, layer.post_norm, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             h = F.silu(gate) * up
         return linear_add(h, layer.down, x, layer.down_bias)
 
@@ -160,16 +153,18 @@ class Model:
 
 
 def _layer(config: ModelConfig, index: int, get: GetWeight) -> Layer:
-    prefix = f"model.layers.{index}"
+    def joined(kind: str, names: tuple[str, ...]) -> Tensor:
+        parts = [get(f"model.layers.{index}.{name}.{kind}") for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def weight(*names: str) -> Tensor:
-        return pack(_cat([get(f"{prefix}.{name}.weight") for name in names]))
+        return pack(joined("weight", names))
 
     def bias(present: bool, *names: str) -> Tensor | None:
-        return _cat([get(f"{prefix}.{name}.bias") for name in names]) if present else None
+        return joined("bias", names) if present else None
 
     def norm(name: str) -> Norm:
-        return Norm(get(f"{prefix}.{name}.weight"), config.rms_norm_eps)
+        return Norm(joined("weight", (name,)), config.rms_norm_eps)
 
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
@@ -187,7 +182,3 @@ def _layer(config: ModelConfig, index: int, get: GetWeight) -> Layer:
         down_bias=bias(config.mlp_bias, "mlp.down_proj"),
         window=config.windows[index],
     )
-
-
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -134,14 +134,10 @@ def check_convertible(file: GGUFFile, head_dim: int) -> None:
     """Raise ConversionError for what config.json could not say, or nanospec not run."""
     if file.hparam("expert_count", 0):
         raise ConversionError("mixture-of-experts models cannot be converted; use a dense one.")
-    scaling = file.hparam("rope.scaling.type", "none")
-    if scaling != "none":
+    if (scaling := file.hparam("rope.scaling.type", "none")) != "none":
         raise ConversionError(f"RoPE scaling {scaling!r} cannot be converted; use a model without.")
-    rotary_dim = file.hparam("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        raise ConversionError(
-            f"RoPE covers {rotary_dim} of {head_dim} dimensions of a head; only whole heads work."
-        )
+    if (dim := file.hparam("rope.dimension_count", head_dim)) != head_dim:
+        raise ConversionError(f"RoPE covers {dim} of {head_dim} dimensions of a head; only whole heads work.")
 
 
 def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:

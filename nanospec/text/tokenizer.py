@@ -73,8 +73,7 @@ class Tokenizer:
             if bad is None:
                 raise
             raise ValueError(
-                f"the text holds U+{ord(bad):04X}, half of a surrogate pair, not a character; "
-                "remove it."
+                f"the text holds U+{ord(bad):04X}, half of a surrogate pair, not a character; remove it."
             ) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -86,9 +85,7 @@ class Tokenizer:
     ) -> str:
         """The prompt for a conversation, as text; encode it with `add_special_tokens=False`.
 
-        `messages` are dicts with `role` and `content`; `kwargs` are further variables of the
-        template, such as `tools`, and `chat_template` names one of several templates. Raises
-        ValueError when the model has no template or the template refuses the messages.
+        `messages` are dicts with `role` and `content`; for `kwargs` and errors see `chat.render`.
         """
         variables = {**self._named_tokens, **kwargs}
         return render(self._templates, messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -121,11 +118,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, ... of tokenizer_config.json: each a text or an object with one."""
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in config.items()
-        if name.endswith("_token")
-    }
+    tokens = {name: token for name, token in config.items() if name.endswith("_token")}
+    texts = {n: token.get("content") if isinstance(token, dict) else token for n, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
