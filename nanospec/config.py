@@ -159,10 +159,8 @@ class SpecConfig:
     @property
     def max_k(self) -> int:
         """The largest K that can occur in a step."""
-        if self.method == "none":
-            return 0
         k = self.num_speculative_tokens
-        return self.max_speculative_tokens if k == "auto" else k
+        return 0 if self.method == "none" else self.max_speculative_tokens if k == "auto" else k
 
     @property
     def ks(self) -> tuple[int, ...]:

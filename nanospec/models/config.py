@@ -81,8 +81,9 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; a model folder needs a config.json.")
+        raw = read_json(path)
         try:
-            return cls.from_dict(read_json(path))
+            return cls.from_dict(raw)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -90,9 +91,9 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Translate the content of a `config.json`. Raises ValueError for what is not supported."""
         family = _family(raw)
-        attention_bias = family in (LLAMA, QWEN3) and _value(raw, "attention_bias", bool, False)
         hidden_size, num_heads = _value(raw, "hidden_size", int), _value(raw, "num_attention_heads", int)
         num_layers = _value(raw, "num_hidden_layers", int)
+        attention_bias = family in (LLAMA, QWEN3) and _value(raw, "attention_bias", bool, False)
         dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         return cls(
             vocab_size=_value(raw, "vocab_size", int),
@@ -161,9 +162,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(f"{path.name} is not valid JSON: {error}.") from None
+        raise ValueError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} must hold a JSON object, not a {type(content).__name__}.")
+        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
     return content
 
 

@@ -90,7 +90,9 @@ class GGUFFile(dict[str, Any]):
     def hparam(self, key: str, default: Any = None) -> Any:
         """Value of `ARCHITECTURE.key`, or `default`; without a default a missing key is an error."""
         key = f"{self.architecture}.{key}"
-        return self[key] if default is None else self.get(key, default)
+        value = self[key] if default is None else self.get(key, default)
+        # A float32 as the short decimal that it stands for: 9.99999974e-06 is 1e-05.
+        return float(f"{value:.6g}") if isinstance(value, float) else value
 
     def token_id(self, name: str) -> int | None:
         """The id of the special token `name`, such as "bos"."""
@@ -159,8 +161,8 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.hparam("context_length"),
-        "rms_norm_eps": clean_float(file.hparam("attention.layer_norm_rms_epsilon")),
-        "rope_theta": clean_float(file.hparam("rope.freq_base", 10000.0)),
+        "rms_norm_eps": file.hparam("attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.hparam("rope.freq_base", 10000.0),
         "vocab_size": int(shapes["token_embd.weight"][1]),
         "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": file.token_id("bos"),
@@ -171,11 +173,6 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
     if file.architecture == "llama":
         config |= {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": False}
     return config
-
-
-def clean_float(value: float) -> float:
-    """The short decimal that a float32 stands for: 9.99999974e-06 -> 1e-05."""
-    return float(f"{value:.6g}")
 
 
 def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:

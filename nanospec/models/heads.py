@@ -33,7 +33,7 @@ from torch import Tensor
 from ..kernels.layer.linear import linear, pack
 from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
-from .weights import listed, misfits, open_safetensors, other_formats
+from .weights import check_fit, listed, open_safetensors, other_formats
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 PREFIX = "medusa_head."
@@ -102,12 +102,9 @@ class Heads:
                 token_map = checked_token_map(ids, file, rows).to(model.device)
                 rows = len(token_map)
             slices = {name: handle.get_slice(full_name) for name, full_name in stored.items()}
-            problems = misfits(slices, layout.shapes(hidden, rows), optional=layout.projections())
-            if problems:
-                raise ValueError(
-                    f"The {layout.num_heads} heads of {layout.num_layers} block(s) in {file} do not fit the "
-                    f"model (hidden size {hidden}, {rows} tokens to guess): {problems}."
-                )
+            what = f"The {layout.num_heads} heads of {layout.num_layers} block(s) in {file} do not fit the "
+            what += f"model (hidden size {hidden}, {rows} tokens to guess)"
+            check_fit(slices, layout.shapes(hidden, rows), what, optional=layout.projections())
 
             def get(name: str) -> Tensor:
                 tensor: Tensor = handle.get_tensor(stored[name])

@@ -10,7 +10,7 @@ every mismatch is named in one error: a model is loaded right or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,8 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str)
         for file in weight_files(folder):
             handle = stack.enter_context(open_safetensors(file))
             source.update(dict.fromkeys(handle.keys(), handle))
-        used = [name for name in source if not _harmless(name, config)]
-        problems = misfits({name: source[name].get_slice(name) for name in used}, config.parameter_shapes())
-        if problems:
-            raise ValueError(f"The weights in {folder} do not fit its config.json: {problems}.")
+        used = {name: file.get_slice(name) for name, file in source.items() if not _harmless(name, config)}
+        check_fit(used, config.parameter_shapes(), f"The weights in {folder} do not fit its config.json")
 
         def get(name: str) -> Tensor:
             # Always a copy: what aliases the file would change with it.
@@ -110,10 +108,7 @@ def other_formats(folder: Path) -> str:
 
 def _shards(index: Path) -> list[Path]:
     """The files that an index names."""
-    try:
-        mapping = read_json(index).get("weight_map")
-    except ValueError as error:
-        raise ValueError(f"{index}: {error}") from None
+    mapping = read_json(index).get("weight_map")
     files = mapping.values() if isinstance(mapping, dict) else ()
     if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
         raise ValueError(f"{index} must have a 'weight_map' from tensors to files beside it.")
@@ -137,10 +132,10 @@ def open_safetensors(file: Path) -> Any:
         ) from None
 
 
-def misfits(
-    stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
-) -> str:
-    """Every tensor that is missing, extra or unfit, as the end of a sentence; "" if there is none.
+def check_fit(
+    stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: str, optional: Sequence[str] = ()
+) -> None:
+    """ValueError that begins with `what` and names every tensor that is missing, extra or unfit.
 
     Args:
         stored: what a file's `get_slice` gives, by name.
@@ -159,7 +154,9 @@ def misfits(
         "of the wrong shape": misshapen,
         f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
     }
-    return "; ".join(f"{len(n)} tensor(s) {what}: {listed(n)}" for what, n in problems.items() if n)
+    found = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise ValueError(f"{what}: {'; '.join(found)}.")
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:

@@ -48,12 +48,9 @@ class Tokenizer:
             i for i, token in self.backend.get_added_tokens_decoder().items() if token.special
         )
         self._named_tokens = _named_tokens(config)
-        bos, eos = self._named_tokens.get("bos_token"), self._named_tokens.get("eos_token")
+        named = {f"{name}_id": self.backend.token_to_id(text) for name, text in self._named_tokens.items()}
         configs = [_read_json(folder / f"{name}.json") for name in ("generation_config", "config")]
-        begins = _as_ids(self.backend.token_to_id(bos) if bos else None)
-        begins += [i for c in configs for i in _as_ids(c.get("bos_token_id"))]
-        ends = [i for c in configs for i in _as_ids(c.get("eos_token_id"))]
-        ends += _as_ids(self.backend.token_to_id(eos) if eos else None)
+        begins, ends = _ids("bos_token_id", named, *configs), _ids("eos_token_id", *configs, named)
         self.bos_token_id: int | None = next(iter(begins), None)
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         self.byte_token_ids = _byte_token_ids(self.backend)
@@ -123,9 +120,10 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    """Zero, one or several ids, as a list."""
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+def _ids(key: str, *configs: Mapping[str, Any]) -> list[int]:
+    """All ids at `key`: each config may have none, one or a list."""
+    found = [config[key] for config in configs if config.get(key) is not None]
+    return [i for ids in found for i in ([ids] if isinstance(ids, int) else ids)]
 
 
 def _byte_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
