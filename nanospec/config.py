@@ -76,11 +76,10 @@ def check_method(spec: SpecConfig) -> None:
     names, known = method_names(), registered()
     if spec.method not in names:
         raise ValueError(f"method={spec.method!r} is unknown; use one of {', '.join(names)}.")
-    used = {option.name for method in spec.methods for option in known[method].options}
     given = {**{name: getattr(spec, name) for name in OPTIONAL}, **spec.options}
     for name, value in given.items():
-        if value is not None and name not in used:
-            takes = [method for method in known if name in {option.name for option in known[method].options}]
+        takes = [method for method in known if name in {option.name for option in known[method].options}]
+        if value is not None and not set(takes) & set(spec.methods):
             use = f"; use method={takes[0]!r}" if takes else ""
             raise ValueError(f"{name}={value!r} is of no use to method={spec.method!r}{use}.")
         if name in OPTIONAL and (not isinstance(value, str | None) or value == ""):
@@ -119,10 +118,10 @@ class SpecConfig:
             more are accepted); "typical", those that the target finds likely enough, which changes the
             output. An engine started with another rule than "exact" lets every request choose its own.
         num_speculative_tokens: K, the most drafts verified per request and step; "auto" chooses by
-            measured cost and observed acceptance, up to `max_speculative_tokens`.
+            measured cost and observed acceptance.
+        max_speculative_tokens: the bound of "auto".
         prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that is looked up. Longer
             suffixes match less often and more reliably.
-        max_speculative_tokens: the bound of "auto".
         speculation_lengths: the Ks for which steps are recorded (GPU), as far as the bounds above allow.
         options: what further methods let one set, by name.
     """
@@ -140,7 +139,7 @@ class SpecConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        k = self.num_speculative_tokens
+        k, lengths = self.num_speculative_tokens, self.speculation_lengths
         if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFTS):
             raise ValueError(f"num_speculative_tokens={k!r} must be 'auto' or an int from 0 to {MAX_DRAFTS}.")
         check_fields(self)
@@ -148,9 +147,9 @@ class SpecConfig:
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
-        if not isinstance(self.speculation_lengths, tuple | list):
-            raise ValueError(f"speculation_lengths={self.speculation_lengths!r} must be a tuple of integers.")
-        for length in self.speculation_lengths:
+        if not isinstance(lengths, tuple | list):
+            raise ValueError(f"speculation_lengths={lengths!r} must be a tuple of integers.")
+        for length in lengths:
             check_number("speculation_lengths", length, 0, MAX_DRAFTS)
 
     @property
@@ -161,10 +160,8 @@ class SpecConfig:
     @property
     def max_k(self) -> int:
         """The largest K that can occur in a step."""
-        if self.method == "none":
-            return 0
         k = self.num_speculative_tokens
-        return self.max_speculative_tokens if k == "auto" else k
+        return 0 if self.method == "none" else self.max_speculative_tokens if k == "auto" else k
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -236,11 +233,8 @@ class SamplingParams:
         repetition_penalty: divides the positive and multiplies the negative logits of tokens in
             prompt or output.
         logit_bias: token id -> number added to its logit.
-        num_speculative_tokens: this request's own limit of drafts per step; None is the engine's, 0
-            does not speculate.
-        tree_width: this request's own limit of continuations guessed per step; None is the engine's, 1
-            guesses chains.
-        acceptance: "exact", "rejection" or "typical" (see `SpecConfig`); None is the engine's.
+        num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, for this request alone; None
+            is the engine's. 0 drafts do not speculate.
     """
 
     n: int = 1
@@ -304,4 +298,3 @@ class SamplingParams:
         """Whether anything but temperature and the filters changes the logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(self.logit_bias or self.min_tokens or penalties)
-

@@ -40,16 +40,12 @@ class SpecStats:
         self.num_steps_with_drafts += 1
         self.num_drafted += drafted
         self.num_accepted += accepted
-        counts = self.by_drafter.setdefault(drafter, [0, 0, 0])
-        for i, count in enumerate((1, drafted, accepted)):
-            counts[i] += count
-        while len(self.drafted_by_position) < drafted:
-            self.drafted_by_position.append(0)
-            self.accepted_by_position.append(0)
-        for i in range(drafted):
-            self.drafted_by_position[i] += 1
-        for i in range(accepted):
-            self.accepted_by_position[i] += 1
+        before = self.by_drafter.get(drafter, (0, 0, 0))
+        self.by_drafter[drafter] = [a + b for a, b in zip(before, (1, drafted, accepted))]
+        for counts, count in (self.drafted_by_position, drafted), (self.accepted_by_position, accepted):
+            counts += [0] * (drafted - len(counts))
+            for i in range(count):
+                counts[i] += 1
 
     @property
     def tokens_per_step(self) -> float:
@@ -72,23 +68,17 @@ class SpecStats:
         return self.num_steps_with_drafts / max(self.num_steps, 1)
 
     def to_dict(self) -> dict[str, object]:
+        counts = ("num_steps", "num_tokens", "num_drafted", "num_accepted")
+        ratios = ("tokens_per_step", "acceptance_rate", "efficiency", "coverage")
+        of_drafter = ("num_steps", "num_drafted", "num_accepted")
         return {
             **({"acceptance": self.acceptance} if self.acceptance != "exact" else {}),
             **({"lossy": True} if self.acceptance in LOSSY else {}),
-            "num_steps": self.num_steps,
-            "num_tokens": self.num_tokens,
-            "num_drafted": self.num_drafted,
-            "num_accepted": self.num_accepted,
-            "tokens_per_step": round(self.tokens_per_step, 4),
-            "acceptance_rate": round(self.acceptance_rate, 4),
-            "efficiency": round(self.efficiency, 4),
-            "coverage": round(self.coverage, 4),
+            **{name: getattr(self, name) for name in counts},
+            **{name: round(getattr(self, name), 4) for name in ratios},
             "drafted_by_position": self.drafted_by_position,
             "accepted_by_position": self.accepted_by_position,
-            "by_drafter": {
-                name: dict(zip(("num_steps", "num_drafted", "num_accepted"), counts))
-                for name, counts in self.by_drafter.items()
-            },
+            "by_drafter": {name: dict(zip(of_drafter, own)) for name, own in self.by_drafter.items()},
         }
 
 
@@ -129,11 +119,6 @@ class Metrics:
         return {
             **({"simulated": self.simulated} if self.simulated else {}),
             **self.spec.to_dict(),
-            "num_forward_steps": self.num_forward_steps,
-            "num_prefill_tokens": self.num_prefill_tokens,
-            "num_cached_tokens": self.num_cached_tokens,
-            "num_preemptions": self.num_preemptions,
-            "num_finished": self.num_finished,
-            "num_aborted": self.num_aborted,
+            **{name: value for name, value in vars(self).items() if name.startswith("num_")},
             "stage_seconds": {k: round(v, 6) for k, v in self.stages.seconds.items()},
         }

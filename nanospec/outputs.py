@@ -62,24 +62,13 @@ class Completion:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the pieces, ready for JSON."""
-        logprobs = None
+        names = ("text", "token_ids", "finish_reason", "error", "simulated")
+        shown = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logprobs is not None:
-            logprobs = [{str(t): list(value) for t, value in at.items()} for at in self.logprobs]
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            **({"error": self.error} if self.error else {}),
-            **({"simulated": self.simulated} if self.simulated else {}),
-            **({"logprobs": logprobs} if logprobs is not None else {}),
-            "stats": {
-                **self.stats.to_dict(),
-                "seconds": round(self.seconds, 6),
-                "first_token_seconds": round(self.first_token_seconds, 6),
-                "num_cached_tokens": self.num_cached_tokens,
-                "num_preemptions": self.num_preemptions,
-            },
-        }
+            shown["logprobs"] = [{str(t): list(value) for t, value in at.items()} for at in self.logprobs]
+        times = {name: round(getattr(self, name), 6) for name in ("seconds", "first_token_seconds")}
+        counts = {name: getattr(self, name) for name in ("num_cached_tokens", "num_preemptions")}
+        return {**shown, "stats": {**self.stats.to_dict(), **times, **counts}}
 
 
 @dataclass

@@ -134,28 +134,24 @@ class Request:
         """Take a step's tokens, cut at the first stop string; returns whether that ended the request.
         `method` is who drafted."""
         finish, kept, at_string = FINISH[step.finished], 0, False
-        for token in step.tokens:
-            self.tokens.append(token)
+        while kept < len(step.tokens) and not at_string:
+            self.tokens.append(step.tokens[kept])
             kept += 1
             is_stop_token = finish == "stop" and kept == len(step.tokens)  # is no text
             if self.detokenizer is not None:
-                self.token_texts.append("" if is_stop_token else self.detokenizer.push([token]))
-                if self._append_text(self.token_texts[-1]):
-                    finish, at_string = "stop", True
-                    break
+                self.token_texts.append("" if is_stop_token else self.detokenizer.push(self.tokens[-1:]))
+                at_string = self._append_text(self.token_texts[-1])
+        finish = "stop" if at_string else finish
         if kept and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
-        accepted = min(step.num_accepted, kept)
-        self.stats.record(step.num_drafted, accepted, kept, method)
+        self.stats.record(step.num_drafted, min(step.num_accepted, kept), kept, method)
         self.draft_sources += step.sources[:kept]
         if logprobs is not None:
             self.logprobs += logprobs[:kept]
         self.num_computed = self.num_tokens - 1
         if finish == "error":
-            self.error = (
-                f"The model gave NaN logits at position {self.num_tokens}; check its weights and dtype."
-            )
-            finish = "abort"
+            finish, at = "abort", self.num_tokens
+            self.error = f"The model gave NaN logits at position {at}; check its weights and dtype."
         if finish is not None:
             self.finish(finish, flush=not at_string)
         return finish is not None
@@ -167,16 +163,13 @@ class Request:
         if not self.params.stop or self.num_tokens - len(self.prompt_ids) < self.params.min_tokens:
             return False
         found = [self.text.find(s, max(old - len(s) + 1, 0)) for s in self.params.stop]
-        if not any(at >= 0 for at in found):
+        if max(found) < 0:
             return False
         self.text = self.text[: min(at for at in found if at >= 0)]
-        beyond = sum(map(len, self.token_texts)) - len(self.text)
-        for i in reversed(range(len(self.token_texts))):
-            if beyond <= 0:
-                break
-            piece = self.token_texts[i]
-            self.token_texts[i] = piece[: max(len(piece) - beyond, 0)]
-            beyond -= len(piece)
+        begin = 0
+        for i, piece in enumerate(self.token_texts):
+            self.token_texts[i] = piece[: max(len(self.text) - begin, 0)]
+            begin += len(piece)
         return True
 
     def finish(self, reason: str, flush: bool = True) -> None:
@@ -195,13 +188,12 @@ class Request:
         done = self.status is Status.FINISHED
         end = len(self.text) - (0 if done else self._hold_back)
         pieces = []
-        while self._num_pieces < len(self.token_texts):
-            text = self.token_texts[self._num_pieces]
-            if self._streamed + len(text) > end:
+        for piece in map(Piece, self.token_texts[self._num_pieces :], self.draft_sources[self._num_pieces :]):
+            if self._streamed + len(piece.text) > end:
                 break
-            pieces.append(Piece(text, self.draft_sources[self._num_pieces]))
-            self._num_pieces += 1
-            self._streamed += len(text)
+            pieces.append(piece)
+            self._streamed += len(piece.text)
+        self._num_pieces += len(pieces)
         if done and self._streamed < end:  # the rest of an unfinished character
             pieces.append(Piece(self.text[self._streamed :], -1))
             self._streamed = end
@@ -226,9 +218,9 @@ class Limits(NamedTuple):
 def check_request(
     prompt_ids: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limits: Limits
 ) -> None:
-    """Raise ValueError with a sentence if an engine with these limits cannot run the request. `stop_ids`:
-    all tokens that would end it."""
-    vocab_size, max_model_len, has_text, acceptance = limits
+    """Raise ValueError with a sentence if an engine with these limits cannot run the request, which all the
+    `stop_ids` would end."""
+    size, max_model_len, has_text, acceptance = limits
     if not prompt_ids:
         raise ValueError("The prompt is empty; give at least one token.")
     if len(prompt_ids) >= max_model_len:
@@ -236,20 +228,15 @@ def check_request(
             f"The prompt has {len(prompt_ids)} tokens, but max_model_len={max_model_len} must hold "
             "it and at least one new token; shorten it or raise max_model_len."
         )
-    for name, ids in (
-        ("The prompt", prompt_ids),
-        ("logit_bias", params.logit_bias),
-        ("stop_token_ids", params.stop_token_ids),
-    ):
-        bad = [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab_size]
-        if bad:
-            raise ValueError(
-                f"{name} holds token id {bad[0]!r}; ids are integers from 0 to {vocab_size - 1}."
-            )
+    own = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    for name, ids in {"The prompt": prompt_ids, **own}.items():
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
+                raise ValueError(f"{name} holds token id {token!r}; ids are integers from 0 to {size - 1}.")
     if len(stop_ids) > MAX_STOP_IDS:
         raise ValueError(
-            f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids, "
-            f"but the limit is {MAX_STOP_IDS}."
+            f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids, but the limit is "
+            f"{MAX_STOP_IDS}."
         )
     if params.acceptance not in (None, "exact") and acceptance == "exact":
         raise ValueError(

@@ -14,12 +14,13 @@ Values that a file may leave out get the default of that family.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KINDS = {int: "a positive integer", float: "a positive number", bool: "true or false"}
+T = TypeVar("T", bool, int, float)
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,13 @@ class ModelConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_kv_heads}."
-            )
+        heads, kv, layers = self.num_heads, self.num_kv_heads, self.num_layers
+        if heads % kv:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, as RoPE rotates pairs.")
-        if len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"There must be one attention window for each of {self.num_layers} layers, "
-                f"not {len(self.windows)}."
-            )
+        if (given := len(self.windows)) != layers:
+            raise ValueError(f"There must be one attention window for each of {layers} layers, not {given}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}.")
 
@@ -83,8 +81,9 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; a model folder needs a config.json.")
+        raw = read_json(path)
         try:
-            return cls.from_dict(read_json(path))
+            return cls.from_dict(raw)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -92,27 +91,27 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Translate the content of a `config.json`. Raises ValueError for what is not supported."""
         family = _family(raw)
-        hidden_size, num_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
-        num_layers = _integer(raw, "num_hidden_layers")
-        attention_bias = family in (LLAMA, QWEN3) and _boolean(raw, "attention_bias")
+        hidden_size, num_heads = _value(raw, "hidden_size", int), _value(raw, "num_attention_heads", int)
+        num_layers = _value(raw, "num_hidden_layers", int)
+        attention_bias = family in (LLAMA, QWEN3) and _value(raw, "attention_bias", bool, False)
         dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         return cls(
-            vocab_size=_integer(raw, "vocab_size"),
+            vocab_size=_value(raw, "vocab_size", int),
             hidden_size=hidden_size,
-            intermediate_size=_integer(raw, "intermediate_size"),
+            intermediate_size=_value(raw, "intermediate_size", int),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=_integer(raw, "num_key_value_heads", num_heads),
-            head_dim=_integer(raw, "head_dim", 128 if family == QWEN3 else hidden_size // num_heads),
-            max_position_embeddings=_integer(raw, "max_position_embeddings"),
+            num_kv_heads=_value(raw, "num_key_value_heads", int, num_heads),
+            head_dim=_value(raw, "head_dim", int, 128 if family == QWEN3 else hidden_size // num_heads),
+            max_position_embeddings=_value(raw, "max_position_embeddings", int),
             windows=_windows(raw, family, num_layers),
-            rms_norm_eps=_number(raw, "rms_norm_eps"),
+            rms_norm_eps=_value(raw, "rms_norm_eps", float),
             rope=_rope(raw),
             qkv_bias=family == QWEN2 or attention_bias,
             o_bias=attention_bias,
-            mlp_bias=family == LLAMA and _boolean(raw, "mlp_bias"),
+            mlp_bias=family == LLAMA and _value(raw, "mlp_bias", bool, False),
             qk_norm=family == QWEN3,
-            tie_word_embeddings=_boolean(raw, "tie_word_embeddings"),
+            tie_word_embeddings=_value(raw, "tie_word_embeddings", bool, False),
             dtype=str(dtype).removeprefix("torch."),
         )
 
@@ -125,27 +124,24 @@ class ModelConfig:
         """Every tensor of the checkpoint by its Hugging Face name, in order of use."""
         H, I, D = self.hidden_size, self.intermediate_size, self.head_dim  # noqa: E741
         q, kv = self.num_heads * D, self.num_kv_heads * D
+        head_norms = [("self_attn.q_norm", (D,), False), ("self_attn.k_norm", (D,), False)]
+        layer: list[tuple[str, tuple[int, ...], bool]] = [  # name, shape of the weight, has a bias
+            ("input_layernorm", (H,), False),
+            ("self_attn.q_proj", (q, H), self.qkv_bias),
+            ("self_attn.k_proj", (kv, H), self.qkv_bias),
+            ("self_attn.v_proj", (kv, H), self.qkv_bias),
+            *(head_norms if self.qk_norm else []),
+            ("self_attn.o_proj", (H, q), self.o_bias),
+            ("post_attention_layernorm", (H,), False),
+            ("mlp.gate_proj", (I, H), self.mlp_bias),
+            ("mlp.up_proj", (I, H), self.mlp_bias),
+            ("mlp.down_proj", (H, I), self.mlp_bias),
+        ]
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, H)}
-
-        def projection(name: str, rows: int, columns: int, bias: bool) -> None:
-            shapes[f"{name}.weight"] = (rows, columns)
+        for i, (name, shape, bias) in itertools.product(range(self.num_layers), layer):
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
             if bias:
-                shapes[f"{name}.bias"] = (rows,)
-
-        for i in range(self.num_layers):
-            layer = f"model.layers.{i}"
-            shapes[f"{layer}.input_layernorm.weight"] = (H,)
-            projection(f"{layer}.self_attn.q_proj", q, H, self.qkv_bias)
-            projection(f"{layer}.self_attn.k_proj", kv, H, self.qkv_bias)
-            projection(f"{layer}.self_attn.v_proj", kv, H, self.qkv_bias)
-            if self.qk_norm:
-                shapes[f"{layer}.self_attn.q_norm.weight"] = (D,)
-                shapes[f"{layer}.self_attn.k_norm.weight"] = (D,)
-            projection(f"{layer}.self_attn.o_proj", H, q, self.o_bias)
-            shapes[f"{layer}.post_attention_layernorm.weight"] = (H,)
-            projection(f"{layer}.mlp.gate_proj", I, H, self.mlp_bias)
-            projection(f"{layer}.mlp.up_proj", I, H, self.mlp_bias)
-            projection(f"{layer}.mlp.down_proj", H, I, self.mlp_bias)
+                shapes[f"model.layers.{i}.{name}.bias"] = shape[:1]
         shapes["model.norm.weight"] = (H,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, H)
@@ -166,9 +162,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(f"{path.name} is not valid JSON: {error}.") from None
+        raise ValueError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} must hold a JSON object, not a {type(content).__name__}.")
+        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
     return content
 
 
@@ -184,9 +180,8 @@ def _family(raw: Mapping[str, Any]) -> str:
             "Quantized checkpoints (with a quantization_config) are not supported; use the one "
             "stored in float32, bfloat16 or float16."
         )
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act={activation!r} is not supported; only 'silu' is.")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is.")
     return str(names[0])
 
 
@@ -194,12 +189,12 @@ def _windows(raw: Mapping[str, Any], family: str, num_layers: int) -> tuple[int 
     """The sliding window of each layer. `sliding_window`: null means none, absent means 4096."""
     if family == LLAMA:
         return (None,) * num_layers
-    window = None
-    if raw.get("sliding_window", 4096) is not None:
-        window = _integer(raw, "sliding_window", 4096)
+    window = raw.get("sliding_window", 4096)
+    if window is not None:
+        window = _value(raw, "sliding_window", int, 4096)
     if family == MISTRAL:
         return (window,) * num_layers
-    if not _boolean(raw, "use_sliding_window"):
+    if not _value(raw, "use_sliding_window", bool, False):
         window = None
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -209,17 +204,16 @@ def _windows(raw: Mapping[str, Any], family: str, num_layers: int) -> tuple[int 
         return tuple(window if i >= first else None for i in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ValueError(f"'layer_types' must be a list of {num_layers} entries, one per layer.")
-    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    sees = {"full_attention": None, "sliding_attention": window}
+    unknown = [kind for kind in kinds if kind not in list(sees)]
     if unknown:
-        raise ValueError(
-            f"Layer type {unknown[0]!r} is not supported; supported are full_attention and sliding_attention."
-        )
+        raise ValueError(f"Layer type {unknown[0]!r} is not supported; supported are {' and '.join(sees)}.")
     if "sliding_attention" in kinds and window is None:
         raise ValueError(
             "'layer_types' has sliding_attention, but use_sliding_window or sliding_window is not set; set "
             "both, or make the layers full_attention."
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(sees[kind] for kind in kinds)
 
 
 def _rope(raw: Mapping[str, Any]) -> Rope:
@@ -232,49 +226,30 @@ def _rope(raw: Mapping[str, Any]) -> Rope:
         raise ValueError(f"{name} holds one RoPE per kind of layer; only one for all is supported.")
     if given.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
         raise ValueError("A partial_rotary_factor other than 1 is not supported.")
-    theta = _number(given, "rope_theta", _number(raw, "rope_theta", 10000.0))
+    theta = _value(given, "rope_theta", float, _value(raw, "rope_theta", float, 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     match kind:
         case "default":
             return Rope(theta=theta)
         case "linear":
-            return Rope("linear", theta, factor=_number(given, "factor"))
+            return Rope("linear", theta, factor=_value(given, "factor", float))
         case "llama3":
-            low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+            low, high = _value(given, "low_freq_factor", float), _value(given, "high_freq_factor", float)
             if low >= high:
                 raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}.")
             # In Hugging Face's order: beside the RoPE entry, in it, or the context length itself.
-            key = "original_max_position_embeddings"
-            length = _integer(given, key, _integer(raw, "max_position_embeddings"))
-            length = _integer(raw, key, length)
-            return Rope("llama3", theta, _number(given, "factor"), low, high, length)
+            length, key = _value(raw, "max_position_embeddings", int), "original_max_position_embeddings"
+            length = _value(raw, key, int, _value(given, key, int, length))
+            return Rope("llama3", theta, _value(given, "factor", float), low, high, length)
     raise ValueError(f"RoPE type {kind!r} is not supported; default, linear and llama3 are.")
 
 
-def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
-    value = raw.get(key)
-    value = default if value is None else value
+def _value(raw: Mapping[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
+    """The value of a key, which must be one of `KINDS`; where it is absent or null, the default."""
+    value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise ValueError(f"{key!r} is missing.")
-    return value
-
-
-def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = _value(raw, key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key}={value!r} must be a positive integer.")
-    return value
-
-
-def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = _value(raw, key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{key}={value!r} must be a positive number.")
-    return float(value)
-
-
-def _boolean(raw: Mapping[str, Any], key: str) -> bool:
-    value = _value(raw, key, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} must be true or false.")
-    return value
+    fits = type(value) is bool if kind is bool else type(value) in (int, kind) and 0 < value < math.inf
+    if not fits:
+        raise ValueError(f"{key}={value!r} must be {KINDS[kind]}.")
+    return kind(value)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,27 +36,30 @@ GetWeight = Callable[[str], Tensor]
 """Gives a tensor of `ModelConfig.parameter_shapes` by name, in the model's dtype, on its device."""
 
 
+class Projection(NamedTuple):
+    """weight [out, in], possibly packed, and bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one decoder layer: [out, in] matrices, possibly packed, and vectors.
+    """The weights of one decoder layer.
 
     Attributes:
-        qkv: [(Hq + 2 Hkv) * D, H], with all q heads first, then all k heads, then all v heads.
-        gate_up: [2 I, H], gate first.
+        qkv: to (Hq + 2 Hkv) * D, with all q heads first, then all k heads, then all v heads.
+        gate_up: to 2 I, gate first.
         window: sliding window in tokens, None for none.
     """
 
     input_norm: Norm
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Projection
     qk_norms: tuple[Norm, Norm] | None
-    o: Tensor
-    o_bias: Tensor | None
+    o: Projection
     post_norm: Norm
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Projection
+    down: Projection
     window: int | None
 
 
@@ -81,9 +85,8 @@ class Model:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        self.cos_sin = cos_sin_table(
-            config.rope, config.head_dim, config.max_position_embeddings, self.device
-        )
+        max_len = config.max_position_embeddings
+        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_len, self.device)
         self.embedding = get("model.embed_tokens.weight")
         self.layers = [_layer(config, i, get) for i in range(config.num_layers)]
         self.norm = Norm(get("model.norm.weight"), config.rms_norm_eps)
@@ -106,8 +109,7 @@ class Model:
         Args:
             batch: input ids in 0 .. V - 1, also those of padding tokens; positions below
                 `max_position_embeddings`.
-            kv_cache: [num_layers, 2, Hkv, num_blocks, block_size, D] in the model's dtype. Entries
-                that no query sees may hold anything finite.
+            kv_cache: in the model's dtype. Entries that no query sees may hold anything finite.
 
         Returns:
             [T, H] after the final norm. Padding tokens get unspecified values.
@@ -122,17 +124,16 @@ class Model:
 
     def _layer_forward(self, layer: Layer, x: Tensor, cache: Tensor, angles: Angles, plan: Plan) -> Tensor:
         """x [T, H] -> [T, H]; cache [2, Hkv, num_blocks, block_size, D]."""
-        qkv = norm_linear(x, layer.input_norm, layer.qkv, layer.qkv_bias)
+        qkv = norm_linear(x, layer.input_norm, *layer.qkv)
         q = rope_cache(qkv, cache, plan.batch, angles, layer.qk_norms)
         out = attention(q, cache, plan, self.config.head_dim**-0.5)  # [T, Hq, D]
-        x = linear_add(out.flatten(1), layer.o, x, layer.o_bias)
-        if layer.gate_up_bias is None:
-            h = norm_swiglu(x, layer.post_norm, layer.gate_up)  # [T, I]
+        x = linear_add(out.flatten(1), layer.o.weight, x, layer.o.bias)
+        if layer.gate_up.bias is None:
+            h = norm_swiglu(x, layer.post_norm, layer.gate_up.weight)  # [T, I]
         else:  # rare, so not worth a kernel
-            h = norm_linear(x, layer.post_norm, layer.gate_up, layer.gate_up_bias)
-            gate, up = h.chunk(2, -1)
+            gate, up = norm_linear(x, layer.post_norm, *layer.gate_up).chunk(2, -1)
             h = F.silu(gate) * up
-        return linear_add(h, layer.down, x, layer.down_bias)
+        return linear_add(h, layer.down.weight, x, layer.down.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token for rows of `forward`'s result: [N, H] -> [N, V]."""
@@ -140,34 +141,23 @@ class Model:
 
 
 def _layer(config: ModelConfig, index: int, get: GetWeight) -> Layer:
-    prefix = f"model.layers.{index}"
+    def tensor(kind: str, *names: str) -> Tensor:
+        parts = [get(f"model.layers.{index}.{name}.{kind}") for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def weight(*names: str) -> Tensor:
-        return pack(_cat([get(f"{prefix}.{name}.weight") for name in names]))
-
-    def bias(present: bool, *names: str) -> Tensor | None:
-        return _cat([get(f"{prefix}.{name}.bias") for name in names]) if present else None
+    def projection(has_bias: bool, *names: str) -> Projection:
+        return Projection(pack(tensor("weight", *names)), tensor("bias", *names) if has_bias else None)
 
     def norm(name: str) -> Norm:
-        return Norm(get(f"{prefix}.{name}.weight"), config.rms_norm_eps)
+        return Norm(tensor("weight", name), config.rms_norm_eps)
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return Layer(
         input_norm=norm("input_layernorm"),
-        qkv=weight(*qkv),
-        qkv_bias=bias(config.qkv_bias, *qkv),
+        qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         qk_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-        o=weight("self_attn.o_proj"),
-        o_bias=bias(config.o_bias, "self_attn.o_proj"),
+        o=projection(config.o_bias, "self_attn.o_proj"),
         post_norm=norm("post_attention_layernorm"),
-        gate_up=weight(*gate_up),
-        gate_up_bias=bias(config.mlp_bias, *gate_up),
-        down=weight("mlp.down_proj"),
-        down_bias=bias(config.mlp_bias, "mlp.down_proj"),
+        gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        down=projection(config.mlp_bias, "mlp.down_proj"),
         window=config.windows[index],
     )
-
-
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

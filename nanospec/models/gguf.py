@@ -1,8 +1,5 @@
 """Convert a GGUF file into a model folder that nanospec, vLLM and transformers can load.
 
-The folder then holds `model.safetensors`, `config.json`, `generation_config.json`, `tokenizer.json`,
-`tokenizer_config.json` and, when the file carries one, `chat_template.jinja`.
-
 * Quantized tensors are expanded. Nothing is gained in quality: a 4-bit model stays a 4-bit model, only
   stored wide.
 * llama.cpp stores the q and k rows of the llama architecture reordered for interleaved RoPE.
@@ -15,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tokenizers
@@ -23,16 +20,14 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
+from .config import DTYPES
+
 try:
     import gguf
 except ModuleNotFoundError as missing:
     raise ImportError("reading GGUF files needs the gguf library: pip install gguf.") from missing
 
-DTYPES = {  # name -> torch's, and what safetensors calls it
-    "bfloat16": (torch.bfloat16, "BF16"),
-    "float16": (torch.float16, "F16"),
-    "float32": (torch.float32, "F32"),
-}
+STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # dtype -> what safetensors calls it
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -52,11 +47,11 @@ TENSOR_NAMES = {
 # How text is cut before byte-pair merging, by the value of `tokenizer.ggml.pre`.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLIT_PATTERNS = {
-    "qwen2": rf"{WORDS}|\p{{N}}|{OTHERS}",
-    "llama-bpe": rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}",
+PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
+    "smollm": pre_tokenizers.Digits(individual_digits=True),
+    "qwen2": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}|{OTHERS}"), "isolated"),
+    "llama-bpe": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}"), "isolated"),
 }
-PRE_TOKENIZERS = ("smollm", *SPLIT_PATTERNS)
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type`
 # A GGUF file names one end token; chat models usually have a second. As llama.cpp does, control tokens of
 # these names end the text too.
@@ -67,53 +62,51 @@ class ConversionError(ValueError):
     """The file cannot be converted; the message says what is wrong and what would help."""
 
 
-class GGUFFile:
-    """Metadata and tensors of a GGUF file, with errors a user understands."""
+class GGUFFile(dict[str, Any]):
+    """Metadata of a GGUF file by key, and its `tensors`, with errors a user understands."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise ConversionError(f"{path} does not exist; give the path of a GGUF file.")
         try:
-            self.reader = gguf.GGUFReader(path)
+            reader = gguf.GGUFReader(path)
+            super().__init__((key, field.contents()) for key, field in reader.fields.items())
         except Exception as error:  # the reader fails in many ways, none of which says "truncated"
             raise ConversionError(
                 f"{path} cannot be read as GGUF ({error}): it is not a GGUF file or the download is "
                 "incomplete; fetch it again."
             ) from error
-        self.architecture: str = self.get("general.architecture")
+        self.tensors = reader.tensors
+        self.architecture: str = self["general.architecture"]
         if self.architecture not in ARCHITECTURES:
             raise ConversionError(
                 f"{path} holds a model of architecture {self.architecture!r}; this converter knows "
                 f"{' and '.join(ARCHITECTURES)}."
             )
 
-    def get(self, key: str, default: Any = ...) -> Any:
-        """Value of `key`, or `default`; without a default a missing key is an error."""
-        field = self.reader.fields.get(key)
-        if field is not None:
-            return field.contents()
-        if default is ...:
-            raise ConversionError(f"the GGUF file lacks the field {key!r}, which is needed.")
-        return default
+    def __missing__(self, key: str) -> NoReturn:
+        raise ConversionError(f"the GGUF file lacks the field {key!r}, which is needed.")
 
-    def hparam(self, key: str, default: Any = ...) -> Any:
-        """Value of `ARCHITECTURE.key`."""
-        return self.get(f"{self.architecture}.{key}", default)
+    def hparam(self, key: str, default: Any = None) -> Any:
+        """Value of `ARCHITECTURE.key`, or `default`; without a default a missing key is an error."""
+        key = f"{self.architecture}.{key}"
+        value = self[key] if default is None else self.get(key, default)
+        # A float32 as the short decimal that it stands for: 9.99999974e-06 is 1e-05.
+        return float(f"{value:.6g}") if isinstance(value, float) else value
 
     def token_id(self, name: str) -> int | None:
         """The id of the special token `name`, such as "bos"."""
-        token: int | None = self.get(f"tokenizer.ggml.{name}_token_id", None)
-        return token
+        return self.get(f"tokenizer.ggml.{name}_token_id")
 
-    def vocabulary(self) -> tuple[list[str], list[int]]:
-        """All tokens and their types, by id."""
-        tokens = self.get("tokenizer.ggml.tokens")
-        return tokens, self.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    def vocabulary(self) -> list[tuple[str, int]]:
+        """All tokens with their types, by id."""
+        tokens = self["tokenizer.ggml.tokens"]
+        types = self.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+        return list(zip(tokens, types, strict=True))
 
     def end_ids(self) -> list[int]:
         """Ids at which generation ends, the file's own end token first."""
-        tokens, types = self.vocabulary()
-        ids = {token: i for i, token in enumerate(tokens) if types[i] == CONTROL}
+        ids = {token: i for i, (token, kind) in enumerate(self.vocabulary()) if kind == CONTROL}
         ends = [*map(self.token_id, ("eos", "eot", "eom")), *map(ids.get, END_TOKENS)]
         return list(dict.fromkeys(i for i in ends if i is not None))
 
@@ -143,14 +136,10 @@ def check_convertible(file: GGUFFile, head_dim: int) -> None:
     """Raise ConversionError for what config.json could not say, or nanospec not run."""
     if file.hparam("expert_count", 0):
         raise ConversionError("mixture-of-experts models cannot be converted; use a dense one.")
-    scaling = file.hparam("rope.scaling.type", "none")
-    if scaling != "none":
+    if (scaling := file.hparam("rope.scaling.type", "none")) != "none":
         raise ConversionError(f"RoPE scaling {scaling!r} cannot be converted; use a model without.")
-    rotary_dim = file.hparam("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        raise ConversionError(
-            f"RoPE covers {rotary_dim} of {head_dim} dimensions of a head; only whole heads work."
-        )
+    if (dim := file.hparam("rope.dimension_count", head_dim)) != head_dim:
+        raise ConversionError(f"RoPE covers {dim} of {head_dim} dimensions of a head; only whole heads work.")
 
 
 def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
@@ -158,7 +147,7 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
     num_heads, hidden_size = file.hparam("attention.head_count"), file.hparam("embedding_length")
     head_dim = file.hparam("attention.key_length", hidden_size // num_heads)
     check_convertible(file, head_dim)
-    shapes = {tensor.name: tensor.shape for tensor in file.reader.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
     if "token_embd.weight" not in shapes:
         raise ConversionError("the GGUF file lacks the tensor 'token_embd.weight'.")
     config = {
@@ -172,8 +161,8 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.hparam("context_length"),
-        "rms_norm_eps": clean_float(file.hparam("attention.layer_norm_rms_epsilon")),
-        "rope_theta": clean_float(file.hparam("rope.freq_base", 10000.0)),
+        "rms_norm_eps": file.hparam("attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.hparam("rope.freq_base", 10000.0),
         "vocab_size": int(shapes["token_embd.weight"][1]),
         "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": file.token_id("bos"),
@@ -186,43 +175,32 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
     return config
 
 
-def clean_float(value: float) -> float:
-    """The short decimal that a float32 stands for: 9.99999974e-06 -> 1e-05."""
-    return float(f"{value:.6g}")
-
-
 def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     """The byte-level BPE tokenizer described by the file's metadata."""
-    kind, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "default")
+    kind, pre = file["tokenizer.ggml.model"], file.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise ConversionError(
             f"the tokenizer is {kind!r} with pre-tokenizer {pre!r}; this converter knows 'gpt2' "
             f"(byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
         )
-    tokens, types = file.vocabulary()
-    vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+    tokens = file.vocabulary()
+    vocab = {token: i for i, (token, kind) in enumerate(tokens) if kind != UNUSED}
+    merges = [tuple(merge.split(" ", 1)) for merge in file["tokenizer.ggml.merges"]]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
-    if pre == "smollm":
-        cut: Any = pre_tokenizers.Digits(individual_digits=True)
-    else:
-        pattern = tokenizers.Regex(SPLIT_PATTERNS[pre])
-        cut = pre_tokenizers.Split(pattern, behavior="isolated", invert=False)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([PRE_TOKENIZERS[pre], to_bytes])
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     bos_id = file.token_id("bos")
     if bos_id is not None and file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
-        bos = tokens[bos_id]
+        bos = tokens[bos_id][0]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bos_id)]
         )
-    else:
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     # In the order of their ids, and each already in `vocab`, so that they keep those ids.
-    for token, kind in zip(tokens, types):
+    for token, kind in tokens:
         if kind in (CONTROL, USER_DEFINED):
             tokenizer.add_tokens([tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)])
     return tokenizer
@@ -230,7 +208,7 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
 
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     """The contents of `tokenizer_config.json`."""
-    tokens, _ = file.vocabulary()
+    tokens = file["tokenizer.ggml.tokens"]
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {f"{name}_token": file.token_id(key) for name, key in special.items()}
     return {
@@ -246,20 +224,19 @@ def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
 
     The `safetensors` library wants all tensors in memory at once; the format itself does not.
     """
-    torch_dtype, stored_dtype = DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in file.reader.tensors:
-        begin, end = end, end + int(tensor.n_elements) * torch_dtype.itemsize
+    for tensor in file.tensors:
+        begin, end = end, end + int(tensor.n_elements) * DTYPES[dtype].itemsize
         shape = [int(n) for n in reversed(tensor.shape)]
-        header[hf_name(tensor.name)] = {"dtype": stored_dtype, "shape": shape, "data_offsets": [begin, end]}
+        header[hf_name(tensor.name)] = {"dtype": STORED[dtype], "shape": shape, "data_offsets": [begin, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     bar = tqdm(total=end, unit="B", unit_scale=True, desc="converting", disable=None)
     with path.open("wb") as out, bar:
         out.write(len(raw).to_bytes(8, "little") + raw)
-        for tensor in file.reader.tensors:
-            values = torch.from_numpy(hf_values(file, tensor)).to(torch_dtype)
+        for tensor in file.tensors:
+            values = torch.from_numpy(hf_values(file, tensor)).to(DTYPES[dtype])
             bar.update(out.write(values.view(-1).view(torch.uint8).numpy().data))
 
 
@@ -285,8 +262,8 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     Raises ConversionError for a file that cannot be converted. What was written until an error
     stays: callers give a scratch folder and rename it when `convert` returns.
     """
-    if dtype not in DTYPES:
-        raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+    if dtype not in STORED:
+        raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(STORED)}.")
     file = GGUFFile(source)
     config, tokenizer = model_config(file, dtype), build_tokenizer(file)
     folder.mkdir(parents=True)
@@ -295,6 +272,6 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], **ends})
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tokenizer_config(file))
-    if template := file.get("tokenizer.chat_template", None):
+    if template := file.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     write_safetensors(file, folder / "model.safetensors", dtype)

@@ -33,7 +33,7 @@ from torch import Tensor
 from ..kernels.layer.linear import linear, pack
 from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
-from .weights import listed, misfits, open_safetensors
+from .weights import check_fit, listed, open_safetensors, other_formats
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 PREFIX = "medusa_head."
@@ -61,12 +61,8 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block of every head, x + SiLU(W x + b), with possibly packed weights.
-
-    Attributes:
-        weights: a single [num_heads * H, H] where all heads read the same input, else [H, H] per head.
-        biases: [num_heads * H], or [H] per head.
-    """
+    """One residual block of every head, x + SiLU(W x + b), with possibly packed weights: a single
+    [num_heads * H, H] with its bias where all heads read the same input, else [H, H] for each head."""
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
@@ -106,16 +102,13 @@ class Heads:
                 token_map = checked_token_map(ids, file, rows).to(model.device)
                 rows = len(token_map)
             slices = {name: handle.get_slice(full_name) for name, full_name in stored.items()}
-            problems = misfits(slices, layout.shapes(hidden, rows), optional=layout.projections())
-            if problems:
-                raise ValueError(
-                    f"The {layout.num_heads} heads of {layout.num_layers} block(s) in {file} do not fit the "
-                    f"model (hidden size {hidden}, {rows} tokens to guess): {problems}."
-                )
+            what = f"The {layout.num_heads} heads of {layout.num_layers} block(s) in {file} do not fit the "
+            what += f"model (hidden size {hidden}, {rows} tokens to guess)"
+            check_fit(slices, layout.shapes(hidden, rows), what, optional=layout.projections())
 
             def get(name: str) -> Tensor:
                 tensor: Tensor = handle.get_tensor(stored[name])
-                return tensor.to(device=model.device, dtype=model.dtype, copy=True)
+                return tensor.to(model.device, model.dtype, copy=True)
 
             return _assemble(model, layout, token_map, get, own=stored)
 
@@ -132,11 +125,9 @@ class Heads:
             token_map = torch.randperm(size, generator=generator)[:vocab].sort().values.to(model.device)
 
         def get(name: str) -> Tensor:
-            if name.endswith("bias"):
-                tensor = 0.1 * torch.randn(hidden, generator=generator)
-            else:
-                tensor = torch.randn(hidden, hidden, generator=generator) / hidden**0.5
-            return tensor.to(model.device, model.dtype)
+            is_bias = name.endswith("bias")
+            noise = torch.randn((hidden,) if is_bias else (hidden, hidden), generator=generator)
+            return (0.1 * noise if is_bias else noise / hidden**0.5).to(model.device, model.dtype)
 
         return _assemble(model, Layout(num_heads, 1), token_map, get)
 
@@ -176,13 +167,11 @@ def _assemble(
     """Heads of the tensors that `get` gives by name; projections that are not in `own` are the target's."""
     blocks = []
     for layer in range(layout.num_layers):
-        weights, biases = (
-            tuple(get(f"{head}.{layer}.linear.{part}") for head in range(layout.num_heads))
-            for part in ("weight", "bias")
-        )
+        names = [f"{head}.{layer}.linear" for head in range(layout.num_heads)]
+        weights, biases = ([get(f"{name}.{part}") for name in names] for part in ("weight", "bias"))
         if layer == 0:
-            weights, biases = (torch.cat(weights),), (torch.cat(biases),)
-        blocks.append(Block(tuple(pack(weight) for weight in weights), biases))
+            weights, biases = [torch.cat(weights)], [torch.cat(biases)]
+        blocks.append(Block(tuple(map(pack, weights)), tuple(biases)))
     names = layout.projections()
     found = {name: pack(get(name)) for name in names if name in own}
     projections = tuple(found.values())
@@ -193,16 +182,12 @@ def _assemble(
 
 
 def _find(path: Path) -> Path:
-    if path.is_file():
-        return path
-    for name in FILES:
-        if (path / name).is_file():
-            return path / name
+    for file in (path, *(path / name for name in FILES)):
+        if file.is_file():
+            return file
     if not path.is_dir():
         raise FileNotFoundError(f"there are no heads at {path}; give a .safetensors file or its folder.")
-    other = ", ".join(sorted(f.name for f in path.iterdir() if f.suffix in (".pt", ".bin", ".pth")))
-    hint = f" (found {other}; convert to safetensors first)" if other else ""
-    raise FileNotFoundError(f"{path} holds neither {' nor '.join(FILES)}{hint}.")
+    raise FileNotFoundError(f"{path} holds neither {' nor '.join(FILES)}{other_formats(path)}.")
 
 
 def _layout(file: Path, names: Mapping[str, str]) -> Layout:

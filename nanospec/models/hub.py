@@ -21,9 +21,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 def program() -> str:
     """What the user types to run the command line, for messages."""
-    return {"nanospec": "nanospec", "run.py": "python run.py"}.get(
-        Path(sys.argv[0]).name, "python -m nanospec"
-    )
+    typed = {"nanospec": "nanospec", "run.py": "python run.py"}
+    return typed.get(Path(sys.argv[0]).name, "python -m nanospec")
 
 
 def cache_folder() -> Path:
@@ -52,10 +51,9 @@ def available_models() -> list[str]:
     """Names of the models that are there, `org/name` included, sorted."""
     names: set[str] = set()
     for folder in weights_folders():
-        for pattern in ("*/config.json", "*/*/config.json"):
-            found = (path.parent.relative_to(folder) for path in folder.glob(pattern))
-            names.update(str(name) for name in found if not str(name).startswith("."))
-    return sorted(names)
+        found = (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
+        names |= {str(path.parent.relative_to(folder)) for path in found}
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def resolve_model(name_or_path: str | Path) -> Path:

@@ -24,9 +24,8 @@ class Rope:
             ones, keeps high ones and blends between.
         theta: the base.
         factor: how much longer the context got than in pretraining.
-        low_freq_factor, high_freq_factor, original_max_len: llama3 only. Wavelengths above
-            original_max_len / low_freq_factor are low, those below original_max_len /
-            high_freq_factor are high.
+        low_freq_factor, high_freq_factor, original_max_len: llama3 only. Wavelengths above original_max_len /
+            low_freq_factor are low, those below original_max_len / high_freq_factor are high.
     """
 
     kind: Literal["default", "linear", "llama3"] = "default"

@@ -37,11 +37,11 @@ def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
             f"{TOKEN_MAP} in {file} must be a list of token ids, int32 or int64, not "
             f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}."
         )
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
+    bad = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(bad):
         raise ValueError(
-            f"{TOKEN_MAP} in {file} names token {low if low < 0 else high}, but the model's tokens are 0 to "
-            f"{vocab_size - 1}; it belongs to another model."
+            f"{TOKEN_MAP} in {file} names token {bad[0]}, but the model's tokens are 0 to {vocab_size - 1}; "
+            "it belongs to another model."
         )
     if len(ids.unique()) < len(ids):
         raise ValueError(f"{TOKEN_MAP} in {file} names a token twice; its {len(ids)} ids must differ.")

@@ -10,8 +10,8 @@ every mismatch is named in one error: a model is loaded right or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +33,23 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) ->
     for it, else float32. float16 on a CPU is a ValueError.
     """
     on_cpu = torch.device(device).type == "cpu"
+    if name == "auto" and on_cpu:
+        return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     if name == "auto":
-        if on_cpu:
-            return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
         return config.torch_dtype
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} must be 'auto' or one of {', '.join(map(repr, DTYPES))}.")
     if on_cpu and name == "float16":
-        raise ValueError(
-            "dtype='float16' is not supported on a CPU; use 'auto', 'bfloat16' or 'float32'."
-        )
+        raise ValueError("dtype='float16' is not supported on a CPU; use 'auto', 'bfloat16' or 'float32'.")
     return DTYPES[name]
 
 
 def cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices natively (avx512_bf16 or AMX)."""
     for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):  # private: may go away
-        try:
+        with suppress(AttributeError, RuntimeError):
             if getattr(torch.cpu, probe)():
                 return True
-        except (AttributeError, RuntimeError):
-            continue
     return False
 
 
@@ -76,17 +72,12 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str)
         for file in weight_files(folder):
             handle = stack.enter_context(open_safetensors(file))
             source.update(dict.fromkeys(handle.keys(), handle))
-        stored = {
-            name: file.get_slice(name) for name, file in source.items() if not _harmless(name, config)
-        }
-        problems = misfits(stored, config.parameter_shapes())
-        if problems:
-            raise ValueError(f"The weights in {folder} do not fit its config.json: {problems}.")
+        used = {name: file.get_slice(name) for name, file in source.items() if not _harmless(name, config)}
+        check_fit(used, config.parameter_shapes(), f"The weights in {folder} do not fit its config.json")
 
         def get(name: str) -> Tensor:
             # Always a copy: what aliases the file would change with it.
-            tensor: Tensor = source[name].get_tensor(name)
-            return tensor.to(device=device, dtype=dtype, copy=True)
+            return source[name].get_tensor(name).to(device=device, dtype=dtype, copy=True)
 
         return Model(config, dtype, device, get)
 
@@ -106,23 +97,22 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has {len(files)} safetensors files but neither model.safetensors nor "
             "model.safetensors.index.json, which says how they belong together."
         )
-    other = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pth", ".gguf")]
-    hint = f" (found {listed(other)}; convert to safetensors first)" if other else ""
-    raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}.")
+    raise FileNotFoundError(f"{folder} has no *.safetensors file{other_formats(folder)}.")
+
+
+def other_formats(folder: Path) -> str:
+    """What to add to "not found" if a folder has weights in another format; else ""."""
+    found = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
+    return f" (found {listed(found)}; convert to safetensors first)" if found else ""
 
 
 def _shards(index: Path) -> list[Path]:
-    try:
-        mapping = read_json(index).get("weight_map")
-    except ValueError as error:
-        raise ValueError(f"{index}: {error}") from None
-    if (
-        not isinstance(mapping, dict)
-        or not mapping
-        or not all(isinstance(name, str) and Path(name).name == name for name in mapping.values())
-    ):
+    """The files that an index names."""
+    mapping = read_json(index).get("weight_map")
+    files = mapping.values() if isinstance(mapping, dict) else ()
+    if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
         raise ValueError(f"{index} must have a 'weight_map' from tensors to files beside it.")
-    names = sorted(set(mapping.values()))
+    names = sorted(set(files))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
@@ -138,15 +128,14 @@ def open_safetensors(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{file} is not a valid safetensors file ({error}); it may be truncated, download "
-            "it again."
+            f"{file} is not a valid safetensors file ({error}); it may be truncated, download it again."
         ) from None
 
 
-def misfits(
-    stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
-) -> str:
-    """Every tensor that is missing, extra or unfit, as the end of a sentence; "" if there is none.
+def check_fit(
+    stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: str, optional: Sequence[str] = ()
+) -> None:
+    """ValueError that begins with `what` and names every tensor that is missing, extra or unfit.
 
     Args:
         stored: what a file's `get_slice` gives, by name.
@@ -165,7 +154,9 @@ def misfits(
         "of the wrong shape": misshapen,
         f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
     }
-    return "; ".join(f"{len(n)} tensor(s) {what}: {listed(n)}" for what, n in problems.items() if n)
+    found = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise ValueError(f"{what}: {'; '.join(found)}.")
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:

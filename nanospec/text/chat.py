@@ -32,11 +32,9 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return dict(template)
 
 
-def render(
-    templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], /, **variables: Any
-) -> str:
+def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
     """The prompt for a conversation, as text, by the template that `chat_template` among the variables
-    names, else by `tool_use` if there are tools, else by `default`.
+    (those of the template, such as `tools`) names, else by `tool_use` if there are tools, else by `default`.
 
     Raises ValueError when there is no template or it refuses the messages.
     """

@@ -48,12 +48,9 @@ class Tokenizer:
             i for i, token in self.backend.get_added_tokens_decoder().items() if token.special
         )
         self._named_tokens = _named_tokens(config)
-        bos, eos = self._named_tokens.get("bos_token"), self._named_tokens.get("eos_token")
+        named = {f"{name}_id": self.backend.token_to_id(text) for name, text in self._named_tokens.items()}
         configs = [_read_json(folder / f"{name}.json") for name in ("generation_config", "config")]
-        begins = _as_ids(self.backend.token_to_id(bos) if bos else None)
-        begins += [i for c in configs for i in _as_ids(c.get("bos_token_id"))]
-        ends = [i for c in configs for i in _as_ids(c.get("eos_token_id"))]
-        ends += _as_ids(self.backend.token_to_id(eos) if eos else None)
+        begins, ends = _ids("bos_token_id", named, *configs), _ids("eos_token_id", *configs, named)
         self.bos_token_id: int | None = next(iter(begins), None)
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         self.byte_token_ids = _byte_token_ids(self.backend)
@@ -73,8 +70,7 @@ class Tokenizer:
             if bad is None:
                 raise
             raise ValueError(
-                f"the text holds U+{ord(bad):04X}, half of a surrogate pair, not a character; "
-                "remove it."
+                f"the text holds U+{ord(bad):04X}, half of a surrogate pair, not a character; remove it."
             ) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -86,9 +82,7 @@ class Tokenizer:
     ) -> str:
         """The prompt for a conversation, as text; encode it with `add_special_tokens=False`.
 
-        `messages` are dicts with `role` and `content`; `kwargs` are further variables of the
-        template, such as `tools`, and `chat_template` names one of several templates. Raises
-        ValueError when the model has no template or the template refuses the messages.
+        `messages` are dicts with `role` and `content`; for `kwargs` and errors see `chat.render`.
         """
         variables = {**self._named_tokens, **kwargs}
         return render(self._templates, messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -121,17 +115,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, ... of tokenizer_config.json: each a text or an object with one."""
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in config.items()
-        if name.endswith("_token")
-    }
+    tokens = {name: token for name, token in config.items() if name.endswith("_token")}
+    texts = {n: token.get("content") if isinstance(token, dict) else token for n, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    """Zero, one or several ids, as a list."""
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+def _ids(key: str, *configs: Mapping[str, Any]) -> list[int]:
+    """All ids at `key`: each config may have none, one or a list."""
+    found = [config[key] for config in configs if config.get(key) is not None]
+    return [i for ids in found for i in ([ids] if isinstance(ids, int) else ids)]
 
 
 def _byte_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
