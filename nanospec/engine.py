@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .blocks import BlockPool
 from .config import EngineConfig, SamplingParams
 from .kernels.batch import Chunk
 from .metrics import Metrics
@@ -51,7 +50,7 @@ class Engine:
         on_gpu = worker.model.device.type == "cuda"
         self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
         self.scheduler = Scheduler(
-            BlockPool(worker.num_blocks),
+            worker.num_blocks,
             config.block_size,
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -191,7 +190,7 @@ class Engine:
                 continue  # by the host, after this step was queued
             touched.append(request)
             report = result.report
-            if queued.k:
+            if queued.k and request.params.num_speculative_tokens != 0:
                 self.policy.observe(
                     row, report.drafter, report.match_len, report.num_drafted, report.num_accepted
                 )

@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        num_blocks: int,
         block_size: int,
         num_rows: int,
         max_tokens: int,
@@ -52,15 +52,12 @@ class Scheduler:
     ) -> None:
         """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead; `lag`: steps
         that are queued before their results are known, each of which may add K + 1 tokens."""
-        self.pool = pool
         self.block_size = block_size
         self.max_tokens = max_tokens
         self.lookahead = lookahead
         self.slots_ahead = lookahead + lag * (lookahead + 1)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission
-        self._num_rows = num_rows
-        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._num_blocks, self._num_rows = num_blocks, num_rows
+        self.reset()
 
     @property
     def has_work(self) -> bool:
@@ -95,9 +92,9 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop all requests; every row and block is free again and nothing is cached."""
-        self.running.clear()
-        self.waiting.clear()
-        self.pool = BlockPool(self.pool.num_blocks)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+        self.pool = BlockPool(self._num_blocks)
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
 
     def finish(self, request: Request) -> None:

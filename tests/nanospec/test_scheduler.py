@@ -18,7 +18,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nanospec.blocks import BlockPool
 from nanospec.config import SamplingParams
 from nanospec.kernels.codes import LENGTH, NOBODY, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
@@ -52,8 +51,8 @@ class Simulation:
     ) -> None:
         self.window, self.k, self.max_tokens, self.lag = window, k, max_tokens, lag
         self.rng = random.Random(seed)
-        self.pool = BlockPool(-(-window // SIZE) + extra_blocks)
-        self.scheduler = Scheduler(self.pool, SIZE, num_rows, max_tokens, k, lag)
+        self.scheduler = Scheduler(-(-window // SIZE) + extra_blocks, SIZE, num_rows, max_tokens, k, lag)
+        self.pool = self.scheduler.pool
         self.num_rows = num_rows
         self.requests: list[Request] = []  # in order of arrival
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> K/V
