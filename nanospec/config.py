@@ -295,6 +295,6 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but temperature and the filters changes the logits."""
+        """Whether anything but temperature, top-k, top-p and min-p changes the logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(self.logit_bias or self.min_tokens or penalties)

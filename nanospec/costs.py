@@ -7,6 +7,11 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 
+def lookup_ms(rows: int, passes: int) -> float:
+    """ms of guessing by lookup, beyond what the step takes."""
+    return 0.0
+
+
 class StepCosts:
     """Measured ms of a step, smoothed: more rows or tokens never cost less.
 
@@ -21,7 +26,7 @@ class StepCosts:
         self,
         recorded: Mapping[int, Mapping[int, float]] | None = None,
         packed: Mapping[int, float] | None = None,
-        propose: Callable[[int, int], float] = lambda rows, passes: 0.0,
+        propose: Callable[[int, int], float] = lookup_ms,
     ) -> None:
         recorded, packed = recorded or {}, packed or {}
         if bool(recorded) == bool(packed) or any(0 not in by_k for by_k in recorded.values()):

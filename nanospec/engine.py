@@ -80,7 +80,6 @@ class Engine:
         params: SamplingParams,
         index: int = 0,
         salt: bytes = b"",
-        request_id: str | None = None,
     ) -> Request:
         """Queue one output of a prompt. `index` is its number among `params.n`; `salt` names who may
         share its cached blocks when prefix caching is off (see `llm.py`)."""
@@ -90,7 +89,7 @@ class Engine:
         if params.max_tokens is not None:
             limit = min(limit, len(prompt_ids) + params.max_tokens)
         request = Request(
-            id=request_id or f"request-{number}",
+            id=f"request-{number}",
             prompt_ids=list(prompt_ids),
             params=params,
             seed=seed_of(params.seed, index, self.config.seed + 1 + number),
@@ -176,7 +175,7 @@ class Engine:
         if k and self.worker.weighs_passes:
             drafting = [row for row, limit in zip(rows, limits, strict=True) if limit]
             passes = self.policy.passes(drafting, len(rows) - len(drafting), k)
-        grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items() if r.row >= 0]
+        grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items()]
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
         order = StepOrder(rows, limits, k, passes, grown, logprobs)
         self.metrics.num_forward_steps += 1

@@ -153,7 +153,7 @@ class StepGraphs:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, 8, 16, then in steps of an eighth of the power of two below, up to `largest`."""
+    """1, 2, 4, 8, then in steps of half the power of two below (12, 16, 24, 32, 48), up to `largest`."""
     sizes = [1, 2, 4, 8]
     while sizes[-1] < largest:
         step = max(1 << (sizes[-1].bit_length() - 1) >> 1, 1)

@@ -3,17 +3,13 @@
     llm = LLM("smollm2-135m-instruct", spec=SpecConfig(num_speculative_tokens="auto"))
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=128))[0].text
 
-Calls may come from several threads at once. All requests run as one batch: whoever waits for results has
-the engine for one step in turn, and that step is everybody's. Requests are touched in a turn only, as long
-as they are not finished.
+Calls may come from several threads at once: all requests run as one batch (`sharing.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +23,8 @@ from .models.hub import resolve_model
 from .models.weights import load_model, resolve_dtype
 from .outputs import Completion, RequestOutput
 from .request import Piece, Request
+from .sharing import SharedEngine
 from .text.tokenizer import Tokenizer
-from .turns import Turns
 from .worker import Worker
 
 Prompt = str | Sequence[int]
@@ -53,9 +49,8 @@ class LLM:
         target = load_model(folder, dtype, device)
         drafter = load_drafter(self.config.spec, Target(target, folder, tokenizer))
         self.engine = Engine(self.config, Worker(self.config, target, drafter), tokenizer)
+        self._shared = SharedEngine(self.engine)
         self._groups = itertools.count()
-        self._turns = Turns()
-        self._left: deque[Request] = deque()  # requests to abort
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -85,7 +80,7 @@ class LLM:
         missing = [len(group) for _, group in groups]
         try:
             while pending:
-                for request in self._wait(pending):
+                for request in self._shared.wait(pending):
                     i = pending.pop(request)
                     missing[i] -= 1
                     if missing[i] == 0:
@@ -95,7 +90,7 @@ class LLM:
                         if on_finish is not None:
                             on_finish(i, output)
         finally:
-            self._abort(pending)
+            self._shared.abort(pending)
         return [output for output in outputs if output is not None]
 
     def chat(
@@ -140,63 +135,22 @@ class LLM:
         ended = False
         try:
             while not ended:
-                with self._turn():
+                with self._shared.turn():
                     pieces = request.new_pieces()  # of steps that others ran
                     if not pieces and not request.is_finished:
-                        self._step()
+                        self._shared.step()
                         pieces = request.new_pieces()
                     ended = request.is_finished
                 yield pieces
         finally:
-            self._abort([request])
+            self._shared.abort([request])
         if on_finish is not None:
             on_finish(RequestOutput(text, request.prompt_ids, [Completion.of(request)]))
 
     def metrics(self) -> dict[str, object]:
         """Engine-wide counters, seconds per stage, and the measured times of steps by their size."""
-        with self._turn():
+        with self._shared.turn():
             return self.engine.report()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Have the engine for oneself."""
-        try:
-            with self._turns:
-                yield
-        finally:
-            self._end_left()
-
-    def _wait(self, requests: Iterable[Request]) -> list[Request]:
-        """Those that have ended; if none has, after one more step."""
-        with self._turn():
-            ended = [r for r in requests if r.is_finished]  # in a step that another thread ran
-            if not ended:
-                self._step()
-                ended = [r for r in requests if r.is_finished]
-        return ended
-
-    def _step(self) -> None:
-        """One engine step. What interrupts it, Ctrl-C included, ends all requests: a step that was cut
-        short leaves the device in an unknown state."""
-        try:
-            self.engine.step()
-        except BaseException as error:
-            self.engine.abort_all(f"A step ended with {error!r}, and all requests with it; run them again.")
-            raise
-
-    def _abort(self, requests: Iterable[Request]) -> None:
-        """End requests, now or as soon as the engine is free. Never waits: a stream that nobody reads any
-        more is collected as garbage anywhere, in the middle of a step of the same thread, too."""
-        self._left.extend(requests)
-        self._end_left()
-
-    def _end_left(self) -> None:
-        while self._left and self._turns.take():
-            try:
-                while self._left:
-                    self.engine.abort(self._left.popleft())  # nothing if it is finished
-            finally:
-                self._turns.__exit__()
 
     def _submit(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -215,7 +169,7 @@ class LLM:
             self.engine.check(ids, asked)
             ready.append((text, ids, asked))
         groups = []
-        with self._turn():
+        with self._shared.turn():
             for text, ids, asked in ready:
                 # Without prefix caching the outputs of one prompt still share its blocks.
                 salt = b"" if self.config.enable_prefix_caching else f"group-{next(self._groups)}".encode()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .config import EngineConfig
+from .kernels.dispatch import use_triton
 from .models.decoder import Model
 
 if TYPE_CHECKING:
@@ -59,6 +60,14 @@ def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
     with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without huge pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)  # of which the first byte costs 2 MiB
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
+
+
+def zero_blocks(kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:
+    """Zero blocks that change hands. On a CPU attention multiplies what it masks by 0, which leaves a NaN of
+    the previous owner a NaN; the kernels do not load it in the first place."""
+    if not use_triton(kv_cache):
+        for block in blocks:
+            kv_cache[:, :, :, block] = 0
 
 
 def spare_memory(device: torch.device) -> int:

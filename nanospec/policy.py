@@ -82,15 +82,21 @@ class AutoPolicy(Policy):
     def passes(self, rows: Sequence[int], others: int, most: int) -> int:
         B, running, costs = len(rows), len(rows) + others, self.costs
         ms = {k: costs.cost(running, running + B * k) + costs.propose(B, k) for k in range(most + 1)}
-        return self._pick([*rows, *[NOBODY] * others], [most] * B + [0] * others, (self._model, 0), ms)
+        return self._pick(rows, [most] * B, (self._model, 0), ms, others)
 
     def _pick(
-        self, rows: Sequence[int], limits: Sequence[int], situation: Situation, ms: Mapping[int, float]
+        self,
+        rows: Sequence[int],
+        limits: Sequence[int],
+        situation: Situation,
+        ms: Mapping[int, float],
+        others: int = 0,
     ) -> int:
-        """The K that promises most, of those with a time, or now and then the next larger one as a probe."""
+        """The K that promises most, of those with a time, or now and then the next larger one as a probe;
+        `others` are rows without drafts."""
         ks = tuple(ms)
         tokens = self.estimator.tokens(rows, limits, situation, ks)
-        rate = {k: total / ms[k] for k, total in zip(ks, tokens)}
+        rate = {k: (total + others) / ms[k] for k, total in zip(ks, tokens)}
         best = max(rate, key=rate.__getitem__)
         if self._best in rate and rate[best] < rate[self._best] * (1 + MARGIN):
             best = self._best

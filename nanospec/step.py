@@ -2,12 +2,12 @@
 
     propose -> lay out -> forward -> sample -> accept -> commit -> learn -> report
 
-It reads and writes the request rows (`kernels/table.py`) and the KV cache, and nothing else. Every row
+It reads and writes the request rows (`kernels/table.py`), the KV cache and what a drafter remembers. A row
 gets a run of tokens: its last committed one and its drafts. One forward pass scores them all; at each of
 them the target draws its own token, and a draft is accepted iff it equals what the target drew before it.
 So what is emitted is what decoding without drafts would have emitted, whatever the drafter did.
 
-A step has one variant. *Padded*, every row has K + 1 tokens and all shapes are known beforehand: the step
+A step has two layouts. *Padded*, every row has K + 1 tokens and all shapes are known beforehand: the step
 never waits for the device, so it can be recorded (`graphs.py`). *Packed*, for a CPU, it waits: the policy
 cuts the drafts of each row, and a row without drafts costs one token.
 """

@@ -7,7 +7,7 @@
     release   requests have left their rows
 
 Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data, so that
-the same five messages could go to several workers.
+the same five messages could go to several workers; only unrecorded steps ask back, how many drafts to verify.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import torch
 from . import admission
 from .admission import Admission
 from .config import EngineConfig
-from .costs import StepCosts
+from .costs import StepCosts, lookup_ms
 from .drafters.base import Drafter
 from .graphs import StepGraphs
 from .kernels.batch import Batch, Chunk
 from .kernels.codes import NOBODY, RUNNING, STOPPED
-from .kernels.dispatch import use_triton
 from .kernels.sampling.logprobs import Logprobs
 from .kernels.speculation.report import RowReport
 from .kernels.table import Table
-from .memory import kv_shape, plan_cache, zeros_on_demand
+from .memory import kv_shape, plan_cache, zero_blocks, zeros_on_demand
 from .metrics import Stopwatch
 from .models.decoder import Model
 from .request import Logprob, as_dict
@@ -75,10 +74,11 @@ class RowResult(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A step that has been queued: waits for its reports, tells the drafter, and what else was asked."""
+    """A step that has been queued: waits for its reports, tells the drafters, and what else was asked. A
+    ticket for `fetch`; nobody else looks inside."""
 
     reports: Callable[[], list[RowReport]]
-    follow: Callable[[], None]
+    follow: list[Callable[[], None]]
     logprobs: Logprobs | None
     wanted: list[int]
 
@@ -108,10 +108,9 @@ class Worker:
         self.kv_cache = zeros_on_demand(shape, model.dtype, model.device)
         on_gpu = model.device.type == "cuda"
         recorded = on_gpu if config.enforce_eager is None else not config.enforce_eager
-        if drafter is not None:
-            drafter.attach(
-                self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not recorded
-            )
+        self.drafters = () if drafter is None else drafter.parts
+        for part in self.drafters:
+            part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not recorded)
         self._step = self.make_step()
         self.graphs: StepGraphs | None = None
         if recorded:
@@ -146,9 +145,9 @@ class Worker:
         """Give requests their rows."""
         for request in requests:
             admission.write_row(self.table, request, self.config.spec)
-            self._clear(request.blocks[request.num_cached :])
-            if self.drafter is not None:
-                self.drafter.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
+            zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
+            for part in self.drafters:
+                part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -161,31 +160,32 @@ class Worker:
         """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not recorded."""
         for row, blocks, num_kept in order.grown:
             admission.write_blocks(self.table, row, blocks)
-            self._clear(blocks[num_kept:])
-            if self.drafter is not None:
-                self.drafter.grow(row, blocks[num_kept:])
-        drafter = self.drafter
+            zero_blocks(self.kv_cache, blocks[num_kept:])
+            for part in self.drafters:
+                part.grow(row, blocks[num_kept:])
         if self.graphs is not None:
-            if drafter is not None and order.k:
-                with self.stages("propose"):
-                    drafter.catch_up([row for row, n in zip(order.rows, order.limits, strict=True) if n])
+            drafting = [row for row, n in zip(order.rows, order.limits, strict=True) if n and order.k]
+            with self.stages("propose"):
+                for part in self.drafters:
+                    part.catch_up(drafting)
             result = self.graphs.run(order.rows, order.k)
         else:
             asked = torch.tensor(order.rows, dtype=torch.int32, device=self.table.device)
             if not bool((self.table.finished[asked] == RUNNING).any()):  # the host will soon know
-                return Flight(lambda: [NOTHING] * len(order.rows), lambda: None, None, order.logprobs)
-            if drafter is not None:
-                drafter.passes = order.passes
+                return Flight(lambda: [NOTHING] * len(order.rows), [], None, order.logprobs)
+            for part in self.drafters:
+                part.passes = order.passes
             result = self._step(asked, order.k, cut)
         logprobs = result.logprobs(order.logprobs) if max(order.logprobs) >= 0 else None
-        follow = drafter.follow(order.rows) if drafter is not None else lambda: None
+        follow = [part.follow(order.rows) for part in self.drafters]
         return Flight(result.fetch(), follow, logprobs, order.logprobs)
 
     def fetch(self, flight: Flight) -> list[RowResult]:
         """Wait for a step: a result for each of its rows."""
         with self.stages("wait"):
             reports = flight.reports()
-            flight.follow()
+            for take_in in flight.follow:
+                take_in()
         columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
         entries: Iterator[Any] = zip(*columns, strict=True)
         return [
@@ -196,24 +196,17 @@ class Worker:
     def release(self, row: int) -> None:
         """The request of a row has ended or was preempted; its pages may be another's."""
         self.table.finished[row] = STOPPED
-        if self.drafter is not None:
-            self.drafter.release(row)
-
-    def _clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that change hands. On a CPU attention multiplies what it masks by 0, which
-        leaves a NaN of the previous owner a NaN; the kernels do not load it in the first place."""
-        if not use_triton(self.kv_cache):
-            for block in blocks:
-                self.kv_cache[:, :, :, block] = 0
+        for part in self.drafters:
+            part.release(row)
 
     def measure(self) -> StepCosts:
         """Time steps by their size. To be called before the first request."""
         if self.graphs is None:
-            if self.drafter is None:
-                return StepCosts(packed=forward_ms(self.model, self.kv_cache, self.table))
-            self.drafter.measure()
+            for part in self.drafters:
+                part.measure()
             packed = forward_ms(self.model, self.kv_cache, self.table)
-            return StepCosts(packed=packed, propose=self.drafter.ms)
+            propose = lookup_ms if self.drafter is None else self.drafter.ms
+            return StepCosts(packed=packed, propose=propose)
         if self.config.lazy_capture:  # what costs are to be known of must be recorded
             self.graphs.record_all()
         return StepCosts(recorded=recorded_ms(self.graphs, self.rehearsal))
@@ -235,6 +228,6 @@ class Worker:
         """Fill the first `count` rows with requests of up to `context` tokens that draft, for timing."""
         context = min(context, self.max_model_len // 2)
         with admission.rehearsal(self.table, count, context, self.num_blocks):
-            if self.drafter is not None:
-                self.drafter.rehearse(count)
+            for part in self.drafters:
+                part.rehearse(count)
             yield

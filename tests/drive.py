@@ -89,8 +89,9 @@ def use(engine: Engine, drafter: Drafter | None) -> None:
     """Let somebody else guess in an engine that has not run yet."""
     worker = engine.worker
     worker.drafter = worker._step.drafter = drafter
-    if drafter is not None:
-        drafter.attach(worker.table, worker.num_blocks, 2048, may_wait=worker.graphs is None)
+    worker.drafters = () if drafter is None else drafter.parts
+    for part in worker.drafters:
+        part.attach(worker.table, worker.num_blocks, 2048, may_wait=worker.graphs is None)
 
 
 def finish(engine: Engine, max_steps: int = 5000) -> None:

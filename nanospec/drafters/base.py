@@ -90,6 +90,12 @@ class Drafter:
         return cls()
 
     @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """Itself, or the drafters that it is made of. The worker speaks to each of them, but for `propose`,
+        `learn` and `ms`."""
+        return (self,)
+
+    @property
     def names(self) -> tuple[str, ...]:
         return (self.method,)
 

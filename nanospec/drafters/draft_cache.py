@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ..device import to_host
 from ..kernels.batch import Batch, Chunk
-from ..kernels.dispatch import use_triton
 from ..kernels.table import Table
-from ..memory import kv_shape, zeros_on_demand
+from ..memory import kv_shape, zero_blocks, zeros_on_demand
 from ..models.decoder import Model
 
 
@@ -63,9 +62,7 @@ class DraftCache:
         """The row's request got blocks that may have been another's."""
         self._texts[row].blocks += blocks
         self._drafted.difference_update(blocks)
-        if not use_triton(self.kv):  # as in `Worker`
-            for block in blocks:
-                self.kv[:, :, :, block] = 0
+        zero_blocks(self.kv, blocks)
 
     def release(self, row: int) -> None:
         """The row's request has given its blocks back; what they hold stays until they are another's."""

@@ -98,7 +98,7 @@ def default_heads(model_folder: Path) -> Path:
         if path.is_file():
             return path
     raise FileNotFoundError(
-        f"there are no parallel heads for {model_folder.name!r}; name a file of them, or train some: "
+        f"there are no Medusa heads for {model_folder.name!r}; name a file of them, or train some: "
         f"{program()} train heads --model {model_folder.name}"
     )
 

@@ -94,7 +94,7 @@ def test_a_draft_models_chains_are_rejected_by_ratio_beside_trees_too(
     assert same >= 6  # what lookup drafts may differ
 
 
-def law(model: Model, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+def distribution(model: Model, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
     """The probability of every output of `length` tokens."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
@@ -118,12 +118,12 @@ def distance(outputs: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.7, "top_k": 4}, {"temperature": 1.2, "top_p": 0.6}])
 @pytest.mark.parametrize("rule", ["exact", "rejection"])
-def test_the_law_of_the_output_is_the_targets(
+def test_the_distribution_of_the_output_is_the_targets(
     model: Model, draft: Model, rule: str, params: dict[str, Any]
 ) -> None:
     """Of three tokens: the distance shrinks as 1 / sqrt(N), as that of independent draws."""
     prompt, asked = [5, 9, 9, 3], SamplingParams(max_tokens=3, **params)
-    expected = law(model, prompt, asked, 3)
+    expected = distribution(model, prompt, asked, 3)
     engine = engine_of(model, draft, "rejection", max_num_seqs=64, guess={"method": "draft"})
     outputs: list[tuple[int, ...]] = []
     for start in range(0, 1600, 400):

@@ -271,8 +271,7 @@ def test_bad_settings_are_refused(options: dict[str, Any], what: str) -> None:
 def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Will hold the size of every piece of text that the draft model computes outside of drafting."""
     sizes: list[int] = []
-    drafter = engine.worker.drafter
-    cache = getattr(drafter, "parts", [drafter])[-1].cache
+    cache = engine.worker.drafters[-1].cache
     forward = cache.forward
 
     def spy(batch: Batch) -> torch.Tensor:

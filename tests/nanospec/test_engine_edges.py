@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.kernels import dispatch
+from nanospec.memory import zero_blocks
 from nanospec.models.decoder import Model
 from nanospec.request import Request, Status
 from nanospec.worker import Worker
@@ -401,7 +402,7 @@ def test_blocks_that_change_hands_are_zeroed(cyclic: Model) -> None:
     engine.step()
     assert torch.isfinite(engine.worker.kv_cache[:, :, :, request.blocks]).all()
     with dispatch.forced("triton"):  # which never loads what it masks
-        engine.worker._clear([7])
+        zero_blocks(engine.worker.kv_cache, [7])
     assert torch.isnan(engine.worker.kv_cache[:, :, :, 7]).all()
 
 

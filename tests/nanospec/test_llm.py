@@ -30,6 +30,7 @@ from nanospec.engine import Engine
 from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads
 from nanospec.models.weights import cpu_has_bfloat16
+from nanospec.sharing import SharedEngine
 from nanospec.worker import Worker
 from tests.drive import MODES, assert_idle, cycle_weights
 
@@ -439,6 +440,7 @@ def with_k(
     made = {name: make(spec) for name, make in (parts or {}).items()}
     worker = Worker(other.config, target.model, load_drafter(spec, target, made))
     other.engine = Engine(other.config, worker, llm.tokenizer)
+    other._shared = SharedEngine(other.engine)
     return other
 
 

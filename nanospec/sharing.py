@@ -1,0 +1,68 @@
+"""One engine for callers in several threads.
+
+All requests run as one batch: whoever waits for results has the engine for one step in turn, and that step
+is everybody's. Unfinished requests are touched in a turn only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from .engine import Engine
+from .request import Request
+
+
+class SharedEngine:
+    """Turns at an engine. Not reentrant."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._next, self._lock = Lock(), Lock()
+        self._abandoned: deque[Request] = deque()
+
+    @contextmanager
+    def turn(self) -> Iterator[Engine]:
+        """Have the engine for oneself. One thread waits for it, the others for being next: with one lock
+        alone, a thread that gives it back and wants it again at once gets it before all others."""
+        with self._next:
+            self._lock.acquire()
+        try:
+            yield self.engine
+        finally:
+            self._lock.release()
+            self._end_abandoned()
+
+    def step(self) -> None:
+        """One engine step, in a turn. What interrupts it, Ctrl-C included, ends all requests: a step that was
+        cut short leaves the device in an unknown state."""
+        try:
+            self.engine.step()
+        except BaseException as error:
+            self.engine.abort_all(f"A step ended with {error!r}, and all requests with it; run them again.")
+            raise
+
+    def wait(self, requests: Iterable[Request]) -> list[Request]:
+        """Those that have ended; if none has, after one more step."""
+        with self.turn():
+            ended = [r for r in requests if r.is_finished]  # in a step that another thread ran
+            if not ended:
+                self.step()
+                ended = [r for r in requests if r.is_finished]
+        return ended
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End requests, now or as soon as the engine is free. Never waits: a stream that nobody reads any
+        more is collected as garbage anywhere, in the middle of a step of the same thread, too."""
+        self._abandoned.extend(requests)
+        self._end_abandoned()
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned and self._lock.acquire(blocking=False):
+            try:
+                while self._abandoned:
+                    self.engine.abort(self._abandoned.popleft())  # nothing if it is finished
+            finally:
+                self._lock.release()
