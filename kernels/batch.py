@@ -14,6 +14,7 @@ Batches are made here and in `speculation/layout.py`, and are not changed once t
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,22 +38,12 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
-class Tensors(NamedTuple):
-    """The tensors of a batch, which kernels take whole. `TREE` says whether the last two are there: kernels
-    cannot ask whether an element of a tuple is None. (Nor must they assign such a tuple to a name, which
-    makes a tensor of TREE; passing it on is fine.)"""
-
-    rows: Tensor
-    input_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_table: Tensor
-    q_start: Tensor
-    q_len: Tensor
-    base_len: Tensor
-    ancestors: Tensor | None
-    parents: Tensor | None
-    TREE: tl.constexpr
+# The tensors of a batch, which kernels take whole. TREE says whether ancestors and parents are there: kernels
+# cannot ask whether an element of a tuple is None. (Nor must they assign such a tuple to a name, which makes
+# a tensor of TREE; passing it on is fine.)
+Tensors = namedtuple(
+    "Tensors", "rows input_ids positions slots block_table q_start q_len base_len ancestors parents TREE"
+)
 
 
 @dataclass(frozen=True, eq=False)

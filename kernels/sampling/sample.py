@@ -128,7 +128,8 @@ def _finish(inputs, partials, targets):
         mass = scan.whole_mass(partials, t, best, tl.load(inputs.table.temperature + s))
         token = top_k_top_p.draw(inputs, query, partials, best, mass)
     else:
-        token = scan.winner(partials, t)
+        ids = scan.of_chunks(partials.token, t, partials.CHUNKS, 2147483647)
+        _, token = top_k_top_p.best_of(scan.of_chunks(partials.value, t, partials.CHUNKS), ids)
     tl.store(targets + t, token)
 
 
