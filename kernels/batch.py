@@ -121,9 +121,7 @@ class Batch:
 
     def packed(self) -> Batch:
         """Without padding tokens, rows back to back. Waits for the device."""
-        places = torch.arange(self.max_q_len, device=self.input_ids.device)
-        keep = (places < self.q_len[:, None]).flatten()
-        return self.part(keep, slice(None), self.q_len, self.base_len)
+        return self.part(self.in_row, slice(None), self.q_len, self.base_len)
 
     def part(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:
         """These flat tokens alone, packed: `q_len` [B'] of each of these rows, after `base_len` [B'] cached
@@ -175,7 +173,7 @@ class Batch:
 
     @cached_property
     def in_row(self) -> Tensor:
-        """[T] int64: b * max_q_len + i of each flat token of a packed batch, in order."""
+        """[T] int64: b * max_q_len + i of each token but padding, in order."""
         i = torch.arange(self.max_q_len, device=self.q_start.device)
         return (i < self.q_len[:, None]).flatten().nonzero().squeeze(1)
 

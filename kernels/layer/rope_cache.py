@@ -133,9 +133,7 @@ def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norm
     num_heads = heads - 2 * num_kv_heads
     if rest or num_heads < 1:
         raise ValueError(f"qkv {list(qkv.shape)} does not fit a cache of {list(cache.shape)}.")
-    check_cache(cache)
-    if qkv.dtype != cache.dtype:
-        raise ValueError(f"qkv is {qkv.dtype} but the cache is {cache.dtype}.")
+    check_cache(cache, qkv.dtype)
     table = angles.table
     if qkv.stride(1) != 1 or table.dtype != torch.float32 or table.shape[1] != head_dim:
         raise ValueError(f"qkv must have rows without gaps, angles a float32 table [max_len, {head_dim}].")

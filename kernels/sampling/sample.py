@@ -34,9 +34,7 @@ _NAN_TOKEN = tl.constexpr(NAN_TOKEN)
 
 def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
     """Draw the target's token at each position. See the module docstring."""
-    if use_triton(logits):
-        return launch(logits, table, batch)
-    return naive(logits, table, batch, lazy=True)
+    return launch(logits, table, batch) if use_triton(logits) else naive(logits, table, batch, lazy=True)
 
 
 def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:

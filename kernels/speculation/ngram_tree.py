@@ -63,7 +63,7 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Pro
     limits, lengths = ngram.allowed(table, k), table.num_tokens.tolist()
     shortest, longest = table.min_n.tolist(), table.max_n.clamp(max=max_n).tolist()
     widths = table.width.clamp(max=max_width).tolist()
-    drafts, num_drafts, sources, match_len, parents = [], [], [], [], []
+    lines, num_drafts, match_len = [], [], []
     for s in rows.tolist():
         nodes: list[tuple[int, int, int]] = []
         n = 0
@@ -73,13 +73,11 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Pro
             wide = min(widths[s], 1) if matched > LONG_MATCH else widths[s]
             nodes = grow(different(text, starts, limits[s], wide), limits[s], lengths[s])
             n = matched if nodes else 0
-        rest = k - len(nodes)
-        drafts.append([token for token, _, _ in nodes] + [0] * rest)
-        sources.append([index for _, index, _ in nodes] + [-1] * rest)
-        parents.append([parent for _, _, parent in nodes] + [0] * rest)
+        lines.append(nodes + [(0, -1, 0)] * (k - len(nodes)))
         num_drafts.append(len(nodes))
         match_len.append(n)
-    columns = (drafts, num_drafts, sources, match_len, [0] * len(drafts), parents)
+    drafts, sources, parents = ([[node[i] for node in line] for line in lines] for i in range(3))
+    columns = (drafts, num_drafts, sources, match_len, [0] * len(lines), parents)
     return Proposal(*(torch.tensor(c, dtype=torch.int32, device=rows.device) for c in columns))
 
 
