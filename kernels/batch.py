@@ -14,6 +14,7 @@ Batches are made here and in `speculation/layout.py`, and are not changed once t
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,22 +38,12 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
-class Tensors(NamedTuple):
-    """The tensors of a batch, which kernels take whole. `TREE` says whether the last two are there: kernels
-    cannot ask whether an element of a tuple is None. (Nor must they assign such a tuple to a name, which
-    makes a tensor of TREE; passing it on is fine.)"""
-
-    rows: Tensor
-    input_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_table: Tensor
-    q_start: Tensor
-    q_len: Tensor
-    base_len: Tensor
-    ancestors: Tensor | None
-    parents: Tensor | None
-    TREE: tl.constexpr
+# The tensors of a batch, which kernels take whole. TREE says whether ancestors and parents are there: kernels
+# cannot ask whether an element of a tuple is None. (Nor must they assign such a tuple to a name, which makes
+# a tensor of TREE; passing it on is fine.)
+Tensors = namedtuple(
+    "Tensors", "rows input_ids positions slots block_table q_start q_len base_len ancestors parents TREE"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +121,7 @@ class Batch:
 
     def packed(self) -> Batch:
         """Without padding tokens, rows back to back. Waits for the device."""
-        places = torch.arange(self.max_q_len, device=self.input_ids.device)
-        keep = (places < self.q_len[:, None]).flatten()
-        return self.part(keep, slice(None), self.q_len, self.base_len)
+        return self.part(self.in_row, slice(None), self.q_len, self.base_len)
 
     def part(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:
         """These flat tokens alone, packed: `q_len` [B'] of each of these rows, after `base_len` [B'] cached
@@ -184,7 +173,7 @@ class Batch:
 
     @cached_property
     def in_row(self) -> Tensor:
-        """[T] int64: b * max_q_len + i of each flat token of a packed batch, in order."""
+        """[T] int64: b * max_q_len + i of each token but padding, in order."""
         i = torch.arange(self.max_q_len, device=self.q_start.device)
         return (i < self.q_len[:, None]).flatten().nonzero().squeeze(1)
 

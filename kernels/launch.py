@@ -44,8 +44,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def check_cache(cache: Tensor) -> None:
-    """Refuse a cache [2, Hkv, num_blocks, block_size, D] whose slots are not D apart within a head."""
+def check_cache(cache: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a cache [2, Hkv, num_blocks, block_size, D] that is not for keys of `dtype`, or whose slots are
+    not D apart within a head."""
+    if cache.dtype != dtype:
+        raise ValueError(f"The keys and values are {dtype} but the cache is {cache.dtype}.")
     block_size, head_dim = cache.shape[3:]
     if cache.stride()[2:] != (block_size * head_dim, head_dim, 1):
         raise ValueError("The pages of a head must lie in the cache one after another.")
@@ -55,10 +58,8 @@ def check_cache(cache: Tensor) -> None:
 
 def check_attention(q: Tensor, cache: Tensor) -> None:
     """Refuse what the attention kernels would read wrongly."""
-    check_cache(cache)
+    check_cache(cache, q.dtype)
     _, num_kv_heads, _, _, head_dim = cache.shape
-    if q.dtype != cache.dtype:
-        raise ValueError(f"q is {q.dtype} but the cache is {cache.dtype}.")
     if q.shape[2] != head_dim or q.shape[1] % num_kv_heads:
         raise ValueError(f"q {list(q.shape)} does not fit a cache of {list(cache.shape)}.")
     if not q.is_contiguous():

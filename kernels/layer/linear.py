@@ -32,9 +32,8 @@ def pack(weight: Tensor) -> Tensor:
 
     A packed weight is good for the functions of this file only.
     """
-    if use_triton(weight) or weight.is_cuda or weight.dtype == torch.float16:
-        return weight
-    if not torch.backends.mkldnn.is_available():
+    plain = use_triton(weight) or weight.is_cuda or weight.dtype == torch.float16
+    if plain or not torch.backends.mkldnn.is_available():
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
@@ -46,16 +45,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """residual + x @ weight.T + bias."""
-    if _gemm(x):
-        return gemm.launch(x, weight, bias, residual=residual)
-    return naive_add(x, weight, residual, bias)
+    return gemm.launch(x, weight, bias, residual) if _gemm(x) else naive_add(x, weight, residual, bias)
 
 
 def norm_linear(x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """RMSNorm(x) @ weight.T + bias."""
-    if _gemm(x):
-        return gemm.launch(x, weight, bias, norm=norm)
-    return naive(rms_norm(x, norm), weight, bias)
+    return gemm.launch(x, weight, bias, norm=norm) if _gemm(x) else naive(rms_norm(x, norm), weight, bias)
 
 
 def norm_swiglu(x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
@@ -80,10 +75,9 @@ def naive(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def naive_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     if not weight.is_mkldnn:
         return residual + F.linear(x, weight, bias)
-    rows, residuals = _at_least_two(x), residual
-    if len(rows) > len(x):
-        residuals = residual.expand(2, -1)
-    return torch.ops.mkldnn._linear_pointwise.binary(rows, residuals, weight, bias, "add")[: len(x)]
+    rows = _at_least_two(x)
+    residual = residual.expand(len(rows), -1)
+    return torch.ops.mkldnn._linear_pointwise.binary(rows, residual, weight, bias, "add")[: len(x)]
 
 
 def _at_least_two(x: Tensor) -> Tensor:

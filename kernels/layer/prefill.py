@@ -16,7 +16,6 @@ from torch import Tensor
 from ..batch import MAX_QUERIES
 from ..launch import LOG2_E, arch, check_attention, next_power_of_2
 from .plan import Plan
-from .split_kv import load_tile
 
 # (queries per tile, keys per tile, warps, stages) by architecture, then by padded head dimension.
 CONFIGS = {
@@ -63,7 +62,14 @@ def _prefill(
     for masked in tl.static_range(2):
         for tile in range(begin, end, BLOCK_N):
             j = tile + tl.arange(0, BLOCK_N)
-            k, v = load_tile(keys, values, pages, j, j < kv_len, d, HEAD_DIM, BLOCK_D, BLOCK_SIZE)
+            there = j < kv_len
+            page = tl.load(pages + j // BLOCK_SIZE, there, other=0).to(tl.int64)
+            entry = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
+            full = there[:, None]
+            if HEAD_DIM < BLOCK_D:
+                full = full & (d < HEAD_DIM)[None, :]
+            k = tl.load(keys + entry, full, other=0.0)  # [BLOCK_N, D]
+            v = tl.load(values + entry, full, other=0.0)
             s = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_Q, BLOCK_N]
             if masked == 1 or WINDOW:
                 visible = j[None, :] <= base + i[:, None]

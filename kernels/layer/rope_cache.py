@@ -29,6 +29,8 @@ from .norm import Norm
 
 HEADS = 8  # per program: few enough to fill the machine with one token, many enough for wide accesses
 
+Norms = tuple[Norm, Norm] | None  # of q and of k
+
 
 @dataclass(frozen=True, eq=False)
 class Angles:
@@ -51,17 +53,12 @@ class Angles:
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
-def rope_cache(
-    qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: tuple[Norm, Norm] | None = None
-) -> Tensor:
+def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
     """Rotate q and k, after their `norms` if there are any, write k and v to the cache, return q."""
-    run = launch if use_triton(qkv) else naive
-    return run(qkv, cache, batch, angles, norms)
+    return (launch if use_triton(qkv) else naive)(qkv, cache, batch, angles, norms)
 
 
-def naive(
-    qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: tuple[Norm, Norm] | None = None
-) -> Tensor:
+def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -104,12 +101,9 @@ def _rope_cache(
     if NORM:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        for_q = is_q[:, None] & inside[None, :]
-        for_k = is_k[:, None] & inside[None, :]
-        weight_a = tl.load(q_norm + i[None, :], for_q, other=0.0).to(tl.float32)
-        weight_a += tl.load(k_norm + i[None, :], for_k, other=0.0).to(tl.float32)
-        weight_b = tl.load(q_norm + HALF + i[None, :], for_q, other=0.0).to(tl.float32)
-        weight_b += tl.load(k_norm + HALF + i[None, :], for_k, other=0.0).to(tl.float32)
+        weight = tl.where(is_q, q_norm, k_norm)[:, None] + i[None, :]
+        weight_a = tl.load(weight, full, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight + HALF, full, other=0.0).to(tl.float32)
         a, b = a * scale * weight_a, b * scale * weight_b
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
     cos = tl.load(angle, inside, other=0.0)[None, :]
@@ -132,18 +126,14 @@ def _rope_cache(
     tl.store(to + HALF, second.to(dtype), mask)
 
 
-def launch(
-    qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: tuple[Norm, Norm] | None = None
-) -> Tensor:
+def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     T = qkv.shape[0]
     heads, rest = divmod(qkv.shape[1], head_dim)
     num_heads = heads - 2 * num_kv_heads
     if rest or num_heads < 1:
         raise ValueError(f"qkv {list(qkv.shape)} does not fit a cache of {list(cache.shape)}.")
-    check_cache(cache)
-    if qkv.dtype != cache.dtype:
-        raise ValueError(f"qkv is {qkv.dtype} but the cache is {cache.dtype}.")
+    check_cache(cache, qkv.dtype)
     table = angles.table
     if qkv.stride(1) != 1 or table.dtype != torch.float32 or table.shape[1] != head_dim:
         raise ValueError(f"qkv must have rows without gaps, angles a float32 table [max_len, {head_dim}].")

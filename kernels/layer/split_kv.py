@@ -50,19 +50,6 @@ def _power_of_2(k):
 
 
 @triton.jit
-def load_tile(
-    keys, values, pages, j, inside, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
-    """A head's keys and values [len(j), BLOCK_D] at cache indices j of the row with these pages."""
-    page = tl.load(pages + j // BLOCK_SIZE, inside, other=0).to(tl.int64)
-    at = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
-    full = inside[:, None]
-    if HEAD_DIM < BLOCK_D:
-        full = full & (d < HEAD_DIM)[None, :]
-    return tl.load(keys + at, full, other=0.0), tl.load(values + at, full, other=0.0)
-
-
-@triton.jit
 def _units_of(base, n, window, programs, TILE: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr):
     """(first, end, tiles per unit, first unit, number of units) of the tiles that n queries of a row see."""
     first = 0
@@ -128,7 +115,13 @@ def _units(
             cached = j < base + n
             if WINDOW:  # the pages before the window may be gone
                 cached = cached & (j > base - window)
-            k, v = load_tile(keys, values, pages, j, cached, d, HEAD_DIM, BLOCK_D, BLOCK_SIZE)
+            page = tl.load(pages + j // BLOCK_SIZE, cached, other=0).to(tl.int64)
+            entry = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
+            full = cached[:, None]
+            if HEAD_DIM < BLOCK_D:
+                full = full & (d < HEAD_DIM)[None, :]
+            k = tl.load(keys + entry, full, other=0.0)  # [TILE, D]
+            v = tl.load(values + entry, full, other=0.0)
             s = tl.dot(k, query, input_precision=PRECISION) * scale  # [TILE, BLOCK_Q]
             if batch.TREE:
                 own = j[:, None] - base

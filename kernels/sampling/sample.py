@@ -34,9 +34,7 @@ _NAN_TOKEN = tl.constexpr(NAN_TOKEN)
 
 def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
     """Draw the target's token at each position. See the module docstring."""
-    if use_triton(logits):
-        return launch(logits, table, batch)
-    return naive(logits, table, batch, lazy=True)
+    return launch(logits, table, batch) if use_triton(logits) else naive(logits, table, batch, lazy=True)
 
 
 def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
@@ -128,7 +126,8 @@ def _finish(inputs, partials, targets):
         mass = scan.whole_mass(partials, t, best, tl.load(inputs.table.temperature + s))
         token = top_k_top_p.draw(inputs, query, partials, best, mass)
     else:
-        token = scan.winner(partials, t)
+        ids = scan.of_chunks(partials.token, t, partials.CHUNKS, 2147483647)
+        _, token = top_k_top_p.best_of(scan.of_chunks(partials.value, t, partials.CHUNKS), ids)
     tl.store(targets + t, token)
 
 

@@ -126,14 +126,6 @@ def whole_mass(partials, t, best, temperature):
     return tl.sum(mass * tl.exp((largest - best) / temperature))
 
 
-@triton.jit
-def winner(partials, t):
-    """The token drawn at a query without top-k etc."""
-    ids = of_chunks(partials.token, t, partials.CHUNKS, 2147483647)
-    _, token = top_k_top_p.best_of(of_chunks(partials.value, t, partials.CHUNKS), ids)
-    return token
-
-
 def scan(inputs: Inputs, max_q_len: int) -> Partials:
     """Launch the scan of up to max_q_len queries per row."""
     T, V = inputs.logits.shape

@@ -31,10 +31,7 @@ time to the `width` best that differ, which loses none of the row's: of a row's 
 among the best of the program that holds its best candidate. `_build` reduces the programs' candidates
 the same way and makes the tree, in one program per row. To remove the chains that equal a chosen one,
 tokens are compared one by one until none is left that could be equal, mostly after one or two; only
-periodic text, where all candidates continue alike, takes all D. Estimates for an H200, not measured:
-about 10 us for both inside a graph for common text (64 rows of 4096 tokens are read in under 0.5 us;
-the rest is the latency of launches and of dependent loads), and 5 to 10 us more for periodic text and
-63 drafts, where D comparisons of 0.1 us follow each other in each launch.
+periodic text, where all candidates continue alike, takes all D.
 Limits: k <= 63, max_width <= 8, and those of `ngram`.
 """
 
@@ -66,7 +63,7 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Pro
     limits, lengths = ngram.allowed(table, k), table.num_tokens.tolist()
     shortest, longest = table.min_n.tolist(), table.max_n.clamp(max=max_n).tolist()
     widths = table.width.clamp(max=max_width).tolist()
-    drafts, num_drafts, sources, match_len, parents = [], [], [], [], []
+    lines, num_drafts, match_len = [], [], []
     for s in rows.tolist():
         nodes: list[tuple[int, int, int]] = []
         n = 0
@@ -76,13 +73,11 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Pro
             wide = min(widths[s], 1) if matched > LONG_MATCH else widths[s]
             nodes = grow(different(text, starts, limits[s], wide), limits[s], lengths[s])
             n = matched if nodes else 0
-        rest = k - len(nodes)
-        drafts.append([token for token, _, _ in nodes] + [0] * rest)
-        sources.append([index for _, index, _ in nodes] + [-1] * rest)
-        parents.append([parent for _, _, parent in nodes] + [0] * rest)
+        lines.append(nodes + [(0, -1, 0)] * (k - len(nodes)))
         num_drafts.append(len(nodes))
         match_len.append(n)
-    columns = (drafts, num_drafts, sources, match_len, [0] * len(drafts), parents)
+    drafts, sources, parents = ([[node[i] for node in line] for line in lines] for i in range(3))
+    columns = (drafts, num_drafts, sources, match_len, [0] * len(lines), parents)
     return Proposal(*(torch.tensor(c, dtype=torch.int32, device=rows.device) for c in columns))
 
 

@@ -55,58 +55,40 @@ def commit(targets: Tensor, batch: Batch, table: Table) -> Verdict:
 def naive(targets: Tensor, batch: Batch, table: Table) -> Verdict:
     """Decided in plain Python and written by few calls."""
     x, Q = targets.tolist(), batch.max_q_len
-    history = _History(table)
+    lengths, codes = table.num_tokens.tolist(), table.finished.tolist()
+    limits, stops = table.max_len.tolist(), table.stop_ids.tolist()
     emitted, num_emitted, paths, kept = [], [], [], []
+    written: list[tuple[int, int, int]] = []  # (request row, index, token)
     for row in rows_of(batch):
-        path = list(row.walk(x))
+        path, s, n = list(row.walk(x)), row.request, 0
         run = [x[row.start + place] for place in path]
-        kept.append(history.append(row.request, run))
+        if s >= 0 and run and codes[s] == RUNNING:
+            n, codes[s] = _kept(run, max(limits[s] - lengths[s], 0), stops[s])
+            written += [(s, lengths[s] + i, token) for i, token in enumerate(run[:n])]
+            lengths[s] += n
         emitted.append(run + [-1] * (Q - len(run)))
+        num_emitted.append(len(run))
         paths.append(path + [0] * (Q - len(path)))
-        num_emitted.append(len(path))
-    history.write()
+        kept.append(n)
+    if written:
+        index, place, token = torch.tensor(written, device=table.device).unbind(1)
+        table.tokens[index, place] = token.int()
+        one = torch.ones_like(token, dtype=torch.int32)
+        table.output_counts.index_put_((index, token), one, accumulate=True)
+    table.num_tokens.copy_(torch.tensor(lengths, dtype=torch.int32))
+    table.finished.copy_(torch.tensor(codes, dtype=torch.int8))
     columns = (emitted, num_emitted, paths, kept)
     return Verdict(*(torch.tensor(c, dtype=torch.int32, device=targets.device) for c in columns))
 
 
-class _History:
-    """What commits change of a table, as lists that `write` copies back."""
-
-    def __init__(self, table: Table) -> None:
-        self.table = table
-        self.lengths, self.codes = table.num_tokens.tolist(), table.finished.tolist()
-        self.limits, self.stops = table.max_len.tolist(), table.stop_ids.tolist()
-        self.written: list[tuple[int, int, int]] = []  # (row, index, token)
-
-    def append(self, s: int, run: list[int]) -> int:
-        """Append a run of tokens to request row s; returns how many were kept."""
-        if s < 0 or not run or self.codes[s] != RUNNING:
-            return 0
-        before = len(self.written)
-        for token in run:
-            if self.lengths[s] >= self.limits[s]:
-                break
-            if token == NAN_TOKEN:
-                self.codes[s] = NAN
-                break
-            self.written.append((s, self.lengths[s], token))
-            self.lengths[s] += 1
-            if token in self.stops[s]:
-                self.codes[s] = STOPPED
-                break
-        if self.codes[s] == RUNNING and self.lengths[s] >= self.limits[s]:
-            self.codes[s] = LENGTH
-        return len(self.written) - before
-
-    def write(self) -> None:
-        table = self.table
-        if self.written:
-            s, place, token = torch.tensor(self.written, device=table.device).unbind(1)
-            one = torch.ones_like(token, dtype=torch.int32)
-            table.tokens[s, place] = token.int()
-            table.output_counts.index_put_((s, token), one, accumulate=True)
-        table.num_tokens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
-        table.finished.copy_(torch.tensor(self.codes, dtype=torch.int8))
+def _kept(run: list[int], room: int, stops: list[int]) -> tuple[int, int]:
+    """How many of a run of tokens are appended where `room` more fit, and the code of the row afterwards."""
+    for n, token in enumerate(run[:room]):
+        if token == NAN_TOKEN:
+            return n, NAN
+        if token in stops:
+            return n + 1, STOPPED
+    return min(len(run), room), LENGTH if len(run) >= room else RUNNING
 
 
 @triton.jit
