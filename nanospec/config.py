@@ -45,7 +45,8 @@ def check_fields(settings: Any) -> None:
         if "bool" in kind and not isinstance(value, bool):  # the text "no", say, would count as true
             raise ValueError(f"{name}={value!r} must be True or False.")
         if "limits" in declared.metadata:
-            check_number(name, value, *declared.metadata["limits"], float if "float" in kind else int)
+            low, high = declared.metadata["limits"]
+            check_number(name, value, low, high, float if "float" in kind else int)
         if name == "acceptance" and value not in RULES:
             raise ValueError(f"acceptance={value!r} is unknown; use one of {', '.join(RULES)}.")
 
