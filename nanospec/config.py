@@ -21,7 +21,7 @@ _SEEDS = (-(2**63), 2**63 - 1)
 
 
 def limited(default: Any, low: float, high: float = math.inf) -> Any:
-    """A number in a dataclass of settings, with its smallest and largest value."""
+    """A number in a dataclass of settings: its default, its smallest and its largest value."""
     return field(default=default, metadata={"limits": (low, high)})
 
 
