@@ -1,8 +1,8 @@
 """What may be set: for the engine, for speculation, and per request. Bad values are refused with a sentence.
 
-Every limit is stated once, in `LIMITS` or in `kernels/codes.py`. What a checkpoint says about itself is in
-`models/config.py`. Importing this file needs neither torch nor triton; making a `SpecConfig` asks the
-registered drafters, which do.
+Every limit stands beside the field that it is for, or in `kernels/codes.py`. What a checkpoint says about
+itself is in `models/config.py`. Importing this file needs neither torch nor triton; making a `SpecConfig`
+asks the registered drafters, which do.
 """
 
 from __future__ import annotations
@@ -18,30 +18,12 @@ from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
 OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
 _MAX_INT = 2**31 - 1
-LIMITS: dict[str, tuple[float, float]] = {  # smallest and largest value
-    "tree_width": (1, MAX_TREE_WIDTH),
-    "num_speculative_tokens": (0, MAX_DRAFTS),
-    "max_speculative_tokens": (1, MAX_DRAFTS),
-    "prompt_lookup_min": (1, 32),
-    "prompt_lookup_max": (1, 32),
-    "max_num_seqs": (1, math.inf),
-    "max_model_len": (2, math.inf),  # one prompt token, one new one
-    "max_num_batched_tokens": (1, math.inf),
-    "block_size": (16, math.inf),
-    "kv_cache_memory": (1, math.inf),
-    "seed": (-(2**63), 2**63 - 1),
-    "n": (1, 1024),
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (-1, _MAX_INT),
-    "min_p": (0, 1),
-    "max_tokens": (1, _MAX_INT),
-    "min_tokens": (0, _MAX_INT),
-    "logprobs": (0, 20),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, 100),
-}
+_SEEDS = (-(2**63), 2**63 - 1)
+
+
+def limited(default: Any, low: float, high: float = math.inf) -> Any:
+    """A number in a dataclass of settings: its default, its smallest and its largest value."""
+    return field(default=default, metadata={"limits": (low, high)})
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf, kind: type = int) -> None:
@@ -56,15 +38,16 @@ def check_number(name: str, value: object, low: float, high: float = math.inf, k
 
 def check_fields(settings: Any) -> None:
     """Raise ValueError unless all flags and numbers of a dataclass are what they are declared to be, and
-    within `LIMITS`. None and "auto" may stand where the declaration names them."""
+    within their limits. None and "auto" may stand where the declaration names them."""
     for declared in fields(settings):
         name, value, kind = declared.name, getattr(settings, declared.name), str(declared.type)
         if (value is None and "None" in kind) or (value == "auto" and "auto" in kind):
             continue
         if "bool" in kind and not isinstance(value, bool):  # the text "no", say, would count as true
             raise ValueError(f"{name}={value!r} must be True or False.")
-        if name in LIMITS:
-            check_number(name, value, *LIMITS[name], float if "float" in kind else int)
+        if "limits" in declared.metadata:
+            low, high = declared.metadata["limits"]
+            check_number(name, value, low, high, float if "float" in kind else int)
         if name == "acceptance" and value not in RULES:
             raise ValueError(f"acceptance={value!r} is unknown; use one of {', '.join(RULES)}.")
 
@@ -129,12 +112,12 @@ class SpecConfig:
     method: str = "ngram"
     draft_model: str | None = None
     heads: str | None = None
-    tree_width: int = 1
+    tree_width: int = limited(1, 1, MAX_TREE_WIDTH)
     acceptance: str = "exact"
     num_speculative_tokens: int | Literal["auto"] = "auto"
-    prompt_lookup_min: int = 1
-    prompt_lookup_max: int = 8
-    max_speculative_tokens: int = 16
+    prompt_lookup_min: int = limited(1, 1, 32)
+    prompt_lookup_max: int = limited(8, 1, 32)
+    max_speculative_tokens: int = limited(16, 1, MAX_DRAFTS)
     speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -195,16 +178,16 @@ class EngineConfig:
     spec: SpecConfig = field(default_factory=SpecConfig)
     dtype: str = "auto"
     device: str = "auto"
-    max_num_seqs: int = 64
-    max_model_len: int | None = None
-    max_num_batched_tokens: int = 2048
-    block_size: int = 16
-    kv_cache_memory: int | None = None
+    max_num_seqs: int = limited(64, 1)
+    max_model_len: int | None = limited(None, 2)  # one prompt token, one new one
+    max_num_batched_tokens: int = limited(2048, 1)
+    block_size: int = limited(16, 16)
+    kv_cache_memory: int | None = limited(None, 1)
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     enforce_eager: bool | None = None
     lazy_capture: bool = False
-    seed: int = 0
+    seed: int = limited(0, *_SEEDS)
 
     def __post_init__(self) -> None:
         if not isinstance(self.spec, SpecConfig):
@@ -237,24 +220,24 @@ class SamplingParams:
             is the engine's. 0 drafts do not speculate.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    n: int = limited(1, 1, 1024)
+    temperature: float = limited(1.0, 0, 100)
+    top_p: float = limited(1.0, 0, 1)
+    top_k: int = limited(0, -1, _MAX_INT)
+    min_p: float = limited(0.0, 0, 1)
+    seed: int | None = limited(None, *_SEEDS)
+    max_tokens: int | None = limited(16, 1, _MAX_INT)
+    min_tokens: int = limited(0, 0, _MAX_INT)
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    logprobs: int | None = limited(None, 0, 20)
+    presence_penalty: float = limited(0.0, -2, 2)
+    frequency_penalty: float = limited(0.0, -2, 2)
+    repetition_penalty: float = limited(1.0, 0, 100)
     logit_bias: dict[int, float] = field(default_factory=dict)
-    num_speculative_tokens: int | None = None
-    tree_width: int | None = None
+    num_speculative_tokens: int | None = limited(None, 0, MAX_DRAFTS)
+    tree_width: int | None = limited(None, 1, MAX_TREE_WIDTH)
     acceptance: str | None = None
 
     def __post_init__(self) -> None:

@@ -4,7 +4,6 @@
   stored wide.
 * llama.cpp stores the q and k rows of the llama architecture reordered for interleaved RoPE.
   `unpermute` puts them back into the order of Hugging Face ("rotate half"). qwen2 is not reordered.
-* Tensors are written one by one, so that the memory needed is that of the largest, not of the model.
 """
 
 from __future__ import annotations
@@ -215,14 +214,14 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": file.hparam("context_length"),
         "clean_up_tokenization_spaces": False,
-        **{name: None if i is None else tokens[i] for name, i in ids.items()},
+        **{name: tokens[i] for name, i in ids.items() if i is not None},
     }
 
 
 def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
     """Write all tensors into one safetensors file: a header of offsets, then the bytes in order.
 
-    The `safetensors` library wants all tensors in memory at once; the format itself does not.
+    One by one: the `safetensors` library wants all of them in memory at once; the format does not.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -244,9 +243,9 @@ def hf_values(file: GGUFFile, tensor: Any) -> np.ndarray:
     """A tensor of the file in float32 and in the Hugging Face layout."""
     values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     num_heads, kind = file.hparam("attention.head_count"), tensor.name.split(".")[-2]
-    if file.architecture == "llama" and kind in ("attn_q", "attn_k"):
-        kv_heads = file.hparam("attention.head_count_kv", num_heads)
-        values = unpermute(values, num_heads if kind == "attn_q" else kv_heads)
+    heads = {"attn_q": num_heads, "attn_k": file.hparam("attention.head_count_kv", num_heads)}
+    if file.architecture == "llama" and kind in heads:
+        values = unpermute(values, heads[kind])
     return np.require(values, requirements=["C", "W"])  # copies only where it must
 
 

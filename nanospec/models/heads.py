@@ -70,7 +70,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads in place on the target's device; see the module docstring.
+    """Heads in place on the target's device.
 
     Attributes:
         num_heads: how many tokens are guessed from one hidden state.

@@ -91,8 +91,8 @@ class Tokenizer:
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raise ValueError, naming the first difference, unless both give every token the same id."""
     ours, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (target, draft))
-    different = [(i, token) for token, i in ours.items() if theirs.get(token) != i]
-    different += [(i, token) for token, i in theirs.items() if token not in ours]
+    either = theirs | ours
+    different = [(i, token) for token, i in either.items() if ours.get(token) != theirs.get(token)]
     if different:
         _, token = min(different)
         one, other = (vocab.get(token, "missing") for vocab in (ours, theirs))

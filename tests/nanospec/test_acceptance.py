@@ -94,7 +94,9 @@ def test_a_draft_models_chains_are_rejected_by_ratio_beside_trees_too(
     assert same >= 6  # what lookup drafts may differ
 
 
-def distribution(model: Model, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+def distribution(
+    model: Model, prompt: list[int], params: SamplingParams, length: int
+) -> dict[tuple[int, ...], float]:
     """The probability of every output of `length` tokens."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
