@@ -95,7 +95,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
 def make_engine(
     model: Model, batch: int, window: int, k: int, make: Make | None = None, **guess: Any
 ) -> Engine:
-    """An engine without recordings, with room for `batch` rows of `window` tokens. `make`: makes the
+    """An engine without captures, with room for `batch` rows of `window` tokens. `make`: makes the
     drafter; None for n-gram lookup. `guess`: fields of `SpecConfig`."""
     spec = SpecConfig(num_speculative_tokens=k, prompt_lookup_min=1, **guess)
     drafter = make(spec) if make is not None else NgramDrafter(spec)
@@ -159,7 +159,7 @@ def measure(
         for k in [k for k in args.ks if k <= worker.max_k]:
             bucket = Bucket(batch, k)
             graphs.ks = sorted({*graphs.ks, k})
-            graphs.record(bucket)
+            graphs.capture(bucket)
             ms = replay_ms(graphs, bucket, partial(worker.rehearsal, context=context), args.repeats)
             base = base or ms
             limit = roofline.account(model.config, batch, k, context).bound(roofline.Machine(**machine))
@@ -173,7 +173,7 @@ def measure(
             }  # fmt: skip
             print(f"{shape:22} " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             found.append(row)
-            del graphs.recordings[bucket]
+            del graphs.captures[bucket]
         del engine, worker, graphs
         gc.collect()
     return found
@@ -183,7 +183,7 @@ def stage_ms(worker: Worker, bucket: Bucket, context: int, repeats: int) -> dict
     """ms of proposing alone and of the forward pass alone (with laying out), each recorded."""
     graphs, table, k = worker.graphs, worker.table, bucket.k
     assert graphs is not None
-    record: Any = type(graphs.recordings[bucket])
+    record: Any = type(graphs.captures[bucket])
     times = {}
     for name in ("propose", "forward"):
 
@@ -195,9 +195,9 @@ def stage_ms(worker: Worker, bucket: Bucket, context: int, repeats: int) -> dict
             return (worker.model.logits(worker.model.forward(batch, worker.kv_cache)),)
 
         rows = torch.full((bucket.batch,), -1, dtype=torch.int32, device=table.device)
-        whole, graphs.recordings[bucket] = graphs.recordings[bucket], record(part, rows)
+        whole, graphs.captures[bucket] = graphs.captures[bucket], record(part, rows)
         times[name] = replay_ms(graphs, bucket, partial(worker.rehearsal, context=context), repeats)
-        graphs.recordings[bucket] = whole
+        graphs.captures[bucket] = whole
     return times
 
 
@@ -208,7 +208,7 @@ def host_gap(model: Model, args: argparse.Namespace) -> dict[str, float]:
     graphs = engine.worker.graphs
     assert graphs is not None
     bucket = graphs.bucket_for(1, 4)
-    graphs.record(bucket)
+    graphs.capture(bucket)
     replay = replay_ms(graphs, bucket, engine.worker.rehearsal, args.repeats)
     engine.add([i % 32 for i in range(1024)], SamplingParams(temperature=0, max_tokens=900))
     for _ in range(20):

@@ -74,7 +74,7 @@ class Strategy(ABC):
 def step_ms(costs: StepCosts, k: int, drafts: Sequence[int]) -> float:
     """What a step of speculation length `k` costs that verifies so many drafts of each row."""
     B = len(drafts)
-    return costs.cost(B, B * (k + 1) if costs.recorded else B + sum(drafts))
+    return costs.cost(B, B * (k + 1) if costs.captured else B + sum(drafts))
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Fixed(Strategy):
 class Auto(Strategy):
     def __init__(self, policy: Policy, costs: StepCosts) -> None:
         self.policy, self.costs = policy, costs
-        self.lag = int(bool(costs.recorded))
+        self.lag = int(bool(costs.captured))
         self.seen: list[tuple[int, list[int], list[int], list[int], list[int], list[int]]] = []
         self.k = 0
         self.drafter: list[int] = []
@@ -127,7 +127,7 @@ class Oracle(Strategy):
     rate: float
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
-        return (self._recorded if self.costs.recorded else self._packed)(batch)
+        return (self._recorded if self.costs.captured else self._packed)(batch)
 
     def _packed(self, batch: Batch) -> tuple[list[int], float]:
         B, right = len(batch), batch.right()

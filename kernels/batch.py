@@ -2,7 +2,7 @@
 
 A step scores T tokens laid out flat. Batch row b (one request) owns tokens `q_start[b] .. q_start[b] +
 q_len[b]`. Two layouts occur: *padded*, `q_start[b] = b * max_q_len`, with rows of the same length (what a
-recorded step needs), and *packed*, rows back to back (what a CPU prefers). A padding token has slot -1,
+captured step needs), and *packed*, rows back to back (what a CPU prefers). A padding token has slot -1,
 and nothing it computes reaches another token.
 
 Positions count from 0. Before the step the cache holds `base_len[b]` entries of row b; its query i is

@@ -105,7 +105,7 @@ class SpecConfig:
         max_speculative_tokens: the bound of "auto".
         prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that is looked up. Longer
             suffixes match less often and more reliably.
-        speculation_lengths: the Ks for which steps are recorded (GPU), as far as the bounds above allow.
+        speculation_lengths: the Ks for which steps are captured (GPU), as far as the bounds above allow.
         options: what further methods let one set, by name.
     """
 
@@ -170,7 +170,7 @@ class EngineConfig:
         kv_cache_memory: bytes for the KV cache; None takes what the machine can spare.
         enable_prefix_caching: reuse the pages of earlier requests with the same beginning.
         async_scheduling: queue the next step before reading the results of the last; None: on a GPU.
-        enforce_eager: no recorded steps (CUDA graphs); None: on a CPU.
+        enforce_eager: no captured steps (CUDA graphs); None: on a CPU.
         lazy_capture: record a step when it is first needed, for a fast start.
         seed: base of the seeds of requests that set none.
     """

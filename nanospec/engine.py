@@ -57,7 +57,7 @@ class Engine:
             lookahead=worker.max_k,
             lag=self.lag,
         )
-        worker.stages.reset()  # recording and timing are no steps
+        worker.stages.reset()  # capture and timing are no steps
         self._queue: deque[Queued] = deque()
         self._ids = itertools.count()
 
@@ -66,7 +66,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._queue)
 
     def report(self) -> dict[str, object]:
-        """The counters of `metrics`, what recording took, and the measured times of steps."""
+        """The counters of `metrics`, what capture took, and the measured times of steps."""
         costs = self.policy.costs
         return {**self.metrics.to_dict(), **self.worker.report(), **(costs.report() if costs else {})}
 

@@ -1,11 +1,11 @@
-"""The step, recorded once per bucket and replayed: on a GPU one CUDA graph per (batch size, K).
+"""The step, captured once per bucket and replayed: on a GPU one CUDA graph per (batch size, K).
 
 A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
 part, padded with -1 to the bucket's size; all else the step reads from the request rows
-(`kernels/table.py`), so nothing computed on the host is frozen into a recording. Padding rows are inert.
-Recordings share one memory pool: they never run at the same time, and what one leaves there nobody reads.
+(`kernels/table.py`), so nothing computed on the host is frozen into a capture. Padding rows are inert.
+Captures share one memory pool: they never run at the same time, and what one leaves there nobody reads.
 
-On a CPU a recording is the step itself, run again at every replay, with results copied to the same
+On a CPU a capture is the step itself, run again at every replay, with results copied to the same
 addresses: so that buckets, padding and the reuse of outputs are tested without a GPU.
 """
 
@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
     k: int
 
 
-class Recording(Protocol):
+class Capture(Protocol):
     """A step at fixed addresses."""
 
     rows: Tensor
@@ -45,7 +45,7 @@ class Recording(Protocol):
     def replay(self) -> None: ...
 
 
-class EagerRecording:
+class EagerCapture:
     """Runs the step again at every replay."""
 
     def __init__(self, step: Step, rows: Tensor) -> None:
@@ -58,10 +58,10 @@ class EagerRecording:
             kept.copy_(new)
 
 
-class CudaRecording:
+class CudaCapture:
     """Captures the step as a CUDA graph."""
 
-    pool: Any = None  # shared by all recordings
+    pool: Any = None  # shared by all captures
 
     def __init__(self, step: Step, rows: Tensor) -> None:
         self.rows = rows
@@ -72,22 +72,22 @@ class CudaRecording:
                 step(rows)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=CudaRecording.pool):
+        with torch.cuda.graph(self.graph, pool=CudaCapture.pool):
             self.result = step(rows)
-        CudaRecording.pool = self.graph.pool()
+        CudaCapture.pool = self.graph.pool()
 
     def replay(self) -> None:
         self.graph.replay()
 
 
 class StepGraphs:
-    """All recorded buckets of a step.
+    """All captured buckets of a step.
 
     Attributes:
         batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
-        recordings: by bucket.
-        fallbacks: steps whose bucket was not recorded when it was needed. Stays 0 unless `lazy`.
-        seconds, bytes: what recording took.
+        captures: by bucket.
+        fallbacks: steps whose bucket was not captured when it was needed. Stays 0 unless `lazy`.
+        seconds, bytes: what capture took.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class StepGraphs:
         self.step, self.device = step, device
         self.ks = sorted({0, *ks})
         self.batches = batch_sizes(max_batch)
-        self.recordings: dict[Bucket, Recording] = {}
+        self.captures: dict[Bucket, Capture] = {}
         self.fallbacks = 0
         self.lazy = lazy
         self.seconds, self.bytes = 0.0, 0
-        self._record = CudaRecording if device.type == "cuda" else EagerRecording
+        self._make = CudaCapture if device.type == "cuda" else EagerCapture
 
     def buckets(self) -> list[Bucket]:
         """All buckets, the largest first, so that the pool fits those that follow."""
@@ -113,15 +113,15 @@ class StepGraphs:
         return sorted(found, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
 
     def ks_for(self, batch: int) -> list[int]:
-        """The speculation lengths recorded for a batch: 0, and those that may pay."""
+        """The speculation lengths captured for a batch: 0, and those that may pay."""
         size = self.batches[bisect_left(self.batches, batch)]
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
 
-    def record_all(self) -> None:
-        """Record every bucket."""
+    def capture_all(self) -> None:
+        """Capture every bucket."""
         start, before = time.perf_counter(), _allocated(self.device)
-        for bucket in tqdm(self.buckets(), desc="Recording steps", disable=None, leave=False):
-            self.record(bucket)
+        for bucket in tqdm(self.buckets(), desc="Capturing steps", disable=None, leave=False):
+            self.capture(bucket)
         self.seconds = time.perf_counter() - start
         self.bytes = _allocated(self.device) - before
 
@@ -131,25 +131,25 @@ class StepGraphs:
         The result's tensors are overwritten by the next replay of the same bucket.
         """
         bucket = self.bucket_for(len(rows), k)
-        recording = self.recordings.get(bucket)
-        if recording is None:
+        capture = self.captures.get(bucket)
+        if capture is None:
             self.fallbacks += not self.lazy
-            recording = self.record(bucket)
+            capture = self.capture(bucket)
         padded = [*rows, *[PADDING] * (bucket.batch - len(rows))]
-        recording.rows.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
-        recording.replay()
-        return recording.result.first(len(rows))
+        capture.rows.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
+        capture.replay()
+        return capture.result.first(len(rows))
 
     def bucket_for(self, num_rows: int, k: int) -> Bucket:
-        """The smallest bucket of at least `num_rows` rows, with the largest recorded K up to `k`."""
+        """The smallest bucket of at least `num_rows` rows, with the largest captured K up to `k`."""
         batch = self.batches[bisect_left(self.batches, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k))
 
-    def record(self, bucket: Bucket) -> Recording:
-        """Record one bucket."""
+    def capture(self, bucket: Bucket) -> Capture:
+        """Capture one bucket."""
         rows = torch.full((bucket.batch,), PADDING, dtype=torch.int32, device=self.device)
-        self.recordings[bucket] = self._record(lambda r: self.step(r, bucket.k), rows)
-        return self.recordings[bucket]
+        self.captures[bucket] = self._make(lambda r: self.step(r, bucket.k), rows)
+        return self.captures[bucket]
 
 
 def batch_sizes(largest: int) -> list[int]:

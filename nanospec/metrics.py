@@ -83,7 +83,7 @@ class SpecStats:
 
 
 class Stopwatch:
-    """Splits the time of all steps by what was done; a recorded step is one piece, "wait" is the time until
+    """Splits the time of all steps by what was done; a captured step is one piece, "wait" is the time until
     its results arrive. `with stopwatch("forward"): ...` adds to `seconds`."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """How many drafts to verify: as many as promise the most tokens per ms, none being one of the choices.
 
-Steps come in two forms. A *recorded* step has one K for all its rows, and each pays for K + 1 tokens:
+Steps come in two forms. A *captured* step has one K for all its rows, and each pays for K + 1 tokens:
 `choose` takes K before there are drafts. In a *packed* step rows pay for what they verify, so all drafts
 are made, and `cut` takes some of each row's, knowing who guessed and how long the match was. Only a model's
 guesses cost time by themselves; for how many it is run is chosen beforehand, as K is (`passes`).
@@ -72,7 +72,7 @@ class AutoPolicy(Policy):
         plain = self.costs.cost(B, B)
         self._token_ms = plain / B
         self._credit = min(self._credit + PROBE_BUDGET * plain, MOST_SAVED * plain)
-        if not self.costs.recorded:
+        if not self.costs.captured:
             return most
         k = self._pick(rows, limits, UNKNOWN, {k: ms for k, ms in self.costs.by_k(B).items() if k <= most})
         if k and not self._best:
@@ -140,8 +140,8 @@ class AutoPolicy(Policy):
         return True
 
     def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
-        if drafted or self.costs.recorded:
-            situation = UNKNOWN if self.costs.recorded else (drafter, match_len)
+        if drafted or self.costs.captured:
+            situation = UNKNOWN if self.costs.captured else (drafter, match_len)
             self.estimator.observe(row, situation, drafted, accepted)
         if row in self._probed:
             self._probed.remove(row)

@@ -8,7 +8,7 @@ them the target draws its own token, and a draft is accepted iff it equals what 
 So what is emitted is what decoding without drafts would have emitted, whatever the drafter did.
 
 A step has two layouts. *Padded*, every row has K + 1 tokens and all shapes are known beforehand: the step
-never waits for the device, so it can be recorded (`graphs.py`). *Packed*, for a CPU, it waits: the policy
+never waits for the device, so it can be captured (`graphs.py`). *Packed*, for a CPU, it waits: the policy
 cuts the drafts of each row, and a row without drafts costs one token.
 """
 
@@ -54,7 +54,7 @@ class StepResult(NamedTuple):
     logits: Tensor
 
     def first(self, num_rows: int) -> StepResult:
-        """Without the rows that pad a recorded step."""
+        """Without the rows that pad a captured step."""
         return StepResult(
             self.report[:num_rows], self.path[:num_rows], self.q_start[:num_rows], self.logits
         )

@@ -1,4 +1,4 @@
-"""What steps take, measured: a forward pass by the number of tokens it scores, recorded steps by bucket."""
+"""What steps take, measured: a forward pass by the number of tokens it scores, captured steps by bucket."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def forward_ms(model: Model, kv_cache: Tensor, table: Table) -> dict[int, float]
     return found
 
 
-def recorded_ms(graphs: StepGraphs, rehearse: Rehearse) -> dict[int, dict[int, float]]:
-    """Milliseconds by batch size and K of all recorded steps. To be called before the first request."""
+def captured_ms(graphs: StepGraphs, rehearse: Rehearse) -> dict[int, dict[int, float]]:
+    """Milliseconds by batch size and K of all captured steps. To be called before the first request."""
     found: dict[int, dict[int, float]] = {}
-    for bucket in tqdm(graphs.recordings, desc="Timing steps", disable=None, leave=False):
+    for bucket in tqdm(graphs.captures, desc="Timing steps", disable=None, leave=False):
         found.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse)
     return found
 
 
 def replay_ms(graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5) -> float:
     """Milliseconds of one replay, the median of `repeats`."""
-    recording, times = graphs.recordings[bucket], []
+    capture, times = graphs.captures[bucket], []
     for _ in range(repeats + 1):
         with rehearse(bucket.batch):
-            recording.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
+            capture.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
             synchronize(graphs.device)
             start = time.perf_counter()
-            recording.replay()
+            capture.replay()
             synchronize(graphs.device)
             times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[1:])

@@ -1,13 +1,13 @@
-"""The device side: request rows, model, KV caches, drafter and recorded steps, behind five verbs.
+"""The device side: request rows, model, KV caches, drafter and captured steps, behind five verbs.
 
     admit     requests get their rows and pages
     prefill   the K/V of pieces of prompts are computed
-    step      the speculative step (`step.py`) of some rows is queued, recorded or packed
+    step      the speculative step (`step.py`) of some rows is queued, captured or packed
     fetch     what a queued step gave; waits for it
     release   requests have left their rows
 
 Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data, so that
-the same five messages could go to several workers; only unrecorded steps ask back, how many drafts to verify.
+the same five messages could go to several workers; only steps without graphs ask back, how many drafts to verify.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .metrics import Stopwatch
 from .models.decoder import Model
 from .request import Logprob, as_dict
 from .step import Cut, Step
-from .timing import forward_ms, recorded_ms
+from .timing import captured_ms, forward_ms
 
-TIMED_CONTEXT = 1024  # tokens per row when recorded steps are timed
+TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
 NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
 
 
@@ -90,7 +90,7 @@ class Worker:
         table, kv_cache: see `kernels/table.py` and `models/decoder.py`.
         num_blocks, max_model_len: as the memory allows.
         max_k: the largest K of any step, 0 without a drafter.
-        graphs: the recorded steps; None where steps are not recorded, and may wait for the device.
+        graphs: the captured steps; None where steps are not captured, and may wait for the device.
         simulated: what makes the output up, in a benchmark.
     """
 
@@ -107,22 +107,22 @@ class Worker:
         shape = kv_shape(model, self.num_blocks, config.block_size)
         self.kv_cache = zeros_on_demand(shape, model.dtype, model.device)
         on_gpu = model.device.type == "cuda"
-        recorded = on_gpu if config.enforce_eager is None else not config.enforce_eager
+        captured = on_gpu if config.enforce_eager is None else not config.enforce_eager
         self.drafters = () if drafter is None else drafter.parts
         for part in self.drafters:
-            part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not recorded)
+            part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
         self._step = self.make_step()
         self.graphs: StepGraphs | None = None
-        if recorded:
+        if captured:
             ks = [k for k in config.spec.ks if k < self.max_k]
             self.graphs = StepGraphs(
                 self._step, model.device, config.max_num_seqs, [*ks, self.max_k], config.lazy_capture
             )
             if not config.lazy_capture:
-                self.graphs.record_all()
+                self.graphs.capture_all()
 
     def make_step(self, kind: type[Step] = Step) -> Step:
-        """The step, before it is recorded."""
+        """The step, before it is captured."""
         exact = self.config.spec.acceptance == "exact"
         return kind(self.model, self.kv_cache, self.table, self.drafter, exact, self.stages)
 
@@ -138,7 +138,7 @@ class Worker:
 
     @property
     def weighs_passes(self) -> bool:
-        """Whether it is for the host to say for how many drafts a model is run: in unrecorded steps."""
+        """Whether it is for the host to say for how many drafts a model is run: in steps without graphs."""
         return self.graphs is None and self.model_code != NOBODY
 
     def admit(self, requests: Sequence[Admission]) -> None:
@@ -157,7 +157,7 @@ class Worker:
 
     @torch.inference_mode()
     def step(self, order: StepOrder, cut: Cut) -> Flight:
-        """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not recorded."""
+        """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not captured."""
         for row, blocks, num_kept in order.grown:
             admission.write_blocks(self.table, row, blocks)
             zero_blocks(self.kv_cache, blocks[num_kept:])
@@ -207,16 +207,16 @@ class Worker:
             packed = forward_ms(self.model, self.kv_cache, self.table)
             propose = lookup_ms if self.drafter is None else self.drafter.ms
             return StepCosts(packed=packed, propose=propose)
-        if self.config.lazy_capture:  # what costs are to be known of must be recorded
-            self.graphs.record_all()
-        return StepCosts(recorded=recorded_ms(self.graphs, self.rehearsal))
+        if self.config.lazy_capture:  # what costs are to be known of must be captured
+            self.graphs.capture_all()
+        return StepCosts(captured=captured_ms(self.graphs, self.rehearsal))
 
     def report(self) -> dict[str, object]:
-        """What recording took."""
+        """What capture took."""
         if self.graphs is None:
             return {}
         found = {
-            "count": len(self.graphs.recordings),
+            "count": len(self.graphs.captures),
             "seconds": round(self.graphs.seconds, 3),
             "bytes": self.graphs.bytes,
             "fallbacks": self.graphs.fallbacks,

@@ -74,8 +74,8 @@ def _storages(tree: Any) -> set[int]:
     return {_storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
-class TapeRecording:
-    """A `nanospec.graphs.Recording`; also keeps the rows of every replay."""
+class TapeCapture:
+    """A `nanospec.graphs.Capture`; also keeps the rows of every replay."""
 
     def __init__(self, step: Step, rows: Tensor) -> None:
         self.rows = rows

@@ -2,7 +2,7 @@
 
 One step:   propose -> lay out, forward, sample, commit (`step.py`) -> learn
 
-Both run inside the recorded step, so nothing in them waits for the device unless `may_wait` allows it.
+Both run inside the captured step, so nothing in them waits for the device unless `may_wait` allows it.
 What a drafter remembers of a request lies in device rows of its own, one per request row, and a last one
 that padding rows may write to.
 
@@ -62,9 +62,9 @@ class Drafter:
         makes_trees: whether a tree width above 1 means anything to it.
         max_drafts: the most it ever guesses for a row.
         runs_model: whether its guesses cost time before it is known what they are worth.
-        passes: for how many drafts its model is run in the next unrecorded step; None: as many as asked for.
+        passes: for how many drafts its model is run in the next step without a graph; None: as many as asked for.
         kv_bytes_per_token, max_context: what a cache of its own takes, and how far it reaches.
-        may_wait: whether steps are not recorded, so that it may wait for the device.
+        may_wait: whether steps are not captured, so that it may wait for the device.
     """
 
     method: ClassVar[str] = ""

@@ -24,7 +24,7 @@ def step_costs(form: str, B: int, shape: str) -> StepCosts:
         if shape in simulate.roofline.MODELS:
             return simulate.recorded_costs(shape, (B,), H200)
         packed = step_costs("packed", B, shape)
-        return StepCosts(recorded={B: {K: packed.cost(B, B * (K + 1)) for K in simulate.KS}})
+        return StepCosts(captured={B: {K: packed.cost(B, B * (K + 1)) for K in simulate.KS}})
     match shape:
         case "flat":
             return StepCosts(packed={n: 10 + 0.001 * n for n in SIZES})
@@ -96,7 +96,7 @@ def test_without_drafts_every_step_gives_a_token_per_row() -> None:
 def test_fixed_drafts_give_the_expected_tokens() -> None:
     source = [synthetic(0.6, 1.0, 4000, seed) for seed in range(4)]
     for k in (1, 3, 8):
-        outcome = simulate.simulate(source, 2, Fixed(k, StepCosts(recorded={2: {0: 1.0, k: 1.0}})), 20_000)
+        outcome = simulate.simulate(source, 2, Fixed(k, StepCosts(captured={2: {0: 1.0, k: 1.0}})), 20_000)
         expected = sum(0.6**j for j in range(k + 1))
         assert outcome.tokens / outcome.steps / 2 == pytest.approx(expected, rel=0.03)
 

@@ -16,7 +16,7 @@ from nanospec.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.llm import Completion
 from tests.drive import Job, run
-from tests.tape import TapeRecording
+from tests.tape import TapeCapture
 from tests.tiny import tiny_model
 
 PROMPT = [5, 6, 7, 8, 9] * 3
@@ -65,7 +65,7 @@ def test_synthetic_acceptance_is_as_given(acceptance: float, eager: bool) -> Non
 
 def test_replay_works_in_a_step_recorded_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the kernels, with a recording that freezes what a CUDA graph would."""
-    monkeypatch.setattr(graphs, "EagerRecording", TapeRecording)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     text = [5, 6, 7, 8, 9, 5, 6, 1]
     config = config_of(2, False, max_num_seqs=1, max_model_len=48)
     with dispatch.forced("triton"):

@@ -58,7 +58,7 @@ def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) 
 def test_automatic_k_records_and_times_every_bucket(model: Model) -> None:
     engine = make_engine(model, "auto", max_num_seqs=8, max_model_len=256)
     assert engine.worker.graphs is not None
-    assert set(engine.worker.graphs.recordings) == set(engine.worker.graphs.buckets())
+    assert set(engine.worker.graphs.captures) == set(engine.worker.graphs.buckets())
     requests = run(engine, make_jobs(1))
     assert requests[-1].stats.tokens_per_step > 2
     assert engine.worker.graphs.fallbacks == 0

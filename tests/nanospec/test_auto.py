@@ -29,7 +29,7 @@ def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, 
     assert isinstance(engine.policy, AutoPolicy)
     costs = engine.policy.costs
     assert bool(costs.packed) == eager
-    if costs.recorded:  # a step of this model costs microseconds: noise
+    if costs.captured:  # a step of this model costs microseconds: noise
         engine.policy.costs = smooth(costs, 0.01)
     requests = run(engine, jobs)
     for request, expected in zip(requests, alone(model, jobs, max_model_len=128), strict=True):
@@ -41,12 +41,12 @@ def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, 
         assert report["recorded_steps"]["fallbacks"] == 0
         assert report["recorded_steps"]["count"] == len(engine.worker.graphs.buckets())
         assert set(report["step_ms_by_batch_and_k"]) == {"1", "2"}
-        assert set(engine.worker.graphs.recordings) == set(engine.worker.graphs.buckets())
+        assert set(engine.worker.graphs.captures) == set(engine.worker.graphs.buckets())
 
 
 def smooth(costs: StepCosts, per_token: float) -> StepCosts:
     """The same table with made-up times."""
-    recorded = {B: {k: 1 + per_token * k for k in by_k} for B, by_k in costs.recorded.items()}
+    recorded = {B: {k: 1 + per_token * k for k in by_k} for B, by_k in costs.captured.items()}
     return StepCosts(recorded, {n: 1 + per_token * n for n in costs.packed})
 
 

@@ -148,11 +148,11 @@ def test_every_step_has_its_recording(
     options: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": False}
     engine = make_engine(model, k, max_model_len=WINDOW, **options)
     assert engine.worker.graphs is not None
-    recorded = len(engine.worker.graphs.recordings)
+    recorded = len(engine.worker.graphs.captures)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert_same(outcome(request), wanted)
     assert engine.worker.graphs.fallbacks == 0
-    assert len(engine.worker.graphs.recordings) == recorded > 0
+    assert len(engine.worker.graphs.captures) == recorded > 0
 
 
 def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None:

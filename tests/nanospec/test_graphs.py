@@ -13,13 +13,13 @@ from torch import Tensor
 import nanospec.graphs as graphs
 from nanospec import SamplingParams
 from nanospec.engine import Engine
-from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerRecording, StepGraphs, batch_sizes
+from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerCapture, StepGraphs, batch_sizes
 from nanospec.kernels import dispatch
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.timing import replay_ms
 from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
-from tests.tape import TapeRecording
+from tests.tape import TapeCapture
 from tests.tiny import tiny_model
 
 
@@ -42,12 +42,12 @@ def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) 
 def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
     engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
     recorded = graphs_of(engine)
-    assert set(recorded.recordings) == set(recorded.buckets())
+    assert set(recorded.captures) == set(recorded.buckets())
     assert not any(engine.metrics.stages.seconds.values())  # recording is no step
     for rows in range(1, 6):
         for k in range(7):
             bucket = recorded.bucket_for(rows, k)
-            assert bucket in recorded.recordings
+            assert bucket in recorded.captures
             assert bucket.batch >= rows
             assert bucket.k <= k
     assert all(recorded.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
@@ -63,15 +63,15 @@ def test_buckets_that_cannot_pay_are_left_out(model: Model) -> None:
 @pytest.mark.parametrize("lazy", [False, True], ids=["at-start", "lazy"])
 def test_no_step_falls_back(model: Model, lazy: bool) -> None:
     engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=4, lazy_capture=lazy)
-    before = len(graphs_of(engine).recordings)
+    before = len(graphs_of(engine).captures)
     assert before == (0 if lazy else len(graphs_of(engine).buckets()))
     run(engine, [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=n)) for n in (3, 9, 5)])
     assert graphs_of(engine).fallbacks == 0
-    assert lazy == (len(graphs_of(engine).recordings) > before)
+    assert lazy == (len(graphs_of(engine).captures) > before)
 
 def test_a_missing_recording_is_counted(model: Model) -> None:
     engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=1)
-    graphs_of(engine).recordings.clear()
+    graphs_of(engine).captures.clear()
     run(engine, [Job([1, 2], SamplingParams(max_tokens=3))])
     assert graphs_of(engine).fallbacks == 1
 
@@ -80,12 +80,12 @@ def test_rows_are_padded_to_the_bucket_and_cut_from_the_result(
 ) -> None:
     given: list[list[int]] = []
 
-    class Spy(EagerRecording):
+    class Spy(EagerCapture):
         def replay(self) -> None:
             given.append(self.rows.tolist())
             super().replay()
 
-    monkeypatch.setattr(graphs, "EagerRecording", Spy)
+    monkeypatch.setattr(graphs, "EagerCapture", Spy)
     engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=8)
     for n in range(3):
         engine.add([1, 2, n], SamplingParams(temperature=0, max_tokens=4))
@@ -102,7 +102,7 @@ def test_a_recording_of_the_kernels_freezes_nothing(lag: bool, monkeypatch: pyte
         Job([7, 5, 5], SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})),
     ]
     wanted = alone(tiny_model(num_layers=1), jobs)
-    monkeypatch.setattr(graphs, "EagerRecording", TapeRecording)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with dispatch.forced("triton"):
         small = tiny_model(num_layers=1)  # made here, as weights are packed for the kernels
         engine = make_engine(
@@ -124,7 +124,7 @@ def test_the_tape_does_freeze_what_the_host_computes() -> None:
         return rows + 1
 
     rows = torch.tensor([1, 2, 3])
-    tape = TapeRecording(step, rows)  # type: ignore[arg-type]
+    tape = TapeCapture(step, rows)  # type: ignore[arg-type]
     host[0], counts[:] = 7.0, 0.0
     rows.copy_(torch.tensor([4, 5, 6]))
     tape.replay()
@@ -136,7 +136,7 @@ def test_the_tape_does_freeze_what_the_host_computes() -> None:
 
     bad: Callable[[Tensor], Tensor] = reads
     with pytest.raises(AssertionError, match="makes the host wait"):
-        TapeRecording(bad, rows)  # type: ignore[arg-type]
+        TapeCapture(bad, rows)  # type: ignore[arg-type]
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int) -> None:
@@ -144,7 +144,7 @@ def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int)
     table = engine.worker.table
     before = [t.clone() for t in (table.num_tokens, table.finished, table.limit, table.temperature)]
     steps: list[int] = []
-    recording = graphs_of(engine).recordings[Bucket(2, k)]
+    recording = graphs_of(engine).captures[Bucket(2, k)]
     replay = recording.replay
 
     def spy() -> None:
@@ -172,7 +172,7 @@ def test_every_drafter_rides_the_recorded_step(way: str, monkeypatch: pytest.Mon
         Job([9, 4] * 5, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
     ]
     wanted = alone(tiny_model(num_layers=1), jobs)
-    monkeypatch.setattr(graphs, "EagerRecording", TapeRecording)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with dispatch.forced("triton"):
         target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
         guess = {

@@ -29,7 +29,7 @@ NGRAM, MODEL = 0, 1  # places of drafters
 
 
 def recorded(by_k: dict[int, float]) -> AutoPolicy:
-    return AutoPolicy(StepCosts(recorded={1: by_k, 64: by_k}))
+    return AutoPolicy(StepCosts(captured={1: by_k, 64: by_k}))
 
 
 def packed(ms: Sequence[float] = CHEAP) -> AutoPolicy:
@@ -91,7 +91,7 @@ def test_noise_of_measurement_is_smoothed_away() -> None:
     )
 )
 def test_costs_rise_with_drafts_and_rows(ms: dict[int, dict[int, float]]) -> None:
-    costs = StepCosts(recorded={B: {0: 1.0, **row} for B, row in ms.items()})
+    costs = StepCosts(captured={B: {0: 1.0, **row} for B, row in ms.items()})
     for B in ms:
         assert list(costs.by_k(B)) == sorted(costs.by_k(B))
         assert all(a <= b for a, b in pairwise(costs.by_k(B).values()))
@@ -102,7 +102,7 @@ def test_costs_rise_with_drafts_and_rows(ms: dict[int, dict[int, float]]) -> Non
 
 
 def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
-    costs = StepCosts(recorded={4: {0: 1.0}, 1: {0: 0.5}, 16: {0: 2.0}})
+    costs = StepCosts(captured={4: {0: 1.0}, 1: {0: 0.5}, 16: {0: 2.0}})
     assert [costs.cost(n, n) for n in (1, 2, 4, 5, 16)] == [0.5, 1.0, 1.0, 2.0, 2.0]
     with pytest.raises(ValueError, match="17 exceeds the largest captured one, 16"):
         costs.cost(17, 17)
@@ -111,7 +111,7 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
 @pytest.mark.parametrize("ms", [{}, {4: {1: 2.0}}])
 def test_no_drafts_must_have_a_cost(ms: dict[int, dict[int, float]]) -> None:
     with pytest.raises(ValueError, match="K=0"):
-        StepCosts(recorded=ms)
+        StepCosts(captured=ms)
 
 
 # ---- tokens per step ---------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_one_row_that_copies_does_not_make_many_pay() -> None:
 
 
 def test_a_missing_k_is_never_chosen() -> None:
-    policy = AutoPolicy(StepCosts(recorded={1: FLAT, 8: {0: 10.0, 2: 10.1}}))
+    policy = AutoPolicy(StepCosts(captured={1: FLAT, 8: {0: 10.0, 2: 10.1}}))
     for row in range(8):
         teach(policy, row, accepted=4)
     assert choose(policy, range(8)) == 2
