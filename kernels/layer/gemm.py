@@ -152,13 +152,8 @@ def launch(
     N = weight.shape[0] // 2 if swiglu else weight.shape[0]
     out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     norm_weight, eps = norm or (None, 0.0)
-    _check(
-        x,
-        weight,
-        ("bias", bias, weight.shape[:1]),
-        ("residual", residual, out.shape),
-        ("norm weight", norm_weight, x.shape[1:]),
-    )
+    extras = (bias, weight.shape[:1]), (residual, out.shape), (norm_weight, x.shape[1:])
+    _check(x, weight, dict(zip(("bias", "residual", "norm weight"), extras)))
     if T == 0:
         return out
     configs = CONFIGS[arch(x)]
@@ -202,7 +197,7 @@ def tickets(device: torch.device) -> Tensor:
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
-def _check(x: Tensor, weight: Tensor, *extras: tuple[str, Tensor | None, torch.Size]) -> None:
+def _check(x: Tensor, weight: Tensor, extras: dict[str, tuple[Tensor | None, torch.Size]]) -> None:
     """Refuse what the kernel would read wrongly."""
     if weight.is_mkldnn:
         raise ValueError("This weight was packed for `naive`; pack it with the kernels switched on.")
@@ -210,6 +205,6 @@ def _check(x: Tensor, weight: Tensor, *extras: tuple[str, Tensor | None, torch.S
         raise ValueError("x must be contiguous in its last dimension, the weight in all.")
     if weight.shape[1] != x.shape[1]:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {list(weight.shape)}.")
-    for name, tensor, shape in extras:
+    for name, (tensor, shape) in extras.items():
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
             raise ValueError(f"The {name} must be contiguous {list(shape)}, not {list(tensor.shape)}.")

@@ -123,16 +123,10 @@ def launch(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logpr
         raise ValueError(f"{num_top} log-probabilities per token exceed the limit of {limit}.")
     if logits.stride(1) != 1:
         raise ValueError("The rows of the logits must be contiguous.")
-    wide, i32 = chunks * num_top, torch.int32
-    empty = partial(logits.new_empty, dtype=torch.float32)
-    partials = Partials(
-        empty(N, chunks),
-        empty(N, chunks),
-        empty(N, chunks, dtype=i32),
-        empty(N, wide),
-        empty(N, wide, dtype=i32),
-    )
-    result = Logprobs(empty(N), empty(N, dtype=i32), empty(N, num_top), empty(N, num_top, dtype=i32))
+    wide = chunks * num_top
+    f32, i32 = (partial(logits.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    partials = Partials(f32(N, chunks), f32(N, chunks), i32(N, chunks), f32(N, wide), i32(N, wide))
+    result = Logprobs(f32(N), i32(N), f32(N, num_top), i32(N, num_top))
     if N:
         _scan[(N, chunks)](
             logits, logits.stride(0), V, index, tokens, partials, num_top, CHUNK=CHUNK, num_warps=8

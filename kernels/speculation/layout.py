@@ -110,8 +110,8 @@ def _lay_out(
 def launch(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     B, k = proposal.drafts.shape
     T, max_blocks = B * (k + 1), table.max_blocks
-    new = rows.new_empty  # in the order of the fields:
-    batch = Batch(
+    new = rows.new_empty
+    batch = Batch(  # in the order of its fields
         new(B), new(T), new(T), new(T), new(B, max_blocks), new(B), new(B), new(B), k + 1, table.max_context
     )
     if proposal.parents is not None:
