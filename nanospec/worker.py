@@ -7,7 +7,8 @@
     release   requests have left their rows
 
 Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data, so that
-the same five messages could go to several workers; only steps without graphs ask back, how many drafts to verify.
+the same five messages could go to several workers; only steps without graphs ask back, how many drafts to
+verify.
 """
 
 from __future__ import annotations

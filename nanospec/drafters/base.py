@@ -62,7 +62,7 @@ class Drafter:
         makes_trees: whether a tree width above 1 means anything to it.
         max_drafts: the most it ever guesses for a row.
         runs_model: whether its guesses cost time before it is known what they are worth.
-        passes: for how many drafts its model is run in the next step without a graph; None: as many as asked for.
+        passes: for how many drafts its model is run in the next step without a graph; None: for all.
         kv_bytes_per_token, max_context: what a cache of its own takes, and how far it reaches.
         may_wait: whether steps are not captured, so that it may wait for the device.
     """
