@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         systems[f"packed, H200, {model}"] = {B: packed_costs(model, B, machine) for B in args.batch}
     if args.costs:
         measured = load_costs(args.costs)
-        sizes = [B for B in args.batch if B <= max(measured.recorded)]  # noqa: SIM300
+        sizes = [B for B in args.batch if B <= max(measured.captured)]  # noqa: SIM300
         systems = {f"recorded, {args.costs.stem}": dict.fromkeys(sizes, measured)}
     result = {
         system: {

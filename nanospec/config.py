@@ -59,13 +59,17 @@ def check_method(spec: SpecConfig) -> None:
     names, known = method_names(), registered()
     if spec.method not in names:
         raise ValueError(f"method={spec.method!r} is unknown; use one of {', '.join(names)}.")
-    given = {**{name: getattr(spec, name) for name in OPTIONAL}, **spec.options}
-    for name, value in given.items():
+    if not isinstance(spec.options, Mapping):
+        raise ValueError(f"options={spec.options!r} must map names to values.")
+    if fields_too := sorted(spec.options.keys() & {declared.name for declared in fields(spec)}):
+        raise ValueError(f"options={spec.options!r} holds {fields_too[0]!r}, which is a field; set that.")
+    given = {name: value for name in OPTIONAL if (value := getattr(spec, name)) is not None}
+    for name, value in {**given, **spec.options}.items():
         takes = [method for method in known if name in {option.name for option in known[method].options}]
-        if value is not None and not set(takes) & set(spec.methods):
+        if not set(takes) & set(spec.methods):
             use = f"; use method={takes[0]!r}" if takes else ""
             raise ValueError(f"{name}={value!r} is of no use to method={spec.method!r}{use}.")
-        if name in OPTIONAL and (not isinstance(value, str | None) or value == ""):
+        if name in OPTIONAL and (not isinstance(value, str) or value == ""):
             raise ValueError(f"{name}={value!r} must be the name of a folder or file.")
     if spec.tree_width > 1 and not any(known[method].makes_trees for method in spec.methods):
         raise ValueError(
@@ -119,7 +123,7 @@ class SpecConfig:
     prompt_lookup_max: int = limited(8, 1, 32)
     max_speculative_tokens: int = limited(16, 1, MAX_DRAFTS)
     speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         k, lengths = self.num_speculative_tokens, self.speculation_lengths

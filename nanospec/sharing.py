@@ -9,30 +9,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, RLock
 
 from .engine import Engine
 from .request import Request
 
 
 class SharedEngine:
-    """Turns at an engine. Not reentrant."""
+    """Turns at an engine. A thread must not begin one within its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._next, self._lock = Lock(), Lock()
+        self._next, self._lock = Lock(), RLock()  # reentrant only to know whose it is
         self._abandoned: deque[Request] = deque()
 
     @contextmanager
     def turn(self) -> Iterator[Engine]:
         """Have the engine for oneself. One thread waits for it, the others for being next: with one lock
         alone, a thread that gives it back and wants it again at once gets it before all others."""
-        with self._next:
-            self._lock.acquire()
         try:
+            with self._next:
+                self._lock.acquire()
             yield self.engine
         finally:
-            self._lock.release()
+            self._give_back()
             self._end_abandoned()
 
     def step(self) -> None:
@@ -60,9 +60,19 @@ class SharedEngine:
         self._end_abandoned()
 
     def _end_abandoned(self) -> None:
-        while self._abandoned and self._lock.acquire(blocking=False):
+        while self._abandoned and not self._is_ours():
             try:
+                if not self._lock.acquire(blocking=False):
+                    return
                 while self._abandoned:
                     self.engine.abort(self._abandoned.popleft())  # nothing if it is finished
             finally:
-                self._lock.release()
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Release the lock if this thread has it: Ctrl-C may come right before or behind its acquisition."""
+        if self._is_ours():
+            self._lock.release()
+
+    def _is_ours(self) -> bool:
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]

@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nInterrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ValueError, TypeError, OSError) as error:  # bad input, missing files, full disk
-        print(f"nanospec: {error}", file=sys.stderr)
+        from ..models.hub import program
+
+        print(f"{program()}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0

@@ -105,7 +105,8 @@ class Drafter:
         self.may_wait = may_wait
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        """Up to `k` drafts for each of the request rows [B] int32; none for -1."""
+        """Up to `k` drafts, in k columns, for each of the request rows [B] int32; none for -1, none beyond
+        `room`."""
         raise NotImplementedError
 
     def learn(

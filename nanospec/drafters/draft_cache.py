@@ -68,20 +68,22 @@ class DraftCache:
         """The row's request has given its blocks back; what they hold stays until they are another's."""
         self._texts.pop(row, None)
 
-    def lengths(self, rows: Sequence[int]) -> list[int]:
-        """The committed tokens of the rows, as far as the host knows."""
-        return [self._texts[row].num_tokens for row in rows]
-
     def missing(self, rows: Tensor) -> Tensor:
         """[B] int32: committed tokens of the request rows [B] that have no K/V here."""
         return self.table.num_tokens[rows.clamp(min=0)] - self.computed[rows]
 
-    def catch_up(self, rows: Sequence[int], num_tokens: Sequence[int], first_pass: int) -> None:
+    def catch_up(self, rows: Sequence[int], first_pass: int, may_wait: bool) -> None:
         """Compute all but the last token of each of these texts, as far as `max_tokens` reach for all, where
-        the first pass of a step does not do it anyway."""
+        the first pass of a step does not do it anyway. Who `may_wait` asks the device what is there; else the
+        host goes by what it knows."""
+        index = list(rows)
+        if may_wait:
+            starts, ends = self.computed[index].tolist(), self.table.num_tokens[index].tolist()
+        else:
+            starts = [self._texts[row].computed for row in rows]
+            ends = [self._texts[row].num_tokens for row in rows]
         chunks, budget = [], self.max_tokens
-        for row, n in zip(rows, num_tokens, strict=True):
-            start = self._texts[row].computed
+        for row, start, n in zip(index, starts, ends, strict=True):
             length = min(n - 1 - start, budget)
             if length >= first_pass:
                 chunks.append(Chunk(row, start, length))

@@ -87,7 +87,7 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         self.cache.release(row)
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        self.cache.catch_up(rows, self.cache.lengths(rows), self.first_pass)
+        self.cache.catch_up(rows, self.first_pass, may_wait=False)
 
     def follow(self, rows: Sequence[int]) -> Callable[[], None]:
         return self.cache.follow(rows)
@@ -100,8 +100,7 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
             return self._write_ahead(table, rows, torch.where(ready, wanted, 0), k)
         chosen = wanted.nonzero().squeeze(1)
         if len(chosen):
-            index = rows[chosen].tolist()
-            self.cache.catch_up(index, table.num_tokens[index].tolist(), 2)
+            self.cache.catch_up(rows[chosen].tolist(), 2, may_wait=True)
             chosen = chosen[self.cache.missing(rows[chosen]) <= 2]
         if not len(chosen):
             return nothing(rows, k)

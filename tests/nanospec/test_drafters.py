@@ -378,3 +378,15 @@ def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
         engine.policy.choose = lambda *asked: next(steps, choose(*asked))  # type: ignore
         [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))])
     assert request.stats.num_drafted == request.stats.num_accepted > 0
+
+
+def test_a_draft_model_computes_nothing_twice_when_results_come_late(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lag the host knows less than the device has; where it may wait it asks the device."""
+    engine = make_engine(
+        model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=True, enforce_eager=True
+    )
+    sizes = draft_prefills(engine, monkeypatch)
+    run(engine, [Job(list(range(20)), SamplingParams(temperature=0, max_tokens=30))])
+    assert sizes == [19]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -159,3 +161,39 @@ def test_a_stream_may_be_collected_as_garbage_within_a_step(
     monkeypatch.setattr(llm.engine, "step", collecting)
     assert llm.generate(after("abc"), greedy())[0].text == ALPHABET[3:]
     assert llm.metrics()["num_aborted"] == 2
+
+
+INTERRUPTED = """
+import _thread, threading, time
+from nanospec.sharing import SharedEngine
+
+shared, stop = SharedEngine(None), threading.Event()
+
+def other():
+    while not stop.is_set():
+        with shared.turn():
+            time.sleep(0.001)
+
+threading.Thread(target=other, daemon=True).start()
+for i in range(60):
+    try:
+        threading.Timer(0.0005 * (i % 7) + 0.001, _thread.interrupt_main).start()
+        for _ in range(20):
+            with shared.turn():
+                time.sleep(0.0005)
+    except KeyboardInterrupt:
+        pass
+for _ in range(3):  # a last interrupt may be late
+    try:
+        time.sleep(0.05)
+    except KeyboardInterrupt:
+        pass
+stop.set()
+with shared.turn():
+    print("still there")
+"""
+
+
+def test_an_interrupt_at_any_time_leaves_the_engine_to_the_others() -> None:
+    process = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert process.stdout == "still there\n", process.stderr

@@ -61,6 +61,14 @@ def test_its_option_is_its_own(model: Model) -> None:
     assert engine.worker.max_k == 2
     with pytest.raises(ValueError, match=r"toy_length=2 is of no use to method='ngram'"):
         SpecConfig(method="ngram", options={"toy_length": 2})
+    for options, what in (
+        ({"toy_width": None}, r"toy_width=None is of no use"),
+        ({"draft_model": "x"}, r"holds 'draft_model', which is a field"),
+        (None, "options=None must map names to values"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            SpecConfig(method="toy", options=options)  # type: ignore[arg-type]
+    assert hash(SpecConfig(method="toy", options={"toy_length": 2})) is not None
     with pytest.raises(ValueError, match=r"tree_width=2 is of no use to method='toy'"):
         SpecConfig(method="toy", tree_width=2)
     with pytest.raises(ValueError, match=r"method='toyy' is unknown; use one of .*ngram\+toy"):
