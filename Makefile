@@ -58,10 +58,10 @@ $(VENV)/.run $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python
 # Says what is large before it is downloaded.
 define ANNOUNCE
 @$(BIN)/python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' || printf '%s\n' \
-  "This downloads torch: with CUDA, as PyPI has it, 2.8 GB (4.9 GB on disk)." \
-  "Without a GPU 0.4 GB (1.5 GB on disk) will do; for that stop here and set" \
-  "  export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
-@test -f weights/$(MODEL)/config.json || echo "The model, $(MODEL), is 0.3 GB more."
+  "This downloads torch: 2.8 GB (4.9 GB on disk) with CUDA, as PyPI has it, or" \
+  "0.4 GB (1.5 GB on disk) for CPUs alone, where pip's settings name an index that" \
+  "has that build, such as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu."
+@test -f weights/$(MODEL)/config.json || echo "The model, $(MODEL), is up to 0.3 GB more."
 endef
 
 $(VENV)/.run:

@@ -58,7 +58,9 @@ def run_chat(llm: LLM, params: SamplingParams, console: Console, args: argparse.
     console.line("Type a message; /reset forgets the conversation; Ctrl-D ends it.", DIM)
     while True:
         try:
-            text = input("> ").strip()
+            if args.json:  # standard output is for the statistics alone
+                console.write("> ")
+            text = input("" if args.json else "> ").strip()
         except EOFError:
             console.line()
             break

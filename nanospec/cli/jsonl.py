@@ -36,7 +36,8 @@ def run_batch(llm: LLM, source: str, target: str, defaults: SamplingParams) -> N
     """Answer the requests in the file `source`, appending to the file `target`.
 
     Raises ValueError, before anything runs, for a line that is not a valid request, for an output that
-    holds anything but results of this input, or that another process writes.
+    holds anything but results, or more of them than the input has lines, or that another process writes.
+    Whether results that are there were made from the same input is not checked.
     """
     if os.path.isfile(target) and os.path.samefile(source, target):
         raise ValueError(f"--input {source} and --output {target} are the same file; name another output.")

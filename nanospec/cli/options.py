@@ -37,6 +37,8 @@ Other commands, each with --help:
 
 def auto_or_int(text: str) -> int | str:
     """A number of tokens, or "auto"."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'")
     return text if text == "auto" else int(text)
 
 

@@ -8,8 +8,13 @@ that padding rows may write to.
 
 A new method is one file in this folder with a subclass of `Drafter`:
 
+    from .base import Drafter, guesses, room
+
     class Echo(Drafter, method="echo", help="the last token again"):
-        def propose(self, table, rows, k): ...
+        def propose(self, table, rows, k):
+            index = rows.clamp(min=0)
+            last = table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]
+            return guesses(last[:, None].repeat(1, k), room(table, rows, k))
 
 `--spec echo` and `SpecConfig(method="echo")` then work, also behind another: `ngram+echo`.
 """

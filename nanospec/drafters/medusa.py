@@ -53,7 +53,7 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
     def load(cls, spec: SpecConfig, target: Target) -> MedusaDrafter:
         file = spec.heads
         if file is None and target.folder is None:
-            raise ValueError(f"method={spec.method!r} needs heads: SpecConfig(heads=...).")
+            raise ValueError(f"method={spec.method!r} needs heads: --heads FILE, or SpecConfig(heads=...).")
         heads = Heads.load(file or default_heads(target.folder), target.model)  # type: ignore[arg-type]
         return cls(spec, heads, target.model)
 
