@@ -64,7 +64,8 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
         if spec.draft_model is None:
-            raise ValueError(f"method={spec.method!r} needs a draft model: --draft-model MODEL, or SpecConfig(draft_model=...).")
+            how = "--draft-model MODEL, or SpecConfig(draft_model=...)"
+            raise ValueError(f"method={spec.method!r} needs a draft model: {how}.")
         folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))

@@ -76,7 +76,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
             "config.json, tokenizer.json and *.safetensors."
         )
     there = ", ".join(available_models()) or "none"
-    known = f"Models that are there: {there}. Fetch one with: {program()} fetch NAME, such as smollm2-135m-instruct"
+    fetch = f"{program()} fetch NAME, such as smollm2-135m-instruct"
+    known = f"Models that are there: {there}. Fetch one with: {fetch}"
     if HUB_ID.fullmatch(name) is None:
         raise FileNotFoundError(
             f"there is no model {name!r}: it is neither a folder, nor a name below weights/ or "
