@@ -101,9 +101,12 @@ def _rope_cache(
     if NORM:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        weight = tl.where(is_q, q_norm, k_norm)[:, None] + i[None, :]
-        weight_a = tl.load(weight, full, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight + HALF, full, other=0.0).to(tl.float32)
+        for_q = is_q[:, None] & inside[None, :]
+        for_k = is_k[:, None] & inside[None, :]
+        weight_a = tl.load(q_norm + i[None, :], for_q, other=0.0).to(tl.float32)
+        weight_a += tl.load(k_norm + i[None, :], for_k, other=0.0).to(tl.float32)
+        weight_b = tl.load(q_norm + HALF + i[None, :], for_q, other=0.0).to(tl.float32)
+        weight_b += tl.load(k_norm + HALF + i[None, :], for_k, other=0.0).to(tl.float32)
         a, b = a * scale * weight_a, b * scale * weight_b
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
     cos = tl.load(angle, inside, other=0.0)[None, :]

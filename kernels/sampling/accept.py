@@ -45,7 +45,7 @@ from . import noise, penalties, probabilities, sample, scan, top_k_top_p
 EPSILON, DELTA = 0.09, 0.3  # of TYPICAL: the defaults of Medusa's reference implementation
 ACCEPTANCE = tl.constexpr(0x5851F42D4C957F2D)  # arbitrary bits that tell the streams apart
 RESIDUAL = tl.constexpr(0x14057B7EF767814F)
-TILE = tl.constexpr(4096)  # tokens of the vocabulary per iteration
+TILE = tl.constexpr(2048)  # tokens of the vocabulary per iteration
 _EXACT, _REJECTION, _TYPICAL = tl.constexpr(EXACT), tl.constexpr(REJECTION), tl.constexpr(TYPICAL)
 _EPSILON, _DELTA = tl.constexpr(EPSILON), tl.constexpr(DELTA)
 
