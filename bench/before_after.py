@@ -77,7 +77,11 @@ def main() -> None:
     n = args.prompts
     texts = [*common.code_edits(n), *common.quotations(n), *common.spec_bench(n, "chat")]
     asked = {"model": args.model, "texts": texts, "max_tokens": args.max_tokens}
-    rounds = [(run(HERE, asked), run(args.other.resolve(), asked)) for _ in range(args.rounds)]
+    rounds = []
+    for i in range(args.rounds):  # in turn, and each first every other time
+        order = [HERE, args.other.resolve()] if i % 2 else [args.other.resolve(), HERE]
+        found = {checkout: run(checkout, asked) for checkout in order}
+        rounds.append((found[HERE], found[args.other.resolve()]))
     table: dict[str, Any] = {}
     for what in rounds[0][0]:
         measure = "seconds" if what.endswith("start") else "tokens_per_second"
