@@ -59,7 +59,7 @@ $(VENV)/.run $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python
 define ANNOUNCE
 @$(BIN)/python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' || printf '%s\n' \
   "This downloads torch: 2.8 GB (4.9 GB on disk) with CUDA, as PyPI has it, or" \
-  "0.4 GB (1.5 GB on disk) for CPUs alone, where pip's settings name an index that" \
+  "0.4 GB (.venv is 1.7 GB then) for CPUs alone, where pip's settings name an index that" \
   "has that build, such as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu."
 @test -f weights/$(MODEL)/config.json || echo "The model, $(MODEL), is up to 0.3 GB more."
 endef

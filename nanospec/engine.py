@@ -135,9 +135,9 @@ class Engine:
         """Queue one step and collect what is due; returns the requests that got tokens or ended.
 
         With `lag` the results of a step are read after the next one has been queued, so that the device
-        never waits for the host. What the host does not know yet does no harm: a row that has ended
-        takes no part in the step queued after it, slots reach far enough ahead, and what was computed
-        for a request that the host has ended meanwhile is dropped.
+        need not wait for the host to look at them. What the host does not know yet does no harm: a row that
+        has ended takes no part in the step queued after it, slots reach far enough ahead, and what was
+        computed for a request that the host has ended meanwhile is dropped.
         """
         with self.worker.stages("host"):
             plan = self.scheduler.schedule()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.cli.options import parse, spec_config
 from nanospec.config import SpecConfig
 from nanospec.drafters.base import METHODS, Drafter, Option, Target, guesses, registered, room
 from nanospec.kernels.speculation.proposal import Proposal
@@ -88,3 +89,13 @@ def test_tensors_of_a_proposal_have_the_documented_types() -> None:
     assert found.source.tolist() == [[-2, -2], [-1, -1]]
     assert found.drafter.tolist() == [0, -1]
     assert all(part.dtype == torch.int32 for part in found[:5])
+
+
+def test_the_command_line_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_config(parse(["--prompt", "a", "--spec", "ngram+toy", "--toy-length", "2"]))
+    assert (spec.method, spec.options) == ("ngram+toy", {"toy_length": 2})
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "toy: the last token again" in shown
+    assert "--toy-length N for --spec toy: how often the last token is guessed" in shown
