@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .kernels.layer.linear import MAX_ROWS
 from .step import StepResult
 
-MAX_STEP_TOKENS = MAX_ROWS  # beyond, products would go to another library, with other bits
+MAX_STEP_TOKENS = 1024  # of a bucket; longer steps are bound by computing, which a graph does not help
 PADDING = -1
 
 Step = Callable[[Tensor], StepResult]

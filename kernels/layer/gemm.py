@@ -1,194 +1,285 @@
-"""The matrix product of few rows, bound by reading the weight; `linear.py` is its public face.
+"""The matrix product of a layer, for any number of rows; `linear.py` is its public face.
 
     out [T, N] = epilogue(x [T, K] @ weight [N, K].T)
 
-One program reads a block of weight rows once for all tokens of a tile; where the blocks are fewer than
-the machine has room for, several programs share a block, each with its part of K. A row's bits must
-not depend on the number of rows beside it, so everything that fixes a sum's order depends on the
-weight's shape only:
+A row's bits must not depend on the number of rows beside it, so everything that fixes a sum's order
+depends on the weight's shape only:
 
-* K is split into parts of a fixed size. Every part is summed by one program in ascending order, the
-  parts are added in ascending order by the program that happens to finish last: no floating-point
-  atomics, no second launch.
+* K is cut into parts of a fixed size (`tiling.py`). Each part is summed in one accumulator in ascending
+  order, the parts are added in ascending order. Few rows run the parts *apart*: each is a program, and
+  the one that happens to finish last adds them; no floating-point atomics, no second launch. Many rows
+  run them *in one* program, which adds a part to the total when it is done, and keeps nothing in memory.
 * The weight is the left operand: its rows are the rows of the matrix instruction, tokens the columns.
-  So the instruction is the same family for 1 token and for 128 (only its width differs), and few
+  So the instruction is the same family for 1 token and for 2,000 (only its width differs), and few
   tokens waste little of it.
-* RMSNorm costs no launch either: norm(x) @ W.T = (x * norm_weight) @ W.T * 1/rms(x), and the program
-  sums x^2 while it reads x. That sum, too, has an order stated in the code (`_tree_sum`).
+* RMSNorm costs no launch and nothing in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x).
+  Whoever writes x also writes x * norm_weight and sums of its squares (`Stream`); the product of the
+  first is divided by the root of the second at its end. These sums have an order stated in the code.
 
-Rounding: x * norm_weight is rounded once to x's dtype, where the separate norm rounds x / rms(x) and
-its product; everything after is float32 up to the output. In fp16, |x * norm_weight| must stay below
-65504. Calls on one device must not overlap on several streams: they share the tickets by which the
-last program knows itself.
+Some epilogues need two rows of the weight at once (gate and up; the two halves of a head that RoPE
+rotates). Such rows lie 8 apart in a program's tile, where a matrix instruction leaves both to the same
+thread: `paired_rows`, `split_pairs`.
+
+Calls on one device must not overlap on several streams: they share the tickets by which the last
+program knows itself.
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import arch
+from ..launch import arch, next_power_of_2
+from ..overlap import LINE, options, prefetch, release_next, wait_for_previous
 from .norm import Norm
+from .stream import GROUP, Stream, next_norm, tree_sum
+from .tiling import MACHINES, Tiling, plan
 
-PROGRAMS = 512  # aimed at by splitting K
-MIN_SPLIT = 256  # of K; shorter parts write more partial results than they save time
+AHEAD = 16 << 20  # bytes of a weight that all programs together ask for before the kernel ahead has ended
 
-# (most tokens, weight rows, columns per step, warps, stages) by architecture; the last serves all
-# longer inputs. With a norm or SwiGLU at most 64 rows and 64 columns. 64 rows are the least that
-# Hopper's wgmma takes; few rows make many programs, many rows read x less often.
-CONFIGS = {
-    "sm_80": ((16, 64, 128, 4, 4), (32, 64, 128, 4, 4), (64, 64, 64, 4, 3), (128, 128, 64, 8, 3)),
-    "sm_90": ((16, 64, 128, 4, 5), (32, 64, 128, 4, 4), (64, 128, 64, 4, 4), (128, 128, 64, 8, 4)),
-    "sm_100": ((16, 64, 128, 4, 5), (32, 64, 128, 4, 4), (64, 64, 64, 4, 4), (128, 64, 64, 8, 4)),
-    "gfx942": ((16, 64, 128, 4, 2), (32, 64, 128, 4, 2), (64, 64, 64, 4, 2), (128, 128, 64, 8, 1)),
-}
 # AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
 OPTIONS = {"gfx942": {"matrix_instr_nonkdim": 16}}
 
 
 @triton.jit
-def _tree_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum of x [ROWS, WIDTH] over WIDTH by adjacent pairs, in the same order for any layout."""
-    for step in tl.static_range(0, 16):
-        if WIDTH >> step > 1:
-            left, right = tl.split(tl.reshape(x, [ROWS, WIDTH >> (step + 1), 2]))
-            x = left + right
-    return tl.reshape(x, [ROWS])
+def paired_rows(block, half, ROWS: tl.constexpr):
+    """(weight row [ROWS], its pair's number [ROWS]) of a tile of pairs: row and row + half are a pair.
+    Pair p stands for rows (p // half) * 2 * half + p % half and that + half."""
+    i = tl.arange(0, ROWS)
+    pair = block * (ROWS // 2) + i // 16 * 8 + i % 8
+    return pair // half * (2 * half) + i // 8 % 2 * half + pair % half, pair
 
 
-@triton.jit(do_not_specialize=["T", "steps", "splits"])
-def _gemm(
-    x, weight, bias, residual, norm_weight, out, partial, partial_squares, tickets,
-    T, N, K, x_stride, steps, splits, eps, NORM: tl.constexpr, SWIGLU: tl.constexpr, SPLIT: tl.constexpr,
+@triton.jit
+def split_pairs(tile, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The first and second rows of the pairs of a tile [ROWS, WIDTH], each [ROWS / 2, WIDTH] by pair."""
+    both = tl.permute(tl.reshape(tile, [ROWS // 16, 2, 8, WIDTH]), [0, 2, 3, 1])
+    first, second = tl.split(both)
+    return tl.reshape(first, [ROWS // 2, WIDTH]), tl.reshape(second, [ROWS // 2, WIDTH])
+
+
+@triton.jit
+def prefetch_weight(weight, rows, first, K, LINES: tl.constexpr, PDL: tl.constexpr):
+    """Ask for the first `LINES` cache lines of each of the `rows`, from column `first` on."""
+    if PDL and LINES > 0:
+        WIDTH: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        column = tl.minimum(first + tl.arange(0, LINES) * WIDTH, K - 1)
+        prefetch(weight + rows.to(tl.int64)[:, None] * K + column[None, :], PDL)
+
+
+@triton.jit
+def products(
+    x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS: tl.constexpr, APART: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Sums [BLOCK_N, BLOCK_T] over K for weight `rows` and tokens `t`: of part `split` only where parts
+    run apart. A part has `steps` steps of BLOCK_K columns."""
     k = tl.arange(0, BLOCK_K)
-    t_in, n_in = t < T, n < N
     x_row = x + t.to(tl.int64)[:, None] * x_stride
-    w_row = weight + n.to(tl.int64)[:, None] * K
-    up_row = w_row + N.to(tl.int64) * K  # SWIGLU: N outputs from 2N weight rows
+    w_row = weight + rows.to(tl.int64)[:, None] * K
+    count = tl.cdiv(K, BLOCK_K)
+    first = 0
+    if APART:
+        first = split * steps
+        count = tl.minimum(count - first, steps)
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    for step in range(split * steps, tl.minimum((split + 1) * steps, tl.cdiv(K, BLOCK_K))):
-        column = step * BLOCK_K + k  # known to be aligned, unlike a running sum
+    left = steps
+    for step in range(tl.maximum(count, 1)):  # known to run, or ptxas lets no two wgmma overlap
+        column = (first + step) * BLOCK_K + k  # known to be aligned, unlike a running sum
         k_in = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
         value = tl.load(x_row + column[None, :], t_in[:, None] & k_in[None, :], other=0.0)
-        w = tl.load(w_row + column[None, :], n_in[:, None] & k_in[None, :], other=0.0)
-        if NORM:
-            wide = value.to(tl.float32)
-            squares += wide * wide
-            scale = tl.load(norm_weight + column, k_in, other=0.0).to(tl.float32)
-            value = (wide * scale[None, :]).to(value.dtype)
-        value = tl.trans(value)  # [BLOCK_K, BLOCK_T]
-        acc = tl.dot(w, value, acc, input_precision=PRECISION)
-        if SWIGLU:
-            w = tl.load(up_row + column[None, :], n_in[:, None] & k_in[None, :], other=0.0)
-            up = tl.dot(w, value, up, input_precision=PRECISION)
-    square = tl.zeros([BLOCK_T], tl.float32)
-    if NORM:
-        square = _tree_sum(squares, BLOCK_T, BLOCK_K)
+        w = tl.load(w_row + column[None, :], rows_in[:, None] & k_in[None, :], other=0.0)
+        acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+        if SPLITS > 1 and not APART:
+            left -= 1
+            if left == 0:
+                total += acc
+                acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                left = steps
+    if SPLITS > 1 and not APART:
+        acc = total + acc  # zero, or the last part, which is shorter
+    return acc
 
-    inside = n_in[:, None] & t_in[None, :]
-    if SPLIT:
-        # Leave the sums of this part; whoever takes the last ticket adds all parts, in order.
-        ticket = block * tl.num_programs(0) + tile
-        at = t.to(tl.int64)[None, :] * N + n[:, None]
-        stride = T.to(tl.int64) * N
-        tl.store(partial + split * stride + at, acc, inside)
-        if SWIGLU:
-            tl.store(partial + (splits + split) * stride + at, up, inside)
-        if NORM:
-            tl.store(partial_squares + (block * splits + split) * T + t, square, t_in)
-        tl.debug_barrier()  # all threads have stored before one of them says so
-        if tl.atomic_add(tickets + ticket, 1, sem="acq_rel") != splits - 1:
-            return
-        tl.store(tickets + ticket, 0)  # ready for the next launch
-        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        square = tl.zeros([BLOCK_T], tl.float32)
-        for other in range(splits):
-            acc += tl.load(partial + other * stride + at, inside, other=0.0, cache_modifier=".cg")
-            if SWIGLU:
-                up += tl.load(
-                    partial + (splits + other) * stride + at, inside, other=0.0, cache_modifier=".cg"
-                )
-            if NORM:
-                square += tl.load(
-                    partial_squares + (block * splits + other) * T + t, t_in, other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
 
-    if NORM:
-        scale = tl.rsqrt(square / K + eps)
-        acc = acc * scale[None, :]
-        up = up * scale[None, :]
-    if bias is not None:
-        acc += tl.load(bias + n, n_in, other=0.0).to(tl.float32)[:, None]
+@triton.jit
+def last_of_parts(
+    acc, partial, tickets, T, tile, block, split, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Leave the sums of this part in `partial` [SPLITS, T, blocks * BLOCK_N]; whether all others have."""
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    width = tl.num_programs(1) * BLOCK_N
+    corner = (split * T + tile * BLOCK_T).to(tl.int64) * width + block * BLOCK_N
+    at = tl.arange(0, BLOCK_T)[None, :] * width + tl.arange(0, BLOCK_N)[:, None]
+    tl.store(partial + corner + at, acc, t[None, :] < T)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    ticket = tickets + block * tl.num_programs(0) + tile
+    last = tl.atomic_add(ticket, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        tl.store(ticket, 0)  # ready for the next launch
+    return last
+
+
+@triton.jit
+def sum_of_parts(partial, T, tile, block, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """All parts in ascending order. Unrolled, so that their loads are under way together."""
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    width = tl.num_programs(1) * BLOCK_N
+    at = tl.arange(0, BLOCK_T)[None, :] * width + tl.arange(0, BLOCK_N)[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for split in tl.static_range(SPLITS):
+        corner = (split * T + tile * BLOCK_T).to(tl.int64) * width + block * BLOCK_N
+        acc += tl.load(partial + corner + at, t[None, :] < T, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
+def load_squares(squares, t, t_in, T, K, GROUPS: tl.constexpr):
+    """The sums of squares [BLOCK_T, GROUPS] of `Stream`."""
+    group = tl.arange(0, GROUPS)
+    inside = t_in[:, None] & (group < tl.cdiv(K, 64))[None, :]
+    return tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "steps"])
+def _gemm(
+    x, weight, bias, residual, squares, norm_weight, out, scaled, out_squares, partial, tickets,
+    T, N, K, x_stride, steps, eps, SWIGLU: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    release_next(PDL)
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    t_in = t < T
     if SWIGLU:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
-    at = t.to(tl.int64)[None, :] * N + n[:, None]
+        rows, column = paired_rows(block, N, BLOCK_N)
+    else:
+        rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = rows
+    rows_in = column < N
+    prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
+    wait_for_previous(PDL)
+    if squares is not None:  # under way while the product is computed
+        square = load_squares(squares, t, t_in, T, K, GROUPS)
+    acc = products(
+        x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N, BLOCK_K,
+        EVEN, PRECISION,
+    )  # fmt: skip
+    if APART:
+        if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
+            return
+        acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
+    if squares is not None:
+        acc = acc * tl.rsqrt(tree_sum(square, BLOCK_T, GROUPS) / K + eps)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
+    if SWIGLU:
+        gate, up = split_pairs(acc, BLOCK_N, BLOCK_T)
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    n = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (n < N)[:, None] & t_in[None, :]
+    corner = tile.to(tl.int64) * BLOCK_T * N + block * COLUMNS  # offsets from here fit 32 bits
+    at = tl.arange(0, BLOCK_T)[None, :] * N + tl.arange(0, COLUMNS)[:, None]
     if residual is not None:
-        acc += tl.load(residual + at, inside, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), inside)
+        acc += tl.load(residual + corner + at, inside, other=0.0).to(tl.float32)
+    value = acc.to(out.dtype.element_ty)
+    tl.store(out + corner + at, value, inside)
+    if norm_weight is not None:
+        next_norm(value, norm_weight, scaled + corner, out_squares, at, n, n < N, t, T, BLOCK_N, BLOCK_T)
 
 
 def launch(
-    x: Tensor,
+    source: Tensor | Stream,
     weight: Tensor,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm: Norm | None = None,
     swiglu: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """See `linear.py` for what each combination means."""
+    """`source` @ weight.T + bias, with SwiGLU if wanted, of a tensor or a stream's norm. See `linear.py`."""
+    x, squares, eps = operand(source)
     T, K = x.shape
     N = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    out = torch.empty(T, N, dtype=x.dtype, device=x.device)
-    norm_weight, eps = norm or (None, 0.0)
-    extras = (bias, weight.shape[:1]), (residual, out.shape), (norm_weight, x.shape[1:])
-    _check(x, weight, dict(zip(("bias", "residual", "norm weight"), extras)))
-    if T == 0:
-        return out
-    configs = CONFIGS[arch(x)]
-    width, rows, block_k, warps, stages = next((c for c in configs if c[0] >= T), configs[-1])
-    if norm_weight is not None:
-        rows, block_k = 64, 64
-    if K % block_k:
-        block_k = 64
-    splits, part = split_k(N, K)
-    tiles, blocks = triton.cdiv(T, width), triton.cdiv(N, rows)
-    partial = squares = counters = None
-    if splits > 1:
-        partial = torch.empty(splits * (1 + swiglu), T, N, dtype=torch.float32, device=x.device)
-        counters = tickets(x.device)
-        if blocks * tiles > counters.numel():
-            raise ValueError(f"{blocks * tiles} output tiles exceed the {counters.numel()} tickets.")
-        if norm_weight is not None:
-            squares = torch.empty(blocks, splits, T, dtype=torch.float32, device=x.device)
-    _gemm[(tiles, blocks, splits)](
-        x, weight, bias, residual, norm_weight, out, partial, squares, counters,
-        T, N, K, x.stride(0), part // block_k, splits, eps, NORM=norm_weight is not None, SWIGLU=swiglu,
-        SPLIT=splits > 1, BLOCK_T=width, BLOCK_N=rows, BLOCK_K=block_k, EVEN=K % block_k == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps,
-        num_stages=1 if x.dtype == torch.float32 else stages, **OPTIONS.get(arch(x), {}),
-    )  # fmt: skip
+    if out is None:
+        out = x.new_empty(T, N)
+    check(x, weight, bias=(bias, weight.shape[:1]), out=(out, torch.Size((T, N))))
+    if T:
+        setup = prepare(x, weight, unit=16 if swiglu else 1)
+        _gemm[setup.grid](
+            x, weight, bias, None, squares, None, out, None, None, setup.partial, setup.tickets,
+            T, N, K, x.stride(0), setup.steps, eps, SWIGLU=swiglu, **setup.constants,
+        )  # fmt: skip
     return out
 
 
-def split_k(N: int, K: int) -> tuple[int, int]:
-    """(number of parts of K, size of each but the last), from the weight's shape alone."""
-    wanted = triton.cdiv(PROGRAMS, triton.cdiv(N, 64))
-    splits = max(min(wanted, K // MIN_SPLIT), 1)
-    step = 128 if K % 128 == 0 else 64  # whole steps of the kernel's loop
-    part = triton.cdiv(K, splits * step) * step
-    return triton.cdiv(K, part), part
+def launch_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, norm: Norm) -> Stream:
+    """The stream plus x @ weight.T + bias, for the `norm` that comes next."""
+    T, K = x.shape
+    N = weight.shape[0]
+    size = torch.Size((T, N))
+    check(x, weight, bias=(bias, size[1:]), residual=(stream.x, size), norm_weight=(norm.weight, size[1:]))
+    new = Stream.empty(T, norm, x)
+    if T:
+        setup = prepare(x, weight)
+        _gemm[setup.grid](
+            x, weight, bias, stream.x, None, norm.weight, new.x, new.scaled, new.squares, setup.partial,
+            setup.tickets, T, N, K, x.stride(0), setup.steps, 0.0, SWIGLU=False, **setup.constants,
+        )  # fmt: skip
+    return new
+
+
+class Setup(NamedTuple):
+    """What the launch of a product needs beside its operands."""
+
+    grid: tuple[int, int, int]
+    partial: Tensor | None
+    tickets: Tensor | None
+    steps: int
+    constants: dict[str, Any]
+
+
+def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
+    """Cut x [T, K] @ weight [N, K].T into programs that hold whole groups of `unit` rows."""
+    (T, K), N, target = x.shape, weight.shape[0], arch(x)
+    tiling = plan(T, N, K, target, x.itemsize, unit)
+    tiles, blocks = triton.cdiv(T, tiling.width), triton.cdiv(N, tiling.rows)
+    partial = counters = None
+    if tiling.apart:
+        partial = torch.empty(tiling.splits, T, blocks * tiling.rows, dtype=torch.float32, device=x.device)
+        counters = tickets(x.device)
+        if blocks * tiles > counters.numel():
+            raise ValueError(f"{blocks * tiles} output tiles exceed the {counters.numel()} tickets.")
+    constants = {
+        "GROUPS": next_power_of_2(triton.cdiv(K, GROUP.value)), "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
+        "BLOCK_K": tiling.block_k, "EVEN": K % tiling.block_k == 0,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "LINES": _lines(tiling, blocks * (tiling.splits if tiling.apart else 1), x.itemsize, target),
+        "num_warps": tiling.warps, "num_stages": tiling.stages, **options(x), **OPTIONS.get(target, {}),
+    }  # fmt: skip
+    grid = (tiles, blocks, tiling.splits if tiling.apart else 1)
+    return Setup(grid, partial, counters, tiling.part // tiling.block_k, constants)
+
+
+def operand(source: Tensor | Stream) -> tuple[Tensor, Tensor | None, float]:
+    """(left operand [T, K], sums of squares, eps) of a product with a tensor or with a stream's norm."""
+    if isinstance(source, Tensor):
+        return source, None, 0.0
+    if source.scaled is None:
+        raise ValueError("The kernels need a stream that a kernel wrote: begin with `embed`.")
+    return source.scaled, source.squares, source.norm.eps
+
+
+def _lines(tiling: Tiling, programs: int, itemsize: int, target: str) -> int:
+    """Cache lines of each weight row that a program asks for ahead: of its part, up to 16, a power of two."""
+    together = min(programs, 3 * MACHINES[target].processors)
+    most = min(AHEAD // (together * tiling.rows * LINE.value), tiling.part * itemsize // LINE.value, 16)
+    return next_power_of_2(most + 1) // 2
 
 
 @cache
@@ -197,7 +288,7 @@ def tickets(device: torch.device) -> Tensor:
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
-def _check(x: Tensor, weight: Tensor, extras: dict[str, tuple[Tensor | None, torch.Size]]) -> None:
+def check(x: Tensor, weight: Tensor, **extras: tuple[Tensor | None, torch.Size]) -> None:
     """Refuse what the kernel would read wrongly."""
     if weight.is_mkldnn:
         raise ValueError("This weight was packed for `naive`; pack it with the kernels switched on.")
@@ -207,4 +298,5 @@ def _check(x: Tensor, weight: Tensor, extras: dict[str, tuple[Tensor | None, tor
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {list(weight.shape)}.")
     for name, (tensor, shape) in extras.items():
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+            name = name.replace("_", " ")
             raise ValueError(f"The {name} must be contiguous {list(shape)}, not {list(tensor.shape)}.")

@@ -3,17 +3,13 @@
     x [T, K], weight [N, K], bias [N]  ->  [T, N] in x's dtype
 
 * `linear`: x @ weight.T + bias
-* `norm_linear`: linear of RMSNorm(x)
-* `linear_add`: linear plus a residual of the output's shape
-* `norm_swiglu`: silu(gate) * up, where [gate; up] = weight [2I, K] applied to RMSNorm(x)
+* `norm_linear`: linear of the residual stream, by the norm that it carries (`stream.py`)
+* `norm_swiglu`: silu(gate) * up, where [gate; up] = weight [2I, K] applied to the normed stream
+* `linear_add`: the residual stream plus a linear, for the norm that comes next
 
 On a CPU `pack` reorders a weight once for oneDNN, which makes a product of few rows 1.4 times (bf16)
-to 3 times (fp32) as fast as `F.linear`; every function takes packed and plain weights alike.
-
-The kernel (`gemm.py`) is for up to `MAX_ROWS` rows, what a decode step scores: it streams the weight
-once, and a row's bits do not depend on the other rows. Longer inputs, which are prefill, go to the
-vendor's library with the norm as a launch of its own: for speculation to change no bit, B * (K + 1) must
-not exceed `MAX_ROWS`.
+to 3 times (fp32) as fast as `F.linear`; every function takes packed and plain weights alike. The kernel,
+for any number of rows, is in `gemm.py`.
 """
 
 import torch
@@ -23,8 +19,7 @@ from torch import Tensor
 from ..dispatch import use_triton
 from . import gemm
 from .norm import Norm, rms_norm
-
-MAX_ROWS = 1024
+from .stream import Stream
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -40,29 +35,31 @@ def pack(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias."""
-    return gemm.launch(x, weight, bias) if _gemm(x) else naive(x, weight, bias)
+    return gemm.launch(x, weight, bias) if use_triton(x) else naive(x, weight, bias)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    """residual + x @ weight.T + bias."""
-    return gemm.launch(x, weight, bias, residual) if _gemm(x) else naive_add(x, weight, residual, bias)
-
-
-def norm_linear(x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(stream: Stream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """RMSNorm(x) @ weight.T + bias."""
-    return gemm.launch(x, weight, bias, norm=norm) if _gemm(x) else naive(rms_norm(x, norm), weight, bias)
+    if use_triton(stream.x):
+        return gemm.launch(stream, weight, bias)
+    return naive(rms_norm(stream.x, stream.norm), weight, bias)
 
 
-def norm_swiglu(x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
-    """silu(gate) * up of RMSNorm(x); weight is [2I, K], gate rows first; gives [T, I]."""
-    if _gemm(x):
-        return gemm.launch(x, weight, norm=norm, swiglu=True)
-    gate, up = naive(rms_norm(x, norm), weight).chunk(2, -1)
+def norm_swiglu(stream: Stream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of RMSNorm(x); weight is [2I, K] and bias [2I], gate first; gives [T, I]."""
+    if use_triton(stream.x):
+        return gemm.launch(stream, weight, bias, swiglu=True)
+    gate, up = norm_linear(stream, weight, bias).chunk(2, -1)
     return F.silu(gate) * up
 
 
-def _gemm(x: Tensor) -> bool:
-    return use_triton(x) and x.shape[0] <= MAX_ROWS
+def linear_add(
+    h: Tensor, weight: Tensor, stream: Stream, norm: Norm, bias: Tensor | None = None
+) -> Stream:
+    """The stream plus h @ weight.T + bias, for the `norm` that comes next."""
+    if use_triton(h):
+        return gemm.launch_add(h, weight, bias, stream, norm)
+    return Stream(naive_add(h, weight, stream.x, bias), norm)
 
 
 def naive(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
@@ -28,6 +27,7 @@ from ..kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu,
 from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.plan import Plan
 from ..kernels.layer.rope_cache import Angles, rope_cache
+from ..kernels.layer.stream import Stream, embed
 from .config import ModelConfig
 from .random_weights import random_weights
 from .rope import cos_sin_table
@@ -117,23 +117,25 @@ class Model:
         config = self.config
         angles = Angles(self.cos_sin, batch.positions, self.dtype)
         plans = {w: Plan(batch, config.num_heads, kv_cache[0], w) for w in set(config.windows)}
-        x = F.embedding(batch.input_ids, self.embedding)
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            x = self._layer_forward(layer, x, cache, angles, plans[layer.window])
-        return rms_norm(x, self.norm)
+        norms = [layer.input_norm for layer in self.layers] + [self.norm]
+        stream = embed(batch.input_ids, self.embedding, norms[0])
+        for layer, cache, norm in zip(self.layers, kv_cache, norms[1:], strict=True):
+            stream = self._layer_forward(layer, stream, cache, angles, plans[layer.window], norm)
+        return rms_norm(stream.x, self.norm)
 
-    def _layer_forward(self, layer: Layer, x: Tensor, cache: Tensor, angles: Angles, plan: Plan) -> Tensor:
-        """x [T, H] -> [T, H]; cache [2, Hkv, num_blocks, block_size, D]."""
-        qkv = norm_linear(x, layer.input_norm, *layer.qkv)
+    def _layer_forward(
+        self, layer: Layer, stream: Stream, cache: Tensor, angles: Angles, plan: Plan, norm: Norm
+    ) -> Stream:
+        """The residual stream x [T, H] through one layer; cache [2, Hkv, num_blocks, block_size, D].
+
+        A stream carries the norm that reads it next; `norm` is the one after this layer.
+        """
+        qkv = norm_linear(stream, *layer.qkv)
         q = rope_cache(qkv, cache, plan.batch, angles, layer.qk_norms)
         out = attention(q, cache, plan, self.config.head_dim**-0.5)  # [T, Hq, D]
-        x = linear_add(out.flatten(1), layer.o.weight, x, layer.o.bias)
-        if layer.gate_up.bias is None:
-            h = norm_swiglu(x, layer.post_norm, layer.gate_up.weight)  # [T, I]
-        else:  # rare, so not worth a kernel
-            gate, up = norm_linear(x, layer.post_norm, *layer.gate_up).chunk(2, -1)
-            h = F.silu(gate) * up
-        return linear_add(h, layer.down.weight, x, layer.down.bias)
+        stream = linear_add(out.flatten(1), layer.o.weight, stream, layer.post_norm, layer.o.bias)
+        h = norm_swiglu(stream, *layer.gate_up)  # [T, I]
+        return linear_add(h, layer.down.weight, stream, norm, layer.down.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token for rows of `forward`'s result: [N, H] -> [N, V]."""

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
 from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
-from nanospec.kernels.layer.norm import Norm
+from nanospec.kernels.layer.norm import Norm, rms_norm
+from nanospec.kernels.layer.stream import Stream, embed
 
-KINDS = ("linear", "linear_bias", "linear_add", "norm_linear", "norm_swiglu")
+KINDS = ("linear", "linear_bias", "linear_add", "norm_linear", "norm_swiglu", "swiglu_bias")
 
 
 class Products:
@@ -47,7 +48,23 @@ class Products:
         if kind == "linear_bias":
             return linear(x, weight, bias)
         if kind == "linear_add":
-            return linear_add(x, weight, residual)
+            norm = Norm(bias, 1e-5)
+            new = linear_add(x, weight, stream_of(residual, norm), norm, bias)
+            return torch.cat((new.x, normed(new)), 1)
+        stream = stream_of(x, Norm(scale, 1e-5))
         if kind == "norm_linear":
-            return norm_linear(x, Norm(scale, 1e-5), weight, bias)
-        return norm_swiglu(x, Norm(scale, 1e-5), weight)
+            return norm_linear(stream, weight, bias)
+        return norm_swiglu(stream, weight, bias if kind == "swiglu_bias" else None)
+
+
+def stream_of(x: Tensor, norm: Norm) -> Stream:
+    """x [T, H] as a stream, by whoever makes streams."""
+    return embed(torch.arange(len(x), device=x.device), x, norm)
+
+
+def normed(stream: Stream) -> Tensor:
+    """The norm of a stream [T, H], as its readers compute it."""
+    if stream.scaled is None or stream.squares is None:
+        return rms_norm(stream.x, stream.norm)
+    mean = stream.squares.sum(0) / stream.x.shape[1]
+    return (stream.scaled * (mean + stream.norm.eps).rsqrt()[:, None]).to(stream.x.dtype)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.layer import gemm, linear
+from nanospec.kernels.launch import ARCHITECTURES
+from nanospec.kernels.layer import gemm, linear, tiling
 from nanospec.kernels.layer.norm import Norm
+from nanospec.kernels.layer.stream import Stream, embed
 from tests.kernels.products import KINDS, Products
 from tests.util import assert_close
 
@@ -31,15 +35,47 @@ def test_linear(kind: str, T: int, N: int, K: int, dtype: torch.dtype) -> None:
     assert_close(out, products.expected(kind), TOLERANCE[dtype], kind)
 
 
+@pytest.fixture
+def any_tiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Overrides what `plan` chose, by field."""
+    chosen: dict[str, object] = {}
+    monkeypatch.setattr(gemm, "plan", lambda *shape: tiling.plan(*shape)._replace(**chosen))
+    return lambda **fields: (chosen.clear(), chosen.update(fields))  # type: ignore[func-returns-value]
+
+
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_do_not_depend_on_other_rows(kind: str, dtype: torch.dtype) -> None:
-    """One row, a verification's rows, every width of the tile, several tiles."""
-    products = Products(150, 128, 512, dtype)
+def test_bits_depend_on_nothing_but_the_row(
+    kind: str, dtype: torch.dtype, any_tiling: Callable[..., None]
+) -> None:
+    """Neither on the number of rows nor on the tiling, but for the parts of K."""
+    products = Products(320, 128, 320, dtype)
+    any_tiling(splits=3, part=128, apart=True)
     together = products.run(kind)
-    for rows in (slice(0, 1), slice(3, 11), slice(0, 20), slice(60, 110), slice(149, 150)):
-        assert torch.equal(products.run(kind, rows), together[rows]), rows
+    for first, count in ((0, 1), (2, 3), (0, 17), (60, 65), (100, 130)):
+        for apart in (True, False):
+            any_tiling(splits=3, part=128, apart=apart)
+            rows = slice(first, first + count)
+            assert torch.equal(products.run(kind, rows), together[rows]), (rows, apart)
+    for rows_, width, block_k in ((64, 64, 64), (128, 16, 64), (256, 64, 64), (128, 128, 64), (64, 32, 128)):
+        any_tiling(splits=3, part=128, apart=False, rows=rows_, width=width, block_k=block_k)
+        assert torch.equal(products.run(kind, slice(0, 70)), together[:70]), (rows_, width)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("N", "K"), [(1024, 2048), (4096, 1024), (576, 576), (151936, 1024), (24576, 4096), (960, 576), (8, 16)]
+)
+def test_parts_depend_on_the_weight_alone(N: int, K: int, arch: str) -> None:
+    splits, part = tiling.parts(N, K, arch)
+    assert part % (128 if K % 128 == 0 else 64) == 0
+    assert (splits - 1) * part < K <= splits * part
+    for T in (1, 16, 33, 64, 65, 320, 4096):
+        chosen = tiling.plan(T, N, K, arch)
+        assert (chosen.splits, chosen.part) == (splits, part)
+        assert part % chosen.block_k == 0
+        assert not chosen.apart or splits > 1
 
 
 def test_empty_input() -> None:
@@ -47,29 +83,18 @@ def test_empty_input() -> None:
         assert linear.linear(torch.empty(0, 64), torch.randn(32, 64)).shape == (0, 32)
 
 
-def test_many_rows_take_the_vendors_product() -> None:
-    products = Products(linear.MAX_ROWS + 1, 32, 64, torch.float32)
-    assert_close(products.run("norm_linear"), products.expected("norm_linear"), 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("N", "K"), [(1024, 2048), (4096, 1024), (576, 576), (151936, 1024), (24576, 4096), (960, 576), (8, 16)]
-)
-def test_split_covers_k_in_whole_steps(N: int, K: int) -> None:
-    splits, part = gemm.split_k(N, K)
-    assert part % (128 if K % 128 == 0 else 64) == 0
-    assert (splits - 1) * part < K <= splits * part
-
-
 def test_bad_arguments_are_refused() -> None:
     x, weight = torch.randn(2, 64), torch.randn(32, 64)
+    norm = Norm(torch.randn(32), 1e-6)
     with forced("triton"):
         for call, message in (
             (lambda: linear.linear(x, weight.T.contiguous()), "does not fit"),
             (lambda: linear.linear(x, weight.T), "contiguous"),
             (lambda: linear.linear(x, weight, torch.randn(31)), r"bias must be contiguous \[32\]"),
-            (lambda: linear.linear_add(x, weight, torch.randn(2, 31)), "residual must be"),
-            (lambda: linear.norm_linear(x, Norm(torch.randn(63), 1e-6), weight), "norm weight must be"),
+            (lambda: linear.linear_add(x, weight, Stream(torch.randn(2, 31), norm), norm), "residual must be"),
+            (lambda: linear.linear_add(x, weight, Stream(x, norm), Norm(x[0, :31], 1e-6)), "residual must be"),
+            (lambda: linear.norm_linear(Stream(x, norm), weight), "begin with `embed`"),
+            (lambda: embed(torch.zeros(2).int(), weight, Norm(x[0, :31], 1e-6)), "norm weight"),
         ):
             with pytest.raises(ValueError, match=message):
                 call()

@@ -1,0 +1,122 @@
+"""The residual stream x [T, H], which carries what the norm that reads it next needs.
+
+RMSNorm(x) @ W.T = (x * norm_weight) @ W.T / rms(x), so a kernel that writes x also writes `scaled` and
+`squares`, and the product that reads them has a plain operand and one factor per token at its end.
+
+Rounding: x * norm_weight is rounded once to x's dtype, where the separate norm rounds x / rms(x) and its
+product; everything after is float32 up to the output. In fp16, |x * norm_weight| must stay below 65504.
+The sums of squares are those of x as rounded, by a tree over each group of 64 columns, then by a tree
+over the groups: the same bits whatever tile wrote them.
+
+`embed` makes the first one: x [T, H] = table [V, H] at ids [T].
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch import use_triton
+from ..launch import next_power_of_2
+from ..overlap import options, release_next, wait_for_previous
+from .norm import Norm
+
+GROUP = tl.constexpr(64)  # columns to a sum of squares
+
+
+class Stream(NamedTuple):
+    """The residual stream before a norm.
+
+    Attributes:
+        x: [T, H].
+        norm: the one that comes next.
+        scaled: [T, H], x * norm.weight in x's dtype. None on the naive path, as is `squares`.
+        squares: [ceil(H / 64), T] float32.
+    """
+
+    x: Tensor
+    norm: Norm
+    scaled: Tensor | None = None
+    squares: Tensor | None = None
+
+    @classmethod
+    def empty(cls, T: int, norm: Norm, like: Tensor) -> "Stream":
+        """For a kernel to write to."""
+        H = norm.weight.shape[0]
+        squares = torch.empty(triton.cdiv(H, GROUP.value), T, dtype=torch.float32, device=like.device)
+        return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares)
+
+
+def embed(ids: Tensor, table: Tensor, norm: Norm) -> Stream:
+    """The embeddings of `ids`, each in 0 .. V - 1, for the first norm."""
+    return launch(ids, table, norm) if use_triton(table) else Stream(naive(ids, table), norm)
+
+
+def naive(ids: Tensor, table: Tensor) -> Tensor:
+    return F.embedding(ids, table)
+
+
+@triton.jit
+def tree_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum of x [ROWS, WIDTH] over WIDTH by adjacent pairs, in the same order for any layout."""
+    for step in tl.static_range(0, 16):
+        if WIDTH >> step > 1:
+            left, right = tl.split(tl.reshape(x, [ROWS, WIDTH >> (step + 1), 2]))
+            x = left + right
+    return tl.reshape(x, [ROWS])
+
+
+@triton.jit
+def next_norm(
+    value, weight, scaled, squares, at, n, n_in, t, T, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Write what belongs to a tile `value` [ROWS, WIDTH] of x.T, of columns n and tokens t; zero outside."""
+    GROUPS: tl.constexpr = ROWS // GROUP
+    wide = value.to(tl.float32)
+    by = tl.load(weight + n, n_in, other=0.0).to(tl.float32)
+    inside = n_in[:, None] & (t < T)[None, :]
+    tl.store(scaled + at, (wide * by[:, None]).to(scaled.dtype.element_ty), inside)
+    rows = tl.reshape(tl.trans(wide * wide), [WIDTH * GROUPS, GROUP])
+    sums = tl.reshape(tree_sum(rows, WIDTH * GROUPS, GROUP), [WIDTH, GROUPS])
+    group = tl.min(n, 0) // GROUP + tl.arange(0, GROUPS)
+    known = tl.max(tl.where(n_in, n, 0), 0) // GROUP
+    tl.store(squares + group[None, :] * T + t[:, None], sums, (t < T)[:, None] & (group <= known)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _embed(ids, table, weight, x, scaled, squares, T, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    release_next(PDL)
+    token = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < H
+    by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    row = tl.load(ids + token).to(tl.int64)
+    value = tl.load(table + row * H + i, inside, other=0.0)
+    at = token.to(tl.int64) * H + i
+    tl.store(x + at, value, inside)
+    wide = value.to(tl.float32)
+    tl.store(scaled + at, (wide * by).to(scaled.dtype.element_ty), inside)
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    sums = tree_sum(tl.reshape(wide * wide, [GROUPS, GROUP]), GROUPS, GROUP)
+    group = tl.arange(0, GROUPS)
+    tl.store(squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
+
+
+def launch(ids: Tensor, table: Tensor, norm: Norm) -> Stream:
+    T, H = ids.shape[0], table.shape[1]
+    if norm.weight.shape != (H,) or not norm.weight.is_contiguous() or not table.is_contiguous():
+        raise ValueError(
+            f"The table must be contiguous and the norm weight [{H}], not {list(norm.weight.shape)}."
+        )
+    stream = Stream.empty(T, norm, table)
+    if T:
+        block = max(next_power_of_2(H), GROUP.value)
+        _embed[(T,)](
+            ids, table, norm.weight, stream.x, stream.scaled, stream.squares, T, H, BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16), **options(table),
+        )  # fmt: skip
+    return stream
