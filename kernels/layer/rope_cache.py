@@ -9,8 +9,14 @@ Hugging Face checkpoints). The rotated keys and the values go to the cache at `b
 with slot -1 writes nothing. Per-head RMSNorm of q and k (Qwen3) comes before the rotation. Even head
 dimensions up to 256.
 
+A value that is not finite never gets to the cache: 0 * NaN would reach queries that do not see its token, as
+those before a rejected draft. NaN becomes 0 and infinity the largest number. A query that does see the token
+still gets NaN, from its key: where x is not finite its norm makes all of q, k and v NaN. (What the kernels
+promise; `naive`'s attention masks the values themselves.)
+
 Kernel: one program per token and group of heads, all in float32 between load and store (`naive` rounds
-in between). A head's arithmetic involves no other head or token, so neither do its bits.
+in between). A head's arithmetic involves no other head or token, so neither do its bits. `rotate_and_write`
+is also the end of the product that computes qkv, `qkv_rope.py`.
 """
 
 from dataclasses import dataclass
@@ -24,8 +30,10 @@ from torch import Tensor
 from ..batch import Batch
 from ..dispatch import use_triton
 from ..launch import check_cache, next_power_of_2
+from ..overlap import options, release_next, wait_for_previous
 from . import norm
 from .norm import Norm
+from .stream import tree_sum
 
 HEADS = 8  # per program: few enough to fill the machine with one token, many enough for wide accesses
 
@@ -79,77 +87,111 @@ def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
 
 
 @triton.jit
-def _rope_cache(
-    qkv, cos_sin, q, k_cache, v_cache, positions, slots, q_norm, k_norm,
-    token_stride, head_stride, num_heads, num_kv_heads, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+def finite(x, dtype: tl.constexpr):
+    """x [...] float32 as the nearest finite number of `dtype`, 0 for NaN."""
+    LARGEST: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895e38  # the latter fits bf16
+    return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
+
+
+@triton.jit
+def rotate_and_write(
+    first, second, head, i, t, t_in, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
+    head_stride, num_heads, num_kv_heads, eps,
+    NORM: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Finish the heads `head` [HEADS] of tokens t [WIDTH], given as their halves [HEADS, BLOCK, WIDTH] in
+    float32, of which columns i [BLOCK] < HEAD_DIM / 2 count: norm, rotation, to q or the cache."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    i = tl.arange(0, BLOCK)
     inside = i < HALF
     is_q = head < num_heads
     is_k = (head >= num_heads) & (head < num_heads + num_kv_heads)
     is_v = (head >= num_heads + num_kv_heads) & (head < num_heads + 2 * num_kv_heads)
-
-    at = qkv + token * token_stride + head[:, None] * HEAD_DIM + i[None, :]
-    full = (is_q | is_k | is_v)[:, None] & inside[None, :]
-    first = tl.load(at, full, other=0.0).to(tl.float32)  # [HEADS, BLOCK]
-    second = tl.load(at + HALF, full, other=0.0).to(tl.float32)
     a, b = first, second
     if NORM:
-        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        for_q = is_q[:, None] & inside[None, :]
-        for_k = is_k[:, None] & inside[None, :]
+        squares = tl.reshape(tl.permute(a * a + b * b, [0, 2, 1]), [HEADS * WIDTH, BLOCK])
+        squares = tl.reshape(tree_sum(squares, HEADS * WIDTH, BLOCK), [HEADS, 1, WIDTH])
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)
+        for_q, for_k = is_q[:, None] & inside[None, :], is_k[:, None] & inside[None, :]
         weight_a = tl.load(q_norm + i[None, :], for_q, other=0.0).to(tl.float32)
         weight_a += tl.load(k_norm + i[None, :], for_k, other=0.0).to(tl.float32)
         weight_b = tl.load(q_norm + HALF + i[None, :], for_q, other=0.0).to(tl.float32)
         weight_b += tl.load(k_norm + HALF + i[None, :], for_k, other=0.0).to(tl.float32)
-        a, b = a * scale * weight_a, b * scale * weight_b
-    angle = cos_sin + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
-    cos = tl.load(angle, inside, other=0.0)[None, :]
-    sin = tl.load(angle + HALF, inside, other=0.0)[None, :]
+        a, b = a * scale * weight_a[:, :, None], b * scale * weight_b[:, :, None]
+    angle = tl.load(positions + t, t_in, other=0).to(tl.int64)[None, :] * HEAD_DIM + i[:, None]
+    known = inside[:, None] & t_in[None, :]
+    cos = tl.load(cos_sin + angle, known, other=0.0)[None, :, :]
+    sin = tl.load(cos_sin + angle + HALF, known, other=0.0)[None, :, :]
     a, b = a * cos - b * sin, b * cos + a * sin
 
-    dtype = q.dtype.element_ty
-    to = q + (token * num_heads + head)[:, None] * HEAD_DIM + i[None, :]
-    tl.store(to, a.to(dtype), is_q[:, None] & inside[None, :])
-    tl.store(to + HALF, b.to(dtype), is_q[:, None] & inside[None, :])
-    slot = tl.load(slots + token).to(tl.int64)
-    mask = is_k[:, None] & inside[None, :] & (slot >= 0)
-    to = k_cache + (head - num_heads).to(tl.int64)[:, None] * head_stride + slot * HEAD_DIM + i[None, :]
-    tl.store(to, a.to(dtype), mask)
-    tl.store(to + HALF, b.to(dtype), mask)
-    mask = is_v[:, None] & inside[None, :] & (slot >= 0)
-    kv_head = (head - num_heads - num_kv_heads).to(tl.int64)
-    to = v_cache + kv_head[:, None] * head_stride + slot * HEAD_DIM + i[None, :]
-    tl.store(to, first.to(dtype), mask)
-    tl.store(to + HALF, second.to(dtype), mask)
+    dtype: tl.constexpr = q.dtype.element_ty
+    known = known[None, :, :]
+    at = (t.to(tl.int64)[None, :] * num_heads + head[:, None])[:, None, :] * HEAD_DIM + i[None, :, None]
+    mask = is_q[:, None, None] & known
+    tl.store(q + at, a.to(dtype), mask)
+    tl.store(q + at + HALF, b.to(dtype), mask)
+    slot = tl.load(slots + t, t_in, other=-1).to(tl.int64)
+    known &= (slot >= 0)[None, None, :]
+    kv_head = (head - num_heads - tl.where(is_v, num_kv_heads, 0)).to(tl.int64)
+    at = kv_head[:, None, None] * head_stride + slot[None, None, :] * HEAD_DIM + i[None, :, None]
+    mask = is_k[:, None, None] & known
+    tl.store(k_cache + at, a.to(dtype), mask)
+    tl.store(k_cache + at + HALF, b.to(dtype), mask)
+    mask = is_v[:, None, None] & known
+    tl.store(v_cache + at, finite(first, dtype).to(dtype), mask)
+    tl.store(v_cache + at + HALF, finite(second, dtype).to(dtype), mask)
+
+
+@triton.jit
+def _rope_cache(
+    qkv, cos_sin, q, k_cache, v_cache, positions, slots, q_norm, k_norm,
+    token_stride, head_stride, num_heads, num_kv_heads, eps,
+    NORM: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    release_next(PDL)
+    wait_for_previous(PDL)
+    t = tl.program_id(0) + tl.arange(0, 1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, BLOCK)
+    at = t.to(tl.int64)[None, None, :] * token_stride + head[:, None, None] * HEAD_DIM + i[None, :, None]
+    inside = (head < num_heads + 2 * num_kv_heads)[:, None, None] & (i < HEAD_DIM // 2)[None, :, None]
+    first = tl.load(qkv + at, inside, other=0.0).to(tl.float32)  # [HEADS, BLOCK, 1]
+    second = tl.load(qkv + at + HEAD_DIM // 2, inside, other=0.0).to(tl.float32)
+    rotate_and_write(
+        first, second, head, i, t, t >= 0, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
+        head_stride, num_heads, num_kv_heads, eps, NORM, HEAD_DIM, HEADS, BLOCK, 1,
+    )  # fmt: skip
 
 
 def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
-    _, num_kv_heads, _, _, head_dim = cache.shape
-    T = qkv.shape[0]
-    heads, rest = divmod(qkv.shape[1], head_dim)
-    num_heads = heads - 2 * num_kv_heads
-    if rest or num_heads < 1:
-        raise ValueError(f"qkv {list(qkv.shape)} does not fit a cache of {list(cache.shape)}.")
-    check_cache(cache, qkv.dtype)
-    table = angles.table
-    if qkv.stride(1) != 1 or table.dtype != torch.float32 or table.shape[1] != head_dim:
-        raise ValueError(f"qkv must have rows without gaps, angles a float32 table [max_len, {head_dim}].")
-    (q_norm, eps), (k_norm, k_eps) = norms or ((None, 0.0), (None, 0.0))
-    if eps != k_eps:
-        raise ValueError(f"The norms of q and k must have the same eps, not {eps} and {k_eps}.")
+    if qkv.stride(1) != 1:
+        raise ValueError("qkv must have rows without gaps.")
+    T, (_, num_kv_heads, _, _, head_dim) = qkv.shape[0], cache.shape
+    num_heads, norm_weights, eps = check(qkv.shape[1], qkv.dtype, cache, angles, norms)
     q = torch.empty(T, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if T:
         k_cache, v_cache = cache
-        _rope_cache[(T, triton.cdiv(heads, HEADS))](
-            qkv, table, q, k_cache, v_cache, angles.positions, batch.slots, q_norm, k_norm,
+        _rope_cache[(T, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))](
+            qkv, angles.table, q, k_cache, v_cache, angles.positions, batch.slots, *norm_weights,
             qkv.stride(0), k_cache.stride(0), num_heads, num_kv_heads, eps,
             NORM=norms is not None, HEADS=HEADS, HEAD_DIM=head_dim,
-            BLOCK=next_power_of_2(head_dim // 2), num_warps=2,
+            BLOCK=next_power_of_2(head_dim // 2), num_warps=2, **options(qkv),
         )  # fmt: skip
     return q
+
+
+def check(
+    width: int, dtype: torch.dtype, cache: Tensor, angles: Angles, norms: Norms
+) -> tuple[int, tuple[Tensor | None, Tensor | None], float]:
+    """(q heads of a row of `width` values, norm weights, eps); refuses what does not fit together."""
+    _, num_kv_heads, _, _, head_dim = cache.shape
+    heads, rest = divmod(width, head_dim)
+    num_heads = heads - 2 * num_kv_heads
+    if rest or num_heads < 1:
+        raise ValueError(f"qkv of width {width} does not fit a cache of {list(cache.shape)}.")
+    check_cache(cache, dtype)
+    if angles.table.dtype != torch.float32 or angles.table.shape[1] != head_dim:
+        raise ValueError(f"The angles must be a float32 table [max_len, {head_dim}].")
+    (q_norm, eps), (k_norm, k_eps) = norms or ((None, 0.0), (None, 0.0))
+    if eps != k_eps:
+        raise ValueError(f"The norms of q and k must have the same eps, not {eps} and {k_eps}.")
+    return num_heads, (q_norm, k_norm), eps

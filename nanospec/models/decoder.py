@@ -23,10 +23,11 @@ from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.layer.attention import attention
-from ..kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu, pack
+from ..kernels.layer.linear import linear, linear_add, norm_swiglu, pack
 from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.plan import Plan
-from ..kernels.layer.rope_cache import Angles, rope_cache
+from ..kernels.layer.qkv_rope import qkv_rope
+from ..kernels.layer.rope_cache import Angles
 from ..kernels.layer.stream import Stream, embed
 from .config import ModelConfig
 from .random_weights import random_weights
@@ -130,8 +131,7 @@ class Model:
 
         A stream carries the norm that reads it next; `norm` is the one after this layer.
         """
-        qkv = norm_linear(stream, *layer.qkv)
-        q = rope_cache(qkv, cache, plan.batch, angles, layer.qk_norms)
+        q = qkv_rope(stream, *layer.qkv, cache, plan.batch, angles, layer.qk_norms)
         out = attention(q, cache, plan, self.config.head_dim**-0.5)  # [T, Hq, D]
         stream = linear_add(out.flatten(1), layer.o.weight, stream, layer.post_norm, layer.o.bias)
         h = norm_swiglu(stream, *layer.gate_up)  # [T, I]

@@ -92,3 +92,10 @@ def test_bad_arguments_are_refused() -> None:
             angles = Angles(table, batch.positions, torch.float32)
             with pytest.raises(ValueError, match=message):
                 rope_cache(qkv, setup.cache, batch, angles, chosen)
+
+
+def test_values_that_are_not_finite_do_not_get_to_the_cache() -> None:
+    setup = Setup(1, 1, 1, 64, False, torch.float16)
+    setup.qkv[0, 128:132] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1])
+    _, cache = setup.run(batch_of([3], [0]), torch.float16)
+    assert cache[1, 0, 0, 3, :4].tolist() == [0, 65504, -65504, 1]

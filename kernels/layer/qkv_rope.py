@@ -1,0 +1,93 @@
+"""The first product of a layer with all that comes before attention: norm, qkv, q/k norm, RoPE, cache write.
+
+    stream x [T, H], weight [(Hq + 2 Hkv) * D, H], bias  ->  q [T, Hq, D]; k and v to the cache
+
+`rope_cache.py` says what happens to q, k and v, `gemm.py` how the product is computed. Where a head is 64,
+128 or 256 wide the kernel holds whole heads of many tokens and finishes them in registers, from sums that
+were never rounded; other widths take the two kernels one after the other, as `naive` does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..batch import Batch
+from ..dispatch import use_triton
+from ..overlap import release_next, wait_for_previous
+from . import gemm
+from .gemm import last_of_parts, load_squares, paired_rows, prefetch_weight, products, split_pairs, sum_of_parts
+from .linear import norm_linear
+from .rope_cache import Angles, Norms, check, rope_cache, rotate_and_write
+from .stream import Stream, tree_sum
+
+HEAD_DIMS = (64, 128, 256)
+
+
+def qkv_rope(
+    stream: Stream, weight: Tensor, bias: Tensor | None, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
+) -> Tensor:
+    """Write k and v of the stream's norm to the `cache` [2, Hkv, num_blocks, block_size, D], return q."""
+    if use_triton(stream.x) and cache.shape[-1] in HEAD_DIMS:
+        return launch(stream, weight, bias, cache, batch, angles, norms)
+    return rope_cache(norm_linear(stream, weight, bias), cache, batch, angles, norms)
+
+
+@triton.jit(do_not_specialize=["T", "steps"])
+def _qkv_rope(
+    x, weight, bias, squares, partial, tickets, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
+    T, N, K, x_stride, steps, eps, head_stride, num_heads, num_kv_heads, head_eps,
+    HEAD_NORM: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = HEAD_DIM // 2
+    HEADS: tl.constexpr = BLOCK_N // HEAD_DIM
+    release_next(PDL)
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    t_in = t < T
+    rows, pair = paired_rows(block, HALF, BLOCK_N)
+    rows_in = rows < N
+    prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
+    wait_for_previous(PDL)
+    square = load_squares(squares, t, t_in, T, K, GROUPS)  # under way while the product is computed
+    acc = products(
+        x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N, BLOCK_K,
+        EVEN, PRECISION,
+    )  # fmt: skip
+    if APART:
+        if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
+            return
+        acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
+    acc = acc * tl.rsqrt(tree_sum(square, BLOCK_T, GROUPS) / K + eps)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+    first, second = split_pairs(acc, BLOCK_N, BLOCK_T)
+    rotate_and_write(
+        tl.reshape(first, [HEADS, HALF, BLOCK_T]), tl.reshape(second, [HEADS, HALF, BLOCK_T]),
+        block * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF), t, t_in,
+        cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, head_stride, num_heads, num_kv_heads,
+        head_eps, HEAD_NORM, HEAD_DIM, HEADS, HALF, BLOCK_T,
+    )  # fmt: skip
+
+
+def launch(
+    stream: Stream, weight: Tensor, bias: Tensor | None, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
+) -> Tensor:
+    x, squares, eps = gemm.operand(stream)
+    (T, K), N = x.shape, weight.shape[0]
+    _, num_kv_heads, _, _, head_dim = cache.shape
+    gemm.check(x, weight, bias=(bias, weight.shape[:1]))
+    num_heads, norm_weights, head_eps = check(N, x.dtype, cache, angles, norms)
+    q = torch.empty(T, num_heads, head_dim, dtype=x.dtype, device=x.device)
+    if T:
+        setup = gemm.prepare(x, weight, unit=head_dim)
+        k_cache, v_cache = cache
+        _qkv_rope[setup.grid](
+            x, weight, bias, squares, setup.partial, setup.tickets, angles.table, angles.positions, batch.slots,
+            q, k_cache, v_cache, *norm_weights, T, N, K, x.stride(0), setup.steps, eps, k_cache.stride(0),
+            num_heads, num_kv_heads, head_eps, HEAD_NORM=norms is not None, HEAD_DIM=head_dim,
+            **setup.constants,
+        )  # fmt: skip
+    return q
