@@ -12,10 +12,12 @@ from torch import Tensor
 from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import attention
-from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
+from nanospec.kernels.layer.linear import linear, linear_add, norm_swiglu
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.plan import Plan
+from nanospec.kernels.layer.qkv_rope import qkv_rope
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
+from nanospec.kernels.layer.stream import Stream, embed
 from nanospec.kernels.speculation.kv_move import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 
@@ -68,6 +70,13 @@ def norm_cases() -> Iterator[Case]:
                 return Built(lambda: rms_norm(x, norm))
 
             yield Case("rms_norm", f"H{width}-T{rows}", build, bytes=(2 * rows + 1) * width * 2)
+
+            def embedding(device: str, width: int = width, rows: int = rows) -> Built:
+                ids, table = torch.arange(rows, device=device), torch.randn(rows, width, device=device, dtype=BF16)
+                norm = make_norm(device, width)
+                return Built(lambda: embed(ids, table, norm))
+
+            yield Case("embed", f"H{width}-T{rows}", embedding, bytes=(3 * rows + 1) * width * 2)
 
 
 def make_norm(device: str, width: int) -> Norm:
@@ -173,13 +182,13 @@ def sdpa(q: Tensor, cache: Tensor, batch: Batch, scale: float) -> dict[str, Call
 
 
 def linear_cases() -> Iterator[Case]:
-    for shape in MODELS:
-        for T in (1, 5, 20, 64, 320):
+    for shape in (*MODELS, GEMMA):
+        for T in (1, 5, 20, 64, 320, 2048):
             yield from layer_linears(shape, T)
 
 
 def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
-    """The four products of a layer and the output head, for T tokens."""
+    """The four products of a layer and the output head, for T tokens of one row."""
     H, inner = shape.hidden, shape.intermediate
     q_width = shape.heads * shape.head_dim
     qkv_width = q_width + 2 * shape.kv_heads * shape.head_dim
@@ -187,32 +196,40 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
     def normal(device: str, *size: int) -> Tensor:
         return torch.randn(size, device=device, dtype=BF16)
 
+    def stream(device: str) -> Stream:
+        return embed(torch.arange(T, device=device), normal(device, T, H), make_norm(device, H))
+
     def qkv(device: str) -> Built:
-        x, norm, w = normal(device, T, H), make_norm(device, H), normal(device, qkv_width, H)
-        bias = normal(device, qkv_width) if shape is QWEN3_SMALL else None
-        return Built(lambda: norm_linear(x, norm, w, bias), {"cublas": lambda: x @ w.T})
+        x, w, bias = stream(device), normal(device, qkv_width, H), None
+        if shape is QWEN3_SMALL:
+            bias = normal(device, qkv_width)
+        batch = make_batch(device, 1, T, T + 100)
+        cache, norm = make_cache(device, shape, batch), make_norm(device, shape.head_dim)
+        angles = Angles(torch.randn(T + 100, shape.head_dim, device=device), batch.positions, BF16)
+        norms = (norm, norm) if shape.qk_norm else None
+        return Built(lambda: qkv_rope(x, w, bias, cache, batch, angles, norms), {"cublas": lambda: x.x @ w.T})
 
     def o(device: str) -> Built:
-        x, w, residual = normal(device, T, q_width), normal(device, H, q_width), normal(device, T, H)
-        return Built(lambda: linear_add(x, w, residual), {"cublas": lambda: x @ w.T})
+        x, h, w = stream(device), normal(device, T, q_width), normal(device, H, q_width)
+        return Built(lambda: linear_add(h, w, x, x.norm), {"cublas": lambda: h @ w.T})
 
     def gate_up(device: str) -> Built:
-        x, norm, w = normal(device, T, H), make_norm(device, H), normal(device, 2 * inner, H)
-        return Built(lambda: norm_swiglu(x, norm, w), {"cublas": lambda: x @ w.T})
+        x, w = stream(device), normal(device, 2 * inner, H)
+        return Built(lambda: norm_swiglu(x, w), {"cublas": lambda: x.x @ w.T})
 
     def down(device: str) -> Built:
-        x, w, residual = normal(device, T, inner), normal(device, H, inner), normal(device, T, H)
-        return Built(lambda: linear_add(x, w, residual), {"cublas": lambda: x @ w.T})
+        x, h, w = stream(device), normal(device, T, inner), normal(device, H, inner)
+        return Built(lambda: linear_add(h, w, x, x.norm), {"cublas": lambda: h @ w.T})
 
     def head(device: str) -> Built:
         x, w = normal(device, T, H), normal(device, shape.vocab, H)
         return Built(lambda: linear(x, w), {"cublas": lambda: x @ w.T})
 
     for name, build, N, K, out in (
-        ("norm_linear", qkv, qkv_width, H, qkv_width),
-        ("linear_add", o, H, q_width, 2 * H),
+        ("qkv_rope", qkv, qkv_width, H, qkv_width),
+        ("linear_add", o, H, q_width, 3 * H),  # reads one x, writes x and x * norm_weight
         ("norm_swiglu", gate_up, 2 * inner, H, inner),
-        ("linear_add", down, H, inner, 2 * H),
+        ("linear_add", down, H, inner, 3 * H),
         ("linear", head, shape.vocab, H, shape.vocab),
     ):
         label = f"{shape.name}-{build.__name__}-T{T}"
@@ -221,7 +238,7 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
 
 
 def rope_cases() -> Iterator[Case]:
-    for shape in (*MODELS, PHI, GEMMA):
+    for shape in (PHI, STABLE):  # heads that the qkv product does not finish itself
         for B, Q in ((1, 1), (1, 5), (64, 5)):
             yield rope_case(shape, B, Q)
 

@@ -35,9 +35,10 @@ from torch import Tensor
 from ..launch import arch, next_power_of_2
 from ..overlap import LINE, options, prefetch, release_next, wait_for_previous
 from .norm import Norm
-from .stream import GROUP, Stream, next_norm, tree_sum
+from .stream import GROUP, Stream, next_norm
 from .tiling import MACHINES, Tiling, plan
 
+SLICE = tl.constexpr(16)  # tokens that a program finishes at a time
 AHEAD = 16 << 20  # bytes of a weight that all programs together ask for before the kernel ahead has ended
 
 # AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
@@ -139,17 +140,67 @@ def sum_of_parts(partial, T, tile, block, SPLITS: tl.constexpr, BLOCK_T: tl.cons
 
 
 @triton.jit
-def load_squares(squares, t, t_in, T, K, GROUPS: tl.constexpr):
-    """The sums of squares [BLOCK_T, GROUPS] of `Stream`."""
-    group = tl.arange(0, GROUPS)
-    inside = t_in[:, None] & (group < tl.cdiv(K, 64))[None, :]
-    return tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0)
+def inverse_rms(squares, t, t_in, T, K, eps, GROUPS: tl.constexpr):
+    """1 / rms(x) of the tokens t, from the sums of squares of `Stream`, added in ascending order. Unrolled, so
+    that their loads are under way together."""
+    total = tl.zeros(t.shape, tl.float32)
+    for group in tl.static_range(GROUPS):
+        total += tl.load(squares + group * T + t, t_in, other=0.0)
+    return tl.rsqrt(total / K + eps)
+
+
+@triton.jit
+def split_tokens(tile, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The left and right half of a tile [ROWS, WIDTH]; no value changes its thread."""
+    return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, WIDTH // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def _finish(
+    acc, scale, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, first_t, T, N,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of WIDTH tokens from `first_t` on; of many in halves, one after the other, because
+    registers are dear here."""
+    if WIDTH > SLICE:
+        left, right = split_tokens(acc, BLOCK_N, WIDTH)
+        left_scale, right_scale = scale, scale
+        if NORM:
+            left_scale, right_scale = tl.split(tl.trans(tl.reshape(scale, [2, WIDTH // 2])))
+        _finish(
+            left, left_scale, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, first_t, T,
+            N, NORM, SWIGLU, BLOCK_N, WIDTH // 2,
+        )  # fmt: skip
+        _finish(
+            right, right_scale, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block,
+            first_t + WIDTH // 2, T, N, NORM, SWIGLU, BLOCK_N, WIDTH // 2,
+        )  # fmt: skip
+    else:
+        COLUMNS: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
+        t = first_t + tl.arange(0, WIDTH)
+        if NORM:
+            acc = acc * scale[None, :]
+        if bias is not None:
+            acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+        if SWIGLU:
+            gate, up = split_pairs(acc, BLOCK_N, WIDTH)
+            acc = gate / (1.0 + tl.exp(-gate)) * up
+        n = block * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (n < N)[:, None] & (t < T)[None, :]
+        corner = first_t.to(tl.int64) * N + block * COLUMNS  # offsets from here fit 32 bits
+        at = tl.arange(0, WIDTH)[None, :] * N + tl.arange(0, COLUMNS)[:, None]
+        if residual is not None:
+            acc += tl.load(residual + corner + at, inside, other=0.0).to(tl.float32)
+        value = acc.to(out.dtype.element_ty)
+        tl.store(out + corner + at, value, inside)
+        if norm_weight is not None:
+            next_norm(value, norm_weight, scaled + corner, out_squares, at, n, n < N, t, T, COLUMNS, WIDTH)
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
 def _gemm(
     x, weight, bias, residual, squares, norm_weight, out, scaled, out_squares, partial, tickets,
-    T, N, K, x_stride, steps, eps, SWIGLU: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr,
+    T, N, K, x_stride, steps, eps, NORM: tl.constexpr, SWIGLU: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -165,8 +216,9 @@ def _gemm(
     rows_in = column < N
     prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
     wait_for_previous(PDL)
-    if squares is not None:  # under way while the product is computed
-        square = load_squares(squares, t, t_in, T, K, GROUPS)
+    scale = 0.0
+    if NORM:  # while the first lines of the weight are on their way
+        scale = inverse_rms(squares, t, t_in, T, K, eps, GROUPS)
     acc = products(
         x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N, BLOCK_K,
         EVEN, PRECISION,
@@ -175,24 +227,10 @@ def _gemm(
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
-    if squares is not None:
-        acc = acc * tl.rsqrt(tree_sum(square, BLOCK_T, GROUPS) / K + eps)[None, :]
-    if bias is not None:
-        acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
-    COLUMNS: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
-    if SWIGLU:
-        gate, up = split_pairs(acc, BLOCK_N, BLOCK_T)
-        acc = gate / (1.0 + tl.exp(-gate)) * up
-    n = block * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (n < N)[:, None] & t_in[None, :]
-    corner = tile.to(tl.int64) * BLOCK_T * N + block * COLUMNS  # offsets from here fit 32 bits
-    at = tl.arange(0, BLOCK_T)[None, :] * N + tl.arange(0, COLUMNS)[:, None]
-    if residual is not None:
-        acc += tl.load(residual + corner + at, inside, other=0.0).to(tl.float32)
-    value = acc.to(out.dtype.element_ty)
-    tl.store(out + corner + at, value, inside)
-    if norm_weight is not None:
-        next_norm(value, norm_weight, scaled + corner, out_squares, at, n, n < N, t, T, BLOCK_N, BLOCK_T)
+    _finish(
+        acc, scale, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, tile * BLOCK_T, T, N,
+        NORM, SWIGLU, BLOCK_N, BLOCK_T,
+    )  # fmt: skip
 
 
 def launch(
@@ -213,7 +251,7 @@ def launch(
         setup = prepare(x, weight, unit=16 if swiglu else 1)
         _gemm[setup.grid](
             x, weight, bias, None, squares, None, out, None, None, setup.partial, setup.tickets,
-            T, N, K, x.stride(0), setup.steps, eps, SWIGLU=swiglu, **setup.constants,
+            T, N, K, x.stride(0), setup.steps, eps, NORM=squares is not None, SWIGLU=swiglu, **setup.constants,
         )  # fmt: skip
     return out
 
@@ -229,7 +267,7 @@ def launch_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, n
         setup = prepare(x, weight)
         _gemm[setup.grid](
             x, weight, bias, stream.x, None, norm.weight, new.x, new.scaled, new.squares, setup.partial,
-            setup.tickets, T, N, K, x.stride(0), setup.steps, 0.0, SWIGLU=False, **setup.constants,
+            setup.tickets, T, N, K, x.stride(0), setup.steps, 0.0, NORM=False, SWIGLU=False, **setup.constants,
         )  # fmt: skip
     return new
 
@@ -256,7 +294,7 @@ def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
         if blocks * tiles > counters.numel():
             raise ValueError(f"{blocks * tiles} output tiles exceed the {counters.numel()} tickets.")
     constants = {
-        "GROUPS": next_power_of_2(triton.cdiv(K, GROUP.value)), "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
+        "GROUPS": triton.cdiv(K, GROUP.value), "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
         "BLOCK_K": tiling.block_k, "EVEN": K % tiling.block_k == 0,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "LINES": _lines(tiling, blocks * (tiling.splits if tiling.apart else 1), x.itemsize, target),

@@ -16,10 +16,20 @@ from ..batch import Batch
 from ..dispatch import use_triton
 from ..overlap import release_next, wait_for_previous
 from . import gemm
-from .gemm import last_of_parts, load_squares, paired_rows, prefetch_weight, products, split_pairs, sum_of_parts
+from .gemm import (
+    SLICE,
+    inverse_rms,
+    last_of_parts,
+    paired_rows,
+    prefetch_weight,
+    products,
+    split_pairs,
+    split_tokens,
+    sum_of_parts,
+)
 from .linear import norm_linear
 from .rope_cache import Angles, Norms, check, rope_cache, rotate_and_write
-from .stream import Stream, tree_sum
+from .stream import Stream
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -33,6 +43,42 @@ def qkv_rope(
     return rope_cache(norm_linear(stream, weight, bias), cache, batch, angles, norms)
 
 
+@triton.jit
+def _finish(
+    acc, scale, bias, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, rows, rows_in,
+    first_head, first_t, T, head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Finish the heads of WIDTH tokens from `first_t` on; of many in halves, as in `gemm.py`."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    ROWS: tl.constexpr = HEADS * HEAD_DIM
+    if WIDTH > SLICE:
+        left, right = split_tokens(acc, ROWS, WIDTH)
+        left_scale, right_scale = tl.split(tl.trans(tl.reshape(scale, [2, WIDTH // 2])))
+        _finish(
+            left, left_scale, bias, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, rows, rows_in,
+            first_head, first_t, T, head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM, HEAD_DIM, HEADS,
+            WIDTH // 2,
+        )  # fmt: skip
+        _finish(
+            right, right_scale, bias, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, rows, rows_in,
+            first_head, first_t + WIDTH // 2, T, head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM, HEAD_DIM,
+            HEADS, WIDTH // 2,
+        )  # fmt: skip
+    else:
+        t = first_t + tl.arange(0, WIDTH)
+        acc = acc * scale[None, :]
+        if bias is not None:
+            acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+        first, second = split_pairs(acc, ROWS, WIDTH)
+        rotate_and_write(
+            tl.reshape(first, [HEADS, HALF, WIDTH]), tl.reshape(second, [HEADS, HALF, WIDTH]),
+            first_head + tl.arange(0, HEADS), tl.arange(0, HALF), t, t < T,
+            cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, head_stride, num_heads, num_kv_heads,
+            head_eps, HEAD_NORM, HEAD_DIM, HEADS, HALF, WIDTH,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["T", "steps"])
 def _qkv_rope(
     x, weight, bias, squares, partial, tickets, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
@@ -41,17 +87,16 @@ def _qkv_rope(
     GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = HEAD_DIM // 2
     HEADS: tl.constexpr = BLOCK_N // HEAD_DIM
     release_next(PDL)
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     t_in = t < T
-    rows, pair = paired_rows(block, HALF, BLOCK_N)
+    rows, pair = paired_rows(block, HEAD_DIM // 2, BLOCK_N)
     rows_in = rows < N
     prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
     wait_for_previous(PDL)
-    square = load_squares(squares, t, t_in, T, K, GROUPS)  # under way while the product is computed
+    scale = inverse_rms(squares, t, t_in, T, K, eps, GROUPS)  # while the weight's first lines are on their way
     acc = products(
         x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N, BLOCK_K,
         EVEN, PRECISION,
@@ -60,15 +105,10 @@ def _qkv_rope(
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
-    acc = acc * tl.rsqrt(tree_sum(square, BLOCK_T, GROUPS) / K + eps)[None, :]
-    if bias is not None:
-        acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
-    first, second = split_pairs(acc, BLOCK_N, BLOCK_T)
-    rotate_and_write(
-        tl.reshape(first, [HEADS, HALF, BLOCK_T]), tl.reshape(second, [HEADS, HALF, BLOCK_T]),
-        block * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF), t, t_in,
-        cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, head_stride, num_heads, num_kv_heads,
-        head_eps, HEAD_NORM, HEAD_DIM, HEADS, HALF, BLOCK_T,
+    _finish(
+        acc, scale, bias, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, rows, rows_in,
+        block * HEADS, tile * BLOCK_T, T, head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM, HEAD_DIM,
+        HEADS, BLOCK_T,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ second round trip. 8B qkv [6144, 4096] has 48 blocks of one head; 5 parts make 2
 from functools import cache
 from typing import NamedTuple
 
+FEW = 16  # tokens for which the parts of K are chosen
 INSTRUCTION = 16  # columns of K that one matrix instruction takes
 START = 1500  # clocks until the first tile of a program has arrived
 TICKET = 2500  # clocks from the end of the last part's product until the parts are added
@@ -71,18 +72,18 @@ def plan(T: int, N: int, K: int, arch: str, itemsize: int = 2, unit: int = 1) ->
         _tiling(T, N, K, arch, itemsize, (rows, width), splits, part, apart)
         for rows, width in _tiles(T, arch, max(unit, 64))
         for apart in ((True, False) if splits > 1 else (False,))
-        if _fits(rows, width)
+        if _fits(rows, width, 2 if splits > 1 else 1)
     ]
     return min(tilings, key=lambda tiling: tiling.clocks)
 
 
 @cache
 def parts(N: int, K: int, arch: str, unit: int = 1) -> tuple[int, int]:
-    """(number of parts of K, columns of each but the last): what is fastest for one token."""
+    """(number of parts of K, columns of each but the last): what is fastest for few tokens."""
     step = 128 if K % 128 == 0 else 64  # whole steps of the kernel's loop
     sizes = [step * -(-K // (step * count)) for count in range(1, 17)]
     found = [
-        _tiling(1, N, K, arch, 2, (max(unit, 64), 16), -(-K // part), part, -(-K // part) > 1)
+        _tiling(FEW, N, K, arch, 2, (max(unit, 64), 16), -(-K // part), part, -(-K // part) > 1)
         for part in sizes
         if part == sizes[0] or part >= 128
     ]
@@ -100,13 +101,13 @@ def _tiles(T: int, arch: str, least: int) -> list[tuple[int, int]]:
     return [(rows, width) for width in widths for rows in (64, 128, 256) if least <= rows <= most]
 
 
-def _fits(rows: int, width: int) -> bool:
-    """Whether the two sums of a tile fit the registers beside all else."""
-    return rows * width <= 64 * 32 * _warps(rows, width)
+def _fits(rows: int, width: int, sums: int) -> bool:
+    """Whether the sums of a tile (of a part, and of all) fit the registers beside all else."""
+    return rows * width * sums <= 128 * 32 * _warps(rows, width)
 
 
 def _warps(rows: int, width: int) -> int:
-    return 8 if rows * width > 128 * 64 else 4
+    return 8 if rows * width >= 128 * 64 else 4
 
 
 def _tiling(
@@ -126,7 +127,7 @@ def _tiling(
     clocks = max(times) + min(times) / 8  # they overlap, but not wholly
 
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
-    together = min(share, 1 if warps == 8 else 2 if width == 64 else 3)  # on one processor at a time
+    together = min(share, 1 if rows * width > 128 * 64 else 2 if width == 64 else 3)  # on one processor at a time
     stage = (rows + width) * block_k * itemsize
     stages = min(machine.shared // together // stage, columns // block_k + 1, 6)
     clocks += START * -(-share // together)
