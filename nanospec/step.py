@@ -1,6 +1,6 @@
 """The speculative step, the whole of it:
 
-    propose -> lay out -> forward -> sample -> accept -> commit -> learn -> report
+    propose -> lay out -> forward -> sample -> accept -> commit -> learn
 
 It reads and writes the request rows (`kernels/table.py`), the KV cache and what a drafter remembers. A row
 gets a run of tokens: its last committed one and its drafts. One forward pass scores them all; at each of
@@ -29,7 +29,7 @@ from .kernels.sampling.sample import sample
 from .kernels.speculation.kv_move import kv_move
 from .kernels.speculation.layout import lay_out
 from .kernels.speculation.proposal import Proposal
-from .kernels.speculation.report import RowReport, decode, kept_tokens, report
+from .kernels.speculation.report import RowReport, decode, kept_tokens
 from .kernels.speculation.verify import commit
 from .kernels.table import Table
 from .metrics import Stopwatch
@@ -108,13 +108,12 @@ class Step:
             logits = model.logits(hidden)
         with self.stages("verify"):
             targets = self.draw(logits, batch, proposal)
-            verdict = commit(targets, batch, table)
+            verdict = commit(targets, batch, table, proposal)
             if batch.parents is not None:
                 kv_move(self.kv_cache, verdict, batch)
             if drafter is not None:
                 drafter.learn(table, proposal, batch, verdict, hidden)
-            lines = report(batch, proposal, verdict, table)
-        return StepResult(lines, verdict.path, batch.q_start, logits)
+        return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
         """The target's own token after each scored token, [T] int32. (Benchmarks override this.)"""

@@ -276,7 +276,7 @@ def move_case(shape: Shape, layers: int, B: int) -> Case:
         path = torch.arange(nodes, device=device, dtype=torch.int32).repeat(B, 1)
         path[:, 1:kept] *= 4
         count = torch.full((B,), kept, device=device, dtype=torch.int32)
-        verdict = Verdict(emitted=path, num_emitted=count, path=path, num_kept=count)
+        verdict = Verdict(report=path, num_emitted=count, path=path)
         return Built(lambda: kv_move(cache, verdict, batch))
 
     moved = B * (kept - 1) * layers * 2 * shape.kv_heads * shape.head_dim * 2 * 2

@@ -155,7 +155,7 @@ def accept_cases() -> Iterator[Case]:
             logits = peaked_logits(B * (K + 1), V, device)
             targets = torch.zeros(B * (K + 1), dtype=torch.int32, device=device)
             ids = torch.roll(logits.argmax(-1), 1).int()
-            batch, proposal = replace(make_batch(B, K + 1, device), input_ids=ids), nothing_drawn(B, device)
+            batch, proposal = replace(make_batch(B, K + 1, device), input_ids=ids), proposed(B, K, device)
             if rule == REJECTION:
                 guesses = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, device=device)
                 sampled = torch.ones(B, dtype=torch.bool, device=device)
@@ -166,10 +166,10 @@ def accept_cases() -> Iterator[Case]:
         yield Case("accept", f"{model}-B{B}-K{K}-{RULES[rule]}-{name}", build, bytes=size)
 
 
-def nothing_drawn(B: int, device: str) -> Proposal:
-    """A proposal, of which `accept` reads only what its drafts were drawn from."""
-    none = torch.zeros(B, 0, dtype=torch.int32, device=device)
-    return Proposal(none, none, none, none, none)
+def proposed(B: int, K: int, device: str) -> Proposal:
+    """A proposal that was not drawn."""
+    each, all_rows = (torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((B, K), (B,)))
+    return Proposal(each, all_rows, each, all_rows, all_rows)
 
 
 def accept_tree_cases() -> Iterator[Case]:
@@ -178,7 +178,7 @@ def accept_tree_cases() -> Iterator[Case]:
     def build(device: str) -> Built:
         B, Q, V = 8, 8, VOCABS["smollm2"]
         table = make_table(B, V, device, rule=TYPICAL, **REQUESTS["penalties"])
-        batch, proposal = make_batch(B, Q, device, tree=True), nothing_drawn(B, device)
+        batch, proposal = make_batch(B, Q, device, tree=True), proposed(B, Q - 1, device)
         logits, targets = peaked_logits(B * Q, V, device), torch.zeros_like(batch.input_ids)
         return Built(lambda: accept(targets, logits, table, batch, proposal))
 
@@ -193,7 +193,7 @@ def verify_cases() -> Iterator[Case]:
             batch = replace(make_batch(B, Q, device, tree), input_ids=ids)
             # Full rows: repeating the call finds the same state again.
             table = make_table(B, VOCABS["qwen"], device, num_tokens=4096)
-            return Built(lambda: commit(targets, batch, table))
+            return Built(lambda: commit(targets, batch, table, proposed(B, Q - 1, device)))
 
         yield Case("verify", f"B{B}-K{K}-{'tree' if tree else 'chain'}", build)
 

@@ -1,10 +1,9 @@
 """What the host wants to know of a step, in one table, so that it takes one copy.
 
-`report` writes a line per row, [B, 6 + 2 Q] int32, and `decode` reads it; nobody else knows the columns:
-tokens kept; drafts; accepted drafts; drafter; length of the match; finished code; the Q tokens that the
-step emitted, of which the kept ones count; the source of each, OWN for those that were not drafted.
-
-Kernel: one program per row.
+`verify.commit` writes a line per row, [B, 6 + 2 Q] int32, and `decode` reads it; nobody else knows the
+columns: tokens kept; drafts; accepted drafts; drafter; length of the match; finished code, RUNNING for rows
+that take no part; the Q tokens that the step emitted, -1 beyond their number, of which the kept ones count;
+the source of each, OWN for those that were not drafted.
 """
 
 from typing import NamedTuple
@@ -14,13 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import Batch
 from ..codes import OWN
-from ..dispatch import use_triton
-from ..launch import next_power_of_2
-from ..table import Table
-from .proposal import Proposal
-from .verify import Verdict
 
 NUM_COLUMNS = tl.constexpr(6)  # before the tokens
 _OWN = tl.constexpr(OWN)
@@ -47,11 +40,6 @@ class RowReport(NamedTuple):
     sources: list[int]
 
 
-def report(batch: Batch, proposal: Proposal, verdict: Verdict, table: Table) -> Tensor:
-    """The table of the module docstring, after `commit`."""
-    return (launch if use_triton(verdict.path) else naive)(batch, proposal, verdict, table)
-
-
 def decode(lines: list[list[int]]) -> list[RowReport]:
     """The lines of the table, on the host."""
     C, reports = NUM_COLUMNS.value, []
@@ -73,48 +61,27 @@ def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return b, j, tokens[b, j]
 
 
-def naive(batch: Batch, proposal: Proposal, verdict: Verdict, table: Table) -> Tensor:
-    """In plain Python."""
-    codes, sources = table.finished.tolist(), proposal.source.tolist()
-    columns = (batch.rows, batch.q_len, proposal.drafter, proposal.match_len, *verdict)
-    lines = []
-    for b, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        s, n, drafter, match_len, emitted, num_emitted, path, num_kept = row
-        # The token drawn at one place of the path was drafted as the next.
-        source = [sources[b][place - 1] for place in path[1:num_emitted]]
-        source += [OWN] * (len(emitted) - len(source))
-        counts = [num_kept, max(n - 1, 0), max(num_emitted - 1, 0), drafter, match_len, codes[max(s, 0)]]
-        lines.append(counts + emitted + source)
-    return torch.tensor(lines, dtype=torch.int32, device=verdict.path.device)
+def encode(emitted: list[int], path: list[int], counts: list[int], source: list[int], Q: int) -> list[int]:
+    """The line of a row that emitted these tokens, drawn at these places; `counts` are the columns before
+    them, `source` [K] is the proposal's."""
+    # The token drawn at one place of the path was drafted as the next.
+    drafted = [source[place - 1] for place in path[1:]]
+    return counts + emitted + [-1] * (Q - len(emitted)) + drafted + [OWN] * (Q - len(drafted))
 
 
-@triton.jit(do_not_specialize=["Q", "k"])
-def _report(batch, proposal, verdict, table, out, Q, k, WIDTH: tl.constexpr):
-    b = tl.program_id(0)
-    line = out + b * (NUM_COLUMNS + 2 * Q)
-    number = tl.load(verdict.num_emitted + b)
-    tl.store(line, tl.load(verdict.num_kept + b))
-    tl.store(line + 1, tl.maximum(tl.load(batch.q_len + b) - 1, 0))
-    tl.store(line + 2, tl.maximum(number - 1, 0))
+@triton.jit
+def store(lines, proposal, b, n, emitted, count, path, kept, code, Q, k, WIDTH: tl.constexpr):
+    """`encode` for batch row b of n tokens, with the `count` tokens `emitted` [WIDTH] at `path` [WIDTH]."""
+    line = lines + b * (NUM_COLUMNS + 2 * Q)
+    tl.store(line, kept)
+    tl.store(line + 1, tl.maximum(n - 1, 0))
+    tl.store(line + 2, tl.maximum(count - 1, 0))
     tl.store(line + 3, tl.load(proposal.drafter + b))
     tl.store(line + 4, tl.load(proposal.match_len + b))
-    tl.store(line + 5, tl.load(table.finished + tl.maximum(tl.load(batch.rows + b), 0)).to(tl.int32))
-    i = tl.arange(0, WIDTH)
-    emitted = tl.load(verdict.emitted + b * Q + i, i < Q, other=0)
-    tl.store(line + NUM_COLUMNS + i, emitted, i < Q)
-    # The token drawn at one place of the path was drafted as the next.
-    accepted = (i + 1 < Q) & (i + 1 < number)
-    draft = tl.load(verdict.path + b * Q + i + 1, accepted, other=1) - 1
-    source = tl.load(proposal.source + b * k + draft, accepted, other=_OWN)
-    tl.store(line + NUM_COLUMNS + Q + i, source, i < Q)
-
-
-def launch(batch: Batch, proposal: Proposal, verdict: Verdict, table: Table) -> Tensor:
-    B, Q = verdict.emitted.shape
-    out = verdict.emitted.new_empty(B, NUM_COLUMNS.value + 2 * Q)
-    if B:
-        _report[(B,)](
-            batch.tensors, proposal, verdict, table, out, Q, proposal.source.shape[1],
-            WIDTH=next_power_of_2(Q), num_warps=1,
-        )  # fmt: skip
-    return out
+    tl.store(line + 5, code.to(tl.int32))
+    place = tl.arange(0, WIDTH)
+    tl.store(line + NUM_COLUMNS + place, emitted, place < Q)
+    drafted = (place > 0) & (place < count)
+    source = tl.load(proposal.source + b * k + path - 1, drafted, other=_OWN)
+    before = tl.where(place > 0, place - 1, Q - 1)  # the last place has no draft behind it
+    tl.store(line + NUM_COLUMNS + Q + before, source, place < Q)

@@ -1,11 +1,10 @@
-"""Compare the drafts with the target's own tokens, and append what holds to the history.
+"""Compare the drafts with the target's own tokens, append what holds to the history, and report it.
 
     targets      [T] int32            the target's token after each scored token (`sample`), NAN_TOKEN if none
-    emitted      [B, max_q_len] int32   the tokens the step yields, -1 beyond their number
-    num_emitted  [B] int32            accepted drafts + 1, 0 for rows of length 0
+    report       [B, ...] int32       what the host wants to know of each row, see `report.py`
+    num_emitted  [B] int32            tokens the step yields: accepted drafts + 1, 0 for rows of length 0
     path         [B, max_q_len] int32   place in its row of the query that drew each emitted token, so
                                       that the KV of accepted tree nodes can be moved into place; 0 beyond
-    num_kept     [B] int32            how many of the emitted tokens were appended
 
 The rule: the target draws its own token x at each position. A draft is accepted iff it equals x; the
 first that does not is replaced by x; if all match, the last x is the bonus. In a tree, go from each
@@ -32,6 +31,8 @@ from ..codes import LENGTH, NAN, NAN_TOKEN, RUNNING, STOPPED
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
 from ..table import Table
+from . import report
+from .proposal import Proposal
 from .walk import rows_of
 
 _RUNNING, _STOPPED = tl.constexpr(RUNNING), tl.constexpr(STOPPED)
@@ -41,35 +42,36 @@ _LENGTH, _NAN, _NAN_TOKEN = tl.constexpr(LENGTH), tl.constexpr(NAN), tl.constexp
 class Verdict(NamedTuple):
     """See the module docstring."""
 
-    emitted: Tensor
+    report: Tensor
     num_emitted: Tensor
     path: Tensor
-    num_kept: Tensor
 
 
-def commit(targets: Tensor, batch: Batch, table: Table) -> Verdict:
+def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """Walk each row's drafts along the target's tokens, and append the tokens passed to its history."""
-    return (launch if use_triton(targets) else naive)(targets, batch, table)
+    return (launch if use_triton(targets) else naive)(targets, batch, table, proposal)
 
 
-def naive(targets: Tensor, batch: Batch, table: Table) -> Verdict:
+def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """Decided in plain Python and written by few calls."""
     x, Q = targets.tolist(), batch.max_q_len
     lengths, codes = table.num_tokens.tolist(), table.finished.tolist()
     limits, stops = table.max_len.tolist(), table.stop_ids.tolist()
-    emitted, num_emitted, paths, kept = [], [], [], []
+    drafts = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
+    lines, num_emitted, paths = [], [], []
     written: list[tuple[int, int, int]] = []  # (request row, index, token)
-    for row in rows_of(batch):
+    for row, drafter, match_len, source in zip(rows_of(batch), *drafts, strict=True):
         path, s, n = list(row.walk(x)), row.request, 0
         run = [x[row.start + place] for place in path]
         if s >= 0 and run and codes[s] == RUNNING:
             n, codes[s] = _kept(run, max(limits[s] - lengths[s], 0), stops[s])
             written += [(s, lengths[s] + i, token) for i, token in enumerate(run[:n])]
             lengths[s] += n
-        emitted.append(run + [-1] * (Q - len(run)))
+        code, num_drafts = codes[s] if s >= 0 else RUNNING, max(len(row.ids) - 1, 0)
+        counts = [n, num_drafts, max(len(run) - 1, 0), drafter, match_len, code]
+        lines.append(report.encode(run, path, counts, source, Q))
         num_emitted.append(len(run))
         paths.append(path + [0] * (Q - len(path)))
-        kept.append(n)
     if written:
         index, place, token = torch.tensor(written, device=table.device).unbind(1)
         table.tokens[index, place] = token.int()
@@ -77,7 +79,7 @@ def naive(targets: Tensor, batch: Batch, table: Table) -> Verdict:
         table.output_counts.index_put_((index, token), one, accumulate=True)
     table.num_tokens.copy_(torch.tensor(lengths, dtype=torch.int32))
     table.finished.copy_(torch.tensor(codes, dtype=torch.int8))
-    columns = (emitted, num_emitted, paths, kept)
+    columns = (lines, num_emitted, paths)
     return Verdict(*(torch.tensor(c, dtype=torch.int32, device=targets.device) for c in columns))
 
 
@@ -121,7 +123,8 @@ def _walk(targets, batch, start, n, WIDTH: tl.constexpr):
 
 @triton.jit
 def _append(table, s, emitted, count, WIDTH: tl.constexpr, STOPS: tl.constexpr):
-    """Append the first `count` of the `emitted` [WIDTH] tokens to request row s; how many were kept."""
+    """Append the first `count` of the `emitted` [WIDTH] tokens to request row s; (how many were kept, the
+    row's code afterwards)."""
     never = 2 * WIDTH
     place, m = tl.arange(0, WIDTH), tl.arange(0, STOPS)
     stops = tl.load(table.stop_ids + s * table.num_stops + m, m < table.num_stops, other=-1)
@@ -143,32 +146,32 @@ def _append(table, s, emitted, count, WIDTH: tl.constexpr, STOPS: tl.constexpr):
     tl.atomic_add(table.output_counts + row * table.vocab_size + emitted, 1, keep, sem="relaxed")
     tl.store(table.num_tokens + s, start + kept)
     tl.store(table.finished + s, code.to(tl.int8))
-    return kept
+    return kept, code
 
 
-@triton.jit(do_not_specialize=["Q"])
-def _commit(targets, batch, table, verdict, Q, WIDTH: tl.constexpr, STOPS: tl.constexpr):
+@triton.jit(do_not_specialize=["Q", "k"])
+def _commit(targets, batch, table, proposal, verdict, Q, k, WIDTH: tl.constexpr, STOPS: tl.constexpr):
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
     start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
     emitted, count, path = _walk(targets, batch, start, n, WIDTH)
-    tl.store(verdict.emitted + b * Q + place, emitted, place < Q)
     tl.store(verdict.path + b * Q + place, path, place < Q)
     tl.store(verdict.num_emitted + b, count)
     s, kept = tl.load(batch.rows + b), 0
-    code = tl.load(table.finished + s, s >= 0, other=_STOPPED)
-    if (code == _RUNNING) & (count > 0):
-        kept = _append(table, s, emitted, count, WIDTH, STOPS)
-    tl.store(verdict.num_kept + b, kept)
+    code = tl.load(table.finished + s, s >= 0, other=_RUNNING).to(tl.int32)
+    if (s >= 0) & (code == _RUNNING) & (count > 0):
+        kept, code = _append(table, s, emitted, count, WIDTH, STOPS)
+    report.store(verdict.report, proposal, b, n, emitted, count, path, kept, code, Q, k, WIDTH)
 
 
-def launch(targets: Tensor, batch: Batch, table: Table) -> Verdict:
+def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     B, Q = batch.num_rows, batch.max_q_len
     if Q > MAX_QUERIES:
         raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_QUERIES}.")
-    verdict = Verdict(*(batch.q_len.new_empty(shape) for shape in ((B, Q), (B,), (B, Q), (B,))))
+    width = report.NUM_COLUMNS.value + 2 * Q
+    verdict = Verdict(*(batch.q_len.new_empty(shape) for shape in ((B, width), (B,), (B, Q))))
     if B:
         _commit[(B,)](
-            targets, batch.tensors, table, verdict, Q,
+            targets, batch.tensors, table, proposal, verdict, Q, proposal.source.shape[1],
             WIDTH=next_power_of_2(Q), STOPS=next_power_of_2(table.num_stops), num_warps=1,
         )  # fmt: skip
     return verdict

@@ -141,7 +141,7 @@ def account(config: ModelConfig, B: int, K: int, context: int = 1024, itemsize: 
         Kernel("final norm", "head", 1),
         Kernel("head", "head", 1, itemsize * (H * V + T * V), 2 * T * H * V),
         Kernel("sample", "sample", 2, itemsize * T * V),
-        Kernel("verify, commit, report", "commit", 2),
+        Kernel("verify, commit, report", "commit", 1),
     )
     return Step(B, K, context, kernels)
 

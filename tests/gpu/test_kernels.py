@@ -160,7 +160,7 @@ def test_kv_move(gpu: torch.device) -> None:
     nodes = torch.rand(B, 23, device=gpu).argsort(1)[:, : width - 1].sort(1)[0] + 1
     path = torch.cat((torch.zeros_like(nodes[:, :1]), nodes), 1).int()
     count = torch.randint(0, width + 1, (B,), dtype=torch.int32, device=gpu)
-    verdict = Verdict(emitted=path, num_emitted=count, path=path, num_kept=count)
+    verdict = Verdict(report=path, num_emitted=count, path=path)
     cache = torch.randn(3, 2, 4, B * 4, 16, 96, device=gpu).to(BF16)
     expected = cache.clone()
     kv_move.naive(expected, verdict, batch)

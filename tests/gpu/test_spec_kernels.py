@@ -147,8 +147,10 @@ def test_commit(tree: bool) -> None:
         output_counts=integers(0, 2, B, V), finished=integers(0, 5, B) == 4,
         max_len=integers(capacity // 2, capacity + 1, B), stop_ids=integers(-1, 3, B, 2),
     )  # fmt: skip
-    on_device = on_gpu((targets, batch, table))
-    assert_equal(verify.commit(*on_device), verify.commit(targets, batch, table))
+    source = integers(0, 9, B, Q - 1)
+    proposal = Proposal(source, *[integers(0, 9, B), source, integers(0, 9, B), integers(0, 2, B)])
+    on_device = on_gpu((targets, batch, table, proposal))
+    assert_equal(verify.commit(*on_device), verify.commit(targets, batch, table, proposal))
     assert_equal(on_device[2], table)
 
 
@@ -177,9 +179,10 @@ def test_inside_a_graph() -> None:
     )  # fmt: skip
 
     def step(table: Table) -> Tensor:
-        batch = layout.lay_out(table, rows, ngram.propose(table, rows, K, 3))
+        proposal = ngram.propose(table, rows, K, 3)
+        batch = layout.lay_out(table, rows, proposal)
         targets = sample.sample(model[batch.input_ids.long() % 50], table, batch)
-        return verify.commit(targets, batch, table).num_kept
+        return verify.commit(targets, batch, table, proposal).report
 
     eager, captured = on_gpu(start), on_gpu(start)
     expected = torch.stack([step(eager) for _ in range(12)])

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
+from nanospec.kernels.codes import GUESSED
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.report import NUM_COLUMNS
+from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 
 S = 4  # request rows, unless a test says otherwise
@@ -79,6 +83,18 @@ def make_batch(
         parents=torch.tensor(above, dtype=torch.int32) if trees else None,
     )
     return replace(batch, **tensors)  # type: ignore[arg-type]
+
+
+def guessed(batch: Batch) -> Proposal:
+    """A proposal of the drafts of a batch, by some model."""
+    B, k = batch.num_rows, batch.max_q_len - 1
+    drafts, zeros = torch.full((B, k), GUESSED, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+    return Proposal(drafts, (batch.q_len - 1).clamp(min=0), drafts, zeros, zeros)
+
+
+def emitted(verdict: Verdict) -> Tensor:
+    """[B, Q]: the tokens that a step emitted, kept or not, -1 beyond their number."""
+    return verdict.report[:, NUM_COLUMNS.value :][:, : verdict.path.shape[1]]
 
 
 def real(batch: Batch, b: int | None = None) -> Tensor:

@@ -19,7 +19,16 @@ from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling import noise, sample
 from nanospec.kernels.speculation import verify
 from nanospec.kernels.table import Table
-from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table
+from tests.kernels.batches import (
+    S,
+    emitted,
+    guessed,
+    ints,
+    make_batch,
+    make_table,
+    random_logits,
+    random_table,
+)
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
@@ -251,8 +260,9 @@ def test_draw_from_all_is_a_draw_from_the_contenders(temperature: float) -> None
 
 def num_emitted(targets: Tensor, batch: Batch, table: Table) -> tuple[Tensor, Tensor]:
     """What verification makes of targets."""
-    verdict = verify.naive(targets, batch, make_table(table.vocab_size, tokens=torch.zeros(S, 1000)))
-    return verdict.emitted, verdict.num_emitted
+    table = make_table(table.vocab_size, tokens=torch.zeros(S, 1000))
+    verdict = verify.naive(targets, batch, table, guessed(batch))
+    return emitted(verdict), verdict.num_emitted
 
 
 def test_lazy_drawing_stops_where_verification_does() -> None:

@@ -30,7 +30,7 @@ def make(seed: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Verdict,
     num_emitted = torch.tensor(counts, dtype=torch.int32)
     batch = replace(make_batch(counts, bases), block_table=table)
     cache = torch.randn(LAYERS, 2, HEADS, 20, BLOCK_SIZE, head_dim).to(dtype)
-    return cache, Verdict(path, num_emitted, path, num_emitted), batch
+    return cache, Verdict(path, num_emitted, path), batch
 
 
 def moved(cache: Tensor, verdict: Verdict, batch: Batch) -> Tensor:

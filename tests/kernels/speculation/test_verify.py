@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import LENGTH, NAN, RUNNING, STOPPED
-from nanospec.kernels.speculation import verify
+from nanospec.kernels.codes import LENGTH, NAN, NOBODY, OWN, RUNNING, STOPPED
+from nanospec.kernels.speculation import report, verify
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.report import RowReport
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
-from tests.kernels.batches import ints, make_batch, make_table
+from tests.kernels.batches import emitted, guessed, ints, make_batch, make_table
 
 S, V, CAPACITY = 6, 12, 20
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
-Commit = Callable[[Tensor, Batch, Table], Verdict]
+Commit = Callable[[Tensor, Batch, Table, Proposal], Verdict]
 IMPLEMENTATIONS: dict[str, Commit] = {"naive": verify.naive, "kernel": verify.launch}
 
 
@@ -99,10 +101,13 @@ def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit
                 ids[start + i] = targets[start + i - 1]  # long accepted runs
     batch = replace(batch, rows=ints(*rows), input_ids=ids)
     table = random_table(rng)
-    expected = copy(table)
-    verdict = commit(targets, batch, table)
+    expected, B, k = copy(table), len(q_len), batch.max_q_len - 1 + rng.choice([0, 0, 3])
+    columns = (B, k), (B,), (B, k), (B,), (B,)
+    proposal = Proposal(*(torch.randint(99, shape, dtype=torch.int32) for shape in columns))
+    verdict = commit(targets, batch, table, proposal)
     assert all(part.dtype == torch.int32 for part in verdict)
-    assert verdict.emitted.shape == verdict.path.shape == (len(q_len), batch.max_q_len)
+    assert verdict.path.shape == emitted(verdict).shape == (B, batch.max_q_len)
+    reports = report.decode(verdict.report.tolist())
     for b, n in enumerate(q_len):
         own = slice(int(batch.q_start[b]), int(batch.q_start[b]) + n)
         parents = list(range(-1, n - 1)) if batch.parents is None else batch.parents[own].tolist()
@@ -111,8 +116,14 @@ def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit
         rest = batch.max_q_len - len(path)
         assert int(verdict.num_emitted[b]) == len(path)
         assert verdict.path[b].tolist() == path + [0] * rest
-        assert verdict.emitted[b].tolist() == run + [-1] * rest
-        assert int(verdict.num_kept[b]) == append(expected, rows[b], run)
+        assert emitted(verdict)[b].tolist() == run + [-1] * rest
+        kept = append(expected, rows[b], run)
+        source = [int(proposal.source[b, place - 1]) for place in path[1:]] + [OWN]
+        by, match_len = int(proposal.drafter[b]), int(proposal.match_len[b])
+        code = int(expected.finished[rows[b]]) if rows[b] >= 0 else RUNNING
+        drafted, accepted = max(n - 1, 0), max(len(path) - 1, 0)
+        wanted = RowReport(run[:kept], drafted, accepted, by, match_len, code, source[:kept])
+        assert reports[b] == wanted
     for name, ours in table._asdict().items():
         assert not isinstance(ours, Tensor) or torch.equal(ours, getattr(expected, name)), name
 
@@ -139,12 +150,14 @@ def test_kernel_walks_64_nodes(tree: bool) -> None:
 
 def test_kernel_refuses_more_than_64_nodes() -> None:
     with pytest.raises(ValueError, match="65 tokens per row exceed the limit of 64"):
-        verify.launch(torch.zeros(65, dtype=torch.int32), make_batch([65]), make_table(V))
+        batch = make_batch([65])
+        verify.launch(torch.zeros(65, dtype=torch.int32), batch, make_table(V), guessed(batch))
 
 
 def emit(commit: Commit, table: Table, targets: list[int], drafts: list[int]) -> Verdict:
     """A step of one request with a chain of drafts."""
-    return commit(ints(*targets), make_batch([len(targets)], input_ids=ints(0, *drafts)), table)
+    batch = make_batch([len(targets)], input_ids=ints(0, *drafts))
+    return commit(ints(*targets), batch, table, guessed(batch))
 
 
 def one_row(length: int = 4, max_len: int = 20, stops: tuple[int, ...] = ()) -> Table:
@@ -171,11 +184,11 @@ CASES = {  # emitted, length, max_len, stops, kept, code
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_where_a_run_ends(case: str, implementation: str) -> None:
-    emitted, length, max_len, stops, kept, code = CASES[case]
+    run, length, max_len, stops, kept, code = CASES[case]
     table = one_row(length, max_len, stops)
-    verdict = emit(IMPLEMENTATIONS[implementation], table, emitted, emitted[:-1])
-    assert verdict.emitted.tolist() == [emitted]
-    assert verdict.num_kept.tolist() == [len(kept)]
+    verdict = emit(IMPLEMENTATIONS[implementation], table, run, run[:-1])
+    assert emitted(verdict).tolist() == [run]
+    assert report.decode(verdict.report.tolist())[0].tokens == kept
     assert table.tokens[0, length:].tolist() == kept + [99] * (CAPACITY - length - len(kept))
     assert int(table.num_tokens) == length + len(kept)
     assert int(table.finished) == code
@@ -187,7 +200,8 @@ def test_finished_rows_are_left_alone(implementation: str) -> None:
     table = one_row()
     table.finished[0] = STOPPED
     before = copy(table)
-    assert int(emit(IMPLEMENTATIONS[implementation], table, [1, 2], [1]).num_kept) == 0
+    verdict = emit(IMPLEMENTATIONS[implementation], table, [1, 2], [1])
+    assert report.decode(verdict.report.tolist()) == [RowReport([], 1, 1, 0, 0, STOPPED, [])]
     assert torch.equal(table.tokens, before.tokens)
     assert int(table.num_tokens) == 4
 
@@ -195,13 +209,13 @@ def test_finished_rows_are_left_alone(implementation: str) -> None:
 @pytest.mark.parametrize("k", [0, 1, 5])
 def test_all_accepted_emits_the_bonus(k: int) -> None:
     verdict = emit(verify.naive, one_row(), list(range(1, k + 2)), list(range(1, k + 1)))
-    assert verdict.emitted.tolist() == [list(range(1, k + 2))]
+    assert emitted(verdict).tolist() == [list(range(1, k + 2))]
     assert int(verdict.num_emitted) == k + 1
 
 
 def test_match_after_a_mismatch_is_not_accepted() -> None:
     verdict = emit(verify.naive, one_row(), [1, 2, 3, 4], [1, 9, 3])
-    assert verdict.emitted.tolist() == [[1, 2, -1, -1]]
+    assert emitted(verdict).tolist() == [[1, 2, -1, -1]]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -210,5 +224,29 @@ def test_parents_in_a_circle_end(implementation: str) -> None:
     same, tree = torch.zeros(4, dtype=torch.int32), make_batch([4], tree=True)
     for first in (0, 1):
         batch = replace(tree, parents=ints(0, 1, first, 1))
-        verdict = IMPLEMENTATIONS[implementation](same, batch, one_row())
+        verdict = IMPLEMENTATIONS[implementation](same, batch, one_row(), guessed(batch))
         assert 1 <= int(verdict.num_emitted) <= 4
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_report_of_trees_says_where_tokens_came_from(implementation: str) -> None:
+    """Two rows with trees of 4 drafts, of which 2 are accepted on the path 0, 3, 4, the last token of one
+    being cut; one that drafted nothing; one that took no part."""
+    parents = [0, 0, 1, 0, 3] * 2 + [0] * 10
+    ids, drawn = [0, 9, 9, 5, 6], [5, 0, 0, 6, 7]
+    batch = make_batch(
+        [5, 5, 1, 0], parents=parents, rows=ints(1, 2, 0, -1), input_ids=ints(*ids, *ids, *[0] * 10)
+    )
+    source = torch.tensor([[70, 80, 90, 60]] * 2 + [[-1] * 4] * 2).int()
+    proposal = Proposal(source, ints(4, 4, 0, 0), source, ints(3, 2, 0, 0), ints(1, 0, NOBODY, NOBODY))
+    texts = torch.full((3, CAPACITY), 99)
+    table = make_table(V, tokens=texts, num_tokens=4, max_len=20, stop_ids=[[-1], [-1], [6]])
+    targets = ints(*drawn, *drawn, 8, *[-1] * 9)
+    verdict = IMPLEMENTATIONS[implementation](targets, batch, table, proposal)
+    # The token drawn at one place of the path was drafted as the next.
+    assert report.decode(verdict.report.tolist()) == [
+        RowReport([5, 6, 7], 4, 2, 1, 3, RUNNING, [90, 60, OWN]),
+        RowReport([5, 6], 4, 2, 0, 2, STOPPED, [90, 60]),
+        RowReport([8], 0, 0, NOBODY, 0, RUNNING, [OWN]),
+        RowReport([], 0, 0, NOBODY, 0, RUNNING, []),
+    ]
