@@ -16,7 +16,8 @@ class Proposal(NamedTuple):
     Attributes:
         drafts: [B, K] int32, the guesses, any valid token beyond their number.
         num_drafts: [B] int32.
-        source: [B, K] int32, index in the row's history that each draft was copied from, else OWN or GUESSED.
+        source: [B, K] int32, index in the row's history that each draft was copied from, else GUESSED; beyond
+            their number anything.
         match_len: [B] int32, length of the n-gram match, 0 where there is none.
         drafter: [B] int32, the place of the row's drafter in the method ("ngram+draft": 0, 1); without
             drafts it says nothing, and may be NOBODY.

@@ -22,6 +22,7 @@ A new method is one file in this folder with a subclass of `Drafter`:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -177,20 +178,33 @@ def room(table: Table, rows: Tensor, k: int) -> Tensor:
 
 def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
     """A proposal of a model: drafts [B, K] int32, of which the first `num_drafts` [B] int32 count."""
-    place = torch.arange(drafts.shape[1], device=drafts.device)
-    source = torch.where(place < num_drafts[:, None], GUESSED, OWN).int()
-    drafter = torch.where(num_drafts > 0, 0, NOBODY).int()
-    return Proposal(drafts, num_drafts, source, torch.zeros_like(num_drafts), drafter, parents)
+    source, zeros = _constants(*drafts.shape, drafts.device)
+    drafter = num_drafts.clamp(max=1) - 1  # 0, or NOBODY without drafts
+    return Proposal(drafts, num_drafts, source, zeros, drafter, parents)
 
 
 def nothing(rows: Tensor, k: int) -> Proposal:
-    """No drafts for any of the rows [B]."""
-    return guesses(rows.new_zeros(len(rows), k), torch.zeros_like(rows))
+    """No drafts for any of the rows [B]. Launches nothing but the first time, and is not to be changed."""
+    return _nothing(len(rows), k, rows.device)
+
+
+@cache
+def _nothing(B: int, k: int, device: torch.device) -> Proposal:
+    source, zeros = _constants(B, k, device)
+    return Proposal(torch.zeros_like(source), zeros, source, zeros, torch.full_like(zeros, NOBODY))
+
+
+@cache
+def _constants(B: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The source [B, k] of a model's drafts, and the length [B] of their matches. Made outside of graph
+    capture, at the first call."""
+    source = torch.full((B, k), GUESSED, dtype=torch.int32, device=device)
+    return source, torch.zeros(B, dtype=torch.int32, device=device)
 
 
 def scatter(part: Proposal, chosen: Tensor, rows: Tensor) -> Proposal:
     """A proposal for the `chosen` [C] of the rows [B] as one for all of them."""
-    whole = nothing(rows, part.drafts.shape[1])
+    whole = Proposal(*(tensor.clone() for tensor in nothing(rows, part.drafts.shape[1])[:5]))
     for all_rows, own in zip(whole[:5], part[:5], strict=True):
         all_rows[chosen] = own
     if part.logits is not None:
