@@ -20,6 +20,7 @@ from .models.decoder import Model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens per pass at which the time is measured
 REPEATS = 3
+SLEEP = 1 << 21  # cycles, about a millisecond; the host launches a step in a fraction of that
 Rehearse = Callable[[int], AbstractContextManager[None]]
 """Fills so many request rows with what drafts, and empties them at the end of the `with` block."""
 
@@ -54,14 +55,27 @@ def captured_ms(graphs: StepGraphs, rehearse: Rehearse) -> dict[int, dict[int, f
 
 
 def replay_ms(graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5) -> float:
-    """Milliseconds of one replay, the median of `repeats`."""
+    """Milliseconds of one replay, the median of `repeats`. A step changes the rows that it reads, so each
+    starts from rehearsed rows: all do the same work."""
     capture, times = graphs.captures[bucket], []
     for _ in range(repeats + 1):
         with rehearse(bucket.batch):
             capture.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
-            synchronize(graphs.device)
-            start = time.perf_counter()
-            capture.replay()
-            synchronize(graphs.device)
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append(elapsed_ms(capture.replay, graphs.device))
     return statistics.median(times[1:])
+
+
+def elapsed_ms(run: Callable[[], None], device: torch.device) -> float:
+    """Milliseconds that `run` takes: on a GPU there, not counting how long the host takes to launch it."""
+    synchronize(device)
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP)  # while the host launches what follows, which then starts without a gap
+    before.record()
+    run()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)

@@ -17,7 +17,7 @@ from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerCapture, StepGraphs, b
 from nanospec.kernels import dispatch
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
-from nanospec.timing import replay_ms
+from nanospec.timing import elapsed_ms, replay_ms
 from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
@@ -160,6 +160,30 @@ def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int)
         assert torch.equal(old, new)
     jobs = [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))]
     assert_same(outcome(run(engine, jobs)[0]), alone(model, jobs)[0])
+
+
+def test_on_a_gpu_a_replay_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has launched everything before the first event happens."""
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.25
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append("idle"))
+    assert elapsed_ms(lambda: order.append("run"), torch.device("cuda")) == 0.25
+    assert order == ["idle", "sleep", "event", "run", "event", "wait"]
 
 
 @pytest.mark.parametrize(
