@@ -3,7 +3,9 @@
 A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
 part, padded with -1 to the bucket's size; all else the step reads from the request rows
 (`kernels/table.py`), so nothing computed on the host is frozen into a capture. Padding rows are inert.
-Captures share one memory pool: they never run at the same time, and what one leaves there nobody reads.
+Captures never run at the same time, so they share their memory: one pool for all of an engine, which holds
+what the largest of them needs, and one buffer for the logits (`Step.share_logits`). What is read of a
+result must be queued before the next replay.
 
 On a CPU a capture is the step itself, run again at every replay, with results copied to the same
 addresses: so that buckets, padding and the reuse of outputs are tested without a GPU.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -58,11 +61,9 @@ class EagerCapture:
 
 
 class CudaCapture:
-    """Captures the step as a CUDA graph."""
+    """Captures the step as a CUDA graph, whose memory is of a `pool` that lives as long as its captures."""
 
-    pool: Any = None  # shared by all captures
-
-    def __init__(self, step: Step, rows: Tensor) -> None:
+    def __init__(self, step: Step, rows: Tensor, pool: Any = None) -> None:
         self.rows = rows
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -71,9 +72,8 @@ class CudaCapture:
                 step(rows)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=CudaCapture.pool):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.result = step(rows)
-        CudaCapture.pool = self.graph.pool()
 
     def replay(self) -> None:
         self.graph.replay()
@@ -104,7 +104,9 @@ class StepGraphs:
         self.fallbacks = 0
         self.lazy = lazy
         self.seconds, self.bytes = 0.0, 0
-        self._make = CudaCapture if device.type == "cuda" else EagerCapture
+        self._make: Callable[[Step, Tensor], Capture] = EagerCapture
+        if device.type == "cuda":
+            self._make = partial(CudaCapture, pool=torch.cuda.graph_pool_handle())
 
     def buckets(self) -> list[Bucket]:
         """All buckets, the largest first, so that the pool fits those that follow."""
@@ -115,6 +117,11 @@ class StepGraphs:
         """The speculation lengths captured for a batch: 0, and those that may pay."""
         size = self.batches[bisect_left(self.batches, batch)]
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens the largest step scores."""
+        return max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
 
     def capture_all(self) -> None:
         """Capture every bucket."""

@@ -45,7 +45,8 @@ class StepResult(NamedTuple):
     Attributes:
         report: [B, ...] int32, see `kernels/speculation/report.py`.
         path, q_start, logits: which row of the logits each token was drawn from: that of query
-            q_start[b] + path[b, j]. [B, Q] int32, [B] int32, [T, V].
+            q_start[b] + path[b, j]. [B, Q] int32, [B] int32, [T, V]. Captured steps share the memory of the
+            logits: what reads them must be queued before the next step is.
     """
 
     report: Tensor
@@ -69,7 +70,8 @@ class StepResult(NamedTuple):
 
     def logprobs(self, wanted: Sequence[int]) -> Logprobs:
         """Log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the wanted[b]
-        likeliest (the largest of these numbers for all). Waits for the step."""
+        likeliest (the largest of these numbers for all). Waits for the step; to be called before the next
+        one is queued, which overwrites the logits."""
         asked = torch.tensor(wanted, device=self.report.device) >= 0
         b, j, tokens = kept_tokens(self.report, asked)
         return logprobs(self.logits, self.q_start[b] + self.path[b, j], tokens, max(wanted))
@@ -90,6 +92,14 @@ class Step:
         """`exact`: no row asks for another rule of acceptance, so that steps need not look."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafter, self.exact, self.stages = drafter, exact, stages
+        self._logits = torch.empty(0)
+
+    def share_logits(self, num_tokens: int) -> None:
+        """Let all steps of up to `num_tokens` write their logits to one buffer from now on: each captured step
+        would else keep its own alive."""
+        model = self.model
+        shape = num_tokens, model.config.vocab_size
+        self._logits = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()
     def __call__(self, rows: Tensor, k: int, cut: Cut | None = None) -> StepResult:
@@ -105,7 +115,8 @@ class Step:
                 batch = batch.packed()
         with self.stages("forward"):
             hidden = model.forward(batch, self.kv_cache)
-            logits = model.logits(hidden)
+            fits = len(hidden) <= len(self._logits)
+            logits = model.logits(hidden, self._logits[: len(hidden)] if fits else None)
         with self.stages("verify"):
             targets = self.draw(logits, batch, proposal)
             verdict = commit(targets, batch, table, proposal)

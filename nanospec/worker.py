@@ -119,6 +119,7 @@ class Worker:
             self.graphs = StepGraphs(
                 self._step, model.device, config.max_num_seqs, [*ks, self.max_k], config.lazy_capture
             )
+            self._step.share_logits(self.graphs.max_tokens)
             if not config.lazy_capture:
                 self.graphs.capture_all()
 

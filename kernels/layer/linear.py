@@ -33,9 +33,12 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias."""
-    return gemm.launch(x, weight, bias) if use_triton(x) else naive(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, written to `out` [T, N] if it is given."""
+    if use_triton(x):
+        return gemm.launch(x, weight, bias, out=out)
+    result = naive(x, weight, bias)
+    return result if out is None else out.copy_(result)
 
 
 def norm_linear(stream: Stream, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -137,9 +137,9 @@ class Model:
         h = norm_swiglu(stream, *layer.gate_up)  # [T, I]
         return linear_add(h, layer.down.weight, stream, norm, layer.down.bias)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token for rows of `forward`'s result: [N, H] -> [N, V]."""
-        return linear(hidden, self.lm_head)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scores of the next token for rows of `forward`'s result: [N, H] -> [N, V], `out` if it is given."""
+        return linear(hidden, self.lm_head, out=out)
 
 
 def _layer(config: ModelConfig, index: int, get: GetWeight) -> Layer:

@@ -1,0 +1,98 @@
+"""A step on `meta` tensors: what it launches and how much memory it takes, without computing anything.
+
+Triton launches are written down instead of made (in the interpreter), PyTorch operations by name. Those that
+launch nothing on a GPU, views and fresh memory, are left out. Memory is that of tensors made inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from nanospec.config import SpecConfig
+from nanospec.drafters.ngram import NgramDrafter
+from nanospec.kernels import dispatch
+from nanospec.kernels.table import Table
+from nanospec.memory import kv_shape
+from nanospec.metrics import Stopwatch
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
+from nanospec.step import Step
+
+
+class DryRun(TorchDispatchMode):
+    """What happens inside the `with` block.
+
+    Attributes:
+        launches: names of kernels and operations, in order.
+        peak: the most bytes of tensors made inside that lived at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __enter__(self) -> Any:
+        run, self._launch = self, GridExecutor.__call__
+
+        def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            run.launches.append(executor.fn.__name__)
+
+        GridExecutor.__call__ = launch
+        self._forced = dispatch.forced("triton")
+        self._forced.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._forced.__exit__(*exception)
+        GridExecutor.__call__ = self._launch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and _storage(leaf) not in given]
+        name = func._schema.name.removeprefix("aten::")
+        if (made and not name.startswith(("empty", "new_empty"))) or func._schema.is_mutable:
+            self.launches.append(name)
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            self._alive[_storage(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, self.alive)
+        return out
+
+    @property
+    def alive(self) -> int:
+        """Bytes of tensors made inside that live now."""
+        return sum(size for reference, size in self._alive.values() if not reference.expired())
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def meta_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """A model without weights."""
+    shapes = config.parameter_shapes()
+    with dispatch.forced("triton"):  # weights as the kernels want them
+        return Model(config, dtype, "meta", lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
+
+
+def dry_step(model: Model, spec: SpecConfig, num_rows: int) -> Step:
+    """A step of a `meta_model` whose texts reach as far as it does."""
+    config, drafter = model.config, NgramDrafter(spec) if spec.method == "ngram" else None
+    length = config.max_position_embeddings
+    table = Table.empty(num_rows, length, 16, config.vocab_size, "meta")
+    shape = kv_shape(model, num_rows * length // 16, 16)
+    kv_cache = torch.empty(shape, dtype=model.dtype, device="meta")
+    return Step(model, kv_cache, table, drafter, spec.acceptance == "exact", Stopwatch())
