@@ -7,12 +7,16 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .config import EngineConfig
 from .kernels.dispatch import use_triton
+from .kernels.layer.gemm import split_k
+from .kernels.layer.linear import MAX_ROWS
+from .kernels.table import Table
+from .models.config import ModelConfig
 from .models.decoder import Model
 
 if TYPE_CHECKING:
@@ -21,6 +25,25 @@ if TYPE_CHECKING:
 GPU_SHARE = 0.9  # of the device's memory, weights included
 CPU_SHARE = 0.4  # of what is free
 CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to fill more
+
+
+class StepMemory(NamedTuple):
+    """Bytes that the steps of an engine need on a GPU beside weights and K/V, at most.
+
+    Attributes:
+        rows: the request rows, `Table`.
+        logits: of the largest step, in the one buffer for all.
+        step: all else that the largest captured step needs, in the pool that all of them share.
+        prefill: the same of the longest prefill.
+    """
+
+    rows: int
+    logits: int
+    step: int
+    prefill: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {size:,}" for name, size in self._asdict().items())
 
 
 def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> tuple[int, int]:
@@ -39,6 +62,10 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
     per_token = model.config.kv_bytes_per_token(model.dtype)
     per_block = size * (per_token + (drafter.kv_bytes_per_token if drafter is not None else 0))
     budget = config.kv_cache_memory or spare_memory(model.device)
+    source = f"kv_cache_memory of {budget:,} bytes" if config.kv_cache_memory else f"{budget:,} spare bytes"
+    if not config.kv_cache_memory and model.device.type == "cuda":
+        needed = step_memory(config, model, window, drafter)
+        budget, source = max(budget - sum(needed), 0), f"{source}, less what steps need ({needed}),"
     useful = config.max_num_seqs * -(-window // size)
     num_blocks = min(budget // per_block, useful)
     if num_blocks * size >= window:
@@ -46,9 +73,50 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
     if config.max_model_len is None and num_blocks * size >= 256:
         return num_blocks, num_blocks * size
     raise ValueError(
-        f"kv_cache_memory of {budget:,} bytes holds {num_blocks * size} tokens, too few for max_model_len="
-        f"{window}; raise it to {per_block * -(-window // size):,} or lower max_model_len."
+        f"{source} hold the K/V of {num_blocks * size} tokens, too few for max_model_len={window}, which takes "
+        f"{per_block * -(-window // size):,} bytes; give more, or lower max_model_len or max_num_seqs."
     )
+
+
+def step_memory(
+    config: EngineConfig, model: Model, max_context: int, drafter: Drafter | None = None
+) -> StepMemory:
+    """What steps need for texts of up to `max_context` tokens. `tests/nanospec/test_memory.py` compares it
+    with what they allocate."""
+    c, item, rows = model.config, model.dtype.itemsize, config.max_num_seqs
+    table = Table.empty(rows, max_context, config.block_size, c.vocab_size, "meta")
+    k = min(config.spec.max_k, drafter.max_drafts) if drafter is not None else 0
+    tokens = max(rows, min(rows * (k + 1), MAX_ROWS))
+    logits = tokens * c.vocab_size * item
+    # What attention leaves of each piece of a long text, or of each of the programs that share a short one.
+    q, head_dim = c.num_heads * c.head_dim, c.head_dim
+    pieces = -(-max_context // (512 if c.num_heads <= 2 * c.num_kv_heads else 1024))
+    partial = max(tokens * pieces, tokens + 512 * (k + 1) // c.num_kv_heads) * c.num_heads * (head_dim + 2) * 4
+    sampling = tokens * c.vocab_size // 4
+    step = _activations(c, tokens, item) + max(partial, _products(c, tokens), sampling)
+    if drafter is not None and drafter.runs_model:  # its logits, and once more while they are put together
+        step += 2 * logits
+    sizes = {config.max_num_batched_tokens, min(config.max_num_batched_tokens, MAX_ROWS)}
+    prefill = max(_activations(c, size, item) + _products(c, size) for size in sizes)
+    return StepMemory(sum(t.nbytes for t in table if isinstance(t, torch.Tensor)), logits, step, prefill)
+
+
+def _activations(c: ModelConfig, tokens: int, item: int) -> int:
+    """Bytes of what lives at once within a layer: its input, qkv, q, what attention gives, the residual, the
+    MLP's inner values (gate and up too where they are not in one kernel) and the output."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    inner = c.intermediate_size * (1 if tokens <= MAX_ROWS else 4)
+    return tokens * item * (5 * c.hidden_size + 3 * q + 2 * kv + inner)
+
+
+def _products(c: ModelConfig, tokens: int) -> int:
+    """Bytes of float32 sums, before the parts of a product are added up; longer inputs have none."""
+    if tokens > MAX_ROWS:
+        return 0
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    hidden, inner = c.hidden_size, c.intermediate_size
+    shapes = (q + 2 * kv, hidden, 1), (hidden, q, 1), (inner, hidden, 2), (hidden, inner, 1)
+    return max(4 * tokens * split_k(n, columns)[0] * n * outputs for n, columns, outputs in shapes)
 
 
 def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

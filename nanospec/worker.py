@@ -30,7 +30,7 @@ from .kernels.codes import NOBODY, RUNNING, STOPPED
 from .kernels.sampling.logprobs import Logprobs
 from .kernels.speculation.report import RowReport
 from .kernels.table import Table
-from .memory import kv_shape, plan_cache, zero_blocks, zeros_on_demand
+from .memory import kv_shape, plan_cache, step_memory, zero_blocks, zeros_on_demand
 from .metrics import Stopwatch
 from .models.decoder import Model
 from .request import Logprob, as_dict
@@ -222,6 +222,7 @@ class Worker:
             "seconds": round(self.graphs.seconds, 3),
             "bytes": self.graphs.bytes,
             "fallbacks": self.graphs.fallbacks,
+            "planned_bytes": step_memory(self.config, self.model, self.max_model_len, self.drafter)._asdict(),
         }
         return {"recorded_steps": found}
 

@@ -1,19 +1,26 @@
-"""What is not used costs no memory."""
+"""What is not used costs no memory; what steps need is known before they run."""
 
 from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nanospec.config import SamplingParams
-from nanospec.memory import zeros_on_demand
+from nanospec import memory
+from nanospec.config import EngineConfig, SamplingParams, SpecConfig
+from nanospec.drafters.base import Drafter
+from nanospec.graphs import StepGraphs
+from nanospec.kernels.batch import Batch
+from nanospec.memory import StepMemory, plan_cache, step_memory, zeros_on_demand
+from nanospec.models.decoder import Model
 from tests.drive import finish, make_engine
-from tests.tiny import tiny_model
+from tests.dry import DryRun, dry_step, meta_model
+from tests.tiny import tiny_config, tiny_model
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -56,3 +63,76 @@ def test_a_large_cache_costs_what_is_used_of_it() -> None:
     engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
     finish(engine)
     assert resident() - before < 200 * MIB
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3,
+                     "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192},
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8,
+                   "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_heads": 32, "num_kv_heads": 8,
+                 "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 0), (1, 4), (64, 16), (256, 4)])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_knows_what_steps_allocate(name: str, rows: int, k: int) -> None:
+    """Two layers, all captured sizes and a whole prefill on `meta` tensors, against the formula."""
+    model = meta_model(tiny_config(**MODELS[name]))
+    spec = SpecConfig(num_speculative_tokens=k, acceptance="typical") if k else SpecConfig(method="none")
+    config = EngineConfig(spec=spec, max_num_seqs=rows)
+    step = dry_step(model, spec, rows)
+    graphs = StepGraphs(step, model.device, rows, [k])
+    step.share_logits(graphs.max_tokens)
+    one, largest = torch.empty(1, dtype=torch.int32, device="meta"), 0
+    with DryRun():
+        step(one, 0)  # what is made once and stays
+    for batch, length in graphs.buckets():
+        with DryRun() as run:
+            step(torch.empty(batch, dtype=torch.int32, device="meta"), length)
+        largest = max(largest, run.peak)
+    prefill = 0
+    for tokens in (1024, config.max_num_batched_tokens):
+        prompt = Batch.of_grid(step.table, one, one, one, tokens)
+        with DryRun() as run:
+            model.forward(replace(prompt, prefill=True), step.kv_cache)
+        prefill = max(prefill, run.peak)
+    planned = step_memory(config, model, model.config.max_position_embeddings, step.drafter)
+    assert planned.rows == sum(t.nbytes for t in step.table if isinstance(t, torch.Tensor))
+    assert step._logits.nbytes <= planned.logits <= 1.3 * step._logits.nbytes
+    assert largest <= planned.step <= 1.5 * largest
+    assert prefill <= planned.prefill <= 1.5 * prefill
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, spare: int) -> Model:
+    """A model that says that it is on a GPU with so many bytes to spare."""
+    model = tiny_model()
+    model.device = torch.device("cuda")
+    monkeypatch.setattr(memory, "spare_memory", lambda device: spare)
+    return model
+
+
+def test_the_cache_leaves_on_a_gpu_what_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(spec=SpecConfig(method="none"), max_num_seqs=64)
+    model = on_a_gpu(monkeypatch, 8 << 20)
+    needed = step_memory(config, model, 512)
+    per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
+    assert plan_cache(config, model) == (((8 << 20) - sum(needed)) // per_block, 512)
+    with pytest.raises(ValueError, match=r"kv_cache_memory of 16,384 bytes hold the K/V of 32 tokens"):
+        plan_cache(replace(config, kv_cache_memory=2 * per_block), model)
+    model = on_a_gpu(monkeypatch, sum(needed) + 100)
+    with pytest.raises(ValueError, match=r"spare bytes, less what steps need \(rows [\d,]+, logits 16,384, step"):
+        plan_cache(config, model)
+
+
+def test_drafts_of_a_model_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Writes(Drafter):
+        runs_model = True
+
+    config = EngineConfig(spec=SpecConfig(num_speculative_tokens=3), max_num_seqs=2)
+    looked_up, written = (step_memory(config, tiny_model(), 512, drafter) for drafter in (Drafter(), Writes()))
+    logits = 2 * 4 * 64 * 4
+    assert looked_up.logits == logits
+    assert written == looked_up._replace(step=looked_up.step + 2 * logits)
+    assert str(StepMemory(1, 2, 3000, 4)) == "rows 1, logits 2, step 3,000, prefill 4"
