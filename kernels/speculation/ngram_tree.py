@@ -257,7 +257,7 @@ def launch(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Pr
         found = rows.new_empty(B, parts, slots)
         _search[(B, parts)](
             table, rows, found, k,
-            MAX_N=max_n, MAX_WIDTH=max_width, SLOTS=slots, BLOCK=ngram.BLOCK, num_warps=4,
+            MAX_N=max_n, MAX_WIDTH=max_width, SLOTS=slots, BLOCK=ngram.BLOCK, num_warps=8,
         )  # fmt: skip
         _build[(B,)](
             table, rows, found, proposal, k, parts,
