@@ -1,11 +1,13 @@
-"""From request rows and drafts to the batch of a step.
+"""From request rows to the batch of a step: with drafts to verify, or for a drafter to write ahead.
 
 `lay_out` gives every row K + 1 tokens, the last committed one and its drafts, in the padded layout of
 `batch.py`. Rows that are padding (-1) or whose request has ended get q_len 0, slots of -1 and a request
 row of -1, so that nothing after this needs to know why they take no part. Drafts that form trees get the
 positions of their depth, and each the mask of its ancestors.
 
-Kernel: one program per row and 1024 pages.
+`lay_out_text` is `Batch.of_grid` in one launch: tokens of the rows' own texts, no drafts.
+
+Kernels: one program per row and 1024 pages.
 """
 
 from dataclasses import replace
@@ -30,6 +32,14 @@ def lay_out(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     """The padded batch of `rows` [B] int32, request rows or -1, and their drafts. Never waits for the device
     on a GPU."""
     return (launch if use_triton(rows) else naive)(table, rows, proposal)
+
+
+def lay_out_text(
+    table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
+) -> Batch:
+    """See `Batch.of_grid`."""
+    make = launch_text if use_triton(rows) else Batch.of_grid
+    return make(table, rows, first, count, width, bound)
 
 
 def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
@@ -62,6 +72,30 @@ def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
+@triton.jit
+def _store_row(
+    table, batch, b, s, row, base, n, width,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """Batch row b with n of `width` tokens from index `base` of request row `row` on, but for the tokens."""
+    pages = table.block_table + row * table.max_blocks
+    if tl.program_id(1) == 0:
+        tl.store(batch.rows + b, s)
+        tl.store(batch.q_start + b, b * width)
+        tl.store(batch.q_len + b, n)
+        tl.store(batch.base_len + b, base)
+        i = tl.arange(0, WIDTH)
+        index = tl.where(i < n, base + i, 0)
+        block = tl.load(pages + index // BLOCK_SIZE, i < n, other=0)
+        slot = tl.where(i < n, block * BLOCK_SIZE + index % BLOCK_SIZE, -1)
+        tl.store(batch.slots + b * width + i, slot, i < width)
+    # The row's pages, as far as the step reads them.
+    j = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
+    used = (j < table.max_blocks) & (j * BLOCK_SIZE < base + n)
+    out = batch.block_table + b.to(tl.int64) * table.max_blocks
+    tl.store(out + j, tl.load(pages + j, used, other=0), used)
+
+
 @triton.jit(do_not_specialize=["k"])
 def _lay_out(
     table, rows, proposal, batch, k, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr
@@ -72,21 +106,13 @@ def _lay_out(
     s = tl.where(tl.load(table.finished + row) == _RUNNING, given, -1)
     n = tl.where(s >= 0, tl.load(proposal.num_drafts + b) + 1, 0)
     base = tl.maximum(tl.load(table.num_tokens + row) - 1, 0)
-    pages = table.block_table + row * table.max_blocks
+    _store_row(table, batch, b, s, row, base, n, k + 1, BLOCK_SIZE, WIDTH, PAGES)
     if tl.program_id(1) == 0:
-        tl.store(batch.rows + b, s)
-        tl.store(batch.q_start + b, b * (k + 1))
-        tl.store(batch.q_len + b, n)
-        tl.store(batch.base_len + b, base)
         i = tl.arange(0, WIDTH)
         last = tl.load(table.tokens + row * table.max_context + base)
         draft = tl.load(proposal.drafts + b * k + i - 1, (i > 0) & (i <= k), other=0)
-        index = tl.where(i < n, base + i, 0)
-        block = tl.load(pages + index // BLOCK_SIZE, i < n, other=0)
-        slot = tl.where(i < n, block * BLOCK_SIZE + index % BLOCK_SIZE, -1)
-        at = b * (k + 1) + i
+        index, at = tl.where(i < n, base + i, 0), b * (k + 1) + i
         tl.store(batch.input_ids + at, tl.where(i == 0, last, draft), i <= k)
-        tl.store(batch.slots + at, slot, i <= k)
         if batch.TREE:
             depth = tl.zeros([WIDTH], tl.int32)
             mask = tl.full([WIDTH], 1, tl.int64)
@@ -100,26 +126,61 @@ def _lay_out(
             tl.store(batch.ancestors + at, mask, i <= k)
             tl.store(batch.parents + at, parents, i <= k)
         tl.store(batch.positions + at, index, i <= k)
-    # The row's pages, as far as the step reads them.
-    j = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
-    used = (j < table.max_blocks) & (j * BLOCK_SIZE < base + n)
-    out = batch.block_table + b.to(tl.int64) * table.max_blocks
-    tl.store(out + j, tl.load(pages + j, used, other=0), used)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _lay_out_text(
+    table, rows, first, count, batch, width,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    given = tl.load(rows + b)
+    row = tl.maximum(given, 0).to(tl.int64)
+    n = tl.where(given >= 0, tl.load(count + b), 0)
+    base = tl.load(first + b)
+    s = tl.where(n > 0, given, -1)
+    _store_row(table, batch, b, s, row, base, n, width, BLOCK_SIZE, WIDTH, PAGES)
+    if tl.program_id(1) == 0:
+        i = tl.arange(0, WIDTH)
+        index, at = tl.where(i < n, base + i, 0), b * width + i
+        token = tl.load(table.tokens + row * table.max_context + index, i < width)
+        tl.store(batch.input_ids + at, token, i < width)
+        tl.store(batch.positions + at, index, i < width)
 
 
 def launch(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     B, k = proposal.drafts.shape
-    T, max_blocks = B * (k + 1), table.max_blocks
-    new = rows.new_empty
-    batch = Batch(  # in the order of its fields
-        new(B), new(T), new(T), new(T), new(B, max_blocks), new(B), new(B), new(B), k + 1, table.max_context
-    )
+    batch = _empty(table, rows, k + 1, table.max_context)
     if proposal.parents is not None:
-        batch = replace(batch, ancestors=new(T, dtype=torch.int64), parents=new(T))
-    pages = min(PAGES, next_power_of_2(max_blocks))
+        ancestors = rows.new_empty(batch.num_tokens, dtype=torch.int64)
+        batch = replace(batch, ancestors=ancestors, parents=rows.new_empty(batch.num_tokens))
     if B:
-        _lay_out[(B, triton.cdiv(max_blocks, pages))](
-            table, rows, proposal, batch.tensors, k,
-            BLOCK_SIZE=table.block_size, WIDTH=next_power_of_2(k + 1), PAGES=pages, num_warps=4,
-        )  # fmt: skip
+        grid, sizes = _grid(table, B, k + 1)
+        _lay_out[grid](table, rows, proposal, batch.tensors, k, **sizes)
     return batch
+
+
+def launch_text(
+    table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
+) -> Batch:
+    batch = _empty(table, rows, width, bound or table.max_context)
+    if len(rows):
+        grid, sizes = _grid(table, len(rows), width)
+        _lay_out_text[grid](table, rows, first, count, batch.tensors, width, **sizes)
+    return batch
+
+
+def _empty(table: Table, rows: Tensor, width: int, bound: int) -> Batch:
+    """Memory for a chain of `width` tokens per row."""
+    B, new = len(rows), rows.new_empty
+    T = B * width
+    # In the order of its fields.
+    return Batch(
+        new(B), new(T), new(T), new(T), new(B, table.max_blocks), new(B), new(B), new(B), width, bound
+    )
+
+
+def _grid(table: Table, B: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    pages = min(PAGES, next_power_of_2(table.max_blocks))
+    sizes = {"BLOCK_SIZE": table.block_size, "WIDTH": next_power_of_2(width), "PAGES": pages, "num_warps": 4}
+    return (B, triton.cdiv(table.max_blocks, pages)), sizes

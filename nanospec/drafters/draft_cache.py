@@ -99,8 +99,10 @@ class DraftCache:
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, H] of the batch. What the draft model's padding of the vocabulary lacks stands
         for no text, so any other token will do."""
-        ids = batch.input_ids.clamp(max=self.model.config.vocab_size - 1)
-        return self.model.forward(replace(batch, input_ids=ids), self.kv)
+        most = self.model.config.vocab_size
+        if most < self.table.vocab_size:
+            batch = replace(batch, input_ids=batch.input_ids.clamp(max=most - 1))
+        return self.model.forward(batch, self.kv)
 
     def advance(self, rows: Tensor, computed: Tensor) -> None:
         """So many tokens [B] of the request rows [B], -1 for none, are computed now."""

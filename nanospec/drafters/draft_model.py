@@ -19,6 +19,7 @@ from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
 from ..kernels.layer.linear import linear, pack
 from ..kernels.sampling.sample import sample
+from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
@@ -114,18 +115,19 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         count = torch.where(wanted > 0, num_tokens - first, 0)
         if self.may_wait:
             width, bound = int(count.max()), int(num_tokens.max()) + k
-        batch = Batch.of_grid(table, rows, first, count, width, bound)
+        batch = lay_out_text(table, rows, first, count, width, bound)
         hidden = self.cache.forward(batch)[(batch.q_start + batch.q_len - 1).clamp(min=0)]
+        last = num_tokens - 1
         drafts: list[Tensor] = []
         logits: list[Tensor] = []
         for j in range(k if self.passes is None else min(k, self.passes)):
-            active = (wanted > j).int()
-            batch = Batch.of_grid(table, rows, num_tokens - 1 + j, active, 1, bound)
+            active = (wanted - j).clamp(0, 1)
+            batch = lay_out_text(table, rows, last + j if j else last, active, 1, bound)
             if j:
                 batch = replace(batch, input_ids=drafts[-1])
                 hidden = self.cache.forward(batch)
             logits.append(self._fit(linear(hidden, self._lm_head)))
-            drafts.append(torch.where(active > 0, sample(logits[-1], table, batch).clamp(min=0), 0))
+            drafts.append(sample(logits[-1], table, batch).clamp(min=0) * active)
         tokens = F.pad(torch.stack(drafts, 1), (0, k - len(drafts)))
         proposal = guesses(tokens, wanted)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import RUNNING, STOPPED
 from nanospec.kernels.speculation import layout
 from nanospec.kernels.speculation.proposal import Proposal
@@ -52,6 +53,27 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool) -> No
             assert torch.equal(ours, theirs), name
             assert ours.dtype == theirs.dtype == (torch.int64 if name == "ancestors" else torch.int32)
     assert (batch.parents is not None) == (batch.ancestors is not None) == tree
+
+
+@pytest.mark.parametrize(("B", "width", "bound"), [(1, 1, None), (5, 3, 131), (3, 66, None)])
+def test_lay_out_text_equals_naive(B: int, width: int, bound: int | None) -> None:
+    torch.manual_seed(B + width)
+    S, length = 7, 132
+    table = make_table(1000, tokens=random_ints(S, length), block_table=random_ints(S, -(-length // 16)))
+    rows, first = torch.randperm(S)[:B].int(), random_ints(B, high=length - width)
+    count = random_ints(B, high=width + 1)
+    if B > 2:
+        rows[1], count[0], count[2] = -1, 0, width
+    given = table, rows, first, count, width, bound
+    expected, batch = Batch.of_grid(*given), layout.launch_text(*given)
+    assert (batch.max_q_len, batch.max_kv_len) == (width, bound or length)
+    for name, ours, theirs in zip(batch.tensors._fields, batch.tensors, expected.tensors):
+        if name == "block_table":
+            for b, pages in enumerate((-(-(batch.base_len + batch.q_len) // 16)).tolist()):
+                assert torch.equal(ours[b, :pages], theirs[b, :pages])
+        elif isinstance(ours, Tensor):
+            assert torch.equal(ours, theirs), name
+            assert ours.dtype == theirs.dtype == torch.int32
 
 
 def test_rows_that_take_no_part_have_no_tokens_and_no_slots() -> None:
