@@ -73,8 +73,8 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
     if config.max_model_len is None and num_blocks * size >= 256:
         return num_blocks, num_blocks * size
     raise ValueError(
-        f"{source} hold the K/V of {num_blocks * size} tokens, too few for max_model_len={window}, which takes "
-        f"{per_block * -(-window // size):,} bytes; give more, or lower max_model_len or max_num_seqs."
+        f"{source} hold the K/V of {num_blocks * size} tokens, too few for max_model_len={window}, which "
+        f"takes {per_block * -(-window // size):,} bytes; give more, or lower max_model_len or max_num_seqs."
     )
 
 
@@ -89,11 +89,11 @@ def step_memory(
     tokens = max(rows, min(rows * (k + 1), MAX_ROWS))
     logits = tokens * c.vocab_size * item
     # What attention leaves of each piece of a long text, or of each of the programs that share a short one.
-    q, head_dim = c.num_heads * c.head_dim, c.head_dim
     pieces = -(-max_context // (512 if c.num_heads <= 2 * c.num_kv_heads else 1024))
-    partial = max(tokens * pieces, tokens + 512 * (k + 1) // c.num_kv_heads) * c.num_heads * (head_dim + 2) * 4
+    partials = max(tokens * pieces, tokens + 512 * (k + 1) // c.num_kv_heads)
+    attention = 4 * partials * c.num_heads * (c.head_dim + 2)
     sampling = tokens * c.vocab_size // 4
-    step = _activations(c, tokens, item) + max(partial, _products(c, tokens), sampling)
+    step = _activations(c, tokens, item) + max(attention, _products(c, tokens), sampling)
     if drafter is not None and drafter.runs_model:  # its logits, and once more while they are put together
         step += 2 * logits
     sizes = {config.max_num_batched_tokens, min(config.max_num_batched_tokens, MAX_ROWS)}

@@ -84,8 +84,12 @@ def _storage(tensor: Tensor) -> int:
 def meta_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Model:
     """A model without weights."""
     shapes = config.parameter_shapes()
+
+    def weight(name: str) -> Tensor:
+        return torch.empty(shapes[name], dtype=dtype, device="meta")
+
     with dispatch.forced("triton"):  # weights as the kernels want them
-        return Model(config, dtype, "meta", lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
+        return Model(config, dtype, "meta", weight)
 
 
 def dry_step(model: Model, spec: SpecConfig, num_rows: int) -> Step:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.codes import GUESSED, MAX_DRAFTS, NOBODY, OWN, RUNNING
+from ..kernels.codes import GUESSED, MAX_DRAFTS, NOBODY, RUNNING
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanospec.kernels.speculation import ngram, ngram_tree, verify
 from nanospec.kernels.speculation.proposal import Proposal
-from tests.kernels.batches import ints, make_batch, make_table
+from tests.kernels.batches import guessed, ints, make_batch, make_table
 from tests.kernels.histories import Request, check_form, history_table, requests, texts
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
@@ -133,7 +133,7 @@ def accepted(nodes: list[Node], last: int, target: list[int]) -> int:
     ids, parents = ints(last, *(x.token for x in nodes)), [0, *(x.parent for x in nodes)]
     batch = make_batch([len(ids)], parents=parents, input_ids=ids)
     drawn = ints(*[[*target, -1][min(int(depth), len(target))] for depth in batch.positions])
-    return int(verify.naive(drawn, batch, make_table(10, max_len=0)).num_emitted) - 1
+    return int(verify.naive(drawn, batch, make_table(10, max_len=0), guessed(batch)).num_emitted) - 1
 
 
 def test_a_tree_by_hand() -> None:

@@ -149,9 +149,10 @@ def test_kernel_walks_64_nodes(tree: bool) -> None:
 
 
 def test_kernel_refuses_more_than_64_nodes() -> None:
+    batch = make_batch([65])
+    given = torch.zeros(65, dtype=torch.int32), batch, make_table(V), guessed(batch)
     with pytest.raises(ValueError, match="65 tokens per row exceed the limit of 64"):
-        batch = make_batch([65])
-        verify.launch(torch.zeros(65, dtype=torch.int32), batch, make_table(V), guessed(batch))
+        verify.launch(*given)
 
 
 def emit(commit: Commit, table: Table, targets: list[int], drafts: list[int]) -> Verdict:
