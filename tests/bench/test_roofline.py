@@ -105,7 +105,7 @@ def test_launches_per_step() -> None:
     """Seven per layer; nothing is looked up without drafts."""
     config = MODELS["qwen3-0.6b"]
     plain, spec = account(config, 1, 0).launches, account(config, 64, 4).launches
-    assert plain == 7 * config.num_layers + 8
+    assert plain == 7 * config.num_layers + 7
     assert spec == plain + 2
 
 
