@@ -7,5 +7,6 @@ and `launch`, its Triton kernel. Needs torch and triton only and knows nothing o
 * `speculation/`: propose drafts, lay out a batch of them, verify and commit, move the keys and values of
   accepted tree nodes.
 * `sampling/`: draw the target's tokens, accept drafts by another rule than equality, report probabilities.
+* `upload`, `host_writes`: what the host sends, without waiting.
 * `dispatch`, `launch`: which implementation runs; what the launchers share.
 """

@@ -18,6 +18,7 @@ from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from .codes import MAX_DRAFTS
 from .table import Table
+from .upload import upload
 
 MAX_QUERIES = MAX_DRAFTS + 1  # of a tree row: one bit each in an int64 ancestor mask
 
@@ -83,11 +85,31 @@ class Batch:
 
     @classmethod
     def of_chunks(cls, table: Table, chunks: Sequence[Chunk]) -> Batch:
-        """Pieces of the texts of request rows, packed, for prefill. Waits for the device."""
-        given = torch.tensor(chunks, dtype=torch.int32, device=table.device)
-        rows, start, count = given.T.contiguous()
-        width = max(chunk.num_tokens for chunk in chunks)
-        return replace(cls.of_grid(table, rows, start, count, width).packed(), rows=rows, prefill=True)
+        """Pieces of the texts of request rows, packed, for prefill. Never waits for the device: all sizes
+        are known to the host."""
+        rows, first, count = zip(*chunks, strict=True)
+        ends = list(accumulate(count))
+        starts = [0, *ends[:-1]]
+        shift = [a - b for a, b in zip(first, starts, strict=True)]
+        padding = [0] * (-len(chunks) % 4)  # for every column to begin at a multiple of 16 bytes
+        columns = [[*column, *padding] for column in (rows, first, count, starts, ends, shift)]
+        given = upload(columns, torch.int32, table.device)[:, : len(chunks)]
+        place = torch.arange(ends[-1], dtype=torch.int32, device=table.device)
+        b = torch.searchsorted(given[4], place, right=True)  # [T] whose token it is
+        positions, pages = place + given[5][b], table.block_table[given[0]]
+        return cls(
+            rows=given[0],
+            input_ids=table.tokens[given[0][b], positions],
+            positions=positions,
+            slots=slots_of(pages, b, positions, table.block_size),
+            block_table=pages,
+            q_start=given[3],
+            q_len=given[2],
+            base_len=given[1],
+            max_q_len=max(*count, 1),
+            max_kv_len=max(map(sum, zip(first, count, strict=True))),
+            prefill=True,
+        )
 
     @classmethod
     def of_grid(
