@@ -77,8 +77,8 @@ class ReplayWorker(SimulatedWorker):
         for request in requests:
             prompt = request.tokens[: request.num_prompt]
             text = [*prompt, *self.references[tuple(prompt)]][: self._texts.shape[1]]
-            self._texts[request.row, : len(text)] = torch.tensor(text, dtype=torch.int32)
-            self._lengths[request.row] = len(text)
+            self.writes.put(self._texts, request.row, text)
+            self.writes.set(self._lengths, request.row, len(text))
 
     def targets(self, drawn: Tensor, batch: Batch) -> Tensor:
         row = batch.rows.clamp(min=0)[_owner(batch)]

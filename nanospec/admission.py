@@ -11,7 +11,9 @@ from torch import Tensor
 
 from .config import SamplingParams, SpecConfig
 from .kernels.codes import MAX_DRAFTS, MAX_TREE_WIDTH, RULES, RUNNING
+from .kernels.host_writes import Write, write
 from .kernels.table import Table
+from .kernels.upload import upload
 
 REHEARSAL_PERIOD = 7
 
@@ -38,14 +40,41 @@ class Admission:
     params: SamplingParams
 
 
-def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
-    """Write everything about a request into its row."""
+class HostWrites:
+    """What the host has to write before the next step, until `flush` sends all of it in one go."""
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[int, int], Write] = {}
+
+    def set(self, column: Tensor, row: int, value: float) -> None:
+        """Write a row of a column [S]."""
+        self._pending[id(column), row] = column, row, 0, 1, (value,)
+
+    def put(
+        self, tensor: Tensor, row: int, values: Sequence[float], first: int = 0, end: int | None = None
+    ) -> None:
+        """Write places `first` .. `end` of a row of a tensor [S, width], the last value repeated up to the
+        end (default: each once). What an earlier call has for the same row counts before `first` only."""
+        end = first + len(values) if end is None else end
+        old = self._pending.get((id(tensor), row))
+        if old is not None and old[2] < first:  # a block table that grows before it is sent
+            _, _, begin, _, before = old
+            first, values = begin, [*before[: first - begin], *values]
+        self._pending[id(tensor), row] = tensor, row, first, end, values
+
+    def flush(self) -> None:
+        """Queue the writes. What is lost when this is interrupted was of requests that end with it."""
+        if self._pending:
+            pending, self._pending = self._pending, {}
+            write(list(pending.values()))
+
+
+def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecConfig) -> None:
+    """Write everything about a request into its row, but what `write_history` does."""
     r, asked, own = request.row, request.params, request.params.num_speculative_tokens
-    table.tokens[r, : len(request.tokens)] = _ids(table, request.tokens)
-    write_blocks(table, r, request.blocks)
-    table.stop_ids[r] = -1
-    if request.stop_ids:
-        table.stop_ids[r, : len(request.stop_ids)] = _ids(table, request.stop_ids)
+    writes.put(table.tokens, r, request.tokens)
+    write_blocks(writes, table, r, request.blocks)
+    writes.put(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
     for column, value in (
         (table.num_tokens, len(request.tokens)),
         (table.max_len, request.max_len),
@@ -66,29 +95,27 @@ def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
         (table.frequency, asked.frequency_penalty),
         (table.penalized, asked.changes_logits),
     ):
-        column[r] = value
-    if asked.changes_logits:
-        _write_history(table, request)
+        writes.set(column, r, value)
 
 
-def _write_history(table: Table, request: Admission) -> None:
-    """The vocabulary-wide rows that only penalties and bias read."""
-    r, n = request.row, request.num_prompt
-    table.bias[r], table.in_prompt[r], table.output_counts[r] = 0, False, 0
-    if request.params.logit_bias:
-        ids, values = zip(*request.params.logit_bias.items(), strict=True)
-        bias = torch.tensor(values, dtype=torch.float32, device=table.device)
-        table.bias[r, _ids(table, ids)] = bias
-    table.in_prompt[r, _ids(table, request.tokens[:n])] = True
-    output = _ids(table, request.tokens[n:])
-    table.output_counts[r].index_add_(0, output, torch.ones_like(output))
+def write_blocks(writes: HostWrites, table: Table, row: int, blocks: Sequence[int], first: int = 0) -> None:
+    """Write a row's block table from its block `first` on. Entries beyond its blocks repeat the last one, so
+    that whatever reads them and masks the result reads nothing of other requests."""
+    writes.put(table.block_table, row, blocks[first:], first, table.max_blocks)
 
 
-def write_blocks(table: Table, row: int, blocks: Sequence[int]) -> None:
-    """Write a row's block table. Entries beyond its blocks repeat the last one, so that whatever reads them
-    and masks the result reads nothing of other requests."""
-    table.block_table[row, : len(blocks)] = _ids(table, blocks)
-    table.block_table[row, len(blocks) :] = blocks[-1]
+def write_history(table: Table, request: Admission) -> None:
+    """The vocabulary-wide rows that only penalties and bias read, from the tokens that are there already."""
+    r, n, bias = request.row, request.num_prompt, request.params.logit_bias
+    for column in (table.bias, table.in_prompt, table.output_counts):
+        column[r].zero_()
+    if bias:
+        ids = upload(list(bias), torch.int64, table.device)
+        table.bias[r].index_copy_(0, ids, upload(list(bias.values()), torch.float32, table.device))
+    tokens = table.tokens[r, : len(request.tokens)]
+    table.in_prompt[r].index_fill_(0, tokens[:n].long(), True)
+    if len(tokens) > n:  # preempted before
+        table.output_counts[r].index_add_(0, tokens[n:], torch.ones_like(tokens[n:]))
 
 
 @contextmanager
@@ -108,7 +135,3 @@ def rehearsal(table: Table, count: int, context: int, num_blocks: int) -> Iterat
     finally:
         for column in (table.num_tokens, table.max_len, table.limit, table.block_table, table.finished):
             column[rows] = 0
-
-
-def _ids(table: Table, values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=table.device)

@@ -1,11 +1,11 @@
 """The step, captured once per bucket and replayed: on a GPU one CUDA graph per (batch size, K).
 
 A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
-part, padded with -1 to the bucket's size; all else the step reads from the request rows
-(`kernels/table.py`), so nothing computed on the host is frozen into a capture. Padding rows are inert.
-Captures never run at the same time, so they share their memory: one pool for all of an engine, which holds
-what the largest of them needs, and one buffer for the logits (`Step.share_logits`). What is read of a
-result must be queued before the next replay.
+part, padded with -1 to the bucket's size, the beginning of a tensor that all buckets share: it is sent
+when it changes. All else the step reads from the request rows (`kernels/table.py`), so nothing computed on
+the host is frozen into a capture. Padding rows are inert. Captures never run at the same time, so they
+share their memory: one pool for all of an engine, which holds what the largest of them needs, and one
+buffer for the logits (`Step.share_logits`). What is read of a result must be queued before the next replay.
 
 On a CPU a capture is the step itself, run again at every replay, with results copied to the same
 addresses: so that buckets, padding and the reuse of outputs are tested without a GPU.
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .kernels.upload import upload
 from .step import StepResult
 
 MAX_STEP_TOKENS = 1024  # of a bucket; longer steps are bound by computing, which a graph does not help
@@ -101,6 +102,8 @@ class StepGraphs:
         self.ks = sorted({0, *ks})
         self.batches = batch_sizes(max_batch)
         self.captures: dict[Bucket, Capture] = {}
+        self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
+        self._sent: list[int] = []  # what `rows` begins with, as far as is known
         self.fallbacks = 0
         self.lazy = lazy
         self.seconds, self.bytes = 0.0, 0
@@ -141,10 +144,20 @@ class StepGraphs:
         if capture is None:
             self.fallbacks += not self.lazy
             capture = self.capture(bucket)
-        padded = [*rows, *[PADDING] * (bucket.batch - len(rows))]
-        capture.rows.copy_(torch.tensor(padded, dtype=torch.int32), non_blocking=True)
+        self._send([*rows, *[PADDING] * (bucket.batch - len(rows))])
         capture.replay()
         return capture.result.first(len(rows))
+
+    def _send(self, rows: list[int]) -> None:
+        """Have `rows` begin with these."""
+        if rows != self._sent[: len(rows)]:
+            self.forget_rows()  # in case this is interrupted
+            upload(rows, torch.int32, self.device, out=self.rows[: len(rows)])
+            self._sent = rows
+
+    def forget_rows(self) -> None:
+        """Somebody else has written to them."""
+        self._sent = []
 
     def bucket_for(self, num_rows: int, k: int) -> Bucket:
         """The smallest bucket of at least `num_rows` rows, with the largest captured K up to `k`."""
@@ -153,7 +166,8 @@ class StepGraphs:
 
     def capture(self, bucket: Bucket) -> Capture:
         """Capture one bucket."""
-        rows = torch.full((bucket.batch,), PADDING, dtype=torch.int32, device=self.device)
+        self.forget_rows()
+        rows = self.rows[: bucket.batch].fill_(PADDING)  # nobody's, as capturing runs the step
         self.captures[bucket] = self._make(lambda r: self.step(r, bucket.k), rows)
         return self.captures[bucket]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import EngineConfig, SamplingParams, SpecConfig, as_token_id
-from .device import resolve_device
+from .device import current, resolve_device
 from .drafters.base import Target
 from .drafters.loading import load_drafter
 from .engine import Engine
@@ -46,8 +46,9 @@ class LLM:
         device = resolve_device(self.config.device)
         tokenizer = Tokenizer(folder)
         dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
-        target = load_model(folder, dtype, device)
-        drafter = load_drafter(self.config.spec, Target(target, folder, tokenizer))
+        with current(device):
+            target = load_model(folder, dtype, device)
+            drafter = load_drafter(self.config.spec, Target(target, folder, tokenizer))
         self.engine = Engine(self.config, Worker(self.config, target, drafter), tokenizer)
         self._shared = SharedEngine(self.engine)
         self._groups = itertools.count()

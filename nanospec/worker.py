@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import admission
-from .admission import Admission
+from .admission import Admission, HostWrites
 from .config import EngineConfig
 from .costs import StepCosts, lookup_ms
+from .device import on_own_device
 from .drafters.base import Drafter
 from .graphs import StepGraphs
 from .kernels.batch import Batch, Chunk
@@ -98,10 +99,16 @@ class Worker:
     simulated: str | None = None
 
     def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None = None) -> None:
-        self.config, self.model, self.drafter = config, model, drafter
+        self.config, self.model, self.drafter, self.device = config, model, drafter, model.device
+        self._build()
+
+    @on_own_device
+    def _build(self) -> None:
+        """Allocate and capture."""
+        config, model, drafter = self.config, self.model, self.drafter
         self.max_k = 0 if drafter is None else min(config.spec.max_k, drafter.max_drafts)
         self.num_blocks, self.max_model_len = plan_cache(config, model, drafter)
-        self.stages = Stopwatch()
+        self.stages, self.writes = Stopwatch(), HostWrites()
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
         )
@@ -143,28 +150,37 @@ class Worker:
         """Whether it is for the host to say for how many drafts a model is run: in steps without graphs."""
         return self.graphs is None and self.model_code != NOBODY
 
+    @on_own_device
     def admit(self, requests: Sequence[Admission]) -> None:
         """Give requests their rows."""
         for request in requests:
-            admission.write_row(self.table, request, self.config.spec)
+            admission.write_row(self.writes, self.table, request, self.config.spec)
             zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
             for part in self.drafters:
                 part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
+        if penalized := [request for request in requests if request.params.changes_logits]:
+            self.writes.flush()
+            for request in penalized:
+                admission.write_history(self.table, request)
 
+    @on_own_device
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Compute the K/V of pieces of the rows' texts."""
         with self.stages("prefill"):
+            self.writes.flush()
             self.model.forward(Batch.of_chunks(self.table, chunks), self.kv_cache)
 
+    @on_own_device
     @torch.inference_mode()
     def step(self, order: StepOrder, cut: Cut) -> Flight:
         """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not captured."""
         for row, blocks, num_kept in order.grown:
-            admission.write_blocks(self.table, row, blocks)
+            admission.write_blocks(self.writes, self.table, row, blocks, num_kept)
             zero_blocks(self.kv_cache, blocks[num_kept:])
             for part in self.drafters:
                 part.grow(row, blocks[num_kept:])
+        self.writes.flush()
         if self.graphs is not None:
             drafting = [row for row, n in zip(order.rows, order.limits, strict=True) if n and order.k]
             with self.stages("propose"):
@@ -182,6 +198,7 @@ class Worker:
         follow = [part.follow(order.rows) for part in self.drafters]
         return Flight(result.fetch(), follow, logprobs, order.logprobs)
 
+    @on_own_device
     def fetch(self, flight: Flight) -> list[RowResult]:
         """Wait for a step: a result for each of its rows."""
         with self.stages("wait"):
@@ -195,12 +212,14 @@ class Worker:
             for report, n in zip(reports, flight.wanted, strict=True)
         ]
 
+    @on_own_device
     def release(self, row: int) -> None:
         """The request of a row has ended or was preempted; its pages may be another's."""
-        self.table.finished[row] = STOPPED
+        self.writes.set(self.table.finished, row, STOPPED)
         for part in self.drafters:
             part.release(row)
 
+    @on_own_device
     def measure(self) -> StepCosts:
         """Time steps by their size. To be called before the first request."""
         if self.graphs is None:
@@ -234,3 +253,5 @@ class Worker:
             for part in self.drafters:
                 part.rehearse(count)
             yield
+        if self.graphs is not None:
+            self.graphs.forget_rows()

@@ -56,7 +56,7 @@ class DraftCache:
         computed = drafted * self.table.block_size
         self._texts[row] = _Text(num_tokens, computed, list(blocks[:num_cached]))
         self.grow(row, blocks[num_cached:])
-        self.computed[row] = computed
+        self.computed[row].fill_(computed)
 
     def grow(self, row: int, blocks: Sequence[int]) -> None:
         """The row's request got blocks that may have been another's."""

@@ -65,7 +65,7 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         self.drawn_at = torch.zeros(table.num_rows + 1, dtype=torch.int32, device=device)
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
-        self.drawn_at[row] = 0
+        self.drawn_at[row].zero_()
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)

@@ -1,0 +1,108 @@
+"""Refuses what would make the host wait for a GPU, also where there is none.
+
+    with NoWaiting():
+        engine.step()
+
+Refused are operations whose result the host reads or whose sizes the device decides (`item`, `nonzero`,
+boolean masks, ...), new tensors made of Python numbers, which are copied from memory that is not pinned, and
+on a GPU every other copy from such memory. Allowed is what the engine has for the purpose: `upload`, which
+uses pinned memory, `to_host`, whose result waits for no more than the step that is due, and replaying a
+captured step, which cannot wait.
+
+`torch.cuda.set_sync_debug_mode("error")` refuses what waits inside of torch's operations on a real GPU, but
+neither copies of memory that is not pinned with `non_blocking` nor waiting for events and devices.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from nanospec.device import to_host
+from nanospec.kernels.upload import upload
+
+READS = {
+    "_local_scalar_dense", "is_nonzero", "item", "equal", "allclose", "nonzero", "masked_select", "argwhere",
+    "repeat_interleave", "bincount", "unique_dim", "unique_consecutive", "_unique", "_unique2", "lift_fresh",
+}  # fmt: skip
+MASKED = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
+
+
+class Waits(AssertionError):
+    """Something would have waited."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """See above. Made before the engine runs; `replays` are further functions that are allowed."""
+
+    def __init__(self, *replays: tuple[type, str]) -> None:
+        super().__init__()
+        self._replays = replays
+
+    def __enter__(self) -> Any:
+        self._patches = ExitStack()
+        change = lambda *where: self._patches.enter_context(mock.patch.object(*where))  # noqa: E731
+        for function in (upload, to_host):
+            free = allowed(function)
+            for module in [m for name, m in sys.modules.items() if name.startswith("nanospec")]:
+                if getattr(module, function.__name__, None) is function:
+                    change(module, function.__name__, free)
+        for owner, name in ((GridExecutor, "__call__"), *self._replays):
+            change(owner, name, allowed(getattr(owner, name)))
+        for name in ("tolist", "numpy", "cpu"):  # which the mode does not see on a CPU
+            change(Tensor, name, refused(name, getattr(Tensor, name)))
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patches.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in READS:
+            raise Waits(f"{name} waits for the device.")
+        if name in MASKED and any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None):
+            raise Waits(f"{name} with a mask waits for the device.")
+        if name in ("_to_copy", "copy_"):
+            source = args[1] if name == "copy_" else args[0]
+            leaves = tree_leaves((args, kwargs))
+            on_gpu = any(t.type == "cuda" for t in map(_device_of, leaves) if t is not None)
+            if on_gpu and not source.is_cuda and source.numel() > 1 and not source.is_pinned():
+                raise Waits("A copy from memory that is not pinned waits for the device.")
+        return func(*args, **(kwargs or {}))
+
+
+def allowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, during which nothing is refused."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def refused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reads a tensor, refused while the mode is on."""
+
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            raise Waits(f"{name} waits for the device.")
+        return function(tensor, *args, **kwargs)
+
+    return run
+
+
+def _device_of(leaf: object) -> torch.device | None:
+    return leaf if isinstance(leaf, torch.device) else leaf.device if isinstance(leaf, Tensor) else None
