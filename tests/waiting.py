@@ -97,7 +97,7 @@ def refused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A method that reads a tensor, refused while the mode is on."""
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack():
+        if torch._C._len_torch_dispatch_stack() and (tensor.is_cuda or not torch.cuda.is_available()):
             raise Waits(f"{name} waits for the device.")
         return function(tensor, *args, **kwargs)
 

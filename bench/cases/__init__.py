@@ -48,7 +48,7 @@ class Case:
     timed: bool = True
 
 
-MODULES = ("bench.cases.layer", "bench.cases.speculation", "bench.cases.layout")
+MODULES = ("bench.cases.layer", "bench.cases.speculation", "bench.cases.layout", "bench.cases.host")
 
 
 def all_cases() -> Iterator[Case]:

@@ -1,0 +1,121 @@
+"""On a GPU: the host waits for nothing but the results that are due, and what it writes arrives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec import SamplingParams
+from nanospec.admission import Admission, HostWrites, write_history, write_row
+from nanospec.config import SpecConfig
+from nanospec.engine import Engine
+from nanospec.graphs import CudaCapture
+from nanospec.kernels.batch import Chunk
+from nanospec.kernels.table import Table
+from nanospec.models.heads import Heads
+from tests.drive import finish, make_engine, outcome
+from tests.tiny import tiny_model
+from tests.waiting import NoWaiting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+PENALIZED = SamplingParams(temperature=0, max_tokens=30, presence_penalty=0.1, logit_bias={5: 3.0})
+PARAMS = [SamplingParams(temperature=0, max_tokens=60), PENALIZED, SamplingParams(seed=-1, max_tokens=25)]
+
+
+def make(way: str, **options: Any) -> Engine:
+    kinds: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "vocab_size": 512}
+    target, draft = tiny_model(**kinds), tiny_model(num_layers=1, **kinds)
+    return make_engine(
+        target, 3, guess={"method": way}, draft_model=draft if "draft" in way else None,
+        heads=Heads.random(target, 3) if way == "medusa" else None, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def errors_on_waiting() -> Iterator[Any]:
+    """Switches torch's own check on and off."""
+    yield torch.cuda.set_sync_debug_mode
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("way", ["ngram", "draft", "ngram+draft", "medusa"])
+def test_the_lagged_loop_never_waits(way: str, errors_on_waiting: Any) -> None:
+    """Admission, prompts in chunks, growth, preemption, the steady state, an abort, the end. The first time,
+    whatever is compiled and allocated once is; what comes out is the same."""
+    engine = make(
+        way,
+        num_blocks=12,
+        max_num_seqs=4,
+        max_model_len=128,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+    )
+
+    def go(steps_before_abort: int = 7) -> list[list[int]]:
+        given_up = engine.add([6] * 9, PARAMS[0])
+        requests = [engine.add([7 + i, 5, 3] * (3 + 9 * i), PARAMS[i % 3]) for i in range(5)]
+        for _ in range(steps_before_abort):
+            engine.step()
+        engine.abort(given_up)
+        finish(engine)
+        return [outcome(request).token_ids for request in requests]
+
+    expected = go()
+    with NoWaiting((CudaCapture, "replay")):
+        errors_on_waiting("error")
+        actual = go()
+    assert actual == expected
+    assert engine.metrics.num_preemptions
+    assert engine.worker.graphs is not None
+    assert engine.worker.graphs.fallbacks == 0
+
+
+def test_the_check_notices(errors_on_waiting: Any) -> None:
+    errors_on_waiting("error")
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        torch.tensor([1, 2], device="cuda")
+
+
+def test_admission_and_prefill_go_on_while_the_device_is_busy() -> None:
+    """Also what no check of torch notices: everything is queued while the device works on something else."""
+    engine = make("ngram", max_num_seqs=4, max_model_len=128)
+    worker = engine.worker
+    request = Admission(0, list(range(40)), 40, 100, [1, 2, 3], 0, 3, (1,), PENALIZED)
+    for busy in (False, True):  # first, whatever is compiled and allocated once
+        torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(2_000_000_000)  # about a second
+        start = time.perf_counter()
+        worker.admit([request])
+        worker.prefill([Chunk(0, 0, 39)])
+        worker.release(0)
+        seconds = time.perf_counter() - start
+    before = time.perf_counter()
+    torch.cuda.synchronize()
+    assert seconds < 0.2 < time.perf_counter() - before
+
+
+def test_rows_arrive() -> None:
+    """Of requests with and without penalties, released and admitted anew before anything was sent."""
+    requests = [
+        Admission(row, list(range(3, 3 + n)), n - 2, 100, list(range(1, 2 + n // 16)), 0, -n, (7, 9), params)
+        for row, n, params in ((2, 40, PENALIZED), (0, 3, PARAMS[2]), (2, 90, PARAMS[1]))
+    ]
+    tables = [Table.empty(4, 128, 16, 300, device) for device in ("cpu", "cuda")]
+    for table in tables:
+        writes = HostWrites()
+        for request in requests:
+            write_row(writes, table, request, SpecConfig())
+        writes.flush()
+        for request in requests[1:]:
+            write_history(table, request)
+    for name, ours, theirs in zip(Table._fields, *tables, strict=True):
+        assert not isinstance(ours, Tensor) or torch.equal(ours, theirs.cpu()), name
