@@ -2,7 +2,8 @@
 # make test         all tests that need no GPU (kernels run in Triton's interpreter)
 # make test-models  the tests that need the second, larger model
 # make lint         ruff and mypy
-# make gpu          tests and benchmarks on a GPU, with the torch and triton that are installed
+# make gpu          tests and benchmarks on a GPU, with the torch and triton that are installed; PART names
+#                   one of smoke, tests, steps, kernels, e2e and peers, each of at most nine minutes
 # make clean        remove .venv and caches; models stay
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ BIN    := $(VENV)/bin
 MODEL  := smollm2-135m-instruct
 MODEL2 := qwen2.5-coder-1.5b-instruct
 OUT    ?= bench/results
+PART   ?= all
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
 
 .PHONY: run test test-models lint gpu clean
@@ -33,10 +35,7 @@ lint: $(VENV)/.lint
 	@$(BIN)/mypy nanospec bench tests run.py  # nanospec/kernels is kernels
 
 gpu:
-	@$(PYTHON) -m pytest tests/gpu -q
-	@$(PYTHON) bench/kernels.py --out $(OUT)
-	@$(PYTHON) bench/steps.py --out $(OUT)
-	@$(PYTHON) bench/e2e.py --out $(OUT)
+	@$(PYTHON) bench/gpu.py $(PART) --out $(OUT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

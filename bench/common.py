@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+CARRY = ROOT / "carry"  # what `bench/gpu.py pack` collects for a machine without a network
 # Evaluation text, not part of the repository: beside it, or inside as an untracked folder.
-DATA = next((p for p in (ROOT / "shared" / "data", ROOT.parent / "shared" / "data") if p.is_dir()), ROOT)
+_DATA = (CARRY / "data", ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
+DATA = next((path for path in _DATA if path.is_dir()), ROOT)
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -37,7 +39,7 @@ def environment() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": versions,
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
     if torch.cuda.is_available():
@@ -60,13 +62,15 @@ def _cpu_name() -> str:
     return f"{name} ({flags})" if flags else name
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit that is measured; of a copy without git, what `bench/gpu.py pack` noted."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        noted = CARRY / "commit"
+        return noted.read_text().strip() if noted.is_file() else "unknown"
     return run.stdout.strip()
 
 

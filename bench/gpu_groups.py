@@ -1,0 +1,159 @@
+"""What `bench/gpu.py` runs: the groups of each part, the most important first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are lost together if one of them breaks the process.
+
+    Attributes:
+        command: arguments for Python.
+        limit: seconds that it may take.
+        measures: whether it writes rows, and so takes the options of `bench/rows.py`.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit: float = 120
+    env: Mapping[str, str] = field(default_factory=dict)
+    measures: bool = True
+
+
+LIMITS = {"smoke": 240, "tests": 530, "steps": 530, "kernels": 530, "e2e": 530, "peers": 530}  # seconds
+JOBS = str(os.cpu_count() or 1)
+
+
+def compiled(cpu: bool, only: str = "") -> list[Group]:
+    """All kernels compiled at once, on all cores: one by one, as they are launched, it takes minutes."""
+    targets = ("--targets", "sm_90", "--jobs", JOBS)
+    command = ("bench/compile.py", *targets, "--only", only or "")
+    return [] if cpu else [Group("compile", command, 120, measures=False)]
+
+
+def smoke(cpu: bool) -> list[Group]:
+    shapes = ("tiny",) if cpu else ("qwen3-0.6b", "qwen3-8b")
+    return [
+        Group("environment", ("bench/smoke.py", "environment"), 60),
+        *compiled(cpu),
+        Group("equality", ("bench/smoke.py", "equality"), 90),
+        Group("waiting", ("bench/smoke.py", "waiting"), 60),
+        *(Group(shape, ("bench/smoke.py", "speed", "--shape", shape), 90) for shape in shapes),
+    ]
+
+
+def tests(cpu: bool) -> list[Group]:
+    """A file of tests each; those that run engines first, kernels behind them, all else as found."""
+    first = ("test_engine.py", "test_kernels.py", "test_spec_kernels.py")
+    found = {path.name: path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))}
+    ordered = [name for name in first if name in found] + [name for name in found if name not in first]
+    files = [
+        Group(name.removesuffix(".py"), ("bench/gpu_tests.py", f"tests/gpu/{name}"), 240) for name in ordered
+    ]
+    tools = [
+        Group(tool, ("bench/sanitize.py", tool), 120) for tool in ("memcheck", "racecheck")
+    ]
+    return [*compiled(cpu), *files, *tools]
+
+
+def steps(cpu: bool) -> list[Group]:
+    def group(name: str, shape: str, limit: float, *options: str) -> Group:
+        return Group(name, ("bench/steps.py", "--shape", shape, *options), limit)
+
+    if cpu:
+        grid = ("--contexts", "64", "--batches", "1", "2", "--ks", "0", "2", "--repeats", "2")
+        return [
+            group("tiny", "tiny", 120, *grid),
+            group("tiny drafters", "tiny", 120, "--drafters", *grid),
+            Group("tiny gap", ("bench/gap.py", "--shape", "tiny", "--batches", "1", "2"), 120),
+        ]
+    small, large, llama = "qwen3-0.6b", "qwen3-8b", "llama-3.2-1b"
+    more = ("--batches", "1", "4", "8", "16", "64", "--ks", "0", "1", "2", "4", "8", "16")
+    return [
+        *compiled(cpu),
+        group("0.6B", small, 90),
+        group("8B", large, 120),
+        Group("0.6B gap", ("bench/gap.py", "--shape", small), 60),
+        Group("8B gap", ("bench/gap.py", "--shape", large), 60),
+        group("Llama-1B", llama, 60),
+        group("0.6B long", small, 90, "--contexts", "8192", "32768"),
+        group("8B long", large, 120, "--contexts", "8192", "32768"),
+        group("0.6B drafters", small, 90, "--drafters"),
+        group("0.6B more", small, 90, *more, "--besides"),
+        group("8B more", large, 90, *more, "--besides"),
+    ]
+
+
+def kernels(cpu: bool) -> list[Group]:
+    def group(name: str, limit: float, *only: str) -> Group:
+        return Group(name, ("bench/kernels.py", "--besides", "--only", *only), limit)
+
+    if cpu:
+        return [group("norm", 60, "rms_norm-H576"), group("lookup", 60, "ngram-B1-L1024")]
+    return [
+        *compiled(cpu),
+        group("attention", 120, "^attention-qwen3-.*-q[15]-"),
+        group("products", 120, r"qwen3-.*-T\d"),
+        group("lookup", 60, "^ngram-"),
+        group("small", 60, "^layout", "^verify", "^rope", "^rms_norm"),
+        group("sample", 90, "^sample"),
+        group("further products", 90, r"-\w+-T\d"),
+        group("rest", 120, ""),
+    ]
+
+
+def e2e(cpu: bool) -> list[Group]:
+    if cpu:
+        return [Group("tiny", ("bench/e2e.py", "--shape", "tiny", "--batches", "1", "2", "--max-tokens", "8"), 120)]
+    some = ("--batches", "1", "16", "64")
+    return [
+        *compiled(cpu),
+        Group("0.6B", ("bench/e2e.py", "--shape", "qwen3-0.6b", *some), 150),
+        Group("8B", ("bench/e2e.py", "--shape", "qwen3-8b", *some), 210),
+        Group("0.6B more", ("bench/e2e.py", "--shape", "qwen3-0.6b", "--batches", "4", "128"), 120),
+    ]
+
+
+def peers(cpu: bool) -> list[Group]:
+    def group(name: str, limit: float, *arguments: str) -> Group:
+        return Group(name, ("bench/peers.py", *arguments), limit)
+
+    shapes = ("tiny",) if cpu else ("qwen3-0.6b", "qwen3-8b")
+    return [
+        *compiled(cpu, "attention"),
+        *(group(f"plain {shape}", 150, "plain", "--shape", shape) for shape in shapes),
+        group("FA3", 90, "attention"),
+        group("transformers", 150, "transformers", "--shape", shapes[0]),
+    ]
+
+
+Part = Callable[[bool], list[Group]]
+PARTS: dict[str, Part] = {
+    "smoke": smoke, "tests": tests, "steps": steps, "kernels": kernels, "e2e": e2e, "peers": peers
+}  # fmt: skip
+
+
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is: on the PATH, with CUDA, or in a wheel of NVIDIA's."""
+    places = ["/usr/local/cuda/bin", *map(str, Path("/usr/local").glob("cuda*/bin"))]
+    if found := shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=":".join(places)):
+        return found
+    for folder in (Path("/opt/nvidia"), Path("/usr/local"), *_site_folders()):
+        for path in sorted(folder.glob("**/compute-sanitizer")):
+            if path.is_file() and os.access(path, os.X_OK):
+                return str(path)
+    return None
+
+
+def _site_folders() -> list[Path]:
+    import site
+
+    return [Path(folder) / "nvidia" for folder in site.getsitepackages()]
