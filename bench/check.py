@@ -27,15 +27,16 @@ FEW = 0.01  # of drawn tokens may differ, where probabilities lie within roundin
 @contextmanager
 def poisoned() -> Iterator[None]:
     """New memory holds NaN, or the largest integer, until it is written."""
-    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    was, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 def duplicate(value: Any, wide: bool, done: dict[int, Any]) -> Any:
@@ -45,7 +46,6 @@ def duplicate(value: Any, wide: bool, done: dict[int, Any]) -> Any:
     made: Any = value
     if isinstance(value, Tensor):
         made = value.float() if wide and value.dtype in HALF else value.clone()
-        made = made.as_strided(value.size(), value.stride()) if made.stride() != value.stride() else made
     elif isinstance(value, torch.dtype):
         return torch.float32 if wide and value in HALF else value
     elif isinstance(value, tuple):

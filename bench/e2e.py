@@ -70,9 +70,10 @@ def start(
         with out.attempt(f"{args.shape} {name}"):
             engines[name] = make_engine(model, k, max(args.batches), longest + args.max_tokens + 32, make)
         if name == "auto" and name in engines:
-            captured = len(engines[name].worker.graphs.captures) if engines[name].worker.graphs else 0
-            seconds = time.perf_counter() - begin
-            out.add(f"{args.shape} start: {captured} steps captured and timed in {seconds:.1f} s", seconds=seconds)
+            graphs, seconds = engines[name].worker.graphs, time.perf_counter() - begin
+            captured = len(graphs.captures) if graphs is not None else 0
+            text = f"{args.shape} start: {captured} steps captured and timed in {seconds:.1f} s"
+            out.add(text, captured=captured, seconds=seconds)
     return engines
 
 
@@ -114,7 +115,8 @@ def compare(
         base = [r["tokens_per_second"] for r in runs["K=0"][1:] or runs["K=0"]]
         rates = [r["tokens_per_second"] for r in counted]
         row: dict[str, Any] = {
-            "shape": shape, "workload": workload, "batch": batch, "system": name, "repeats": len(runs[name]) - 1,
+            "shape": shape, "workload": workload, "batch": batch, "system": name,
+            "repeats": len(runs[name]) - 1,
             "tokens_per_second": common.spread(rates),
             "speedup": common.spread([a / b for a, b in zip(rates, base, strict=True)]),
             "ms_per_token": round(statistics.median(r["ms_per_token"] for r in counted), 4),

@@ -145,8 +145,9 @@ def report_trace(out: Rows, name: str, found: list[dict[str, Any]], **figures: A
         count[event["name"]] += 1
     for kernel, total in us.most_common(14):
         per_step, launches = total / len(groups), count[kernel] / len(groups)
+        each = total / count[kernel]
         out.add(
-            f"{name} kernel {kernel[:50]:50} {launches:5.0f} x {total / count[kernel]:8.2f} us = {per_step:8.1f} us",
+            f"{name} kernel {kernel[:50]:50} {launches:5.0f} x {each:8.2f} us = {per_step:8.1f} us",
             what="kernel", kernel=kernel[:200], launches=launches, us_per_step=round(per_step, 2), **figures,
         )  # fmt: skip
 
@@ -172,12 +173,11 @@ def gap(out: Rows, model: Model, shape: str, batch: int, repeats: int) -> None:
     engine.abort_all()
     with torch.inference_mode():  # as the engine captured it
         replay = step_ms(engine.worker, bucket, middle, repeats)
-    share = max(step - replay, 0.0) / step
+    share, target, us = max(step - replay, 0.0) / step, TARGETS["host gap"], statistics.median(between) * 1e3
     out.add(
-        f"{name}: step {step:.3f} ms, replay alone {replay:.3f}, gap {share:.1%} "
-        f"{TARGETS['host gap'].judge(share)} ({TARGETS['host gap']}); by events {statistics.median(between) * 1e3:.1f} us",
-        headline=True, what="gap", step_ms=round(step, 4), replay_ms=round(replay, 4), gap_share=round(share, 4),
-        gap_events_us=round(statistics.median(between) * 1e3, 2), **figures,
+        f"{name}: step {step:.3f} ms, replay alone {replay:.3f}, gap {share:.1%} {target.judge(share)} "
+        f"({target}); by events {us:.1f} us", headline=True, what="gap", step_ms=round(step, 4),
+        replay_ms=round(replay, 4), gap_share=round(share, 4), gap_events_us=round(us, 2), **figures,
     )  # fmt: skip
 
 

@@ -80,7 +80,8 @@ def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = Fals
         why = f"{why} {_tail(log, begin)}".strip()
     outcome = Outcome(group.name, status, time.time() - start, why, rows.read(file)[before:])
     if status != "ok" or not group.measures:
-        rows.write(file, {"group": group.name, "text": f"{group.name}: {status} {why}".strip(), "status": status})
+        text = f"{group.name}: {status} {why}".strip()
+        rows.write(file, {"group": group.name, "text": text, "status": status})
     return outcome
 
 
@@ -135,7 +136,8 @@ def run_part(
     for old in (out / f"{part}.jsonl", out / f"{part}.log"):
         old.unlink(missing_ok=True)
     until = time.time() + limit
-    rows.write(out / f"{part}.jsonl", {"group": "", "text": part, "commit": common.commit(), "started": time.time()})
+    begins = {"group": "", "text": part, "commit": common.commit(), "started": time.time()}
+    rows.write(out / f"{part}.jsonl", begins)
     for group in groups:
         outcome = run_group(group, part, out, until, cpu)
         outcomes.append(outcome)
@@ -191,7 +193,8 @@ def as_json(found: dict[str, list[Outcome]], out: Path) -> str:
 
 def pack(model: Path, data: Path, carry: Path = common.CARRY) -> dict[str, Any]:
     """Copy a model's tokenizer and the evaluation texts to `carry`, and say how much travels in all."""
-    texts = {path.name: path.read_bytes() for path in sorted(data.iterdir()) if path.suffix in (".jsonl", ".txt")}
+    found = [path for path in sorted(data.iterdir()) if path.suffix in (".jsonl", ".txt")]
+    texts = {path.name: path.read_bytes() for path in found}
     if not texts:
         raise SystemExit(f"{data} holds no texts (*.jsonl, *.txt); name a folder with --data.")
     shutil.rmtree(carry, ignore_errors=True)
@@ -210,7 +213,9 @@ def pack(model: Path, data: Path, carry: Path = common.CARRY) -> dict[str, Any]:
     tree = sum((ROOT / name).stat().st_size for name in listed if name and (ROOT / name).is_file())
     own = sum(path.stat().st_size for path in carry.rglob("*") if path.is_file())
     if own > CARRY_LIMIT or own + tree > TREE_LIMIT:
-        raise SystemExit(f"carry/ has {own:,} bytes and the checkout {tree:,}: more than {TREE_LIMIT:,} in all.")
+        raise SystemExit(
+            f"carry/ has {own:,} bytes, the checkout {tree:,}: too much for {TREE_LIMIT:,} in all."
+        )
     return {"carry_bytes": own, "checkout_bytes": tree, "files": sorted(p.name for p in carry.rglob("*.*"))}
 
 
@@ -220,7 +225,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all", "pack"])
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     parser.add_argument("--cpu", action="store_true", help="a dry run on tiny shapes, without a GPU")
-    parser.add_argument("--model", type=Path, default=ROOT / "weights" / "smollm2-135m-instruct", help="to pack")
+    model = ROOT / "weights" / "smollm2-135m-instruct"
+    parser.add_argument("--model", type=Path, default=model, help="folder whose tokenizer to pack")
     parser.add_argument("--data", type=Path, default=common.DATA, help="folder of texts to pack")
     args = parser.parse_args(argv)
     if args.part == "pack":

@@ -32,18 +32,22 @@ LIMITS = {"smoke": 240, "tests": 530, "steps": 530, "kernels": 530, "e2e": 530, 
 JOBS = str(os.cpu_count() or 1)
 
 
-def compiled(cpu: bool, only: str = "") -> list[Group]:
-    """All kernels compiled at once, on all cores: one by one, as they are launched, it takes minutes."""
-    targets = ("--targets", "sm_90", "--jobs", JOBS)
-    command = ("bench/compile.py", *targets, "--only", only or "")
-    return [] if cpu else [Group("compile", command, 120, measures=False)]
+def compiled(cpu: bool, only: str = "", without: str = "") -> list[Group]:
+    """All kernels compiled at once, on all cores: one by one, as they are launched, it takes minutes.
+    `without`: those that are also needed without dependent launch."""
+    command = ("bench/compile.py", "--targets", "sm_90", "--jobs", JOBS, "--only")
+    groups = [Group("compile", (*command, only), 120, measures=False)]
+    if without:
+        off = {"NANOSPEC_PDL": "0"}
+        groups.append(Group("compile without dependent launch", (*command, without), 60, off, measures=False))
+    return [] if cpu else groups
 
 
 def smoke(cpu: bool) -> list[Group]:
     shapes = ("tiny",) if cpu else ("qwen3-0.6b", "qwen3-8b")
     return [
         Group("environment", ("bench/smoke.py", "environment"), 60),
-        *compiled(cpu),
+        *compiled(cpu, without="qwen3"),
         Group("equality", ("bench/smoke.py", "equality"), 90),
         Group("waiting", ("bench/smoke.py", "waiting"), 60),
         *(Group(shape, ("bench/smoke.py", "speed", "--shape", shape), 90) for shape in shapes),
@@ -58,9 +62,7 @@ def tests(cpu: bool) -> list[Group]:
     files = [
         Group(name.removesuffix(".py"), ("bench/gpu_tests.py", f"tests/gpu/{name}"), 240) for name in ordered
     ]
-    tools = [
-        Group(tool, ("bench/sanitize.py", tool), 120) for tool in ("memcheck", "racecheck")
-    ]
+    tools = [Group(tool, ("bench/sanitize.py", tool), 120) for tool in ("memcheck", "racecheck")]
     return [*compiled(cpu), *files, *tools]
 
 
@@ -74,6 +76,7 @@ def steps(cpu: bool) -> list[Group]:
             group("tiny", "tiny", 120, *grid),
             group("tiny drafters", "tiny", 120, "--drafters", *grid),
             Group("tiny gap", ("bench/gap.py", "--shape", "tiny", "--batches", "1", "2"), 120),
+            Group("memory", ("bench/smoke.py", "memory", "--shape", "tiny", "--part", "steps"), 120),
         ]
     small, large, llama = "qwen3-0.6b", "qwen3-8b", "llama-3.2-1b"
     more = ("--batches", "1", "4", "8", "16", "64", "--ks", "0", "1", "2", "4", "8", "16")
@@ -84,6 +87,7 @@ def steps(cpu: bool) -> list[Group]:
         Group("0.6B gap", ("bench/gap.py", "--shape", small), 60),
         Group("8B gap", ("bench/gap.py", "--shape", large), 60),
         group("Llama-1B", llama, 60),
+        Group("memory", ("bench/smoke.py", "memory", "--shape", small, "--part", "steps"), 90),
         group("0.6B long", small, 90, "--contexts", "8192", "32768"),
         group("8B long", large, 120, "--contexts", "8192", "32768"),
         group("0.6B drafters", small, 90, "--drafters"),
@@ -112,7 +116,8 @@ def kernels(cpu: bool) -> list[Group]:
 
 def e2e(cpu: bool) -> list[Group]:
     if cpu:
-        return [Group("tiny", ("bench/e2e.py", "--shape", "tiny", "--batches", "1", "2", "--max-tokens", "8"), 120)]
+        few = ("--batches", "1", "2", "--max-tokens", "8", "--seconds", "1")
+        return [Group("tiny", ("bench/e2e.py", "--shape", "tiny", *few), 120)]
     some = ("--batches", "1", "16", "64")
     return [
         *compiled(cpu),

@@ -55,8 +55,9 @@ class Notes:
         outcome: Any = yield
         report = outcome.get_result()
         if report.when == "call" or report.outcome != "passed":
-            self.note(ends=item.nodeid, outcome=report.outcome, seconds=round(report.duration, 2),
-                      when=report.when, why=_first_line(report) if report.outcome != "passed" else "")  # fmt: skip
+            why = _first_line(report) if report.outcome != "passed" else ""
+            seconds = round(report.duration, 2)
+            self.note(ends=item.nodeid, outcome=report.outcome, seconds=seconds, when=report.when, why=why)
             if report.outcome == "failed" and not _gpu_answers():
                 os._exit(GOES_ON)
 
@@ -85,7 +86,7 @@ def _gpu_answers() -> bool:
 
 
 def follow(process: subprocess.Popen[bytes], notes: Path, each: float, until: float) -> str:
-    """Wait for pytest; end it when a test takes more than `each` seconds or the time is over. Why it ended."""
+    """Wait for pytest; end it when a test takes over `each` seconds or the time is over. Why it ended."""
     since, seen = time.time(), 0
     while process.poll() is None:
         time.sleep(0.05)
@@ -121,13 +122,16 @@ def measure(out: rows.Rows, args: argparse.Namespace) -> None:
                 done[line["ends"]] = line
         lost = begun[-1] if begun and begun[-1] not in done else None
         if lost is not None and why != "no time":
-            done[lost] = {"ends": lost, "outcome": "failed", "why": why or "the process ended", "seconds": None}
-        if not why or why == "no time" or not begun:
+            why = why or "the process ended"
+            done[lost] = {"ends": lost, "outcome": "failed", "why": why, "seconds": None}
+        if not why or why == "no time" or not begun or set(collected) <= set(done):
             break
     report(out, args.file, collected, done, process.returncode)
 
 
-def report(out: rows.Rows, file: str, collected: list[str], done: dict[str, dict[str, Any]], code: int) -> None:
+def report(
+    out: rows.Rows, file: str, collected: list[str], done: dict[str, dict[str, Any]], code: int
+) -> None:
     """A row for each test that did not pass, and one for the file."""
     count = {"passed": 0, "failed": 0, "skipped": 0}
     for name, line in done.items():
@@ -136,7 +140,8 @@ def report(out: rows.Rows, file: str, collected: list[str], done: dict[str, dict
         if line["outcome"] == "failed":
             out.add(f"FAILED {name}: {line['why']}", headline=True, test=name, **_figures(line))
         else:
-            rows.write(out.path, {"group": out.group, "text": f"{line['outcome']} {name}", "test": name, **_figures(line)})
+            text = f"{line['outcome']} {name}"
+            rows.write(out.path, {"group": out.group, "text": text, "test": name, **_figures(line)})
     left = [name for name in collected if name not in done]
     if left:
         out.add(f"left out, no time: {len(left)} tests", left_out=f"{len(left)} tests of {file}", names=left)
@@ -146,8 +151,8 @@ def report(out: rows.Rows, file: str, collected: list[str], done: dict[str, dict
     out.failed += count["failed"]
     slowest = sorted(done.values(), key=lambda line: -(line["seconds"] or 0))[:3]
     slow = ", ".join(f"{line['ends'].split('::')[-1]} {line['seconds']} s" for line in slowest)
-    text = f"{file}: {count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped, {len(left)} left out"
-    out.add(f"{text}; slowest: {slow}"[:300], headline=True, **count)
+    said = ", ".join(f"{number} {outcome}" for outcome, number in count.items())
+    out.add(f"{file}: {said}, {len(left)} left out; slowest: {slow}"[:300], headline=True, **count)
 
 
 def _figures(line: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +169,7 @@ def inside(file: str, notes: Path, skip: Path) -> int:
         def pytest_collection_modifyitems(self, config: Any, items: list[pytest.Item]) -> None:
             items[:] = [item for item in items if item.nodeid not in done]
 
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=0", "-W", "ignore"]
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=0"]
     return int(pytest.main([file, *options], plugins=[Rest(), plugin]))
 
 

@@ -78,9 +78,11 @@ def one(out: Rows, case: Case, machine: dict[str, float], repeats: int) -> None:
     except torch.cuda.OutOfMemoryError:
         said = "  not checked: too large"
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        said, checked = f"  not checked: {str(error).splitlines()[0][:80]}", {"check_failed": repr(error)[:500]}
+        checked = {"check_failed": repr(error)[:500]}
+        said = f"  not checked: {repr(error).splitlines()[0][:80]}"
     else:
-        said = f"  error {checked['error']:.1e}" + (f", {checked['differing']:.1%} differ" if checked["differing"] else "")
+        said = f"  error {checked['error']:.1e}"
+        said += f", {checked['differing']:.1%} differ" if checked["differing"] else ""
         if check.is_wrong(checked, case.kernel):
             out.failed += 1
             said = f"  WRONG:{said}"
@@ -121,16 +123,17 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
             one(out, case, machine, args.repeats)
         rows.release_memory()
     if left_out:
-        out.add(f"left out, no time: {len(left_out)} cases", left_out=f"{len(left_out)} cases from {left_out[0]} on",
-                names=left_out)  # fmt: skip
+        what = f"{len(left_out)} cases from {left_out[0]} on"
+        out.add(f"left out, no time: {what}", left_out=what, names=left_out)
     shares: dict[str, list[tuple[float, str]]] = {}
     for row in rows.read(out.path):
         if row.get("group") == out.group and row.get("limit_us"):
             shares.setdefault(row["kernel"], []).append((row["share"], row["case"]))
     for kernel, values in shares.items():
         median = statistics.median(share for share, _ in values)
-        text = f"{kernel}: {len(values)} cases, median {median:.0%} of the limit, least {min(values)[0]:.0%} ({min(values)[1]})"
-        out.add(text, headline=True, summary=kernel, median_share=median)
+        least, where = min(values)
+        text = f"{kernel}: {len(values)} cases, median {median:.0%} of the limit"
+        out.add(f"{text}, least {least:.0%} ({where})", headline=True, summary=kernel, median_share=median)
 
 
 def main(argv: list[str] | None = None) -> None:

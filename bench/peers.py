@@ -25,11 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import events, roofline
-from bench.cases import all_cases
+from bench.cases import Case, all_cases
 from bench.plain import PlainModel
 from bench.rows import Rows, release_memory, run
 from bench.steps import load_shape, make_engine, step_ms
 from nanospec.graphs import Bucket
+from nanospec.models.config import ModelConfig
+
+Call = Callable[..., Any]
 
 COMPILING = 75.0  # seconds that torch.compile may take for one step, about
 FA3 = ("flash_attn_interface", "fa3_fwd_interface", "fa3_fwd", "flash_attn_3.flash_attn_interface")
@@ -41,34 +44,39 @@ FA3 = ("flash_attn_interface", "fa3_fwd_interface", "fa3_fwd", "flash_attn_3.fla
 def plain(out: Rows, shape: str, repeats: int) -> None:
     context = 64 if out.cpu else 1024
     ours = our_steps(out, shape, context, repeats)
-    config = roofline.MODELS[shape] if shape != "tiny" else load_shape(shape, out)[1]
+    config = load_shape(shape, out)[1] if shape == "tiny" else roofline.MODELS[shape]
     for batch in (1, 8):
         for k in (0, 4):
-            if not out.has_time(f"plain {shape} B={batch} K={k}", 8.0):
-                continue
-            name, known = f"plain {shape} B={batch} K={k}", ours.get((batch, k))
-            with out.attempt(name), torch.inference_mode():
-                model = PlainModel(config, batch, context + 128, out.device, out.dtype)
-                ids = torch.randint(0, config.vocab_size, (batch, k + 1), device=out.device)
-                positions = torch.arange(context, context + k + 1, device=out.device)
-                graph, calls = events.capture([lambda: model.step(ids, positions)], 1)
-                runs: dict[str, tuple[Callable[[], object], int]] = {"graph": (graph.replay, calls)}
-                if batch == 1 and out.has_time(f"{name}, compiled", COMPILING):
-                    with out.attempt(f"{name}, compiled"):
-                        backend = "eager" if out.cpu else "inductor"
-                        step = torch.compile(model.step, fullgraph=True, dynamic=False, backend=backend)
-                        compiled, calls = events.capture([lambda: step(ids, positions)], 1)
-                        runs["compiled"] = (compiled.replay, calls)
-                for peer, times in events.interleaved(runs, 5 * repeats).items():
-                    ms = statistics.median(times)
-                    said = f", ours {known:.3f} ms, {ms / known:.2f}x" if known else ""
-                    out.add(
-                        f"{name} {peer}: {ms:.3f} ms{said}", headline=batch == 1, peer=f"torch {peer}", shape=shape,
-                        batch=batch, k=k, context=context, ms=round(ms, 4), ours_ms=known,
-                    )  # fmt: skip
-                del model, graph, runs
-            torch.compiler.reset()
-            release_memory()
+            name = f"plain {shape} B={batch} K={k}"
+            if out.has_time(name, 8.0):
+                with out.attempt(name), torch.no_grad():
+                    plain_rows(out, name, config, batch, k, context, repeats, ours.get((batch, k)), shape)
+                torch.compiler.reset()
+                release_memory()
+
+
+def plain_rows(
+    out: Rows, name: str, config: ModelConfig, batch: int, k: int, context: int, repeats: int,
+    known: float | None, shape: str,
+) -> None:  # fmt: skip
+    """A row for the step as it is and, at B=1, one for the compiled step."""
+    model = PlainModel(config, batch, context + 128, out.device, out.dtype)
+    ids = torch.randint(0, config.vocab_size, (batch, k + 1), device=out.device)
+    positions = torch.arange(context, context + k + 1, device=out.device)
+    graphs = {"graph": events.capture([lambda: model.step(ids, positions)], 1)}
+    if batch == 1 and out.has_time(f"{name}, compiled", COMPILING):
+        with out.attempt(f"{name}, compiled"):
+            backend = "eager" if out.cpu else "inductor"
+            step = torch.compile(model.step, fullgraph=True, dynamic=False, backend=backend)
+            graphs["compiled"] = events.capture([lambda: step(ids, positions)], 1)
+    runs = {peer: (graph.replay, calls) for peer, (graph, calls) in graphs.items()}
+    for peer, times in events.interleaved(runs, 5 * repeats).items():
+        ms = statistics.median(times)
+        said = f", ours {known:.3f} ms, {ms / known:.2f}x" if known else ""
+        out.add(
+            f"{name} {peer}: {ms:.3f} ms{said}", headline=batch == 1, peer=f"torch {peer}", shape=shape,
+            batch=batch, k=k, context=context, ms=round(ms, 4), ours_ms=known,
+        )  # fmt: skip
 
 
 def our_steps(out: Rows, shape: str, context: int, repeats: int) -> dict[tuple[int, int], float]:
@@ -92,14 +100,14 @@ def our_steps(out: Rows, shape: str, context: int, repeats: int) -> dict[tuple[i
 # ---- FlashAttention 3 ----------------------------------------------------------------------------
 
 
-def fa3() -> tuple[str, Callable[..., Any]] | str:
+def fa3() -> tuple[str, Call] | str:
     """The module and its function for a cache, or why there is none."""
     reasons = []
     for name in FA3:
         try:
             module = importlib.import_module(name)
         except Exception as error:  # a library that does not load is no ImportError
-            reasons.append(f"{name}: {type(error).__name__} {str(error).splitlines()[0][:80] if str(error) else ''}")
+            reasons.append(f"{name}: {repr(error).splitlines()[0][:100]}")
             continue
         if function := getattr(module, "flash_attn_with_kvcache", None):
             return name, function
@@ -114,30 +122,42 @@ def attention(out: Rows, repeats: int) -> None:
         return
     bandwidth = events.ceilings(out.device)["bandwidth"]
     cases = {case.label: case for case in all_cases() if case.kernel == "attention"}
+    sizes = ((1, 1, 1024), (1, 5, 1024), (64, 5, 1024), (1, 5, 16384), (64, 5, 16384), (64, 1, 1024))
     for shape in ("qwen3-0.6b", "qwen3-8b"):
-        config = roofline.MODELS[shape]
-        for B, Q, L in ((1, 1, 1024), (1, 5, 1024), (64, 5, 1024), (1, 5, 16384), (64, 5, 16384), (64, 1, 1024)):
-            name = f"{shape}-B{B}-q{Q}-L{L}"
-            if name not in cases or not out.has_time(f"FA3 {name}"):
-                continue
-            with out.attempt(f"FA3 {name}"):
-                case = cases[name]
-                runs = {"ours": events.capture([case.build(str(out.device)).run])}
-                q = torch.randn(B, Q, config.num_heads, config.head_dim, device=out.device, dtype=out.dtype)
-                k, v = (
-                    torch.randn(B, L, config.num_kv_heads, config.head_dim, device=out.device, dtype=out.dtype)
-                    for _ in range(2)
-                )
-                lengths = torch.full((B,), L, dtype=torch.int32, device=out.device)
-                runs["FA3"] = events.capture([lambda: peer[1](q, k, v, cache_seqlens=lengths, causal=True)])  # noqa: B023
-                times = events.interleaved({who: (graph.replay, n) for who, (graph, n) in runs.items()}, repeats)
-                us = {who: statistics.median(values) * 1e3 for who, values in times.items()}
-                said = ", ".join(f"{who} {value:.1f} us" for who, value in us.items())
-                limit = case.bytes / bandwidth * 1e6
-                out.add(f"attention {name}: {said}, limit {limit:.1f}", headline=True, case=name, peer=peer[0],
-                        us={who: round(value, 2) for who, value in us.items()}, limit_us=round(limit, 2))  # fmt: skip
-                del runs, q, k, v
-            release_memory()
+        for size in sizes:
+            case = cases.get(f"{shape}-B{size[0]}-q{size[1]}-L{size[2]}")
+            if case is not None and out.has_time(f"FA3 {case.label}"):
+                with out.attempt(f"FA3 {case.label}"):
+                    attention_row(out, case, roofline.MODELS[shape], size, peer, bandwidth, repeats)
+                release_memory()
+
+
+def attention_row(
+    out: Rows, case: Case, config: ModelConfig, size: tuple[int, int, int], peer: tuple[str, Call],
+    bandwidth: float, repeats: int,
+) -> None:  # fmt: skip
+    """Ours and the peer's in turn, each over several inputs of its own, so that no cache helps."""
+    B, Q, L = size
+    sets = max(1, min(16, 1 + (120 << 20) // case.bytes))
+    lengths = torch.full((B,), L, dtype=torch.int32, device=out.device)
+
+    def random(count: int, heads: int) -> torch.Tensor:
+        return torch.randn(B, count, heads, config.head_dim, device=out.device, dtype=out.dtype)
+
+    def theirs() -> Call:
+        q, k, v = random(Q, config.num_heads), random(L, config.num_kv_heads), random(L, config.num_kv_heads)
+        return lambda: peer[1](q, k, v, cache_seqlens=lengths, causal=True)
+
+    graphs = {
+        "ours": events.capture([case.build(str(out.device)).run for _ in range(sets)]),
+        "FA3": events.capture([theirs() for _ in range(sets)]),
+    }
+    times = events.interleaved({who: (graph.replay, n) for who, (graph, n) in graphs.items()}, repeats)
+    us = {who: round(statistics.median(values) * 1e3, 2) for who, values in times.items()}
+    said = ", ".join(f"{who} {value} us" for who, value in us.items())
+    limit = case.bytes / bandwidth * 1e6
+    text = f"attention {case.label}: {said}, limit {limit:.1f}"
+    out.add(text, headline=True, case=case.label, peer=peer[0], us=us, limit_us=round(limit, 2))
 
 
 # ---- transformers --------------------------------------------------------------------------------
@@ -150,9 +170,10 @@ def transformers_model(out: Rows, shape: str) -> Any:
     config = load_shape(shape, out)[1] if shape == "tiny" else roofline.MODELS[shape]
     make = Qwen3Config if config.qk_norm else LlamaConfig
     asked = make(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, head_dim=config.head_dim,
-        num_key_value_heads=config.num_kv_heads, max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size, num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings, bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     with torch.device(out.device):
@@ -199,11 +220,12 @@ def transformers(out: Rows, shape: str) -> None:
     tokens = 8 if out.cpu else 64
     for way, options in WAYS.items():
         if out.has_time(f"transformers {way}", 60.0 if way.endswith("compiled") else 8.0):
-            with out.attempt(f"transformers {way}"), torch.inference_mode():
+            with out.attempt(f"transformers {way}"), torch.no_grad():
                 generate_ms(out, model, tokens, options)
                 ms, passes = min(generate_ms(out, model, tokens, options) for _ in range(2))
-                text = f"transformers {shape} B=1 {way}: {ms:.2f} ms per pass ({passes} passes for {tokens} tokens)"
-                out.add(text, headline=True, peer=f"transformers {way}", shape=shape, ms=round(ms, 3), passes=passes)
+                text = f"transformers {shape} B=1 {way}: {ms:.2f} ms per pass, {tokens} tokens in {passes}"
+                figures = {"shape": shape, "ms": round(ms, 3), "passes": passes, "tokens": tokens}
+                out.add(text, headline=True, peer=f"transformers {way}", **figures)
 
 
 def measure(out: Rows, args: argparse.Namespace) -> None:

@@ -2,8 +2,8 @@
 
 As in gpt-fast: fused projections, `F.linear`, `scaled_dot_product_attention` over a static cache with a
 mask, and nothing that waits for the host. The queries of a group of heads are taken together, so that torch
-may use a kernel that knows masks but no groups, and keys and values are read once. A step scores Q tokens of B rows at the same position and
-returns the likeliest next token of each.
+may use a kernel that knows masks but no groups, and keys and values are read once. A step scores Q tokens
+of B rows at the same positions and returns the likeliest next token of each.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class PlainModel:
             torch.randn(2, batch, config.num_kv_heads, length, D, device=device, dtype=dtype)
             for _ in range(config.num_layers)
         ]
-        self.ones, self.head_ones = torch.ones(H, device=device, dtype=dtype), torch.ones(D, device=device, dtype=dtype)
-        angles = torch.arange(length, device=device)[:, None] / 1e4 ** (torch.arange(0, D, 2, device=device) / D)
+        self.ones, self.head_ones = (torch.ones(n, device=device, dtype=dtype) for n in (H, D))
+        turns = 1e4 ** (torch.arange(0, D, 2, device=device) / D)
+        angles = torch.arange(length, device=device)[:, None] / turns
         self.cos, self.sin = (torch.cat((f(angles), f(angles)), 1).to(dtype) for f in (torch.cos, torch.sin))
         self.places = torch.arange(length, device=device)
 

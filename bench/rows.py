@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What every benchmark on a GPU lets one set."""
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder for the rows")
     parser.add_argument("--group", default="", help="what the rows are said to belong to")
-    parser.add_argument("--until", type=float, default=math.inf, help="stop at this time, as time.time() has it")
-    parser.add_argument("--cpu", action="store_true", help="a dry run: tiny shapes, a stand-in for torch.cuda")
+    parser.add_argument("--until", type=float, default=math.inf, help="when to stop, as time.time() has it")
+    parser.add_argument("--cpu", action="store_true", help="a dry run, with a stand-in for torch.cuda")
 
 
 class Rows:
@@ -70,16 +70,21 @@ class Rows:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """An error inside becomes a row; a GPU that is unusable after it ends the process."""
+        """An error inside becomes a row; a GPU that is unusable after it ends the process. What does not
+        fit in memory is left out."""
         try:
             yield
+        except torch.cuda.OutOfMemoryError:
+            self.add(f"left out, no memory: {what}", left_out=f"{what} (memory)")
+            release_memory()
         except Exception as error:
             self.failed += 1
             first = (str(error).strip() or repr(error)).splitlines()[0]
-            self.add(f"FAILED {what}: {type(error).__name__}: {first[:300]}", error=repr(error)[:2000], what=what)
+            text = f"FAILED {what}: {type(error).__name__}: {first[:300]}"
+            self.add(text, error=repr(error)[:2000], what=what)
             del error
-            release_memory()
             try:
+                release_memory()
                 torch.cuda.synchronize()
             except Exception:
                 raise SystemExit(f"the GPU does not answer any more, after {what}") from None

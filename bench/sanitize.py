@@ -26,8 +26,12 @@ from bench.rows import Rows, read, run  # noqa: E402
 def measure(rows: Rows, args: argparse.Namespace) -> None:
     program = args.program or sanitizer()
     if program is None:
-        text = f"{args.tool}: compute-sanitizer is not installed (PATH, /usr/local/cuda*, /opt/nvidia, wheels)"
-        rows.add(text, headline=True, missing="compute-sanitizer")
+        places = "PATH, /usr/local/cuda*, /opt/nvidia, wheels"
+        rows.add(
+            f"{args.tool}: compute-sanitizer is not installed ({places})",
+            headline=True,
+            missing="compute-sanitizer",
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [program, "--tool", args.tool, "--error-exitcode", "99", "--print-limit", "5"]
@@ -45,10 +49,11 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
     output = done.stdout + done.stderr
     print(output[-6000:])
     said = re.findall(r"^=+\s*((?:ERROR|RACECHECK) SUMMARY.*|Error: .*)$", output, re.MULTILINE)
-    found = re.findall(r"^=+\s*((?:Invalid|Misaligned|Error: Race|Warning: Race|Program hit).*)$", output, re.MULTILINE)
+    kinds = "Invalid|Misaligned|Error: Race|Warning: Race|Program hit"
+    found = re.findall(rf"^=+\s*((?:{kinds}).*)$", output, re.MULTILINE)
     wrong = done.returncode != 0 or not ran
     rows.failed += wrong
-    summary = f"exit status {done.returncode}; {said[-1] if said else 'no summary'}" + (f"; {found[0]}" if found else "")
+    summary = "; ".join([f"exit status {done.returncode}", *said[-1:], *found[:1]])
     rows.add(f"{args.tool}: {summary}"[:300], headline=True, tool=args.tool, ran=ran, found=found[:20])
 
 

@@ -1,20 +1,23 @@
 """The first minutes on a GPU: does the engine run, is on = off, does nothing wait, how long is a step?
 
-    python bench/smoke.py environment|equality|waiting|speed|once [--shape qwen3-0.6b] [--out bench/results]
+    python bench/smoke.py environment|equality|waiting|speed|once|memory [--shape qwen3-0.6b]
+                          [--out bench/results]
 
 environment: what there is, and the two ceilings. equality: a tiny model's outputs with and without guesses,
 captured and not. waiting: engine steps while torch refuses whatever waits for the device. speed: one step
 at B=1 with K=0 and K=4 of a real model's shape, with programmatic dependent launch and without. once: a few
-captured steps, for compute-sanitizer.
+captured steps, for compute-sanitizer. memory: an engine as it starts by default, and what it takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import time
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,17 +31,21 @@ from bench import common, events, roofline, tiny
 from bench.rows import TARGETS, Rows, run
 from bench.steps import load_shape, make_engine, step_ms
 from nanospec import SamplingParams
+from nanospec.config import EngineConfig
+from nanospec.drafters.ngram import NgramDrafter
+from nanospec.engine import Engine
 from nanospec.graphs import Bucket
+from nanospec.worker import Worker
 
 REFUSED = 60  # steps of an engine while waiting is refused
 
 
 def environment(rows: Rows) -> None:
     found = common.environment()
-    shown = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip() if not rows.cpu else "none"  # fmt: skip
+    shown = found.get("gpu", "no GPU")
+    if program := shutil.which("nvidia-smi"):
+        asked = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        shown = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or shown
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     rows.add(f"{shown}; {versions}; commit {found['commit']}", headline=True, environment=found)
     limits = events.ceilings(rows.device)
@@ -100,7 +107,8 @@ def waiting(rows: Rows) -> None:
                             engine.abort(requests[0])
                         engine.step()
             except Exception as error:
-                at = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+                frames = traceback.extract_tb(error.__traceback__)
+                at = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
                 rows.failed += 1
                 text = f"K={k} {what}: WAITS, at {' '.join(at[-4:])}: {str(error).splitlines()[0][:120]}"
                 rows.add(text, headline=True, what=f"{what} K={k}", waits=True, at=at)
@@ -128,6 +136,8 @@ def speed(rows: Rows, shape: str, repeats: int) -> None:
         for k in (0, 4):
             with rows.attempt(f"{shape} K={k} dependent launch {pdl}"):
                 captures[pdl, k] = graphs.capture(Bucket(1, k))
+                ms = step_ms(worker, Bucket(1, k), context, 5)
+                rows.add(f"{shape} K={k} dependent launch {pdl}: {ms:.3f} ms at first sight", first_ms=ms)
     times: dict[tuple[str, int], list[float]] = {key: [] for key in captures}
     for _ in range(repeats):
         for key, capture in captures.items():
@@ -138,8 +148,9 @@ def speed(rows: Rows, shape: str, repeats: int) -> None:
         limit = roofline.account(config, 1, k, context).bound(machine)
         target = TARGETS.get(shape) if k == 0 else None
         name = f"{shape} B=1 K={k} dependent launch {'on' if pdl == '1' else 'off'}"
+        said = f", {target.judge(ms)} ({target})" if target else ""
         rows.add(
-            f"{name}: {ms:.3f} ms, {limit / ms:.0%} of the limit" + (f", {target.judge(ms)} ({target})" if target else ""),
+            f"{name}: {ms:.3f} ms, {limit / ms:.0%} of the limit{said}",
             headline=True, shape=shape, batch=1, k=k, context=context, pdl=pdl == "1", ms=round(ms, 4),
             spread=round(events.spread(times[pdl, k]), 3), limit_ms=round(limit, 4),
         )  # fmt: skip
@@ -157,9 +168,34 @@ def once(rows: Rows) -> None:
     rows.add(f"{len(found)} requests ran", tokens=sum(len(request.output_ids) for request in found))
 
 
+def memory(rows: Rows, shape: str) -> None:
+    """The default settings, all steps captured, and every row used."""
+    begin = time.perf_counter()
+    model, _ = load_shape(shape, rows)
+    config = EngineConfig(max_model_len=512 if rows.cpu else 8192, max_num_seqs=4 if rows.cpu else 64,
+                          enforce_eager=False)  # fmt: skip
+    engine = Engine(config, Worker(config, model, NgramDrafter(config.spec)))
+    seconds, graphs = time.perf_counter() - begin, engine.worker.graphs
+    assert graphs is not None
+    at_start = torch.cuda.mem_get_info()[0]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    jobs = [([i % 7, 5, 9] * 100, params) for i in range(config.max_num_seqs)]
+    tiny.run(engine, jobs)
+    free, total = torch.cuda.mem_get_info()
+    gib = {
+        "cache": engine.worker.kv_cache.nbytes / 2**30, "graphs": graphs.bytes / 2**30,
+        "free_at_start": at_start / 2**30, "free": free / 2**30, "total": total / 2**30,
+    }  # fmt: skip
+    said = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in gib.items())
+    text = f"{shape} start {seconds:.1f} s, {len(graphs.captures)} steps captured in {graphs.seconds:.1f} s"
+    rows.add(f"{text}; GiB: {said}", headline=True, shape=shape, gib=gib, seconds=seconds)
+
+
 def measure(rows: Rows, args: argparse.Namespace) -> None:
     if args.what == "speed":
         speed(rows, args.shape, args.repeats)
+    elif args.what == "memory":
+        memory(rows, args.shape)
     else:
         {"environment": environment, "equality": equality, "waiting": waiting, "once": once}[args.what](rows)
 
@@ -167,10 +203,12 @@ def measure(rows: Rows, args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parser.add_argument("what", choices=["environment", "equality", "waiting", "speed", "once"])
+    parser.add_argument("what", choices=["environment", "equality", "waiting", "speed", "once", "memory"])
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--repeats", type=int, default=7)
-    run("smoke", measure, parser, argv)
+    parser.add_argument("--part", default="smoke", help="whose file the rows are written to")
+    known, _ = parser.parse_known_args(argv)
+    run(known.part, measure, parser, argv)
 
 
 if __name__ == "__main__":

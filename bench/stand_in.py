@@ -22,7 +22,6 @@ SYNC_MODES: list[str] = []
 """What `set_sync_debug_mode` was told."""
 
 
-
 class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.timed, self.at = enable_timing, -1.0
@@ -66,7 +65,9 @@ class CUDAGraph:
 
 
 @contextmanager
-def _graph(cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
+def _graph(
+    cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+) -> Any:
     yield
     cuda_graph.captured = True
 
@@ -85,7 +86,8 @@ class Profile:
 
     def export_chrome_trace(self, path: str) -> None:
         def event(name: str, ts: float, dur: float, launch: int, kind: str = "kernel") -> dict[str, Any]:
-            return {"ph": "X", "cat": kind, "name": name, "ts": ts, "dur": dur, "args": {"correlation": launch}}
+            args = {"correlation": launch}
+            return {"ph": "X", "cat": kind, "name": name, "ts": ts, "dur": dur, "args": args}
 
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
         for i in range(8):

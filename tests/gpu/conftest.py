@@ -6,17 +6,21 @@ Together with tests/kernels, which switch Triton's interpreter on for the whole 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from bench.check import poisoned
+
 
 @pytest.fixture(autouse=True)
-def gpu() -> torch.device:
-    """The GPU, with fresh memory holding NaN."""
+def gpu() -> Iterator[torch.device]:
+    """The GPU; memory that was not written holds NaN, or the largest integer."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("needs compiled kernels: run `pytest tests/gpu` by itself")
     torch.manual_seed(0)
-    return torch.device("cuda")
+    with poisoned():
+        yield torch.device("cuda")
