@@ -59,8 +59,10 @@ def tests(cpu: bool) -> list[Group]:
     first = ("test_engine.py", "test_kernels.py", "test_spec_kernels.py")
     found = {path.name: path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))}
     ordered = [name for name in first if name in found] + [name for name in found if name not in first]
+    workspace = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # poisoned memory needs deterministic algorithms
     files = [
-        Group(name.removesuffix(".py"), ("bench/gpu_tests.py", f"tests/gpu/{name}"), 240) for name in ordered
+        Group(name.removesuffix(".py"), ("bench/gpu_tests.py", f"tests/gpu/{name}"), 240, workspace)
+        for name in ordered
     ]
     tools = [Group(tool, ("bench/sanitize.py", tool), 120) for tool in ("memcheck", "racecheck")]
     return [*compiled(cpu), *files, *tools]

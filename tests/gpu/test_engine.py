@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -17,19 +18,23 @@ from tests.tiny import tiny_model
 VOCAB = 512
 
 
-@pytest.fixture
-def model(gpu: torch.device) -> Model:
+def make_model(device: torch.device | str) -> Model:
     return tiny_model(
         dtype=torch.bfloat16,
-        device=gpu,
+        device=device,
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=512,
         num_heads=8,
         num_kv_heads=2,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=4096,
     )
+
+
+@pytest.fixture
+def model(gpu: torch.device) -> Model:
+    return make_model(gpu)
 
 
 def make_jobs(seed: int) -> list[Job]:
@@ -53,6 +58,93 @@ def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) 
         assert request.finish_reason == wanted.finish_reason
     assert (requests[-1].stats.num_accepted > 0) == (k > 0)
     assert engine.worker.graphs is None or engine.worker.graphs.fallbacks == 0
+
+
+def outputs(model: Model, k: int, jobs: list[Job], **options: Any) -> list[list[int]]:
+    engine = make_engine(model, k, enable_prefix_caching=False, **options)
+    return [request.output_ids for request in run(engine, jobs)]
+
+
+def long_jobs() -> list[Job]:
+    """A request that decodes with accepted drafts while a prompt of 3,000 tokens comes in, and one more."""
+    rng = random.Random(0)
+    again = SamplingParams(temperature=0, max_tokens=150, logit_bias={5: 60.0})
+    greedy = SamplingParams(temperature=0, max_tokens=40)
+    texts = [
+        [5, 9, 5, 5],
+        [rng.randrange(VOCAB) for _ in range(40)],
+        [rng.randrange(VOCAB) for _ in range(3000)],
+    ]
+    return [Job(texts[0], again), Job(texts[1], greedy), Job(texts[2], greedy)]
+
+
+@pytest.mark.parametrize("tokens", [64, 512, 2048])
+def test_a_prompt_of_3000_tokens_in_pieces_of_any_size(model: Model, tokens: int) -> None:
+    """Its pieces have other sizes with K = 8, as the rows that decode beside it take K + 1 tokens each."""
+    options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 3200}
+    expected = outputs(model, 0, long_jobs(), max_num_batched_tokens=3200, **options)
+    for k in (0, 8):
+        assert outputs(model, k, long_jobs(), max_num_batched_tokens=tokens, **options) == expected, k
+
+
+def test_preempted_requests_go_on_to_the_bit(model: Model) -> None:
+    jobs = make_jobs(2)
+    options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256}
+    expected = outputs(model, 0, jobs, **options)
+    for k in (0, 8):
+        engine = make_engine(model, k, num_blocks=22, enable_prefix_caching=False, **options)
+        assert [request.output_ids for request in run(engine, jobs)] == expected, k
+        assert engine.metrics.num_preemptions > 0
+
+
+def test_dependent_launch_changes_no_bit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, found = make_jobs(4), []
+    for setting in ("0", "1", "1"):  # twice: a race would show as a moving result
+        monkeypatch.setenv("NANOSPEC_PDL", setting)
+        found.append(outputs(model, 4, jobs, max_num_seqs=6, max_model_len=256))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_steps_do_not_wait_for_the_device(model: Model, k: int) -> None:
+    """Block tables grow, a request is admitted, one is aborted and one ends meanwhile."""
+    engine = make_engine(model, k, max_num_seqs=4, max_model_len=2048)
+    params = SamplingParams(temperature=0, max_tokens=1000)
+    first, second = (engine.add([5, 9, 5, 9, 5, i], params) for i in range(2))
+    for _ in range(10):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(80):
+            if i == 20:
+                engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=5))
+            if i == 40:
+                engine.abort(second)
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(first.output_ids) >= 80
+
+
+def test_an_engine_gives_its_memory_back(model: Model) -> None:
+    outputs(model, 4, make_jobs(5), max_num_seqs=6, max_model_len=256)  # what is made once for all
+
+    def left() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    before = left()
+    for _ in range(3):
+        outputs(model, 4, make_jobs(5), max_num_seqs=6, max_model_len=256)
+    assert left() <= before + (4 << 20)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_gpu(model: Model) -> None:
+    jobs, options = make_jobs(6), {"max_num_seqs": 6, "max_model_len": 256}
+    assert torch.cuda.current_device() == 0
+    assert outputs(make_model("cuda:1"), 4, jobs, **options) == outputs(model, 4, jobs, **options)
 
 
 def test_automatic_k_records_and_times_every_bucket(model: Model) -> None:
@@ -97,8 +189,6 @@ def test_whoever_drafts_on_equals_off(model: Model, way: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_a_draft_model_equal_to_the_target_is_always_right(model: Model, temperature: float) -> None:
     engine = make_engine(model, 4, guess={"method": "draft"}, draft_model=model, max_model_len=256)
-    jobs = [
-        Job([i, 2, 3], SamplingParams(temperature=temperature, seed=i, max_tokens=60)) for i in range(5)
-    ]
+    jobs = [Job([i, 2, 3], SamplingParams(temperature=temperature, seed=i, max_tokens=60)) for i in range(5)]
     for request in run(engine, jobs):
         assert request.stats.num_accepted == request.stats.num_drafted > 20
