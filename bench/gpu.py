@@ -1,7 +1,7 @@
 """All that only a GPU can tell, in parts that fit a machine lent for half an hour, ten minutes a call.
 
     python bench/gpu.py [smoke|tests|steps|kernels|e2e|peers|all] [--out DIR] [--cpu]
-    python bench/gpu.py pack
+    python bench/gpu.py pack [--wheels FILE ...]
 
 A part ends by itself within nine minutes. It is a list of groups (`bench/gpu_groups.py`), the most
 important first, and each group is a process of its own: what an illegal access or a crash takes with it is
@@ -10,20 +10,26 @@ print to DIR/PART.log, so that a run that is killed keeps what it had. At the en
 9,000 characters, and as the last line the same as JSON.
 
 `--cpu` is a dry run of the same processes on tiny shapes, with a stand-in for `torch.cuda`. `pack` collects
-what should travel to a machine without a network in `carry/`: a tokenizer and texts to replay.
+what should travel to a machine without a network in `carry/`: a tokenizer, texts to replay, and wheels of
+peers (`pip download --no-deps fa3-fwd`), which are unpacked for the groups to import.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +93,7 @@ def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = Fals
 
 def _wait(command: list[str], env: dict[str, str], sink: Any, end: float) -> tuple[str, str]:
     """Run a command until `end`; how it ended, and why if that is known."""
-    env = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), **env}
+    env = {**env, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *unpacked()])}
     try:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
@@ -104,6 +110,20 @@ def _wait(command: list[str], env: dict[str, str], sink: Any, end: float) -> tup
     if code < 0:
         return "crashed", f"signal {signal.Signals(-code).name}"
     return ("failed" if code else "ok"), ""
+
+
+@cache
+def unpacked(carry: Path = common.CARRY) -> list[str]:
+    """The folder with the modules of the wheels that travelled, if any."""
+    wheels = sorted((carry / "wheels").glob("*.whl"))
+    if not wheels:
+        return []
+    folder = tempfile.mkdtemp(prefix="wheels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    return [folder]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -191,8 +211,8 @@ def as_json(found: dict[str, list[Outcome]], out: Path) -> str:
 # ---- what travels --------------------------------------------------------------------------------
 
 
-def pack(model: Path, data: Path, carry: Path = common.CARRY) -> dict[str, Any]:
-    """Copy a model's tokenizer and the evaluation texts to `carry`, and say how much travels in all."""
+def pack(model: Path, data: Path, wheels: Sequence[Path] = (), carry: Path = common.CARRY) -> dict[str, Any]:
+    """Copy a model's tokenizer, the evaluation texts and `wheels` to `carry`; say how much travels in all."""
     found = [path for path in sorted(data.iterdir()) if path.suffix in (".jsonl", ".txt")]
     texts = {path.name: path.read_bytes() for path in found}
     if not texts:
@@ -205,6 +225,9 @@ def pack(model: Path, data: Path, carry: Path = common.CARRY) -> dict[str, Any]:
     (carry / "data").mkdir()
     for name, text in texts.items():
         (carry / "data" / name).write_bytes(text)
+    (carry / "wheels").mkdir()
+    for path in wheels:
+        shutil.copy(path, carry / "wheels")
     (carry / "commit").write_text(common.commit() + "\n")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -227,10 +250,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true", help="a dry run on tiny shapes, without a GPU")
     model = ROOT / "weights" / "smollm2-135m-instruct"
     parser.add_argument("--model", type=Path, default=model, help="folder whose tokenizer to pack")
+    parser.add_argument("--wheels", type=Path, nargs="+", default=[], help="of peers, to pack")
     parser.add_argument("--data", type=Path, default=common.DATA, help="folder of texts to pack")
     args = parser.parse_args(argv)
     if args.part == "pack":
-        print(json.dumps(pack(args.model, args.data)))
+        print(json.dumps(pack(args.model, args.data, args.wheels)))
         return
     if not args.cpu and not torch.cuda.is_available():
         raise SystemExit("bench/gpu.py needs a GPU; --cpu makes a dry run without one.")

@@ -35,7 +35,7 @@ from nanospec.models.config import ModelConfig
 Call = Callable[..., Any]
 
 COMPILING = 75.0  # seconds that torch.compile may take for one step, about
-FA3 = ("flash_attn_interface", "fa3_fwd_interface", "fa3_fwd", "flash_attn_3.flash_attn_interface")
+FA3 = ("flash_attn_interface", "fa3_fwd_interface")  # built from source; the wheel fa3-fwd
 
 
 # ---- plain PyTorch -------------------------------------------------------------------------------

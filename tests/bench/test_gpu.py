@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -147,10 +148,15 @@ def test_pack_takes_texts_and_tokenizer_alone(tmp_path: Path) -> None:
     data.mkdir()
     for path in (model / "tokenizer.json", model / "model.safetensors", data / "a.jsonl", data / "README.md"):
         path.write_text("x")
-    found = gpu.pack(model, data, carry)
+    wheel = tmp_path / "peer-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("peer.py", "x = 1")
+    found = gpu.pack(model, data, [wheel], carry)
     assert found["carry_bytes"] > 0
     packed = sorted(str(path.relative_to(carry)) for path in carry.rglob("*") if path.is_file())
-    assert packed == ["commit", "data/a.jsonl", "tokenizer/tokenizer.json"]
+    assert packed == ["commit", "data/a.jsonl", "tokenizer/tokenizer.json", f"wheels/{wheel.name}"]
+    [folder] = gpu.unpacked(carry)
+    assert (Path(folder) / "peer.py").read_text() == "x = 1"
     (data / "a.jsonl").unlink()
     with pytest.raises(SystemExit, match="no texts"):
-        gpu.pack(model, data, carry)
+        gpu.pack(model, data, carry=carry)
