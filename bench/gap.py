@@ -27,8 +27,8 @@ import torch
 from bench import events
 from bench.rows import TARGETS, Rows, release_memory, run
 from bench.simulation import TOKENS, SyntheticWorker
-from bench.steps import load_shape, make_engine, step_ms
-from nanospec import SamplingParams
+from bench.steps import load_shape, make_config, step_ms
+from nanospec import SamplingParams, SpecConfig
 from nanospec.engine import Engine
 from nanospec.models.decoder import Model
 
@@ -62,7 +62,7 @@ class Stamped:
 def running(model: Model, batch: int, context: int) -> Engine:
     """An engine with so many requests in the midst of decoding."""
     room = 12 * STEPS * (K + 1)
-    config = make_engine(model, batch, context + room, K).config
+    config = make_config(model, batch, context + room, SpecConfig(num_speculative_tokens=K))
     engine = Engine(config, SyntheticWorker(0.5, config, model))
     params = SamplingParams(temperature=0, max_tokens=room - 1, ignore_eos=True)
     for _ in range(batch):

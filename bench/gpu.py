@@ -192,7 +192,7 @@ def _lines(part: str, outcomes: list[Outcome]) -> list[str]:
     for outcome in outcomes:
         if outcome.status != "ok":
             lines.append(f"  {outcome.name}: {outcome.status.upper()} {outcome.why}"[:260])
-        lines += [f"    {row['text']}"[:260] for row in outcome.rows if "error" in row][:6]
+        lines += [f"    {row['text']}"[:260] for row in outcome.rows if isinstance(row.get("error"), str)][:6]
     for outcome in outcomes:
         lines += [f"  {row['text']}"[:200] for row in outcome.rows if row.get("headline")]
     left_out = [str(row["left_out"]) for outcome in outcomes for row in outcome.rows if row.get("left_out")]

@@ -61,8 +61,18 @@ def make_engine(
     drafter; None for n-gram lookup. `guess`: fields of `SpecConfig`."""
     spec = SpecConfig(num_speculative_tokens=k, **guess)
     drafter = make(spec) if make is not None else NgramDrafter(spec)
-    per_token = model.config.kv_bytes_per_token(model.dtype) + drafter.kv_bytes_per_token
-    config = EngineConfig(
+    config = make_config(model, batch, window, spec, drafter.kv_bytes_per_token)
+    worker = Worker(config, model, drafter)
+    worker.kv_cache.normal_()  # zeros take less power, and so less time
+    return Engine(config, worker)
+
+
+def make_config(
+    model: Model, batch: int, window: int, spec: SpecConfig, drafter_bytes: int = 0
+) -> EngineConfig:
+    """Room for `batch` rows of `window` tokens; steps are captured when they are needed."""
+    per_token = model.config.kv_bytes_per_token(model.dtype) + drafter_bytes
+    return EngineConfig(
         spec=spec,
         max_num_seqs=batch,
         max_model_len=window,
@@ -70,9 +80,6 @@ def make_engine(
         enforce_eager=False,
         lazy_capture=True,
     )
-    worker = Worker(config, model, drafter)
-    worker.kv_cache.normal_()  # zeros take less power, and so less time
-    return Engine(config, worker)
 
 
 @contextmanager
@@ -150,6 +157,9 @@ def bucket_row(
     graphs, (batch, k) = worker.graphs, bucket
     assert graphs is not None
     graphs.ks = sorted({*graphs.ks, k})
+    if k not in graphs.ks_for(batch):
+        out.add(f"{shape} B={batch} K={k}: the engine captures no such step", batch=batch, k=k)
+        return
     graphs.capture(bucket)
     ms = step_ms(worker, bucket, context, args.repeats)
     limit = roofline.account(worker.model.config, batch, k, context).bound(machine)
