@@ -10,8 +10,16 @@ and stages. Each distinct kernel is then compiled per target down to machine cod
                         memory by cuobjdump; AMD: spilled registers, from the assembly's metadata)
     shared              bytes of shared memory per program
     mma                 the tensor-core instructions in it
+    main loop, order    on NVIDIA: how it loads, and when it waits for the kernel before (`machine_code.py`)
 
-The results are a table in `compile.json` and `compile.md`; the last line printed is JSON.
+`--out` writes the table to `compile.json` and `compile.md` and keeps the rows that another triton left
+there. The GPU machines do not all have the newest triton, so the committed table is of two: run it once
+in an environment of each before committing a change to a kernel,
+
+    python bench/compile.py --out bench/results             (triton 3.7)
+    ../venv36/bin/python bench/compile.py --out bench/results     (triton 3.6, torch 2.11)
+
+and a problem in either, or rows of different kernels, fails both. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -24,10 +32,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -42,7 +50,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
+from bench import machine_code  # noqa: E402
 from bench.cases import Case, all_cases  # noqa: E402
+from bench.compile_table import Result, markdown, problems, save  # noqa: E402
 from nanospec.kernels import dispatch, launch  # noqa: E402
 
 TARGETS = {
@@ -51,29 +61,9 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 MMA = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma\.|mma\.sync|v_mfma)[\w.:]*")
 SHAPE = re.compile(r"m\d+n\d+k\d+|\d+x\d+x\d+")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-@dataclass
-class Result:
-    """One kernel of one case on one target. A case may launch several kernels."""
-
-    kernel: str
-    case: str
-    function: str
-    target: str
-    constants: str
-    num_warps: int
-    num_stages: int
-    registers: int
-    spills: int
-    shared: int
-    mma: str
-    needs_mma: bool
-    seconds: float
 
 
 @dataclass
@@ -124,12 +114,12 @@ def _source(item: _Recorded, target: str) -> tuple[Any, dict[str, Any]]:
 
 def compile_one(case: Case, item: _Recorded, target: str) -> Result:
     source, options = _source(item, target)
-    begin = time.perf_counter()
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    seconds = time.perf_counter() - begin
+    code: dict[str, Any] = {}
     if target.startswith("sm"):
         registers, spills = _nvidia_usage(compiled.asm["cubin"])
         text = compiled.asm["ptx"]
+        code = _in_table(machine_code.read(sass(compiled.asm["cubin"])))
     else:
         text = compiled.asm["amdgcn"]
         registers = int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0])
@@ -144,8 +134,9 @@ def compile_one(case: Case, item: _Recorded, target: str) -> Result:
         kernel=case.kernel,
         case=case.label,
         function=item.fn.__name__,
-        target=target,
         constants=" ".join(f"{k}={v}" for k, v in constants.items()),
+        target=target,
+        triton=triton.__version__,
         num_warps=compiled.metadata.num_warps,
         num_stages=compiled.metadata.num_stages,
         registers=registers,
@@ -153,8 +144,17 @@ def compile_one(case: Case, item: _Recorded, target: str) -> Result:
         shared=compiled.metadata.shared,
         mma=", ".join(sorted({_short(name) for name in MMA.findall(text)})),
         needs_mma=case.dots and "dot" in item.fn.src,
-        seconds=round(seconds, 2),
+        **code,
     )
+
+
+def _in_table(code: machine_code.MachineCode) -> dict[str, Any]:
+    """The fields of `Result` that machine code tells."""
+    fields: dict[str, Any] = {"order": " ".join(code.order)}
+    if code.loop is not None:
+        found = {name: getattr(code.loop, name) for name in ("in_flight", "per_step", "early")}
+        fields |= {"loop": str(code.loop), "narrowest": code.loop.narrowest, **found}
+    return fields
 
 
 def _short(instruction: str) -> str:
@@ -166,14 +166,21 @@ def _short(instruction: str) -> str:
 
 def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack frame and local memory) per thread."""
+    values = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", _cuobjdump("-res-usage", cubin))}
+    return values["REG"], values["STACK"] + values["LOCAL"]
+
+
+def sass(cubin: bytes) -> str:
+    """The machine code of a kernel for NVIDIA GPUs as text."""
+    return _cuobjdump("-sass", cubin)
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    values = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return values["REG"], values["STACK"] + values["LOCAL"]
+        command = [str(TOOLS / "cuobjdump"), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _key(item: _Recorded, target: str) -> str:
@@ -181,12 +188,12 @@ def _key(item: _Recorded, target: str) -> str:
     return f"{target} {source.hash()} {options['num_warps']} {options['num_stages']}"
 
 
-def distinct(targets: list[str], only: str = "") -> list[_Job]:
-    """The kernels that the cases whose name contains `only` launch, each once per target."""
+def distinct(targets: list[str], only: Sequence[str] = ("",)) -> list[_Job]:
+    """The kernels that the cases launch whose name contains one of `only`, each once per target."""
     found: dict[str, _Job] = {}
     for target in targets:
         for case in all_cases():
-            if only in f"{case.kernel}-{case.label}":
+            if any(part in f"{case.kernel}-{case.label}" for part in only):
                 for item in launches(case, target):
                     found.setdefault(_key(item, target), (case, item, target))
     return list(found.values())
@@ -196,65 +203,26 @@ def _compile_nth(n: int) -> Result:
     return compile_one(*_work[n])
 
 
-def compile_all(targets: list[str], only: str = "", jobs: int = 2) -> list[Result]:
-    """Compile all distinct kernels of the cases whose name contains `only`."""
+def compile_all(targets: list[str], only: Sequence[str] = ("",), jobs: int = 2) -> list[Result]:
+    """Compile all distinct kernels of the cases whose name contains one of `only`."""
     torch.set_num_threads(1)
     _work[:] = distinct(targets, only)  # for the processes to inherit: launches cannot be pickled
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
         results = list(pool.map(_compile_nth, range(len(_work))))
-    return sorted(results, key=lambda r: (r.kernel, r.function, r.case, r.constants, r.target))
-
-
-def problems(results: list[Result]) -> list[str]:
-    """What no production configuration may have."""
-    found = []
-    for r in results:
-        name = f"{r.function} of {r.kernel} {r.case} on {r.target} ({r.constants})"
-        if r.spills and r.target.startswith("sm"):
-            found.append(f"{name} spills {r.spills} bytes per thread.")
-        if r.shared > SHARED_LIMIT[r.target]:
-            limit = SHARED_LIMIT[r.target]
-            found.append(f"{name} needs {r.shared} bytes of shared memory; the limit is {limit}.")
-        if r.needs_mma and not r.mma:
-            found.append(f"{name} has no tensor-core instruction.")
-    return found
-
-
-def markdown(results: list[Result]) -> str:
-    lines = [
-        "# Kernels as compiled",
-        "",
-        f"Written by `python bench/compile.py` with triton {triton.__version__}. Spills in bytes per",
-        "thread, shared memory in bytes per program.",
-        "",
-        "| kernel | case | function | constants | target | warps | stages | registers | spills | shared"
-        " | tensor cores |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results:
-        lines.append(
-            f"| {r.kernel} | {r.case} | {r.function} | {r.constants} | {r.target} | {r.num_warps} | "
-            f"{r.num_stages} | {r.registers} | {r.spills} | {r.shared} | {r.mma} |"
-        )
-    return "\n".join(lines) + "\n"
+    return sorted(results, key=lambda r: r.key)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of cases' names")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, help="folder for compile.json and compile.md")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     results = compile_all(arguments.targets, arguments.only, arguments.jobs)
-    found = problems(results)
     print(markdown(results))
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        rows = [asdict(r) for r in results]
-        (arguments.out / "compile.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (arguments.out / "compile.md").write_text(markdown(results))
+    found = problems(save(results, arguments.out) if arguments.out else results)
     for problem in found:
         print(problem)
     seconds = round(time.perf_counter() - begin, 1)

@@ -1,0 +1,135 @@
+"""The table of `bench/compile.py`: a row per kernel, target and triton; what no row may have; its looks."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+
+
+@dataclass
+class Result:
+    """One kernel of one case on one target. A case may launch several kernels.
+
+    Attributes:
+        triton: the version that compiled it.
+        spills: bytes of local memory per thread.
+        shared: bytes per program.
+        mma: tensor-core instructions; with needs_mma there must be some.
+        loop, narrowest, in_flight, per_step, early, order: of NVIDIA's machine code, see `machine_code.py`;
+            narrowest is the bytes per thread of the smallest load in the main loop (None: TMA or no loop).
+    """
+
+    kernel: str
+    case: str
+    function: str
+    constants: str
+    target: str
+    triton: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    spills: int
+    shared: int
+    mma: str
+    needs_mma: bool
+    loop: str = ""
+    narrowest: int | None = None
+    in_flight: int | None = None
+    per_step: int | None = None
+    early: bool = False
+    order: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What distinguishes rows of one triton."""
+        return self.kernel, self.function, self.case, self.constants, self.target
+
+    def __str__(self) -> str:
+        return (
+            f"{self.function} of {self.kernel} {self.case} on {self.target} ({self.constants}) "
+            f"by triton {self.triton}"
+        )
+
+
+def problems(results: Iterable[Result]) -> list[str]:
+    """What no production configuration may have."""
+    found = []
+    keys = defaultdict(set)
+    for r in results:
+        keys[r.triton].add(r.key)
+        if r.spills and r.target.startswith("sm"):
+            found.append(f"{r} spills {r.spills} bytes per thread.")
+        if r.shared > SHARED_LIMIT[r.target]:
+            limit = SHARED_LIMIT[r.target]
+            found.append(f"{r} needs {r.shared} bytes of shared memory; the limit is {limit}.")
+        if r.needs_mma and not r.mma:
+            found.append(f"{r} has no tensor-core instruction.")
+    if len({frozenset(one) for one in keys.values()}) > 1:
+        versions = " and ".join(sorted(keys))
+        found.append(f"The rows of triton {versions} are of different kernels: run both again.")
+    return found
+
+
+def load(folder: Path) -> list[Result]:
+    """The table in `folder`; of one written by an older version of this file, nothing."""
+    path = folder / "compile.json"
+    rows = json.loads(path.read_text()) if path.is_file() else []
+    names = {field.name for field in fields(Result)}
+    return [Result(**row) for row in rows if set(row) == names]
+
+
+def save(results: list[Result], folder: Path) -> list[Result]:
+    """Write the table, keeping the rows of other versions of triton; returns all its rows."""
+    versions = {r.triton for r in results}
+    kept = [r for r in load(folder) if r.triton not in versions]
+    table = sorted([*results, *kept], key=lambda r: (*r.key, r.triton))
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join(json.dumps(asdict(r)) for r in table)
+    (folder / "compile.json").write_text(f"[\n{rows}\n]\n")
+    (folder / "compile.md").write_text(markdown(table))
+    return table
+
+
+COLUMNS = {
+    "warps": "num_warps",
+    "stages": "num_stages",
+    "registers": "registers",
+    "spills": "spills",
+    "shared": "shared",
+    "tensor cores": "mma",
+    "main loop": "loop",
+    "order": "order",
+}
+
+
+def markdown(results: list[Result]) -> str:
+    """One line per kernel and target; where versions of triton differ, all of their values."""
+    versions = sorted({r.triton for r in results})
+    head = ["kernel", "case", "function", "constants", "target", *COLUMNS]
+    lines = [
+        "# Kernels as compiled",
+        "",
+        f"Written by `python bench/compile.py` with triton {' and '.join(versions)}; a cell with a bar has a",
+        "value for each, in this order. Spills in bytes per thread, shared memory in bytes per program. Main",
+        "loop: bytes per thread of its loads; copies in flight / asked for per turn; early: copies issued",
+        "while its products run. Order: what the kernel does first, see `bench/machine_code.py`.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+    ]
+    rows = defaultdict(list)
+    for r in results:
+        rows[r.key].append(r)
+    for same in rows.values():
+        r = same[0]
+        cells = [r.kernel, r.case, r.function, r.constants, r.target]
+        for field in COLUMNS.values():
+            values = [str(getattr(one, field)) for one in same]
+            cells.append(values[0] if len(set(values)) == 1 else " \\| ".join(values))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,103 @@
+"""What is read in machine code, on kernels small enough to know the answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.machine_code import read
+
+HERE = Path(__file__).resolve().parent
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """By name of the kernels of `machine_code_kernels.py`, for sm_90."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = str(HERE / "machine_code_kernels.py")
+    process = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr[-3000:]
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
+
+
+def test_a_loop_of_three_stages_loads_two_tiles_during_each_product(compiled: dict[str, Any]) -> None:
+    loop = compiled["three stages"]["loop"]
+    assert (loop["in_flight"], loop["per_step"]) == (2, 2)  # tiles of x and of w, less the one waited for
+    assert loop["early"]
+    assert set(loop["copies"]) == {16}
+    assert not loop["loads"]
+    assert loop["shapes"] == ["64x64x16"]
+
+
+def test_a_loop_of_one_stage_has_nothing_in_flight(compiled: dict[str, Any]) -> None:
+    loop = compiled["one stage"]["loop"]
+    assert (loop["in_flight"], loop["copies"]) == (0, [])
+    assert set(loop["loads"]) == {16}
+    assert not loop["early"]
+
+
+def test_a_look_up_of_the_address_uses_up_the_stages(compiled: dict[str, Any]) -> None:
+    """The index is itself copied ahead, and every tile is waited for before the next is asked for."""
+    loop = compiled["gathered"]["loop"]
+    assert loop["in_flight"] == 0
+    assert loop["copies"][0] == 4  # the index
+
+
+def test_what_comes_first(compiled: dict[str, Any]) -> None:
+    start = {name: kernel["order"] for name, kernel in compiled.items()}
+    assert start["three stages"] == ["trigger", "prefetch", "wait", "read", "write", "exit"]
+    assert start["one stage"] == ["trigger", "wait", "prefetch", "read", "write", "exit"]
+    assert start["gathered"] == start["narrow"] == ["read", "write", "exit"]
+
+
+def test_no_main_loop_without_tensor_cores(compiled: dict[str, Any]) -> None:
+    assert compiled["narrow"]["loop"] is None
+
+
+def assembled(*instructions: str) -> str:
+    lines = enumerate(instructions)
+    return "\n".join(f"        /*{16 * i:04x}*/    {text} ;   /* 0x0 */" for i, text in lines)
+
+
+def test_of_several_main_loops_the_worst_counts() -> None:
+    def loop(at: int, left: int) -> list[str]:
+        return [f"DEPBAR.LE SB0, {left:#x}", PRODUCT, "LDGDEPBAR", f"@P0 BRA {16 * at:#x}"]
+
+    code = read(assembled(*loop(0, 4), *loop(4, 1), *loop(8, 3), "EXIT"))
+    assert code.loop is not None
+    assert code.loop.in_flight == 1
+
+
+def test_an_outer_loop_is_not_the_main_loop() -> None:
+    inner = ("DEPBAR.LE SB0, 0x2", PRODUCT, "@P0 BRA 0x10")
+    code = read(assembled("DEPBAR.LE SB0, 0x0", *inner, "@P1 BRA 0x0", "EXIT"))
+    assert code.loop is not None
+    assert code.loop.in_flight == 2
+
+
+def test_tma_loads_before_the_loop_are_ahead_of_it() -> None:
+    load = "UTMALDG.2D [UR8], [UR4]"
+    wait = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3"
+    turn = [wait, PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", load, load]
+    code = read(assembled(*[load] * 6, *turn, "@P1 BRA 0x60", "EXIT"))
+    assert code.loop is not None
+    assert (code.loop.in_flight, code.loop.per_step, code.loop.early) == (4, 2, True)
+    assert str(code.loop) == "TMA; 4/2; early"
+
+
+def test_local_memory_is_seen() -> None:
+    assert read(assembled("STL [R1], R2", "LDL R3, [R1]", "EXIT")).local
+    assert not read(assembled("LDG.E.128 R4, desc[UR4][R2.64]", "EXIT")).local
+
+
+def test_no_machine_code_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no instruction"):
+        read("")
