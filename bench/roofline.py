@@ -15,43 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
 from nanospec.cli.roofline import ACCEPTANCES, Machine, account, break_even, expected_tokens, explain, speedup
+from nanospec.cli.shapes import SHAPES as MODELS
 from nanospec.models.config import ModelConfig, read_json
 
 BATCHES = (1, 8, 64, 256)
 DRAFTS = (0, 2, 4, 8)
-
-
-# ---- models ------------------------------------------------------------------------------------
-
-
-def _shape(
-    architecture: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int,
-    vocab: int, tied: bool,
-) -> ModelConfig:  # fmt: skip
-    return ModelConfig.from_dict(
-        {
-            "architectures": [architecture],
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "vocab_size": vocab,
-            "tie_word_embeddings": tied,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "dtype": "bfloat16",
-        }
-    )
-
-
-MODELS = {
-    "smollm2-135m": _shape("LlamaForCausalLM", 576, 1536, 30, 9, 3, 64, 49152, True),
-    "qwen3-0.6b": _shape("Qwen3ForCausalLM", 1024, 3072, 28, 16, 8, 128, 151936, True),
-    "llama-3.2-1b": _shape("LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128256, True),
-    "qwen3-8b": _shape("Qwen3ForCausalLM", 4096, 12288, 36, 32, 8, 128, 151936, False),
-}
 
 
 def load_model(path: Path) -> ModelConfig:

@@ -13,6 +13,7 @@ from importlib import import_module
 COMMANDS = {  # words -> the module whose main(argv) runs it
     "fetch": "nanospec.cli.fetch",
     "convert": "nanospec.cli.convert",
+    "explain": "nanospec.cli.estimate",
     "train heads": "nanospec.training.heads",
     "train draft": "nanospec.training.draft",
 }

@@ -31,6 +31,7 @@ Other commands, each with --help:
 
     {0} fetch NAME                    download a model
     {0} convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
+    {0} explain MODEL                 estimate the time of each kernel on an H200
     {0} train heads|draft ...         train what guesses tokens for a model
 """
 

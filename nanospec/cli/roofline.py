@@ -49,7 +49,7 @@ class Machine:
         """Tokens per step at which a product with bf16 weights costs as much to compute as to read."""
         return self.flops / self.bandwidth
 
-    def ms(self, moved: int, computed: int) -> float:
+    def ms(self, moved: float, computed: float) -> float:
         """Least ms to move so many bytes and to compute so many FLOPs."""
         return 1e3 * max(moved / self.bandwidth, computed / self.flops)
 

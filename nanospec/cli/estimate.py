@@ -1,0 +1,249 @@
+"""How long each kernel of a step should take on a GPU that need not be there, from how it is launched.
+
+The roofline (`roofline.py`) says what a kernel must at least move and compute. This model adds what the
+launch makes of it, asking the functions that decide how a kernel is cut into programs:
+
+    start     a kernel in a graph has to start; less where it may start before the one before it ends
+    chain     round trips that wait for each other: page look-ups, the first tile, tickets, partial sums
+    waves     programs run in waves of as many as fit. A wave takes the longest of: the busiest
+              multiprocessor's bytes at its share of the memory's bandwidth; all bytes through L2; the busiest
+              one's FLOPs; a program's own loop, which loads only what is in flight at a time
+    partials  partial sums written and read again through L2
+
+Nothing of it has been measured; the constants of `Gpu` say where they come from. It leaves out how well
+tiles suit the tensor cores, and code between the loads. Pessimistic: bandwidth that an idle multiprocessor
+leaves is not used by others. Optimistic: partial sums stay in L2, and all its slices are equally far.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from ..kernels.launch import next_power_of_2
+from ..kernels.layer import gemm, split_kv
+from ..models.config import ModelConfig
+from ..models.hub import program, resolve_model
+from .roofline import Kernel, Machine, account
+from .shapes import SHAPES
+
+
+@dataclass(frozen=True)
+class Gpu(Machine):
+    """An H200; `bandwidth`, `flops` and `launch` as measured on one.
+
+    Attributes:
+        processors: multiprocessors (data sheet), each with `shared` bytes of shared memory and `registers`.
+        cache: bytes per second through L2 to all of them (microbenchmarks of the H100: 5.5 to 5.7e12).
+        port: bytes per second from L2 to one: 64 bytes per clock of 1.755 GHz (microbenchmarks).
+        latency: seconds until memory answers under load (H100, unloaded: 0.6 to 0.7 us).
+        round_trip: seconds of a load, store or atomic through L2 that the next step waits for, with the
+            barrier or the branch around it.
+        early: seconds that a kernel costs that starts while the one before runs (a guess; none was measured).
+    """
+
+    arch: str = "sm_90"
+    processors: int = 132
+    shared: int = 227 << 10
+    registers: int = 65536
+    cache: float = 5.5e12
+    port: float = 64 * 1.755e9
+    latency: float = 0.8e-6
+    round_trip: float = 0.7e-6
+    early: float = 0.3e-6
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes:
+        programs, resident: in all, and how many a multiprocessor runs at once.
+        bytes: that come from memory.
+        cached: bytes that all programs together load, mostly from L2.
+        flops: that are computed, padding included.
+        loop: seconds that a program takes alone, waiting for what its loop has in flight.
+        partials: bytes of partial sums, of which each is written and read.
+        round_trips: that wait for each other, outside of the loop.
+        early: it may start before the kernel before it has ended.
+        warm: what it reads first is in L2 by then (prefetched, or just written), or `loop` has the wait.
+    """
+
+    programs: int
+    resident: int = 1
+    bytes: float = 0.0
+    cached: float = 0.0
+    flops: float = 0.0
+    loop: float = 0.0
+    partials: float = 0.0
+    round_trips: float = 2.0
+    early: bool = False
+    warm: bool = False
+
+    def times(self, gpu: Gpu) -> dict[str, float]:
+        """Seconds by what they are spent on; see the module docstring."""
+        chain = self.round_trips * gpu.round_trip + (0.0 if self.warm else gpu.latency)
+        return {
+            "start": gpu.early if self.early else gpu.launch,
+            "chain": chain,
+            "waves": self._waves(gpu),
+            "partials": 2 * self.partials / gpu.cache,
+        }
+
+    def _waves(self, gpu: Gpu) -> float:
+        places = self.resident * gpu.processors
+        full, rest = divmod(self.programs, places)
+        return full * self._wave(gpu, places) + (self._wave(gpu, rest) if rest else 0.0)
+
+    def _wave(self, gpu: Gpu, programs: int) -> float:
+        part = 1 / self.programs  # of each total, per program
+        busiest = ceil(programs / gpu.processors)
+        return max(
+            busiest * part * self.bytes / (gpu.bandwidth / gpu.processors),
+            programs * part * self.cached / gpu.cache,
+            busiest * part * self.cached / gpu.port,
+            busiest * part * self.flops / (gpu.flops / gpu.processors),
+            self.loop,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel of a step: its launches, and us of one of them at least and as estimated."""
+
+    name: str
+    count: int
+    limit: float
+    times: dict[str, float]
+    programs: int
+
+    @property
+    def us(self) -> float:
+        return sum(self.times.values())
+
+
+def estimate(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> list[Row]:
+    """The kernels of a step in bf16: B requests of `context` cached tokens, K drafts each."""
+    T, H, I = B * (K + 1), config.hidden_size, config.intermediate_size  # noqa: E741
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    known = {
+        "norm_linear qkv": [product(gpu, T, q + 2 * kv, H, norm=True)],
+        "attention": attention(gpu, config, B, K + 1, context),
+        "linear_add o": [product(gpu, T, H, q)],
+        "norm_swiglu": [product(gpu, T, I, H, norm=True, swiglu=True)],
+        "linear_add down": [product(gpu, T, H, I)],
+        "head": [product(gpu, T, config.vocab_size, H)],
+    }
+    rows = []
+    for kernel in account(config, B, K, context).kernels:
+        if kernel.launches:
+            rows.append(_row(kernel, known.get(kernel.name), gpu))
+    return rows
+
+
+def _row(kernel: Kernel, launches: list[Launch] | None, gpu: Gpu) -> Row:
+    """`launches` together are one use of the kernel; what is not known reads what it must, on all places."""
+    count = kernel.launches // len(launches or [1])
+    moved, computed = kernel.bytes / count, kernel.flops / count
+    if launches is None:
+        launches = [Launch(gpu.processors, bytes=moved)]
+    times: dict[str, float] = {}
+    for launch in launches:
+        for what, seconds in launch.times(gpu).items():
+            times[what] = times.get(what, 0.0) + 1e6 * seconds
+    return Row(kernel.name, count, 1e3 * gpu.ms(moved, computed), times, launches[0].programs)
+
+
+def product(gpu: Gpu, T: int, N: int, K: int, norm: bool = False, swiglu: bool = False) -> Launch:
+    """x [T, K] with a weight [N, K], or [2N, K] with SwiGLU."""
+    configs = gemm.CONFIGS[gpu.arch]
+    width, rows, block_k, warps, stages = next((c for c in configs if c[0] >= T), configs[-1])
+    if norm:
+        rows, block_k = 64, 64
+    splits, part = gemm.split_k(N, K)
+    tiles, blocks, wide = ceil(T / width), ceil(N / rows), 1 + swiglu
+    size = (width + wide * rows) * 2  # bytes of a column of both tiles
+    registers = (64 + rows * width * wide // (32 * warps)) * 32 * warps
+    return Launch(
+        programs=tiles * blocks * splits,
+        resident=max(min(gpu.shared // (stages * size * block_k), gpu.registers // registers), 1),
+        bytes=2 * (wide * N * K + T * (K + N)),
+        cached=tiles * blocks * size * K,
+        flops=2 * tiles * width * blocks * rows * wide * K,
+        loop=ceil(part / block_k) * gpu.latency / (stages - 1),
+        partials=4 * splits * T * wide * N if splits > 1 else 0,
+        # Leave a part, take a ticket, read the parts of all, four at a time.
+        round_trips=2 + ceil(splits / 4) if splits > 1 else 0,
+    )
+
+
+def attention(gpu: Gpu, config: ModelConfig, B: int, queries: int, context: int) -> list[Launch]:
+    """Over `context` cached tokens of each of B rows."""
+    group, D = config.num_heads // config.num_kv_heads, config.head_dim
+    block_d = max(next_power_of_2(D), 64)
+    tile, _, stages = split_kv.CONFIGS[gpu.arch][block_d]
+    block_q = max(16, next_power_of_2(group), min(8192 // block_d, 64, next_power_of_2(8 * group)))
+    pairs = B * config.num_kv_heads * ceil(queries / (block_q // group))
+    tiles = ceil(context / tile)
+    programs = min(max(split_kv.PROGRAMS // pairs, 1), tiles)
+    units = programs if tiles <= programs else ceil(tiles / ((512 if group <= 2 else 1024) // tile))
+    kv_tile = 2 * 2 * tile * D
+    partials = 4 * units * B * queries * config.num_heads * D
+    return [
+        Launch(
+            programs=pairs * programs,
+            resident=gpu.shared // ((stages - 1) * kv_tile + 8192),
+            bytes=pairs * tiles * kv_tile,
+            cached=pairs * tiles * kv_tile,
+            flops=4 * pairs * block_q * tiles * tile * D,
+            # The page of a tile is looked up, then the tile is loaded, then the products run.
+            loop=ceil(tiles / programs) * (gpu.round_trip + gpu.latency),
+            round_trips=2,  # the length of the row, then where it begins
+            warm=True,
+        ),
+        Launch(
+            programs=queries * config.num_kv_heads * B,
+            resident=8,
+            partials=partials,
+            round_trips=2 + ceil(units / 4),
+            warm=True,
+        ),
+    ]
+
+
+def total(rows: list[Row]) -> float:
+    """ms of the step."""
+    return sum(row.us * row.count for row in rows) / 1e3
+
+
+def explain(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> str:
+    """The estimate of every kernel beside its limit, and where the difference goes."""
+    rows = estimate(config, B, K, context, gpu)
+    parts = list(rows[0].times)
+    head = ("launches", "programs", "least us", "us", *parts)
+    lines = [" " * 24 + "".join(f"{name:>10}" for name in head)]
+    for row in rows:
+        cells = (row.limit, row.us, *(row.times[part] for part in parts))
+        lines.append(f"{row.name:24}{row.count:10}{row.programs:10}" + "".join(f"{c:10.1f}" for c in cells))
+    least = sum(row.limit * row.count for row in rows) / 1e3
+    what = f"a step of {B} x {K + 1} tokens after {context} cached ones"
+    lines.append(f"{what}: {least:.2f} ms at least, {total(rows):.2f} estimated")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`nanospec explain MODEL`: what its kernels would take on an H200. Only its config.json is read."""
+    parser = argparse.ArgumentParser(prog=f"{program()} explain", description=main.__doc__)
+    parser.add_argument("model", help=f"a model, or one of {', '.join(SHAPES)}")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], metavar="B", help="default: 1 64")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4], metavar="K", help="default: 0 4")
+    parser.add_argument("--context", type=int, default=1024, help="cached tokens per request (default: 1024)")
+    args = parser.parse_args(argv)
+    config = SHAPES.get(args.model) or ModelConfig.from_path(resolve_model(args.model))
+    for B in args.batch:
+        for K in args.drafts:
+            print(f"{args.model} on an H200, {B} requests, {K} drafts each: us per launch")
+            print(explain(config, B, K, args.context, Gpu()) + "\n")
+    return 0
