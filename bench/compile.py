@@ -199,17 +199,25 @@ def distinct(targets: list[str], only: Sequence[str] = ("",)) -> list[_Job]:
     return list(found.values())
 
 
-def _compile_nth(n: int) -> Result:
-    return compile_one(*_work[n])
+def _compile_nth(n: int) -> Result | str:
+    """The row, or what is wrong."""
+    case, item, target = _work[n]
+    try:
+        return compile_one(case, item, target)
+    except Exception as error:  # of the compiler, of any kind: the others shall be compiled all the same
+        reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
+        return f"{item.fn.__name__} of {case.kernel} {case.label} on {target} does not compile: {reason}"
 
 
-def compile_all(targets: list[str], only: Sequence[str] = ("",), jobs: int = 2) -> list[Result]:
-    """Compile all distinct kernels of the cases whose name contains one of `only`."""
+def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[list[Result], list[str]]:
+    """Compile all distinct kernels of the cases whose name contains one of `only`; the rest says what did
+    not compile."""
     torch.set_num_threads(1)
     _work[:] = distinct(targets, only)  # for the processes to inherit: launches cannot be pickled
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
         results = list(pool.map(_compile_nth, range(len(_work))))
-    return sorted(results, key=lambda r: r.key)
+    rows = [r for r in results if isinstance(r, Result)]
+    return sorted(rows, key=lambda r: r.key), [r for r in results if isinstance(r, str)]
 
 
 def main() -> None:
@@ -220,9 +228,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for compile.json and compile.md")
     arguments = parser.parse_args()
     begin = time.perf_counter()
-    results = compile_all(arguments.targets, arguments.only, arguments.jobs)
+    results, failures = compile_all(arguments.targets, arguments.only, arguments.jobs)
     print(markdown(results))
-    found = problems(save(results, arguments.out) if arguments.out else results)
+    found = failures + problems(save(results, arguments.out) if arguments.out else results)
     for problem in found:
         print(problem)
     seconds = round(time.perf_counter() - begin, 1)

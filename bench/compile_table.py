@@ -20,8 +20,7 @@ class Result:
         spills: bytes of local memory per thread.
         shared: bytes per program.
         mma: tensor-core instructions; with needs_mma there must be some.
-        loop, narrowest, in_flight, per_step, early, order: of NVIDIA's machine code, see `machine_code.py`;
-            narrowest is the bytes per thread of the smallest load in the main loop (None: TMA or no loop).
+        loop, narrowest, in_flight, per_step, early, order: of NVIDIA's machine code, see `machine_code.py`.
     """
 
     kernel: str

@@ -79,8 +79,8 @@ class Loop:
 
     @property
     def narrowest(self) -> int | None:
-        """Bytes per thread of the smallest load; None with TMA alone or without loads."""
-        return min((*self.loads, *self.copies), default=None)
+        """Bytes per thread of the smallest copy, or load where there are no copies; None with TMA alone."""
+        return min(self.copies or (() if self.tma else self.loads), default=None)
 
     def __str__(self) -> str:
         """What a table shows: "16 B, 9/3 in flight, early"."""
