@@ -12,7 +12,8 @@ launch makes of it, asking the functions that decide how a kernel is cut into pr
 
 Nothing of it has been measured; the constants of `Gpu` say where they come from. It leaves out how well
 tiles suit the tensor cores, and code between the loads. Pessimistic: bandwidth that an idle multiprocessor
-leaves is not used by others. Optimistic: partial sums stay in L2, and all its slices are equally far.
+leaves is not used by others, and what a kernel asks for ahead of its turn only saves the wait for its first
+tiles. Optimistic: partial sums stay in L2, and all its slices are equally far.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from ..kernels.launch import next_power_of_2
-from ..kernels.layer import gemm, split_kv
+from ..kernels.layer import split_kv
+from ..kernels.layer.qkv_rope import HEAD_DIMS
+from ..kernels.layer.tiling import plan
 from ..models.config import ModelConfig
 from ..models.hub import program, resolve_model
 from .roofline import Kernel, Machine, account
@@ -41,6 +44,7 @@ class Gpu(Machine):
         latency: seconds until memory answers under load (H100, unloaded: 0.6 to 0.7 us).
         round_trip: seconds of a load, store or atomic through L2 that the next step waits for, with the
             barrier or the branch around it.
+        hit: seconds until L2 answers a load (H100, of the far half: 270 to 500 clocks).
         early: seconds that a kernel costs that starts while the one before runs (a guess; none was measured).
     """
 
@@ -52,6 +56,7 @@ class Gpu(Machine):
     port: float = 64 * 1.755e9
     latency: float = 0.8e-6
     round_trip: float = 0.7e-6
+    hit: float = 0.3e-6
     early: float = 0.3e-6
 
 
@@ -84,7 +89,7 @@ class Launch:
 
     def times(self, gpu: Gpu) -> dict[str, float]:
         """Seconds by what they are spent on; see the module docstring."""
-        chain = self.round_trips * gpu.round_trip + (0.0 if self.warm else gpu.latency)
+        chain = self.round_trips * gpu.round_trip + (gpu.hit if self.warm else gpu.latency)
         return {
             "start": gpu.early if self.early else gpu.launch,
             "chain": chain,
@@ -128,11 +133,13 @@ def estimate(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> lis
     """The kernels of a step in bf16: B requests of `context` cached tokens, K drafts each."""
     T, H, I = B * (K + 1), config.hidden_size, config.intermediate_size  # noqa: E741
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = product(gpu, T, q + 2 * kv, H, unit=config.head_dim if config.head_dim in HEAD_DIMS else 1)
     known = {
-        "norm_linear qkv": [product(gpu, T, q + 2 * kv, H, norm=True)],
+        "qkv_rope": [qkv],
+        "norm_linear qkv": [qkv],
         "attention": attention(gpu, config, B, K + 1, context),
         "linear_add o": [product(gpu, T, H, q)],
-        "norm_swiglu": [product(gpu, T, I, H, norm=True, swiglu=True)],
+        "norm_swiglu": [product(gpu, T, 2 * I, H, unit=16)],
         "linear_add down": [product(gpu, T, H, I)],
         "head": [product(gpu, T, config.vocab_size, H)],
     }
@@ -156,26 +163,27 @@ def _row(kernel: Kernel, launches: list[Launch] | None, gpu: Gpu) -> Row:
     return Row(kernel.name, count, 1e3 * gpu.ms(moved, computed), times, launches[0].programs)
 
 
-def product(gpu: Gpu, T: int, N: int, K: int, norm: bool = False, swiglu: bool = False) -> Launch:
-    """x [T, K] with a weight [N, K], or [2N, K] with SwiGLU."""
-    configs = gemm.CONFIGS[gpu.arch]
-    width, rows, block_k, warps, stages = next((c for c in configs if c[0] >= T), configs[-1])
-    if norm:
-        rows, block_k = 64, 64
-    splits, part = gemm.split_k(N, K)
-    tiles, blocks, wide = ceil(T / width), ceil(N / rows), 1 + swiglu
-    size = (width + wide * rows) * 2  # bytes of a column of both tiles
-    registers = (64 + rows * width * wide // (32 * warps)) * 32 * warps
+def product(gpu: Gpu, T: int, N: int, K: int, unit: int = 1) -> Launch:
+    """x [T, K] with a weight [N, K]; see `tiling.plan` for `unit`."""
+    tiling = plan(T, N, K, gpu.arch, unit=unit)
+    tiles, blocks = ceil(T / tiling.width), ceil(N / tiling.rows)
+    apart = tiling.splits if tiling.apart else 1
+    size = 2 * (tiling.width + tiling.rows)  # bytes of a column of both tiles
+    threads = 32 * tiling.warps
+    registers = 64 * threads + tiling.rows * tiling.width * (2 if apart < tiling.splits else 1)
+    room = gpu.shared // (tiling.stages * size * tiling.block_k)
+    columns = tiling.part if tiling.apart else K
     return Launch(
-        programs=tiles * blocks * splits,
-        resident=max(min(gpu.shared // (stages * size * block_k), gpu.registers // registers), 1),
-        bytes=2 * (wide * N * K + T * (K + N)),
+        programs=tiles * blocks * apart,
+        resident=max(min(room, gpu.registers // registers), 1),
+        bytes=2 * (N * K + T * (K + N)),
         cached=tiles * blocks * size * K,
-        flops=2 * tiles * width * blocks * rows * wide * K,
-        loop=ceil(part / block_k) * gpu.latency / (stages - 1),
-        partials=4 * splits * T * wide * N if splits > 1 else 0,
-        # Leave a part, take a ticket, read the parts of all, four at a time.
-        round_trips=2 + ceil(splits / 4) if splits > 1 else 0,
+        flops=2 * tiles * tiling.width * blocks * tiling.rows * K,
+        loop=ceil(columns / tiling.block_k) * gpu.latency / max(tiling.stages - 1, 1),
+        partials=4 * apart * T * N if tiling.apart else 0,
+        round_trips=3 if tiling.apart else 0,  # leave a part, take a ticket, read the parts
+        early=True,
+        warm=True,  # it asks for the weight before it waits
     )
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.layer.qkv_rope import HEAD_DIMS
 from ..models.config import ModelConfig
 
 ACCEPTANCES = (0.3, 0.5, 0.7, 0.9)
@@ -124,20 +125,24 @@ def account(config: ModelConfig, B: int, K: int, context: int = 1024, itemsize: 
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     seen = sum(min(context, window or context) for window in config.windows)  # K/V rows, over layers
 
-    def product(name: str, rows: int, columns: int, residual: int = 0) -> Kernel:
-        """[T, columns] x [rows, columns] -> [T, rows] in each layer."""
-        moved = rows * columns + T * (columns + rows + residual)
+    def product(name: str, rows: int, columns: int, besides: int = 0) -> Kernel:
+        """[T, columns] x [rows, columns] -> [T, rows] in each layer, and what it moves besides per token."""
+        moved = rows * columns + T * (columns + rows + besides)
         return Kernel(name, "products", L, itemsize * L * moved, 2 * T * L * rows * columns)
 
+    if config.head_dim in HEAD_DIMS:
+        qkv = [product("qkv_rope", q + 2 * kv, H, besides=2 * kv)]
+    else:
+        rope = Kernel("rope_cache", "products", L, itemsize * T * L * 2 * kv)
+        qkv = [product("norm_linear qkv", q + 2 * kv, H), rope]
     kernels = (
         Kernel("propose", "propose", 2 if K else 0, 4 * B * context if K else 0),
         Kernel("layout, embedding", "embedding", 2, itemsize * T * H),
-        product("norm_linear qkv", q + 2 * kv, H),
-        Kernel("rope_cache", "products", L, itemsize * T * L * 2 * kv),
+        *qkv,
         Kernel("attention", "attention", 2 * L, itemsize * B * seen * 2 * kv, 4 * T * seen * q),
-        product("linear_add o", H, q, residual=H),
+        product("linear_add o", H, q, besides=H),
         product("norm_swiglu", 2 * I, H),
-        product("linear_add down", H, I, residual=H),
+        product("linear_add down", H, I, besides=H),
         Kernel("final norm", "head", 1),
         Kernel("head", "head", 1, itemsize * (H * V + T * V), 2 * T * H * V),
         Kernel("sample", "sample", 2, itemsize * T * V),
