@@ -155,7 +155,7 @@ def _row(kernel: Kernel, launches: list[Launch] | None, gpu: Gpu) -> Row:
     count = kernel.launches // len(launches or [1])
     moved, computed = kernel.bytes / count, kernel.flops / count
     if launches is None:
-        launches = [Launch(gpu.processors, bytes=moved)]
+        launches = [Launch(gpu.processors, bytes=moved, early=kernel.part == "products")]
     times: dict[str, float] = {}
     for launch in launches:
         for what, seconds in launch.times(gpu).items():

@@ -151,3 +151,9 @@ def test_a_problem_of_either_triton_is_found() -> None:
     ):
         (found,) = compile_table.problems([row(**changes), old])
         assert what in found
+
+
+def test_the_committed_table_is_of_two_tritons_without_problems() -> None:
+    table = compile_table.load(ROOT / "bench" / "results")
+    assert len({r.triton.rpartition(".")[0] for r in table}) >= 2
+    assert not compile_table.problems(table)
