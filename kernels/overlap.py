@@ -23,7 +23,7 @@ LINE = tl.constexpr(128)  # bytes
 
 def options(tensor: Tensor) -> dict[str, Any]:
     """What a launch on the GPU of `tensor` passes on: the constant PDL, and `launch_pdl` where it is set."""
-    newer = arch(tensor) in ("sm_90", "sm_100") and not os.environ.get("TRITON_INTERPRET", "0") == "1"
+    newer = arch(tensor) in ("sm_90", "sm_100") and os.environ.get("TRITON_INTERPRET", "0") != "1"
     if newer and os.environ.get("NANOSPEC_PDL", "1") != "0":
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -48,6 +48,5 @@ def prefetch(pointers, PDL: tl.constexpr):
     """Ask for the lines at `pointers` to be brought to the L2 cache. Assembly, because the compiler would
     move an ordinary load behind the wait."""
     if PDL:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-        )
+        line = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        tl.inline_asm_elementwise(line, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)

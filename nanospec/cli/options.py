@@ -74,7 +74,7 @@ SAMPLING: Table = {  # SamplingParams
 }
 ENGINE: Table = {  # EngineConfig
     "dtype": {"help": "auto (default), bfloat16, float16 or float32"},
-    "device": {"help": "auto (default), cpu or cuda"},
+    "device": {"help": "auto (default), cpu, cuda or cuda:N"},
     "max_num_seqs": {"type": int, "help": "most requests at once (default: 64)"},
     "max_model_len": {"type": int, "help": "longest prompt + output in tokens"},
     "max_num_batched_tokens": {"type": int, "help": "most tokens per step; longer prompts are split"},

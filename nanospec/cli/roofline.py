@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..device import synchronize
 from ..kernels.layer.qkv_rope import HEAD_DIMS
 from ..models.config import ModelConfig
 
@@ -173,20 +174,19 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     n = 8192 if on_gpu else 1024
     a = torch.randn(n, n, device=device).to(dtype)
     return Machine(
-        bandwidth=block.nbytes / _fastest(block.sum, on_gpu),
-        flops=2 * n**3 / _fastest(lambda: a @ a, on_gpu),
+        bandwidth=block.nbytes / _fastest(block.sum, device),
+        flops=2 * n**3 / _fastest(lambda: a @ a, device),
         launch=Machine.launch if on_gpu else 0.0,
     )
 
 
-def _fastest(run: Callable[[], object], on_gpu: bool) -> float:
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of five runs."""
     times = []
     for _ in range(5):
         start = time.perf_counter()
         run()
-        if on_gpu:
-            torch.cuda.synchronize()
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from nanospec import SamplingParams
 from nanospec.engine import Engine
 from nanospec.graphs import MAX_STEP_TOKENS, Bucket, EagerCapture, StepGraphs, batch_sizes
 from nanospec.kernels import dispatch
+from nanospec.kernels.upload import upload
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
+from nanospec.step import StepResult
 from nanospec.timing import elapsed_ms, replay_ms
 from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
 from tests.tape import TapeCapture
@@ -92,6 +95,43 @@ def test_rows_are_padded_to_the_bucket_and_cut_from_the_result(
     finish(engine)
     assert [0, 1, 2, -1] in given
     assert all(len(rows) in (1, 2, 4, 8) for rows in given)
+
+def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All buckets share them; recording one in between steps nobody's row."""
+    stepped: list[list[int]] = []
+    sent: list[list[int]] = []
+
+    def step(rows: Tensor, k: int) -> StepResult:
+        stepped.append(rows.tolist())
+        return StepResult(rows[:, None].clone(), rows[:, None].clone(), rows.clone(), rows[:, None].clone())
+
+    def spy(values: list[int], *given: Any, **named: Any) -> Tensor:
+        sent.append(values)
+        return upload(values, *given, **named)
+
+    monkeypatch.setattr(graphs, "upload", spy)
+    steps = StepGraphs(step, torch.device("cpu"), 4, [1], lazy=True)
+    for rows, k, again in (
+        ([2, 0, 1], 0, True),
+        ([2, 0, 1], 0, False),
+        ([2, 0, 1, 3], 0, True),
+        ([2, 0], 0, True),  # recorded now
+        ([2, 0], 0, False),
+        ([2, 0], 1, True),  # the same
+        ([2, 0], 0, False),
+        ([0], 0, True),
+    ):
+        stepped.clear()
+        sent.clear()
+        assert steps.run(rows, k).report.flatten().tolist() == rows
+        padded = rows + [-1] * (4 * (len(rows) > 2) - len(rows))
+        assert sent == [padded] * again
+        assert stepped.pop() == padded
+        assert all(row == -1 for recorded in stepped for row in recorded)
+    steps.rows.fill_(3)  # as who times a step does
+    steps.forget_rows()
+    assert steps.run([0], 0).report.tolist() == [[0]]
+
 
 @pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
 def test_a_recording_of_the_kernels_freezes_nothing(lag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
