@@ -72,8 +72,8 @@ def norm_cases() -> Iterator[Case]:
             yield Case("rms_norm", f"H{width}-T{rows}", build, bytes=(2 * rows + 1) * width * 2)
 
             def embedding(device: str, width: int = width, rows: int = rows) -> Built:
-                ids, table = torch.arange(rows, device=device), torch.randn(rows, width, device=device, dtype=BF16)
-                norm = make_norm(device, width)
+                table = torch.randn(rows, width, device=device, dtype=BF16)
+                ids, norm = torch.arange(rows, device=device), make_norm(device, width)
                 return Built(lambda: embed(ids, table, norm))
 
             yield Case("embed", f"H{width}-T{rows}", embedding, bytes=(3 * rows + 1) * width * 2)

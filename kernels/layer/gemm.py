@@ -35,7 +35,7 @@ from torch import Tensor
 from ..launch import arch, next_power_of_2
 from ..overlap import LINE, options, prefetch, release_next, wait_for_previous
 from .norm import Norm
-from .stream import GROUP, Stream, next_norm
+from .stream import Stream, next_norm
 from .tiling import MACHINES, Tiling, plan
 
 SLICE = tl.constexpr(16)  # tokens that a program finishes at a time
@@ -141,67 +141,57 @@ def sum_of_parts(partial, T, tile, block, SPLITS: tl.constexpr, BLOCK_T: tl.cons
 
 @triton.jit
 def inverse_rms(squares, t, t_in, T, K, eps, GROUPS: tl.constexpr):
-    """1 / rms(x) of the tokens t, from the sums of squares of `Stream`, added in ascending order. Unrolled, so
-    that their loads are under way together."""
+    """1 / rms(x) [1, WIDTH] of the tokens t, from the sums of squares of `Stream`, added in ascending order.
+    Unrolled, so that their loads are under way together."""
     total = tl.zeros(t.shape, tl.float32)
     for group in tl.static_range(GROUPS):
         total += tl.load(squares + group * T + t, t_in, other=0.0)
-    return tl.rsqrt(total / K + eps)
+    return tl.rsqrt(total / K + eps)[None, :]
 
 
 @triton.jit
-def split_tokens(tile, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The left and right half of a tile [ROWS, WIDTH]; no value changes its thread."""
-    return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, WIDTH // 2]), [0, 2, 1]))
+def token_slice(tile, INDEX: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The tokens INDEX * SLICE and on of a tile [ROWS, WIDTH]. No value changes its thread."""
+    if WIDTH > SLICE:
+        left, right = tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, WIDTH // 2]), [0, 2, 1]))
+        HALF: tl.constexpr = WIDTH // 2 // SLICE
+        if INDEX < HALF:
+            tile = token_slice(left, INDEX, ROWS, WIDTH // 2)
+        else:
+            tile = token_slice(right, INDEX - HALF, ROWS, WIDTH // 2)
+    return tile
 
 
 @triton.jit
 def _finish(
-    acc, scale, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, first_t, T, N,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    acc, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, first_t, T, N,
+    SWIGLU: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of WIDTH tokens from `first_t` on; of many in halves, one after the other, because
-    registers are dear here."""
-    if WIDTH > SLICE:
-        left, right = split_tokens(acc, BLOCK_N, WIDTH)
-        left_scale, right_scale = scale, scale
-        if NORM:
-            left_scale, right_scale = tl.split(tl.trans(tl.reshape(scale, [2, WIDTH // 2])))
-        _finish(
-            left, left_scale, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, first_t, T,
-            N, NORM, SWIGLU, BLOCK_N, WIDTH // 2,
-        )  # fmt: skip
-        _finish(
-            right, right_scale, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block,
-            first_t + WIDTH // 2, T, N, NORM, SWIGLU, BLOCK_N, WIDTH // 2,
-        )  # fmt: skip
-    else:
-        COLUMNS: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
-        t = first_t + tl.arange(0, WIDTH)
-        if NORM:
-            acc = acc * scale[None, :]
-        if bias is not None:
-            acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
-        if SWIGLU:
-            gate, up = split_pairs(acc, BLOCK_N, WIDTH)
-            acc = gate / (1.0 + tl.exp(-gate)) * up
-        n = block * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (n < N)[:, None] & (t < T)[None, :]
-        corner = first_t.to(tl.int64) * N + block * COLUMNS  # offsets from here fit 32 bits
-        at = tl.arange(0, WIDTH)[None, :] * N + tl.arange(0, COLUMNS)[:, None]
-        if residual is not None:
-            acc += tl.load(residual + corner + at, inside, other=0.0).to(tl.float32)
-        value = acc.to(out.dtype.element_ty)
-        tl.store(out + corner + at, value, inside)
-        if norm_weight is not None:
-            next_norm(value, norm_weight, scaled + corner, out_squares, at, n, n < N, t, T, COLUMNS, WIDTH)
+    """Write the outputs of `acc` [ROWS, SLICE], tokens from `first_t` on."""
+    COLUMNS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
+    if bias is not None:
+        acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+    if SWIGLU:
+        gate, up = split_pairs(acc, ROWS, SLICE)
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    n = block * COLUMNS + tl.arange(0, COLUMNS)
+    t = first_t + tl.arange(0, SLICE)
+    inside = (n < N)[:, None] & (t < T)[None, :]
+    corner = first_t.to(tl.int64) * N + block * COLUMNS  # offsets from here fit 32 bits
+    at = tl.arange(0, SLICE)[None, :] * N + tl.arange(0, COLUMNS)[:, None]
+    if residual is not None:
+        acc += tl.load(residual + corner + at, inside, other=0.0).to(tl.float32)
+    value = acc.to(out.dtype.element_ty)
+    tl.store(out + corner + at, value, inside)
+    if norm_weight is not None:
+        next_norm(value, norm_weight, scaled + corner, out_squares, at, n, n < N, t, T, COLUMNS, SLICE)
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
 def _gemm(
     x, weight, bias, residual, squares, norm_weight, out, scaled, out_squares, partial, tickets,
-    T, N, K, x_stride, steps, eps, NORM: tl.constexpr, SWIGLU: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    T, N, K, x_stride, steps, eps, GROUPS: tl.constexpr, SWIGLU: tl.constexpr, SPLITS: tl.constexpr,
+    APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
@@ -216,21 +206,24 @@ def _gemm(
     rows_in = column < N
     prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
     wait_for_previous(PDL)
-    scale = 0.0
-    if NORM:  # while the first lines of the weight are on their way
+    if GROUPS > 0:  # while the first lines of the weight are on their way
         scale = inverse_rms(squares, t, t_in, T, K, eps, GROUPS)
+    else:
+        scale = tl.full([1, BLOCK_T], 1.0, tl.float32)
     acc = products(
-        x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N, BLOCK_K,
-        EVEN, PRECISION,
+        x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
+        BLOCK_K, EVEN, PRECISION,
     )  # fmt: skip
     if APART:
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
-    _finish(
-        acc, scale, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, tile * BLOCK_T, T, N,
-        NORM, SWIGLU, BLOCK_N, BLOCK_T,
-    )  # fmt: skip
+    for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
+        part = token_slice(acc, i, BLOCK_N, BLOCK_T) * token_slice(scale, i, 1, BLOCK_T)
+        _finish(
+            part, bias, residual, norm_weight, out, scaled, out_squares,
+            rows, rows_in, block, tile * BLOCK_T + i * SLICE, T, N, SWIGLU, BLOCK_N,
+        )  # fmt: skip
 
 
 def launch(
@@ -241,7 +234,7 @@ def launch(
     out: Tensor | None = None,
 ) -> Tensor:
     """`source` @ weight.T + bias, with SwiGLU if wanted, of a tensor or a stream's norm. See `linear.py`."""
-    x, squares, eps = operand(source)
+    x, squares, groups, eps = operand(source)
     T, K = x.shape
     N = weight.shape[0] // 2 if swiglu else weight.shape[0]
     if out is None:
@@ -251,7 +244,7 @@ def launch(
         setup = prepare(x, weight, unit=16 if swiglu else 1)
         _gemm[setup.grid](
             x, weight, bias, None, squares, None, out, None, None, setup.partial, setup.tickets,
-            T, N, K, x.stride(0), setup.steps, eps, NORM=squares is not None, SWIGLU=swiglu, **setup.constants,
+            T, N, K, x.stride(0), setup.steps, eps, GROUPS=groups, SWIGLU=swiglu, **setup.constants,
         )  # fmt: skip
     return out
 
@@ -267,7 +260,7 @@ def launch_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, n
         setup = prepare(x, weight)
         _gemm[setup.grid](
             x, weight, bias, stream.x, None, norm.weight, new.x, new.scaled, new.squares, setup.partial,
-            setup.tickets, T, N, K, x.stride(0), setup.steps, 0.0, NORM=False, SWIGLU=False, **setup.constants,
+            setup.tickets, T, N, K, x.stride(0), setup.steps, 0.0, GROUPS=0, SWIGLU=False, **setup.constants,
         )  # fmt: skip
     return new
 
@@ -294,7 +287,7 @@ def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
         if blocks * tiles > counters.numel():
             raise ValueError(f"{blocks * tiles} output tiles exceed the {counters.numel()} tickets.")
     constants = {
-        "GROUPS": triton.cdiv(K, GROUP.value), "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
+        "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
         "BLOCK_K": tiling.block_k, "EVEN": K % tiling.block_k == 0,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "LINES": _lines(tiling, blocks * (tiling.splits if tiling.apart else 1), x.itemsize, target),
@@ -304,13 +297,13 @@ def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
     return Setup(grid, partial, counters, tiling.part // tiling.block_k, constants)
 
 
-def operand(source: Tensor | Stream) -> tuple[Tensor, Tensor | None, float]:
-    """(left operand [T, K], sums of squares, eps) of a product with a tensor or with a stream's norm."""
+def operand(source: Tensor | Stream) -> tuple[Tensor, Tensor | None, int, float]:
+    """(x [T, K], sums of squares, number of these, eps) of a product with a tensor or a stream's norm."""
     if isinstance(source, Tensor):
-        return source, None, 0.0
-    if source.scaled is None:
+        return source, None, 0, 0.0
+    if source.scaled is None or source.squares is None:
         raise ValueError("The kernels need a stream that a kernel wrote: begin with `embed`.")
-    return source.scaled, source.squares, source.norm.eps
+    return source.scaled, source.squares, len(source.squares), source.norm.eps
 
 
 def _lines(tiling: Tiling, programs: int, itemsize: int, target: str) -> int:

@@ -56,9 +56,7 @@ def norm_swiglu(stream: Stream, weight: Tensor, bias: Tensor | None = None) -> T
     return F.silu(gate) * up
 
 
-def linear_add(
-    h: Tensor, weight: Tensor, stream: Stream, norm: Norm, bias: Tensor | None = None
-) -> Stream:
+def linear_add(h: Tensor, weight: Tensor, stream: Stream, norm: Norm, bias: Tensor | None = None) -> Stream:
     """The stream plus h @ weight.T + bias, for the `norm` that comes next."""
     if use_triton(h):
         return gemm.launch_add(h, weight, bias, stream, norm)

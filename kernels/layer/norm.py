@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
+from ..overlap import options, release_next, wait_for_previous
 
 MAX_WIDTH = 65536
 
@@ -35,7 +36,9 @@ def naive(x: Tensor, norm: Norm) -> Tensor:
 
 
 @triton.jit
-def _rms_norm(x, weight, out, row_stride, width, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, row_stride, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    release_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < width
@@ -60,6 +63,6 @@ def launch(x: Tensor, norm: Norm) -> Tensor:
         block = next_power_of_2(width)
         warps = min(max(block // 512, 1), 16)  # 16 values or fewer per thread up to 8192
         _rms_norm[(rows.shape[0],)](
-            rows, weight, out, rows.stride(0), width, eps, BLOCK=block, num_warps=warps
+            rows, weight, out, rows.stride(0), width, eps, BLOCK=block, num_warps=warps, **options(x)
         )
     return out.view(x.shape)

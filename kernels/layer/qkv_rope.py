@@ -24,8 +24,8 @@ from .gemm import (
     prefetch_weight,
     products,
     split_pairs,
-    split_tokens,
     sum_of_parts,
+    token_slice,
 )
 from .linear import norm_linear
 from .rope_cache import Angles, Norms, check, rope_cache, rotate_and_write
@@ -35,7 +35,13 @@ HEAD_DIMS = (64, 128, 256)
 
 
 def qkv_rope(
-    stream: Stream, weight: Tensor, bias: Tensor | None, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
+    stream: Stream,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor,
+    batch: Batch,
+    angles: Angles,
+    norms: Norms,
 ) -> Tensor:
     """Write k and v of the stream's norm to the `cache` [2, Hkv, num_blocks, block_size, D], return q."""
     if use_triton(stream.x) and cache.shape[-1] in HEAD_DIMS:
@@ -43,79 +49,56 @@ def qkv_rope(
     return rope_cache(norm_linear(stream, weight, bias), cache, batch, angles, norms)
 
 
-@triton.jit
-def _finish(
-    acc, scale, bias, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, rows, rows_in,
-    first_head, first_t, T, head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Finish the heads of WIDTH tokens from `first_t` on; of many in halves, as in `gemm.py`."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    ROWS: tl.constexpr = HEADS * HEAD_DIM
-    if WIDTH > SLICE:
-        left, right = split_tokens(acc, ROWS, WIDTH)
-        left_scale, right_scale = tl.split(tl.trans(tl.reshape(scale, [2, WIDTH // 2])))
-        _finish(
-            left, left_scale, bias, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, rows, rows_in,
-            first_head, first_t, T, head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM, HEAD_DIM, HEADS,
-            WIDTH // 2,
-        )  # fmt: skip
-        _finish(
-            right, right_scale, bias, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, rows, rows_in,
-            first_head, first_t + WIDTH // 2, T, head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM, HEAD_DIM,
-            HEADS, WIDTH // 2,
-        )  # fmt: skip
-    else:
-        t = first_t + tl.arange(0, WIDTH)
-        acc = acc * scale[None, :]
-        if bias is not None:
-            acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
-        first, second = split_pairs(acc, ROWS, WIDTH)
-        rotate_and_write(
-            tl.reshape(first, [HEADS, HALF, WIDTH]), tl.reshape(second, [HEADS, HALF, WIDTH]),
-            first_head + tl.arange(0, HEADS), tl.arange(0, HALF), t, t < T,
-            cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, head_stride, num_heads, num_kv_heads,
-            head_eps, HEAD_NORM, HEAD_DIM, HEADS, HALF, WIDTH,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["T", "steps"])
 def _qkv_rope(
-    x, weight, bias, squares, partial, tickets, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
-    T, N, K, x_stride, steps, eps, head_stride, num_heads, num_kv_heads, head_eps,
-    HEAD_NORM: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, bias, squares, partial, tickets, cos_sin, positions, slots, q, k_cache, v_cache, q_norm,
+    k_norm, T, N, K, x_stride, steps, eps, head_stride, num_heads, num_kv_heads, head_eps,
+    HEAD_NORM: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
+    APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = BLOCK_N // HEAD_DIM
+    HALF: tl.constexpr = HEAD_DIM // 2
     release_next(PDL)
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    t_in = t < T
-    rows, pair = paired_rows(block, HEAD_DIM // 2, BLOCK_N)
+    rows, _ = paired_rows(block, HALF, BLOCK_N)
     rows_in = rows < N
     prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
     wait_for_previous(PDL)
-    scale = inverse_rms(squares, t, t_in, T, K, eps, GROUPS)  # while the weight's first lines are on their way
+    scale = inverse_rms(squares, t, t < T, T, K, eps, GROUPS)  # while the weight is on its way
     acc = products(
-        x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N, BLOCK_K,
-        EVEN, PRECISION,
+        x, weight, rows, rows_in, t, t < T, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
+        BLOCK_K, EVEN, PRECISION,
     )  # fmt: skip
     if APART:
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
-    _finish(
-        acc, scale, bias, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm, rows, rows_in,
-        block * HEADS, tile * BLOCK_T, T, head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM, HEAD_DIM,
-        HEADS, BLOCK_T,
-    )  # fmt: skip
+    head = block * HEADS + tl.arange(0, HEADS)
+    for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
+        part = token_slice(acc, i, BLOCK_N, BLOCK_T) * token_slice(scale, i, 1, BLOCK_T)
+        if bias is not None:
+            part += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+        first, second = split_pairs(part, BLOCK_N, SLICE)
+        t = tile * BLOCK_T + i * SLICE + tl.arange(0, SLICE)
+        rotate_and_write(
+            tl.reshape(first, [HEADS, HALF, SLICE]), tl.reshape(second, [HEADS, HALF, SLICE]), head,
+            tl.arange(0, HALF), t, t < T, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
+            head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM, HEAD_DIM, HEADS, HALF, SLICE,
+        )  # fmt: skip
 
 
 def launch(
-    stream: Stream, weight: Tensor, bias: Tensor | None, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
+    stream: Stream,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor,
+    batch: Batch,
+    angles: Angles,
+    norms: Norms,
 ) -> Tensor:
-    x, squares, eps = gemm.operand(stream)
+    x, squares, groups, eps = gemm.operand(stream)
     (T, K), N = x.shape, weight.shape[0]
     _, num_kv_heads, _, _, head_dim = cache.shape
     gemm.check(x, weight, bias=(bias, weight.shape[:1]))
@@ -125,9 +108,9 @@ def launch(
         setup = gemm.prepare(x, weight, unit=head_dim)
         k_cache, v_cache = cache
         _qkv_rope[setup.grid](
-            x, weight, bias, squares, setup.partial, setup.tickets, angles.table, angles.positions, batch.slots,
-            q, k_cache, v_cache, *norm_weights, T, N, K, x.stride(0), setup.steps, eps, k_cache.stride(0),
-            num_heads, num_kv_heads, head_eps, HEAD_NORM=norms is not None, HEAD_DIM=head_dim,
-            **setup.constants,
+            x, weight, bias, squares, setup.partial, setup.tickets, angles.table, angles.positions,
+            batch.slots, q, k_cache, v_cache, *norm_weights, T, N, K, x.stride(0), setup.steps, eps,
+            k_cache.stride(0), num_heads, num_kv_heads, head_eps, HEAD_NORM=norms is not None,
+            HEAD_DIM=head_dim, GROUPS=groups, **setup.constants,
         )  # fmt: skip
     return q

@@ -3,14 +3,15 @@
     plan(T, N, K, arch) -> Tiling            x [T, K] with weight [N, K]
 
 Two things are decided. The parts of K fix the order of a sum, so they depend on the weight's shape and
-the architecture alone: what a single token needs, since that is where a weight has too few blocks to
+the architecture alone: what a small step needs, since that is where a weight has too few blocks to
 fill the machine. All else may depend on the number of tokens T, because it changes no bit.
 
-Worked example, an H200 with 132 processors. 0.6B down [1024, 3072] has 16 blocks of 64 rows: 8 parts
-make 128 programs, 97 % of the machine. Its gate_up [6144, 1024] has 96 blocks; they draw 27 of the 40
-bytes per clock that a processor can take when memory gives all it has, so parts would only cost the
-second round trip. 8B qkv [6144, 4096] has 48 blocks of one head; 5 parts make 240, two each for 91 %;
-8B gate_up [24576, 4096] has 384, three each for 97 %. Nothing here has been measured yet.
+Worked example, an H200 with 132 processors. 0.6B o [1024, 2048] and down [1024, 3072] have 16 blocks of 64
+rows: 8 parts make 128 programs, 97 % of the machine. gate_up [6144, 1024] has 96 blocks, and to use all of
+the memory each of these must draw 29 of the 32 bytes per clock that a processor can take: no parts, since a
+second one would cost a ticket. qkv [4096, 1024] has 32 blocks of one head: 4 parts, 128 programs. 8B gate_up
+[24576, 4096] has 384 blocks, three for each processor, 97 %; o and down have 64: 2 parts, 128 programs; qkv
+[6144, 4096] has 48 blocks of one head: 2 parts. Nothing here has been measured.
 """
 
 from functools import cache
@@ -121,13 +122,17 @@ def _tiling(
     columns = part if apart else K
     share = -(-programs // machine.processors)  # programs of the busiest processor
 
-    per_instruction = max(rows * width * INSTRUCTION / machine.macs, (rows + width) * 2 * INSTRUCTION / machine.cache)
+    per_instruction = max(
+        rows * width * INSTRUCTION / machine.macs, (rows + width) * 2 * INSTRUCTION / machine.cache
+    )
     traffic = itemsize * (N * K + T * (N + K))
     times = share * columns / INSTRUCTION * per_instruction, traffic / machine.memory
     clocks = max(times) + min(times) / 8  # they overlap, but not wholly
 
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
-    together = min(share, 1 if rows * width > 128 * 64 else 2 if width == 64 else 3)  # on one processor at a time
+    together = min(
+        share, 1 if rows * width > 128 * 64 else 2 if width == 64 else 3
+    )  # on one processor at a time
     stage = (rows + width) * block_k * itemsize
     stages = min(machine.shared // together // stage, columns // block_k + 1, 6)
     clocks += START * -(-share // together)

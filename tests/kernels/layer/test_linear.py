@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +38,12 @@ def test_linear(kind: str, T: int, N: int, K: int, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def any_tiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Overrides what `plan` chose, by field."""
-    chosen: dict[str, object] = {}
-    monkeypatch.setattr(gemm, "plan", lambda *shape: tiling.plan(*shape)._replace(**chosen))
-    return lambda **fields: (chosen.clear(), chosen.update(fields))  # type: ignore[func-returns-value]
+    """Overrides what `plan` chooses, by field."""
+
+    def choose(**fields: Any) -> None:
+        monkeypatch.setattr(gemm, "plan", lambda *shape: tiling.plan(*shape)._replace(**fields))
+
+    return choose
 
 
 @pytest.mark.usefixtures("ordered_dot")
@@ -85,16 +88,16 @@ def test_empty_input() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     x, weight = torch.randn(2, 64), torch.randn(32, 64)
-    norm = Norm(torch.randn(32), 1e-6)
+    norm, short = Norm(torch.randn(32), 1e-6), Norm(torch.randn(31), 1e-6)
     with forced("triton"):
         for call, message in (
             (lambda: linear.linear(x, weight.T.contiguous()), "does not fit"),
             (lambda: linear.linear(x, weight.T), "contiguous"),
             (lambda: linear.linear(x, weight, torch.randn(31)), r"bias must be contiguous \[32\]"),
-            (lambda: linear.linear_add(x, weight, Stream(torch.randn(2, 31), norm), norm), "residual must be"),
-            (lambda: linear.linear_add(x, weight, Stream(x, norm), Norm(x[0, :31], 1e-6)), "residual must be"),
+            (lambda: linear.linear_add(x, weight, Stream(x, norm), norm), "residual must be"),
+            (lambda: linear.linear_add(x, weight, Stream(torch.randn(2, 32), norm), short), "norm weight"),
             (lambda: linear.norm_linear(Stream(x, norm), weight), "begin with `embed`"),
-            (lambda: embed(torch.zeros(2).int(), weight, Norm(x[0, :31], 1e-6)), "norm weight"),
+            (lambda: embed(torch.zeros(2).int(), weight, short), "norm weight"),
         ):
             with pytest.raises(ValueError, match=message):
                 call()

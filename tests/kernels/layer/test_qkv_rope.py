@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +25,14 @@ TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}
 
 class Setup:
     def __init__(
-        self, T: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool, dtype: torch.dtype, hidden: int = 200
+        self,
+        T: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        qk_norm: bool,
+        dtype: torch.dtype,
+        hidden: int = 200,
     ) -> None:
         generator = torch.Generator().manual_seed(T)
 
@@ -42,7 +51,9 @@ class Setup:
         positions = torch.randint(0, POSITIONS, (T,), generator=generator, dtype=torch.int32)
         self.slots, self.positions = slots, positions
 
-    def run(self, dtype: torch.dtype, t: slice = slice(None), x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, dtype: torch.dtype, t: slice = slice(None), x: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """q and the cache afterwards, computed in `dtype`: by `naive` in float64, else by the kernel."""
         batch = tokens_at(self.positions[t], self.slots[t])
         cache = self.cache.to(dtype, copy=True)
@@ -53,7 +64,9 @@ class Setup:
         weights = self.weight.to(dtype), self.bias.to(dtype)
         with forced("naive" if dtype == torch.float64 else "triton"):
             stream = stream_of((self.x if x is None else x)[t].to(dtype), Norm(self.scale.to(dtype), 1e-6))
-            return qkv_rope(stream, *weights, cache, batch, Angles(self.table, batch.positions, dtype), norms), cache
+            return qkv_rope(
+                stream, *weights, cache, batch, Angles(self.table, batch.positions, dtype), norms
+            ), cache
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -63,7 +76,9 @@ class Setup:
     [(5, 9, 3, 64), (70, 1, 1, 64), (3, 4, 4, 128), (2, 3, 1, 256), (4, 2, 1, 80)],
     ids=lambda n: str(n),
 )
-def test_qkv_rope(T: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool, dtype: torch.dtype) -> None:
+def test_qkv_rope(
+    T: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool, dtype: torch.dtype
+) -> None:
     setup = Setup(T, heads, kv_heads, head_dim, qk_norm, dtype)
     q, cache = setup.run(dtype)
     expected_q, expected_cache = setup.run(torch.float64)
@@ -80,9 +95,9 @@ def test_qkv_rope(T: int, heads: int, kv_heads: int, head_dim: int, qk_norm: boo
 def test_bits_do_not_depend_on_other_tokens(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither on their number nor on the tiling, but for the parts of the sum."""
     setup = Setup(130, 2, 1, head_dim, True, torch.float32)
-    cut = {"splits": 2, "part": 128, "apart": False}
+    cut: dict[str, Any] = {"splits": 2, "part": 128, "apart": False}
 
-    def run(t: slice, **fields: object) -> tuple[Tensor, Tensor]:
+    def run(t: slice, **fields: Any) -> tuple[Tensor, Tensor]:
         monkeypatch.setattr(gemm, "plan", lambda *a: tiling.plan(*a)._replace(**(cut | fields)))
         q, cache = setup.run(torch.float32, t)
         slots = setup.slots[t]
@@ -106,7 +121,9 @@ def test_what_is_not_finite_is_in_keys_but_never_in_values(bad: float) -> None:
     x[1, 17] = bad
     (q, cache), (clean_q, clean) = setup.run(torch.float32, x=x), setup.run(torch.float32)
     keys, values = cache.flatten(2, 3)[:, 0, 5:8]
-    assert q[1].isnan().all() and keys[1].isnan().all() and (values[1] == 0).all()
+    assert q[1].isnan().all()
+    assert keys[1].isnan().all()
+    assert (values[1] == 0).all()
     others = [0, 2]
     assert torch.equal(q[others], clean_q[others])
     assert torch.equal(cache.flatten(2, 3)[:, 0, [5, 7]], clean.flatten(2, 3)[:, 0, [5, 7]])
