@@ -10,16 +10,15 @@ window. The queries of all heads that share a KV head are treated together, so K
 of them. In a tree, the step's own tokens are taken to lie inside the window. Head dimensions up to 256;
 bf16, fp16 or fp32.
 
-Decoding and verification (`split_kv.py`) split the cache over programs at fixed absolute places;
-pieces of prompts (`prefill.py`) are walked tile by tile. Either way a query's bits depend neither on
-the batch nor on the number of drafts or the size of the chunk.
+On a GPU one kernel (`paged.py`) serves all of them, so that a query's bits depend neither on the batch nor
+on the number of drafts or the size of the chunk.
 """
 
 import torch
 from torch import Tensor
 
 from ..dispatch import use_triton
-from . import prefill, split_kv
+from . import paged
 from .plan import Part, Plan
 
 
@@ -31,8 +30,7 @@ def attention(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
     """
     if not use_triton(q):
         return naive(q, cache, plan, scale)
-    launch = prefill.launch if plan.batch.prefill else split_kv.launch
-    return launch(q, cache, plan, scale)
+    return paged.launch(q, cache, plan, scale)
 
 
 def naive(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:

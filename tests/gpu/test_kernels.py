@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.layer import split_kv
+from nanospec.kernels.layer import paged
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
+from nanospec.kernels.layer.units import Split
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 from tests.kernels.products import KINDS, Products
@@ -83,9 +84,16 @@ def test_attention_bits(
     assert torch.equal(batch[3:8], verified[3:])
     assert torch.equal(attend((1, 2970, 25))[10:18], verified)
     assert torch.equal(attend((1, 2980, 8), trees=[[-1, 0, 1, 2, 3, 4, 5, 6]]), verified)
-    for programs in (1, 3, 8192):
-        monkeypatch.setattr(split_kv, "PROGRAMS", programs)
-        assert torch.equal(attend((1, 2980, 8)), verified), programs
+    for first, n in ((2978, 30), (2950, 50), (2800, 200)):  # pieces of a prompt
+        assert torch.equal(attend((1, first, n))[2980 - first :][:8], verified), (first, n)
+    for division in ((1, 0, 2), (3, 0, 6), (128, 128, 128)):
+        divide(monkeypatch, division)
+        assert torch.equal(attend((1, 2980, 8)), verified), division
+        assert torch.equal(attend((1, 2800, 200))[180:188], verified), division
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, division: tuple[int, int, int]) -> None:
+    monkeypatch.setattr(paged, "split", lambda *_: Split(*division))
 
 
 def products_of(model: str, kind: str, T: int, dtype: torch.dtype, device: torch.device) -> Products:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.layer import attention, split_kv
+from nanospec.kernels.layer import attention, paged
 from nanospec.kernels.layer.plan import Plan
+from nanospec.kernels.layer.tickets import tickets
+from nanospec.kernels.layer.units import Split, split
 from tests.kernels.texts import Texts, random_trees
 from tests.util import assert_close
 
@@ -27,7 +29,11 @@ def requests(
     return texts, [(b, base, n) for b, (base, n) in enumerate(shape)]
 
 
-# (cached tokens, queries) of each row; KV tiles are 64 long, spans 512 or 1024.
+def divide(monkeypatch: pytest.MonkeyPatch, *division: int) -> None:
+    monkeypatch.setattr(paged, "split", lambda *_: Split(*division))
+
+
+# (cached tokens, queries) of each row; KV tiles are 64 long, spans 512.
 FEW = {
     "B3-K4-H9-KV3-D64": ((9, 3, 64), 16, [(200, 5), (0, 1), (61, 3)]),
     "B1-K0-H4-KV4-D80": ((4, 4, 80), 16, [(100, 1)]),
@@ -103,12 +109,58 @@ def test_bits_depend_on_the_text_alone(dtype: torch.dtype, window: int | None) -
 
 
 @pytest.mark.usefixtures("ordered_dot")
-def test_tiles_and_spans_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, parts = requests([(1297, 3)], (2, 1, 64))
-    tiles = texts.attend(parts)
-    for programs in (1, 2):  # they take span after span
-        monkeypatch.setattr(split_kv, "PROGRAMS", programs)
-        assert torch.equal(texts.attend(parts), tiles)
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("whole", [True, False], ids=["one-program", "many"])
+def test_pieces_of_prompts_have_the_bits_of_decoding(
+    whole: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a preempted request meets: first decoded, then recomputed in chunks of any size."""
+    texts = Texts.random([20, 650], (4, 2, 64), 16, FP16)  # across the border of two spans
+    queries = (499, 511, 512, 585)
+    decoded = [texts.attend([(1, i, 1)], window)[0] for i in queries]
+    if whole:
+        divide(monkeypatch, 1, 0, 2)
+    for first, n in ((497, 100), (498, 5), (510, 64), (522, 64)):
+        chunk = texts.attend([(0, 3, 9), (1, first, n)], window, padded=False)[9:]
+        for i, alone in zip(queries, decoded, strict=True):
+            if first <= i < first + n:
+                assert torch.equal(chunk[i - first], alone), (first, n, i)
+
+
+@pytest.mark.usefixtures("ordered_dot")
+def test_any_number_of_programs_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, parts = requests([(1297, 3), (700, 2), (5, 0), (30, 1)], (2, 1, 64))
+    results = []
+    for programs, fine, units in ((21, 21, 21), (2, 0, 3), (3, 0, 3), (7, 2, 3), (1, 0, 2)):
+        divide(monkeypatch, programs, fine, units)
+        results.append(texts.attend(parts))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert not tickets(torch.device("cpu"), "attention").any()  # left as they were found
+
+
+def test_programs_cover_the_cache_and_stay_bounded() -> None:
+    for columns in (16, 32, 64):
+        for pairs in (1, 8, 24, 64, 512, 5000):
+            for length in (1, 64, 65, 1024, 5000, 32768):
+                programs, fine, units = split(pairs, columns, length, 64)
+                spans = -(-length // 512)
+                assert 1 <= programs <= max(spans, fine, 1)
+                assert programs * pairs <= max(32768 // columns, 256, pairs)
+                assert units >= min(spans, 2) if programs == 1 else units >= max(spans, fine)
+    assert split(8, 16, 1024, 64) == (16, 16, 16)  # one row: a program for each tile
+    assert split(512, 16, 32768, 64).programs == 4
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_key_that_is_not_a_number_reaches_those_who_see_it(window: int | None) -> None:
+    """What is written for a value that is not finite: zeros, with a key of NaN."""
+    texts, parts = requests([(126, 5)], (2, 1, 64))
+    want = texts.attend(parts, window)
+    page, offset = texts.block_table[0, 128 // 16], 128 % 16
+    texts.cache[0, :, page, offset], texts.cache[1, :, page, offset] = float("nan"), 0.0
+    got = texts.attend(parts, window)
+    assert torch.equal(got[:2], want[:2])
+    assert got[2:].isnan().all()
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -120,8 +172,7 @@ def test_bad_arguments_are_refused() -> None:
             (q.half(), texts.cache, batch, "float16"),
             (q[..., :32].contiguous(), texts.cache, batch, "does not fit"),
             (q, texts.cache[..., :32], batch, "one after another"),
-            (q, texts.cache, tree, "for chains"),
-            (q, texts.cache, replace(tree, prefill=False), "65 nodes exceeds the limit of 64"),
+            (q, texts.cache, tree, "65 nodes exceeds the limit of 64"),
         ):
             with pytest.raises(ValueError, match=message):
                 attention.attention(queries, cache, Plan(rows, 2, cache), 0.1)
