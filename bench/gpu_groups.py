@@ -35,11 +35,12 @@ JOBS = str(os.cpu_count() or 1)
 def compiled(cpu: bool, only: str = "", without: str = "") -> list[Group]:
     """All kernels compiled at once, on all cores: one by one, as they are launched, it takes minutes.
     `without`: those that are also needed without dependent launch."""
-    command = ("bench/compile.py", "--targets", "sm_90", "--jobs", JOBS, "--only")
-    groups = [Group("compile", (*command, only), 120, measures=False)]
+    command = ("bench/compile.py", "--targets", "sm_90", "--jobs", JOBS)
+    groups = [Group("compile", (*command, *(("--only", only) if only else ())), 120, measures=False)]
     if without:
         off = {"NANOSPEC_PDL": "0"}
-        groups.append(Group("compile without dependent launch", (*command, without), 60, off, measures=False))
+        name = "compile without dependent launch"
+        groups.append(Group(name, (*command, "--only", without), 60, off, measures=False))
     return [] if cpu else groups
 
 
