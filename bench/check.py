@@ -21,7 +21,9 @@ from nanospec.kernels.dispatch import forced
 
 HALF = (torch.bfloat16, torch.float16)
 LIMIT = 2e-2  # of the error of bf16 results
-FEW = 0.01  # of drawn tokens may differ, where probabilities lie within rounding
+TIES = ("sample", "accept", "logprobs")  # probabilities within rounding of each other: see tests/gpu
+FEW = 0.25  # of their results may differ, as there may be five in all
+PARTIAL = ("layout",)  # kernels that leave unwritten what nobody reads: pages behind a text's end
 
 
 @contextmanager
@@ -83,17 +85,21 @@ def tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Of floats the norm of the error over that of the result, of all else the share that differs."""
+def difference(actual: Tensor, expected: Tensor, partial: bool = False) -> float:
+    """Of floats the norm of the error over that of the result, of all else the share that differs; `partial`:
+    of what was written."""
     if actual.shape != expected.shape:
         return float("inf")
     if not actual.is_floating_point():
-        return (actual != expected).double().mean().item() if actual.numel() else 0.0
+        wrong = actual != expected
+        if partial and actual.dtype == torch.int32:
+            wrong &= actual != torch.iinfo(torch.int32).max
+        return wrong.double().mean().item() if actual.numel() else 0.0
     error = torch.linalg.vector_norm((actual.float() - expected.float()).flatten())
     return (error / torch.linalg.vector_norm(expected.float().flatten()).clamp(min=1e-20)).item()
 
 
-def compare(run: Call) -> dict[str, float]:
+def compare(run: Call, kernel: str = "") -> dict[str, float]:
     """The largest difference of floats and of integers between a case's kernel and `naive`."""
     narrow: dict[int, Any] = {}
     wide: dict[int, Any] = {}
@@ -109,7 +115,7 @@ def compare(run: Call) -> dict[str, float]:
     worst = {"error": 0.0, "differing": 0.0}
     for a, b in pairs:
         kind = "error" if a.is_floating_point() else "differing"
-        found = difference(a, b)
+        found = difference(a, b, kernel in PARTIAL)
         worst[kind] = found if found != found or found > worst[kind] else worst[kind]
     return worst
 
@@ -119,6 +125,6 @@ def _on_gpu(done: dict[int, Any]) -> bool:
 
 
 def is_wrong(found: dict[str, float], kernel: str) -> bool:
-    """NaN is wrong, too. Where tokens are drawn, few may differ."""
-    few = FEW if kernel in ("sample", "accept") else 0.0
+    """NaN is wrong, too."""
+    few = FEW if kernel in TIES else 0.0
     return not (found["error"] <= LIMIT and found["differing"] <= few)

@@ -147,6 +147,15 @@ def test_the_check_finds_what_is_wrong() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize("name", ["layout-B1-K4-lay_out", "verify-B1-K4-tree", "rms_norm-H576-T1"])
+def test_kernels_in_the_interpreter_pass_the_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is poisoned, too."""
+    monkeypatch.setattr(check, "_on_gpu", lambda done: True)
+    [case] = cases(name).values()
+    found = check.compare(case.build("cpu").run, case.kernel)
+    assert not check.is_wrong(found, case.kernel), found
+
+
 def test_the_check_sees_arguments_that_a_kernel_writes() -> None:
     [case] = cases("kv_move-llama-3.2-1b-B1").values()
     run = case.build("cpu").run
