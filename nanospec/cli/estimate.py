@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from ..kernels.launch import next_power_of_2
-from ..kernels.layer import split_kv
+from ..kernels.layer import paged
 from ..kernels.layer.qkv_rope import HEAD_DIMS
 from ..kernels.layer.tiling import plan
+from ..kernels.layer.units import split
 from ..models.config import ModelConfig
 from ..models.hub import program, resolve_model
 from .roofline import Kernel, Machine, account
@@ -135,13 +136,13 @@ def estimate(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> lis
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = product(gpu, T, q + 2 * kv, H, unit=config.head_dim if config.head_dim in HEAD_DIMS else 1)
     known = {
-        "qkv_rope": [qkv],
-        "norm_linear qkv": [qkv],
+        "qkv_rope": qkv,
+        "norm_linear qkv": qkv,
         "attention": attention(gpu, config, B, K + 1, context),
-        "linear_add o": [product(gpu, T, H, q)],
-        "norm_swiglu": [product(gpu, T, 2 * I, H, unit=16)],
-        "linear_add down": [product(gpu, T, H, I)],
-        "head": [product(gpu, T, config.vocab_size, H)],
+        "linear_add o": product(gpu, T, H, q),
+        "norm_swiglu": product(gpu, T, 2 * I, H, unit=16),
+        "linear_add down": product(gpu, T, H, I),
+        "head": product(gpu, T, config.vocab_size, H),
     }
     rows = []
     for kernel in account(config, B, K, context).kernels:
@@ -150,17 +151,12 @@ def estimate(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> lis
     return rows
 
 
-def _row(kernel: Kernel, launches: list[Launch] | None, gpu: Gpu) -> Row:
-    """`launches` together are one use of the kernel; what is not known reads what it must, on all places."""
-    count = kernel.launches // len(launches or [1])
-    moved, computed = kernel.bytes / count, kernel.flops / count
-    if launches is None:
-        launches = [Launch(gpu.processors, bytes=moved, early=kernel.part == "products")]
-    times: dict[str, float] = {}
-    for launch in launches:
-        for what, seconds in launch.times(gpu).items():
-            times[what] = times.get(what, 0.0) + 1e6 * seconds
-    return Row(kernel.name, count, 1e3 * gpu.ms(moved, computed), times, launches[0].programs)
+def _row(kernel: Kernel, launch: Launch | None, gpu: Gpu) -> Row:
+    """What is not known more closely reads what it must, on all places."""
+    moved, computed = kernel.bytes / kernel.launches, kernel.flops / kernel.launches
+    launch = launch or Launch(gpu.processors, bytes=moved, early=kernel.part == "products")
+    times = {what: 1e6 * seconds for what, seconds in launch.times(gpu).items()}
+    return Row(kernel.name, kernel.launches, 1e3 * gpu.ms(moved, computed), times, launch.programs)
 
 
 def product(gpu: Gpu, T: int, N: int, K: int, unit: int = 1) -> Launch:
@@ -187,38 +183,29 @@ def product(gpu: Gpu, T: int, N: int, K: int, unit: int = 1) -> Launch:
     )
 
 
-def attention(gpu: Gpu, config: ModelConfig, B: int, queries: int, context: int) -> list[Launch]:
+def attention(gpu: Gpu, config: ModelConfig, B: int, queries: int, context: int) -> Launch:
     """Over `context` cached tokens of each of B rows."""
     group, D = config.num_heads // config.num_kv_heads, config.head_dim
     block_d = max(next_power_of_2(D), 64)
-    tile, _, stages = split_kv.CONFIGS[gpu.arch][block_d]
-    block_q = max(16, next_power_of_2(group), min(8192 // block_d, 64, next_power_of_2(8 * group)))
-    pairs = B * config.num_kv_heads * ceil(queries / (block_q // group))
-    tiles = ceil(context / tile)
-    programs = min(max(split_kv.PROGRAMS // pairs, 1), tiles)
-    units = programs if tiles <= programs else ceil(tiles / ((512 if group <= 2 else 1024) // tile))
-    kv_tile = 2 * 2 * tile * D
-    partials = 4 * units * B * queries * config.num_heads * D
-    return [
-        Launch(
-            programs=pairs * programs,
-            resident=gpu.shared // ((stages - 1) * kv_tile + 8192),
-            bytes=pairs * tiles * kv_tile,
-            cached=pairs * tiles * kv_tile,
-            flops=4 * pairs * block_q * tiles * tile * D,
-            # The page of a tile is looked up, then the tile is loaded, then the products run.
-            loop=ceil(tiles / programs) * (gpu.round_trip + gpu.latency),
-            round_trips=2,  # the length of the row, then where it begins
-            warm=True,
-        ),
-        Launch(
-            programs=queries * config.num_kv_heads * B,
-            resident=8,
-            partials=partials,
-            round_trips=2 + ceil(units / 4),
-            warm=True,
-        ),
-    ]
+    widest, tile, _, stages = paged.CONFIGS[gpu.arch][block_d]
+    columns = min(next_power_of_2(group * queries), widest)
+    columns = max(columns, next_power_of_2(group), 16)
+    pairs = B * config.num_kv_heads * ceil(queries / (columns // group))
+    programs, _, units = split(pairs, columns, context, tile)
+    tiles, kv_tile = ceil(context / tile), 2 * 2 * tile * D
+    return Launch(
+        programs=pairs * programs,
+        resident=gpu.shared // (stages * kv_tile + 4 * tile * columns),
+        bytes=pairs * tiles * kv_tile,
+        cached=pairs * tiles * kv_tile,
+        flops=4 * pairs * columns * tiles * tile * D,
+        loop=(1 + ceil(tiles / programs) / max(stages - 2, 1)) * gpu.latency,
+        partials=4 * units * B * queries * config.num_heads * D if programs > 1 else 0,
+        # The row's length and place, then its pages; then the ticket and the parts, eight at a time.
+        round_trips=3 + (2 + ceil(units / 8) if programs > 1 else 0),
+        early=True,
+        warm=True,
+    )
 
 
 def total(rows: list[Row]) -> float:

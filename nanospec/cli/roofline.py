@@ -140,7 +140,7 @@ def account(config: ModelConfig, B: int, K: int, context: int = 1024, itemsize: 
         Kernel("propose", "propose", 2 if K else 0, 4 * B * context if K else 0),
         Kernel("layout, embedding", "embedding", 2, itemsize * T * H),
         *qkv,
-        Kernel("attention", "attention", 2 * L, itemsize * B * seen * 2 * kv, 4 * T * seen * q),
+        Kernel("attention", "attention", L, itemsize * B * seen * 2 * kv, 4 * T * seen * q),
         product("linear_add o", H, q, besides=H),
         product("norm_swiglu", 2 * I, H),
         product("linear_add down", H, I, besides=H),

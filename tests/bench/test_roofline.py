@@ -102,10 +102,10 @@ def test_more_drafts_cost_more_time_but_less_per_token(model: str, B: int) -> No
 
 
 def test_launches_per_step() -> None:
-    """Six per layer; nothing is looked up without drafts."""
+    """Five per layer; nothing is looked up without drafts."""
     config = MODELS["qwen3-0.6b"]
     plain, spec = account(config, 1, 0).launches, account(config, 64, 4).launches
-    assert plain == 6 * config.num_layers + 7
+    assert plain == 5 * config.num_layers + 7
     assert spec == plain + 2
 
 

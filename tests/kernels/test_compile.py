@@ -93,11 +93,8 @@ def with_main_loop(rows: list[Row], *kernels: str) -> list[Row]:
     return found
 
 
-look_up = pytest.mark.xfail(strict=True, reason="three stages do not pipeline through the page look-up")
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kernel", [*PRODUCTS, pytest.param("attention", marks=look_up)])
+@pytest.mark.parametrize("kernel", [*PRODUCTS, "attention"])
 def test_tiles_load_while_products_run(hopper: list[Row], kernel: str) -> None:
     for row in with_main_loop(hopper, kernel):
         assert row["mma"].startswith("wgmma"), named(row)
@@ -107,7 +104,7 @@ def test_tiles_load_while_products_run(hopper: list[Row], kernel: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kernel", [k if k != "attention" else pytest.param(k, marks=look_up) for k in LAYER])
+@pytest.mark.parametrize("kernel", LAYER)
 def test_a_kernel_of_a_layer_starts_before_the_last_one_ends(hopper: list[Row], kernel: str) -> None:
     """Programmatic dependent launch: no program leaves or writes before it has waited."""
     rows = [row for row in hopper if row["kernel"] == kernel]
