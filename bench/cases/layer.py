@@ -126,6 +126,8 @@ def attention_cases() -> Iterator[Case]:
         yield attention_case(shape, 8, 5, 4096)
     yield attention_case(QWEN3_8B, 8, 16, 4096, tree=True)
     yield attention_case(PHI, 8, 16, 4096, tree=True)
+    yield attention_case(QWEN3_8B, 64, 9, 4096)  # more columns than few drafts have
+    yield attention_case(QWEN3_8B, 1, 100, 4096)  # a small piece of a prompt: the cache is split
     for shape in (*MODELS, PHI, GEMMA):  # prefill: the second half of a prompt
         yield attention_case(shape, 1, 2048, 4096)
 
