@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .config import EngineConfig
+from .graphs import MAX_STEP_TOKENS, batch_sizes
 from .kernels.dispatch import use_triton
-from .kernels.layer.gemm import split_k
-from .kernels.layer.linear import MAX_ROWS
+from .kernels.layer.paged import cut
+from .kernels.layer.tiling import plan
+from .kernels.launch import arch
 from .kernels.table import Table
 from .models.config import ModelConfig
 from .models.decoder import Model
@@ -86,37 +88,44 @@ def step_memory(
     c, item, rows = model.config, model.dtype.itemsize, config.max_num_seqs
     table = Table.empty(rows, max_context, config.block_size, c.vocab_size, "meta")
     k = min(config.spec.max_k, drafter.max_drafts) if drafter is not None else 0
-    tokens = max(rows, min(rows * (k + 1), MAX_ROWS))
+    target, window = arch(model.embedding), max_context
+    steps = [(b, q + 1) for b in batch_sizes(rows) for q in {0, k} if b * (q + 1) <= max(MAX_STEP_TOKENS, rows)]
+    tokens = max(b * q for b, q in steps)
     logits = tokens * c.vocab_size * item
-    # What attention leaves of each piece of a long text, or of each of the programs that share a short one.
-    pieces = -(-max_context // (512 if c.num_heads <= 2 * c.num_kv_heads else 1024))
-    partials = max(tokens * pieces, tokens + 512 * (k + 1) // c.num_kv_heads)
-    attention = 4 * partials * c.num_heads * (c.head_dim + 2)
+    attention = max(_units(c, b, q, window, b * q, target) for b, q in steps)
     sampling = tokens * c.vocab_size // 4
-    step = _activations(c, tokens, item) + max(attention, _products(c, tokens), sampling)
+    step = _activations(c, tokens, item) + max(attention, _parts(c, tokens, item, target), sampling)
     if drafter is not None and drafter.runs_model:  # its logits, and once more while they are put together
         step += 2 * logits
-    sizes = {config.max_num_batched_tokens, min(config.max_num_batched_tokens, MAX_ROWS)}
-    prefill = max(_activations(c, size, item) + _products(c, size) for size in sizes)
+    longest = config.max_num_batched_tokens
+    lengths = [longest >> i for i in range(longest.bit_length())]  # a shorter piece may have more programs
+    units = max(_units(c, 1, n, window, n, target) for n in lengths)
+    prefill = _activations(c, longest, item) + max(units, _parts(c, longest, item, target))
     return StepMemory(sum(t.nbytes for t in table if isinstance(t, torch.Tensor)), logits, step, prefill)
 
 
+def _units(c: ModelConfig, rows: int, q_len: int, kv_len: int, tokens: int, target: str) -> int:
+    """Bytes of the partial results of attention."""
+    _, _, split = cut(rows, q_len, kv_len, (c.num_heads, c.num_kv_heads, c.head_dim), target)
+    return 4 * split.units * tokens * c.num_heads * (c.head_dim + 5)
+
+
 def _activations(c: ModelConfig, tokens: int, item: int) -> int:
-    """Bytes of what lives at once within a layer: its input, qkv, q, what attention gives, the residual, the
-    MLP's inner values (gate and up too where they are not in one kernel) and the output."""
+    """Bytes of what lives at once within a layer: the residual stream before and after, q, k and v, what
+    attention gives, the MLP's inner values."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    inner = c.intermediate_size * (1 if tokens <= MAX_ROWS else 4)
-    return tokens * item * (5 * c.hidden_size + 3 * q + 2 * kv + inner)
+    stream = item * 2 * c.hidden_size + 4 * -(-c.hidden_size // 64)
+    return tokens * (2 * stream + item * (c.hidden_size + 3 * q + 2 * kv + c.intermediate_size))
 
 
-def _products(c: ModelConfig, tokens: int) -> int:
-    """Bytes of float32 sums, before the parts of a product are added up; longer inputs have none."""
-    if tokens > MAX_ROWS:
-        return 0
+def _parts(c: ModelConfig, tokens: int, item: int, arch: str) -> int:
+    """Bytes of float32 sums that products of up to so many tokens keep before their parts are added up."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     hidden, inner = c.hidden_size, c.intermediate_size
-    shapes = (q + 2 * kv, hidden, 1), (hidden, q, 1), (inner, hidden, 2), (hidden, inner, 1)
-    return max(4 * tokens * split_k(n, columns)[0] * n * outputs for n, columns, outputs in shapes)
+    sizes = {tokens, *(1 << i for i in range(tokens.bit_length()))}  # more tokens may need no parts apart
+    shapes = (q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)
+    tilings = ((size, n, plan(size, n, k, arch, item)) for size in sizes for n, k in shapes)
+    return max(4 * t.splits * size * n if t.apart else 0 for size, n, t in tilings)
 
 
 def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,7 @@ from ..launch import LOG2_E, arch, check_attention, next_power_of_2
 from ..overlap import release_next, wait_for_previous
 from .plan import Plan
 from .tickets import tickets
-from .units import FLOOR, SPAN, power_of_2, split, sum_16, sum_rest, sum_units
+from .units import FLOOR, SPAN, Split, power_of_2, split, sum_16, sum_rest, sum_units
 
 _MAX_QUERIES = tl.constexpr(MAX_QUERIES)
 
@@ -59,10 +59,10 @@ def _columns(start, first_query, num_heads, kv_head, column, GROUP: tl.constexpr
     return (token * num_heads + kv_head * GROUP + column % GROUP) * HEAD_DIM
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "fine", "units", "width"])
+@triton.jit(do_not_specialize=["table_stride", "window", "fine", "num_tokens"])
 def _attend(
     q, k_cache, v_cache, out, batch, unit_acc, unit_m, unit_z, counters,
-    table_stride, head_stride, num_kv_heads, window, scale, fine, units, width,
+    table_stride, head_stride, num_kv_heads, window, scale, fine, num_tokens,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -119,7 +119,9 @@ def _attend(
     keys = k_cache + kv_head.to(tl.int64) * head_stride
     values = v_cache + kv_head.to(tl.int64) * head_stride
     pages = batch.block_table + b.to(tl.int64) * table_stride
-    pair = b * tl.num_programs(0) + tl.program_id(0)
+    # Partial results of a unit lie as q does, but by KV head, then query, then head of the group.
+    stride = num_tokens.to(tl.int64) * num_heads
+    slot = (tl.load(batch.q_start + b) + first_query).to(tl.int64) * num_heads + kv_head * num_columns
     z = tl.zeros([TILE // 16, BLOCK_Q], tl.float32)
     acc = tl.zeros([PART, BLOCK_Q], tl.float32)
     high_acc = acc
@@ -195,12 +197,12 @@ def _attend(
         low_in = m_in[None, :] & (to_d < HEAD_DIM)[:, None]
         high_in = m_in[None, :] & (to_d + PART < HEAD_DIM)[:, None]
         inner = to[None, :] * HEAD_DIM + to_d[:, None]
-        rows = tl.arange(0, TILE // 16)[:, None] * width + to[None, :]
+        rows = tl.arange(0, TILE // 16)[:, None] * num_columns + to[None, :]
         z_in = (rows >= 0) & m_in[None, :]
         if not SPLIT:  # noqa: SIM102 (the compiler knows it, but not the unit)
             if unit > 0:
                 tl.debug_barrier()
-                one = (pair * units + (unit - 1) % 2).to(tl.int64) * width
+                one = slot + (unit - 1) % 2 * stride
                 old_m = tl.load(unit_m + one + to, m_in, other=FLOOR)
                 new_m = tl.maximum(m, old_m)
                 f, g = power_of_2(old_m - new_m), power_of_2(m - new_m)
@@ -212,7 +214,7 @@ def _attend(
                     old = tl.load(one_acc + PART + inner, high_in, other=0.0)
                     high_acc = tl.fma(high_acc, g[None, :], old * f[None, :])
         if (unit + 1 < num_units) | (share < num_units):
-            one = (pair * units + (unit if SPLIT else unit % 2)).to(tl.int64) * width
+            one = slot + (unit if SPLIT else unit % 2) * stride
             tl.store(unit_m + one + to, m, m_in)
             tl.store(unit_z + one * (TILE // 16) + rows, z, z_in)
             tl.store(unit_acc + one * HEAD_DIM + inner, acc, low_in)
@@ -231,14 +233,27 @@ def _attend(
             tl.store(high_out, (high_acc / sums).to(out.dtype.element_ty), high_in)
     elif SPLIT:
         tl.debug_barrier()  # all threads have stored before one of them says so
+        pair = b * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counters + pair, 1, sem="acq_rel") == tl.cdiv(num_units, share) - 1:
             tl.store(counters + pair, 0)  # ready for the next launch
             token_head = (tl.load(batch.q_start + b) + first_query).to(tl.int64) * num_heads + kv_head * GROUP
             sum_units(
-                unit_m, unit_z, unit_acc, out + token_head * HEAD_DIM, (pair * units).to(tl.int64) * width,
-                width, num_columns, num_heads, first_unit, num_units, per_unit,
-                GROUP, HEAD_DIM, TILE, SPAN, BLOCK_D,
+                unit_m, unit_z, unit_acc, out + token_head * HEAD_DIM, slot, stride, num_columns, num_heads,
+                first_unit, num_units, per_unit, GROUP, HEAD_DIM, TILE, SPAN, BLOCK_D,
             )  # fmt: skip
+
+
+def cut(
+    rows: int, q_len: int, kv_len: int, heads: tuple[int, int, int], target: str
+) -> tuple[int, int, Split]:
+    """(columns of a program's tile, tiles of queries times KV heads, how the cache is divided) for rows of up
+    to `q_len` queries on up to `kv_len` positions; `heads` are (Hq, Hkv, D)."""
+    num_heads, num_kv_heads, head_dim = heads
+    group = num_heads // num_kv_heads
+    widest, tile, _, _ = CONFIGS[target][max(next_power_of_2(head_dim), 64)]
+    columns = max(min(next_power_of_2(group * q_len), widest), next_power_of_2(group), 16)
+    pairs = num_kv_heads * triton.cdiv(q_len, columns // group)
+    return columns, pairs, split(pairs * rows, columns, kv_len, tile)
 
 
 def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
@@ -246,7 +261,7 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
     batch, window = plan.batch, plan.window
     if batch.ancestors is not None and batch.max_q_len > MAX_QUERIES:
         raise ValueError(f"A tree of {batch.max_q_len} nodes exceeds the limit of {MAX_QUERIES}.")
-    _, num_heads, head_dim = q.shape
+    T, num_heads, head_dim = q.shape
     k_cache, v_cache = cache
     num_kv_heads, _, block_size, _ = k_cache.shape
     if k_cache.stride(0) >= 1 << 31:
@@ -254,14 +269,11 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
     group = num_heads // num_kv_heads
     block_d = max(next_power_of_2(head_dim), 64)
     widest, tile, warps, stages = CONFIGS[arch(q)][block_d]
-    columns = min(next_power_of_2(group * batch.max_q_len), widest)
-    columns = max(columns, next_power_of_2(group), 16)
-    pairs = num_kv_heads * triton.cdiv(batch.max_q_len, columns // group)
-    programs, fine, units = split(pairs * batch.num_rows, columns, batch.max_kv_len, tile)
-
-    width = min(columns // group, batch.max_q_len) * group
+    columns, pairs, (programs, fine, units) = cut(
+        batch.num_rows, batch.max_q_len, batch.max_kv_len, (num_heads, num_kv_heads, head_dim), arch(q)
+    )
     out = torch.empty_like(q)
-    size = (pairs * batch.num_rows, units, width)
+    size = (units, T, num_heads)
     unit_acc = q.new_empty(*size, head_dim, dtype=torch.float32)
     unit_m = q.new_empty(size, dtype=torch.float32)
     unit_z = q.new_empty(*size, tile // 16, dtype=torch.float32)
@@ -270,7 +282,7 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
     _attend[(pairs, batch.num_rows, programs)](
         q, k_cache, v_cache, out, batch.tensors, unit_acc, unit_m, unit_z, counters,
         batch.block_table.stride(0), k_cache.stride(0), num_kv_heads, window or 0, scale * LOG2_E,
-        fine, units, width,
+        fine, T,
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window is not None,
         SPLIT=programs > 1, TILE=tile, SPAN=SPAN // tile, BLOCK_Q=columns, BLOCK_D=block_d,
         PRECISION="ieee" if fp32 else "tf32", num_warps=8 if columns == widest else warps,

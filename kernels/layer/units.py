@@ -88,7 +88,7 @@ def _add(m, z, acc, other_m, other_z, other_acc):
 
 @triton.jit
 def sum_units(
-    unit_m, unit_z, unit_acc, to, slot, width, num_columns, num_heads, first_unit, num_units, per_unit,
+    unit_m, unit_z, unit_acc, to, slot, stride, num_columns, num_heads, first_unit, num_units, per_unit,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -109,10 +109,10 @@ def sum_units(
         for begin in range(0, num_units, UNROLL):
             ms, zs, accs = (), (), ()
             for offset in tl.static_range(UNROLL):
-                one = slot + (begin + offset) * width
+                one = slot + (begin + offset) * stride
                 some = begin + offset < num_units
                 one_m = tl.load(unit_m + one + column, valid & some, FLOOR, cache_modifier=".cg")
-                at_z = unit_z + one * (TILE // 16) + block * width + column[None, :]
+                at_z = unit_z + one * (TILE // 16) + block * num_columns + column[None, :]
                 one_z = tl.load(at_z, valid[None, :] & some, 0.0, cache_modifier=".cg")
                 one_acc = tl.load(unit_acc + one * HEAD_DIM + at, inside & some, 0.0, cache_modifier=".cg")
                 ms, zs, accs = ms + (one_m,), zs + (one_z,), accs + (one_acc,)  # type: ignore[assignment]  # noqa: RUF005

@@ -93,7 +93,7 @@ def test_the_plan_knows_what_steps_allocate(name: str, rows: int, k: int) -> Non
             step(torch.empty(batch, dtype=torch.int32, device="meta"), length)
         largest = max(largest, run.peak)
     prefill = 0
-    for tokens in (1024, config.max_num_batched_tokens):
+    for tokens in (256, 512, 1024, config.max_num_batched_tokens):
         prompt = Batch.of_grid(step.table, one, one, one, tokens)
         with DryRun() as run:
             model.forward(replace(prompt, prefill=True), step.kv_cache)
