@@ -38,7 +38,7 @@ from .norm import Norm
 from .stream import Stream, next_norm
 from .tiling import MACHINES, Tiling, plan
 
-SLICE = tl.constexpr(16)  # tokens that a program finishes at a time
+SLICE = 4096  # values of a tile that a program finishes at a time
 AHEAD = 16 << 20  # bytes of a weight that all programs together ask for before the kernel ahead has ended
 
 # AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
@@ -150,22 +150,22 @@ def inverse_rms(squares, t, t_in, T, K, eps, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def token_slice(tile, INDEX: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The tokens INDEX * SLICE and on of a tile [ROWS, WIDTH]. No value changes its thread."""
     if WIDTH > SLICE:
         left, right = tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, WIDTH // 2]), [0, 2, 1]))
         HALF: tl.constexpr = WIDTH // 2 // SLICE
         if INDEX < HALF:
-            tile = token_slice(left, INDEX, ROWS, WIDTH // 2)
+            tile = token_slice(left, INDEX, SLICE, ROWS, WIDTH // 2)
         else:
-            tile = token_slice(right, INDEX - HALF, ROWS, WIDTH // 2)
+            tile = token_slice(right, INDEX - HALF, SLICE, ROWS, WIDTH // 2)
     return tile
 
 
 @triton.jit
 def _finish(
     acc, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, first_t, T, N,
-    SWIGLU: tl.constexpr, ROWS: tl.constexpr,
+    SWIGLU: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of `acc` [ROWS, SLICE], tokens from `first_t` on."""
     COLUMNS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
@@ -192,7 +192,7 @@ def _gemm(
     x, weight, bias, residual, squares, norm_weight, out, scaled, out_squares, partial, tickets,
     T, N, K, x_stride, steps, eps, GROUPS: tl.constexpr, SWIGLU: tl.constexpr, SPLITS: tl.constexpr,
     APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    SLICE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -219,10 +219,10 @@ def _gemm(
             return
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
     for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
-        part = token_slice(acc, i, BLOCK_N, BLOCK_T) * token_slice(scale, i, 1, BLOCK_T)
+        part = token_slice(acc, i, SLICE, BLOCK_N, BLOCK_T) * token_slice(scale, i, SLICE, 1, BLOCK_T)
         _finish(
             part, bias, residual, norm_weight, out, scaled, out_squares,
-            rows, rows_in, block, tile * BLOCK_T + i * SLICE, T, N, SWIGLU, BLOCK_N,
+            rows, rows_in, block, tile * BLOCK_T + i * SLICE, T, N, SWIGLU, BLOCK_N, SLICE,
         )  # fmt: skip
 
 
@@ -288,8 +288,8 @@ def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
             raise ValueError(f"{blocks * tiles} output tiles exceed the {counters.numel()} tickets.")
     constants = {
         "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
-        "BLOCK_K": tiling.block_k, "EVEN": K % tiling.block_k == 0,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "BLOCK_K": tiling.block_k, "SLICE": min(tiling.width, 32, SLICE // tiling.rows),
+        "EVEN": K % tiling.block_k == 0, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "LINES": _lines(tiling, blocks * (tiling.splits if tiling.apart else 1), x.itemsize, target),
         "num_warps": tiling.warps, "num_stages": tiling.stages, **options(x), **OPTIONS.get(target, {}),
     }  # fmt: skip

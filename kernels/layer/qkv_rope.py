@@ -17,7 +17,6 @@ from ..dispatch import use_triton
 from ..overlap import release_next, wait_for_previous
 from . import gemm
 from .gemm import (
-    SLICE,
     inverse_rms,
     last_of_parts,
     paired_rows,
@@ -55,7 +54,7 @@ def _qkv_rope(
     k_norm, T, N, K, x_stride, steps, eps, head_stride, num_heads, num_kv_heads, head_eps,
     HEAD_NORM: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
     APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    SLICE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = BLOCK_N // HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -77,7 +76,7 @@ def _qkv_rope(
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
     head = block * HEADS + tl.arange(0, HEADS)
     for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
-        part = token_slice(acc, i, BLOCK_N, BLOCK_T) * token_slice(scale, i, 1, BLOCK_T)
+        part = token_slice(acc, i, SLICE, BLOCK_N, BLOCK_T) * token_slice(scale, i, SLICE, 1, BLOCK_T)
         if bias is not None:
             part += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
         first, second = split_pairs(part, BLOCK_N, SLICE)
