@@ -14,9 +14,9 @@ import torch
 from .config import EngineConfig
 from .graphs import MAX_STEP_TOKENS, batch_sizes
 from .kernels.dispatch import use_triton
+from .kernels.launch import arch
 from .kernels.layer.paged import cut
 from .kernels.layer.tiling import plan
-from .kernels.launch import arch
 from .kernels.table import Table
 from .models.config import ModelConfig
 from .models.decoder import Model
@@ -89,7 +89,8 @@ def step_memory(
     table = Table.empty(rows, max_context, config.block_size, c.vocab_size, "meta")
     k = min(config.spec.max_k, drafter.max_drafts) if drafter is not None else 0
     target, window = arch(model.embedding), max_context
-    steps = [(b, q + 1) for b in batch_sizes(rows) for q in {0, k} if b * (q + 1) <= max(MAX_STEP_TOKENS, rows)]
+    most = max(MAX_STEP_TOKENS, rows)
+    steps = [(b, q + 1) for b in batch_sizes(rows) for q in {0, k} if b * (q + 1) <= most]
     tokens = max(b * q for b, q in steps)
     logits = tokens * c.vocab_size * item
     attention = max(_units(c, b, q, window, b * q, target) for b, q in steps)
