@@ -2,9 +2,9 @@
 
     stream x [T, H], weight [(Hq + 2 Hkv) * D, H], bias  ->  q [T, Hq, D]; k and v to the cache
 
-`rope_cache.py` says what happens to q, k and v, `gemm.py` how the product is computed. Where a head is 64,
-128 or 256 wide the kernel holds whole heads of many tokens and finishes them in registers, from sums that
-were never rounded; other widths take the two kernels one after the other, as `naive` does.
+`rope_cache.py` says what happens to q, k and v, `gemm.py` how the product is computed. For the widths in
+`HEAD_DIMS` the kernel holds whole heads of many tokens and finishes them in registers, from sums that were
+never rounded; other widths take the two kernels one after the other, as `naive` does.
 """
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..dispatch import use_triton
+from ..launch import arch
 from ..overlap import release_next, wait_for_previous
 from . import gemm
 from .gemm import (
@@ -30,7 +31,8 @@ from .linear import norm_linear
 from .rope_cache import Angles, Norms, check, rope_cache, rotate_and_write
 from .stream import Stream
 
-HEAD_DIMS = (64, 128, 256)
+# Widths of heads by architecture. sm_100 keeps sums by rows, where whole heads do not fit the registers.
+HEAD_DIMS = {"sm_80": (64, 128), "sm_90": (64, 128, 256), "sm_100": (), "gfx942": (64, 128)}
 
 
 def qkv_rope(
@@ -43,7 +45,7 @@ def qkv_rope(
     norms: Norms,
 ) -> Tensor:
     """Write k and v of the stream's norm to the `cache` [2, Hkv, num_blocks, block_size, D], return q."""
-    if use_triton(stream.x) and cache.shape[-1] in HEAD_DIMS:
+    if use_triton(stream.x) and cache.shape[-1] in HEAD_DIMS[arch(stream.x)]:
         return launch(stream, weight, bias, cache, batch, angles, norms)
     return rope_cache(norm_linear(stream, weight, bias), cache, batch, angles, norms)
 

@@ -98,9 +98,9 @@ def _tiles(T: int, arch: str, least: int) -> list[tuple[int, int]]:
     if T <= 32:
         return [(least, 16 if T <= 16 else 32)]
     widths = (64,) if T <= 64 else (64, 128)
-    if arch == "sm_100" and least > 64:  # its sums come by rows, and whole heads of more tokens spill
-        widths = (32,)
-    most = max(least, 256 if arch == "sm_90" and T > 64 else 128)
+    most = 256 if arch == "sm_90" and T > 64 else 128
+    if least > 64:  # several wide heads would spill
+        most = least
     return [(rows, width) for width in widths for rows in (64, 128, 256) if least <= rows <= most]
 
 
