@@ -48,5 +48,5 @@ def prefetch(pointers, PDL: tl.constexpr):
     """Ask for the lines at `pointers` to be brought to the L2 cache. Assembly, because the compiler would
     move an ordinary load behind the wait."""
     if PDL:
-        line = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        line: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(line, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,0 +1,95 @@
+"""What a request gets does not depend, to the bit, on how its text was cut into passes: guesses beside a long
+prompt change the sizes of that prompt's chunks, and which requests are preempted and computed again.
+
+The keys and values of every position are compared, not only tokens, in the interpreter with sums in the
+order of tensor cores.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec.config import SamplingParams
+from nanospec.kernels import dispatch
+from nanospec.models.decoder import Model
+from tests.drive import Job, make_engine, oracle, run, use
+from tests.tiny import tiny_model
+
+LONG, VOCAB = 75, 64
+
+
+class Trace(NamedTuple):
+    """The text of a request, and the K/V of all but its last token: [layers, 2, Hkv, n, D]."""
+
+    text: list[int]
+    kv: Tensor
+    preempted: int
+
+
+def model() -> Model:
+    """Wide enough that products are cut into parts."""
+    return tiny_model(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        qk_norm=True,
+    )
+
+
+def jobs() -> list[Job]:
+    """One that says the same for long, beside one with a long prompt that has to wait for room."""
+    rng = random.Random(3)
+
+    def job(length: int, max_tokens: int, temperature: float = 0.0) -> Job:
+        prompt = [rng.randrange(VOCAB) for _ in range(length)]
+        return Job(prompt, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=5))
+
+    return [job(20, 30), job(LONG, 20), job(18, 6, temperature=1.0)]
+
+
+def traces(k: int, texts: list[list[int]] | None, num_blocks: int | None, budget: int) -> list[Trace]:
+    """Run the jobs with `k` drafts of who knows the `texts`, every third of them wrong."""
+    engine = make_engine(
+        model(), k or None, num_blocks=num_blocks, max_model_len=128, max_num_seqs=3,
+        enforce_eager=True, async_scheduling=False, enable_prefix_caching=False, max_num_batched_tokens=budget,
+    )  # fmt: skip
+    if texts is not None:
+        use(engine, oracle(texts, wrong=lambda at: at % 3 == 0))
+    worker, kept = engine.worker, {}
+    table, cache, release = worker.table, worker.kv_cache, worker.release
+
+    def keep(row: int) -> None:
+        n = int(table.num_tokens[row])
+        pages = cache[:, :, :, table.block_table[row].long()].flatten(3, 4)
+        kept[tuple(table.tokens[row, :n].tolist())] = pages[:, :, :, : n - 1].clone()
+        release(row)
+
+    worker.release = keep  # type: ignore[method-assign]
+    requests = run(engine, jobs())
+    found = [(r.prompt_ids + r.output_ids, r.num_preemptions) for r in requests]
+    return [Trace(text, kept[tuple(text)], preempted) for text, preempted in found]
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize(
+    ("num_blocks", "budget"), [(None, 17), (9, 48)], ids=["chunks", "preempted"]
+)
+def test_keys_and_values_do_not_depend_on_speculation(num_blocks: int | None, budget: int) -> None:
+    with dispatch.forced("triton"):
+        off = traces(0, None, None, 256)
+        on = traces(8, [trace.text for trace in off], num_blocks, budget)
+    assert (num_blocks is None) == (sum(trace.preempted for trace in on) == 0)
+    for expected, got in zip(off, on, strict=True):
+        assert got.text == expected.text
+        differ = (got.kv != expected.kv).any(-1).nonzero()
+        assert not len(differ), f"{len(differ)} of {got.kv[..., 0].numel()} vectors, first {differ[0].tolist()}"
+    assert torch.isfinite(on[0].kv).all()
