@@ -24,7 +24,6 @@ Calls on one device must not overlap on several streams: they share the tickets 
 program knows itself.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +35,10 @@ from ..launch import arch, next_power_of_2
 from ..overlap import LINE, options, prefetch, release_next, wait_for_previous
 from .norm import Norm
 from .stream import Stream, next_norm
+from .tickets import COUNT, tickets
 from .tiling import MACHINES, Tiling, plan
 
-SLICE = 4096  # values of a tile that a program finishes at a time
+VALUES = 4096  # of a tile that a program finishes at a time
 AHEAD = 16 << 20  # bytes of a weight that all programs together ask for before the kernel ahead has ended
 
 # AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
@@ -151,7 +151,8 @@ def inverse_rms(squares, t, t_in, T, K, eps, GROUPS: tl.constexpr):
 
 @triton.jit
 def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The tokens INDEX * SLICE and on of a tile [ROWS, WIDTH]. No value changes its thread."""
+    """The tokens INDEX * SLICE and on of a tile [ROWS, WIDTH]. Registers cannot be indexed, so the tile is
+    halved along its tokens until SLICE are left; both halves of a value's pair lie in the same thread."""
     if WIDTH > SLICE:
         left, right = tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, WIDTH // 2]), [0, 2, 1]))
         HALF: tl.constexpr = WIDTH // 2 // SLICE
@@ -283,12 +284,12 @@ def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
     partial = counters = None
     if tiling.apart:
         partial = torch.empty(tiling.splits, T, blocks * tiling.rows, dtype=torch.float32, device=x.device)
-        counters = tickets(x.device)
-        if blocks * tiles > counters.numel():
-            raise ValueError(f"{blocks * tiles} output tiles exceed the {counters.numel()} tickets.")
+        counters = tickets(x.device, "gemm")
+        if blocks * tiles > COUNT:
+            raise ValueError(f"{blocks * tiles} output tiles exceed the {COUNT} tickets.")
     constants = {
         "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
-        "BLOCK_K": tiling.block_k, "SLICE": min(tiling.width, 32, SLICE // tiling.rows),
+        "BLOCK_K": tiling.block_k, "SLICE": min(tiling.width, 32, VALUES // tiling.rows),
         "EVEN": K % tiling.block_k == 0, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "LINES": _lines(tiling, blocks * (tiling.splits if tiling.apart else 1), x.itemsize, target),
         "num_warps": tiling.warps, "num_stages": tiling.stages, **options(x), **OPTIONS.get(target, {}),
@@ -311,12 +312,6 @@ def _lines(tiling: Tiling, programs: int, itemsize: int, target: str) -> int:
     together = min(programs, 3 * MACHINES[target].processors)
     most = min(AHEAD // (together * tiling.rows * LINE.value), tiling.part * itemsize // LINE.value, 16)
     return next_power_of_2(most + 1) // 2
-
-
-@cache
-def tickets(device: torch.device) -> Tensor:
-    """Counters that are zero between launches. Made outside of graph capture, at the first call."""
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 def check(x: Tensor, weight: Tensor, **extras: tuple[Tensor | None, torch.Size]) -> None:

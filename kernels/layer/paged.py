@@ -1,10 +1,11 @@
 """Attention over the paged KV cache as one kernel: decoding, verification and prefill.
 
-Shapes as in `attention.py`, which also has `naive`. The cache is cut into tiles of 64 positions and spans
-of 512, both at fixed absolute places. A program takes a tile of queries, of all heads that share a KV head,
-through the cache, or through some units of it, which are tiles or spans; then whichever program is the last
-to finish adds up the units. A query gets the same bits as a decoding step, as one of K + 1 and in a chunk
-of a prompt of any size:
+Shapes as in `attention.py`, which also has `naive`. The cache is cut into tiles of 64 positions (32 for the
+widest heads of some GPUs) and spans of 512, both at fixed absolute places. A program takes a tile of queries,
+of all heads that share a KV head, through the cache, or through some units of it, which are tiles or spans;
+then whichever program is the last to finish adds up the units. One row at 1,024 positions, for instance, has
+16 units of a tile each and so 16 programs; a program with queries of a prompt goes through all spans alone.
+A query gets the same bits as a decoding step, as one of K + 1 and in a chunk of a prompt of any size:
 
 * A query is a column of both products; cache positions and head dimensions are the rows. How many columns
   there are beside it changes the width of the instruction only.
@@ -64,7 +65,7 @@ def _attend(
     q, k_cache, v_cache, out, batch, unit_acc, unit_m, unit_z, counters,
     table_stride, head_stride, num_kv_heads, window, scale, fine, num_tokens,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, BLOCK_Q: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, SPAN_TILES: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
@@ -87,9 +88,9 @@ def _attend(
     if WINDOW:
         first = tl.maximum(low - window + 1, 0) // TILE
     begin, end = first, tl.cdiv(high, TILE)
-    per_unit, share = SPAN, end
+    per_unit, share = SPAN_TILES, end
     if SPLIT:
-        per_unit = tl.where(end - first <= fine, 1, SPAN)  # tiles; spans start at multiples of SPAN
+        per_unit = tl.where(end - first <= fine, 1, SPAN_TILES)  # tiles; spans start at multiples
     first_unit = first // per_unit
     num_units = tl.cdiv(end, per_unit) - first_unit
     if SPLIT:
@@ -239,7 +240,7 @@ def _attend(
             token_head = (tl.load(batch.q_start + b) + first_query).to(tl.int64) * num_heads + kv_head * GROUP
             sum_units(
                 unit_m, unit_z, unit_acc, out + token_head * HEAD_DIM, slot, stride, num_columns, num_heads,
-                first_unit, num_units, per_unit, GROUP, HEAD_DIM, TILE, SPAN, BLOCK_D,
+                first_unit, num_units, per_unit, GROUP, HEAD_DIM, TILE, SPAN_TILES, BLOCK_D,
             )  # fmt: skip
 
 
@@ -284,7 +285,7 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
         batch.block_table.stride(0), k_cache.stride(0), num_kv_heads, window or 0, scale * LOG2_E,
         fine, T,
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window is not None,
-        SPLIT=programs > 1, TILE=tile, SPAN=SPAN // tile, BLOCK_Q=columns, BLOCK_D=block_d,
+        SPLIT=programs > 1, TILE=tile, SPAN_TILES=SPAN // tile, BLOCK_Q=columns, BLOCK_D=block_d,
         PRECISION="ieee" if fp32 else "tf32", num_warps=8 if columns == widest else warps,
         num_stages=1 if fp32 else stages, **OPTIONS.get(arch(q), {}), **overlap.options(q),
     )  # fmt: skip

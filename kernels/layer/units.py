@@ -20,9 +20,9 @@ class Split(NamedTuple):
     """How the cache is divided among programs.
 
     Attributes:
-        programs: per tile of queries and KV head. One alone keeps everything in registers.
+        programs: per tile of queries and KV head. One alone adds up the spans as it goes.
         fine: rows of at most so many tiles get a program for each, longer ones for some spans.
-        units: the most that a row has.
+        units: partial results that a query has room for, two that take turns where there is one program.
     """
 
     programs: int
@@ -33,16 +33,17 @@ class Split(NamedTuple):
 def split(pairs: int, columns: int, max_kv_len: int, tile: int) -> Split:
     """`pairs` = rows * KV heads * tiles of `columns` queries and heads.
 
-    To be weighed, for D = 128 in bf16 on an H200 (132 multiprocessors of 2 programs each):
+    To be weighed, for D = 128 in bf16 on an H200 (132 multiprocessors of 2 programs each, or 1 of 64 columns;
+    nothing here has been measured):
 
     * One row is bound by latency: the 16 tiles of 8 KV heads at 1k are 128 programs, one each. With units
       of one tile, 32 KB of K/V, the partial sums are columns / 32 of what is read, and the last program
-      sums all of them; from 32 tiles of one row on (256 programs) spans are as fast.
+      sums all of them; from 32 tiles of one row on (256 programs) spans should be as fast.
     * A span is 256 KB of K/V, and its partial sums, written and read through L2, are columns / 256 of that:
       4 % for 5 queries of 2 heads, 8 % for 5 of 4. 64 rows of 8 KV heads have 1024 of them at 1k, 3.9 waves
       of 264 programs; at 4k and 16k, 1024 or 2048 programs take several spans each. Programs that end
-      early leave the bandwidth to the others, so the last wave costs little.
-    * Recorded graphs are made for the longest context. Programs without a unit end at once but cost about
+      early leave the bandwidth to the others, so the last wave should cost little.
+    * Recorded graphs are made for the longest context. Programs without a unit end at once but cost perhaps
       a microsecond of a place: never more than 32768 / columns of them.
     * Many wide tiles, of a prompt, fill the machine by themselves and write no partial sums.
     """
@@ -89,7 +90,7 @@ def _add(m, z, acc, other_m, other_z, other_acc):
 @triton.jit
 def sum_units(
     unit_m, unit_z, unit_acc, to, slot, stride, num_columns, num_heads, first_unit, num_units, per_unit,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPAN_TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add up the units of a tile of queries in order, the tiles of each span and then the spans; a few
@@ -122,7 +123,7 @@ def sum_units(
                     span_m, span_z, span_acc = _add(
                         span_m, span_z, span_acc, ms[offset], zs[offset], accs[offset]
                     )
-                    if ((first_unit + unit + 1) * per_unit % SPAN == 0) | (unit + 1 == num_units):
+                    if ((first_unit + unit + 1) * per_unit % SPAN_TILES == 0) | (unit + 1 == num_units):
                         m, z, acc = _add(m, z, acc, span_m, span_z, span_acc)
                         span_m = tl.full([COLUMNS], FLOOR, tl.float32)
                         span_z = tl.zeros([TILE // 16, COLUMNS], tl.float32)
