@@ -3,7 +3,9 @@
 A kernel launched with `options(...)` and PDL set starts as soon as all programs of the kernel before it on
 the stream have called `release_next` or ended. It may then read what no kernel writes, weights above all,
 and must call `wait_for_previous` before it reads anything else or writes anything: every program, also one
-that has nothing to do, since the next kernel takes the end of this one for the end of all before it.
+that has nothing to do, since the next kernel takes the end of this one for the end of all before it. A
+kernel that calls `release_next` only after its own wait lets the next one read early whatever was written
+before itself: what comes before attention does so, because attention looks up pages before it waits.
 
 `NANOSPEC_PDL=0` switches it off; older GPUs and the interpreter do not have it, and the functions do
 nothing there.

@@ -66,12 +66,8 @@ class CudaCapture:
 
     def __init__(self, step: Step, rows: Tensor, pool: Any = None) -> None:
         self.rows = rows
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compile and allocate before capture
-            for _ in range(2):
-                step(rows)
-        torch.cuda.current_stream().wait_stream(stream)
+        for _ in range(2):  # compile and allocate before capture; on this stream, for tickets are shared by all
+            step(rows)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
             self.result = step(rows)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 GPU_SHARE = 0.9  # of the device's memory, weights included
 CPU_SHARE = 0.4  # of what is free
+PIECE = 64  # tokens, in steps of which the plan looks at pieces of prompts
 CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to fill more
 
 
@@ -36,7 +37,7 @@ class StepMemory(NamedTuple):
         rows: the request rows, `Table`.
         logits: of the largest step, in the one buffer for all.
         step: all else that the largest captured step needs, in the pool that all of them share.
-        prefill: the same of the longest prefill.
+        prefill: the same of the longest prefill, or of a step that is not captured.
     """
 
     rows: int
@@ -88,21 +89,24 @@ def step_memory(
     c, item, rows = model.config, model.dtype.itemsize, config.max_num_seqs
     table = Table.empty(rows, max_context, config.block_size, c.vocab_size, "meta")
     k = min(config.spec.max_k, drafter.max_drafts) if drafter is not None else 0
-    target, window = arch(model.embedding), max_context
-    most = max(MAX_STEP_TOKENS, rows)
-    steps = [(b, q + 1) for b in batch_sizes(rows) for q in {0, k} if b * (q + 1) <= most]
+    target, most = arch(model.embedding), max(MAX_STEP_TOKENS, rows)
+    ks = {0, k, *(n for n in config.spec.ks if n < k)}
+    steps = [(b, n + 1) for b in batch_sizes(rows) for n in ks if b * (n + 1) <= most]
     tokens = max(b * q for b, q in steps)
     logits = tokens * c.vocab_size * item
-    attention = max(_units(c, b, q, window, b * q, target) for b, q in steps)
+    attention = max(_units(c, b, q, max_context, b * q, target) for b, q in steps)
     sampling = tokens * c.vocab_size // 4
     step = _activations(c, tokens, item) + max(attention, _parts(c, tokens, item, target), sampling)
     if drafter is not None and drafter.runs_model:  # its logits, and once more while they are put together
         step += 2 * logits
     longest = config.max_num_batched_tokens
-    lengths = [longest >> i for i in range(longest.bit_length())]  # a shorter piece may have more programs
-    units = max(_units(c, 1, n, window, n, target) for n in lengths)
+    # Fewer tokens may keep more, since the cache is divided then; so may several prompts.
+    pieces = [(1 << i, n) for n in range(longest, 0, -PIECE) for i in range(rows.bit_length())]
+    units = max(_units(c, b, -(-n // b), max_context, n + PIECE - 1, target) for b, n in pieces)
     prefill = _activations(c, longest, item) + max(units, _parts(c, longest, item, target))
-    return StepMemory(sum(t.nbytes for t in table if isinstance(t, torch.Tensor)), logits, step, prefill)
+    # While a step is captured, the largest lies in the graphs' pool and another one is run to warm up.
+    sizes = logits, step, max(step, prefill)
+    return StepMemory(sum(t.nbytes for t in table if isinstance(t, torch.Tensor)), *sizes)
 
 
 def _units(c: ModelConfig, rows: int, q_len: int, kv_len: int, tokens: int, target: str) -> int:
@@ -124,9 +128,9 @@ def _parts(c: ModelConfig, tokens: int, item: int, arch: str) -> int:
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     hidden, inner = c.hidden_size, c.intermediate_size
     sizes = {tokens, *(1 << i for i in range(tokens.bit_length()))}  # more tokens may need no parts apart
-    shapes = (q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)
-    tilings = ((size, n, plan(size, n, k, arch, item)) for size in sizes for n, k in shapes)
-    return max(4 * t.splits * size * n if t.apart else 0 for size, n, t in tilings)
+    shapes = (q + 2 * kv, hidden, c.head_dim), (hidden, q, 1), (2 * inner, hidden, 16), (hidden, inner, 1)
+    tilings = ((size, n, plan(size, n, k, arch, item, unit)) for size in sizes for n, k, unit in shapes)
+    return max(4 * t.splits * size * -(-n // t.rows) * t.rows * t.apart for size, n, t in tilings)
 
 
 def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

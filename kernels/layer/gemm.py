@@ -34,7 +34,7 @@ from torch import Tensor
 from ..launch import arch, next_power_of_2
 from ..overlap import LINE, options, prefetch, release_next, wait_for_previous
 from .norm import Norm
-from .stream import Stream, next_norm
+from .stream import Stream, next_norm, tree_sum
 from .tickets import COUNT, tickets
 from .tiling import MACHINES, Tiling, plan
 
@@ -140,13 +140,18 @@ def sum_of_parts(partial, T, tile, block, SPLITS: tl.constexpr, BLOCK_T: tl.cons
 
 
 @triton.jit
-def inverse_rms(squares, t, t_in, T, K, eps, GROUPS: tl.constexpr):
-    """1 / rms(x) [1, WIDTH] of the tokens t, from the sums of squares of `Stream`, added in ascending order.
-    Unrolled, so that their loads are under way together."""
-    total = tl.zeros(t.shape, tl.float32)
-    for group in tl.static_range(GROUPS):
-        total += tl.load(squares + group * T + t, t_in, other=0.0)
-    return tl.rsqrt(total / K + eps)[None, :]
+def load_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
+    """The sums of squares [WIDTH, GROUPS] of `Stream` of the tokens t [WIDTH], GROUPS rounded up to a power of
+    two."""
+    PADDED: tl.constexpr = triton.next_power_of_2(GROUPS)
+    group = tl.arange(0, PADDED)
+    return tl.load(squares + group[None, :] * T + t[:, None], t_in[:, None] & (group < GROUPS)[None, :], other=0.0)
+
+
+@triton.jit
+def inverse_rms(sums, K, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """1 / rms(x) [1, WIDTH] of tokens, from what `load_squares` gave, added by a tree."""
+    return tl.rsqrt(tree_sum(sums, WIDTH, triton.next_power_of_2(GROUPS)) / K + eps)[None, :]
 
 
 @triton.jit
@@ -207,10 +212,12 @@ def _gemm(
     rows_in = column < N
     prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
     wait_for_previous(PDL)
-    if GROUPS > 0:  # while the first lines of the weight are on their way
-        scale = inverse_rms(squares, t, t_in, T, K, eps, GROUPS)
-    else:
-        scale = tl.full([1, BLOCK_T], 1.0, tl.float32)
+    EARLY: tl.constexpr = GROUPS > 0 and BLOCK_T > 32  # few sums wait in registers for the product's end
+    scale = tl.full([1, BLOCK_T], 1.0, tl.float32)
+    if GROUPS > 0:
+        sums = load_squares(squares, t, t_in, T, GROUPS)
+        if EARLY:
+            scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
     acc = products(
         x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
         BLOCK_K, EVEN, PRECISION,
@@ -219,6 +226,8 @@ def _gemm(
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
+    if GROUPS > 0 and not EARLY:
+        scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
     for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
         part = token_slice(acc, i, SLICE, BLOCK_N, BLOCK_T) * token_slice(scale, i, SLICE, 1, BLOCK_T)
         _finish(

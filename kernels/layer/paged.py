@@ -32,7 +32,7 @@ from torch import Tensor
 from .. import overlap
 from ..batch import MAX_QUERIES
 from ..launch import LOG2_E, arch, check_attention, next_power_of_2
-from ..overlap import release_next, wait_for_previous
+from ..overlap import prefetch, release_next, wait_for_previous
 from .plan import Plan
 from .tickets import tickets
 from .units import FLOOR, SPAN, Split, power_of_2, split, sum_16, sum_rest, sum_units
@@ -60,6 +60,23 @@ def _columns(start, first_query, num_heads, kv_head, column, GROUP: tl.constexpr
     return (token * num_heads + kv_head * GROUP + column % GROUP) * HEAD_DIM
 
 
+@triton.jit
+def _prefetch_tile(
+    keys, values, pages, start, low, base, window,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Ask for the keys and values of committed positions of a tile, which no kernel of this step writes."""
+    j = start + tl.arange(0, TILE)
+    known = j < base
+    if WINDOW:
+        known = known & (j > low - window)
+    row = tl.load(pages + j // BLOCK_SIZE, known, other=0) * BLOCK_SIZE + j % BLOCK_SIZE
+    line = tl.minimum(tl.arange(0, BLOCK_D // 64) * 64, HEAD_DIM - 1)  # 128 bytes each
+    prefetch(keys + row[:, None] * HEAD_DIM + line[None, :], True)
+    prefetch(values + row[:, None] * HEAD_DIM + line[None, :], True)
+
+
 @triton.jit(do_not_specialize=["table_stride", "window", "fine", "num_tokens"])
 def _attend(
     q, k_cache, v_cache, out, batch, unit_acc, unit_m, unit_z, counters,
@@ -69,7 +86,6 @@ def _attend(
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
-    wait_for_previous(PDL)
     QUERIES: tl.constexpr = BLOCK_Q // GROUP
     kv_head = tl.program_id(0) % num_kv_heads
     # Late queries first: they see most. Programs that run together share keys.
@@ -77,6 +93,7 @@ def _attend(
     b, program = tl.program_id(1), tl.program_id(2)
     n = tl.load(batch.q_len + b)
     if first_query >= n:
+        wait_for_previous(PDL)
         return
     base = tl.load(batch.base_len + b)
     low, high = base + first_query, base + tl.minimum(first_query + QUERIES, n)
@@ -96,7 +113,15 @@ def _attend(
     if SPLIT:
         share = tl.cdiv(num_units, tl.num_programs(2))
         if program * share >= num_units:
+            wait_for_previous(PDL)
             return
+    keys = k_cache + kv_head.to(tl.int64) * head_stride
+    values = v_cache + kv_head.to(tl.int64) * head_stride
+    pages = batch.block_table + b.to(tl.int64) * table_stride
+    if PDL:
+        start = tl.maximum((first_unit + program * share) * per_unit, first) * TILE
+        _prefetch_tile(keys, values, pages, start, low, base, window, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, BLOCK_D)
+    wait_for_previous(PDL)
 
     # Queries are columns. The rows of a matrix instruction then are cache positions or head dimensions,
     # always in full, and few queries waste nothing.
@@ -117,9 +142,6 @@ def _attend(
         ancestors = tl.load(batch.ancestors + token, column < num_columns, other=0)
         if WINDOW:
             position = tl.load(batch.positions + token, column < num_columns, other=0)
-    keys = k_cache + kv_head.to(tl.int64) * head_stride
-    values = v_cache + kv_head.to(tl.int64) * head_stride
-    pages = batch.block_table + b.to(tl.int64) * table_stride
     # Partial results of a unit lie as q does, but by KV head, then query, then head of the group.
     stride = num_tokens.to(tl.int64) * num_heads
     slot = (tl.load(batch.q_start + b) + first_query).to(tl.int64) * num_heads + kv_head * num_columns
@@ -286,7 +308,7 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
         fine, T,
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window is not None,
         SPLIT=programs > 1, TILE=tile, SPAN_TILES=SPAN // tile, BLOCK_Q=columns, BLOCK_D=block_d,
-        PRECISION="ieee" if fp32 else "tf32", num_warps=8 if columns == widest else warps,
+        PRECISION="ieee" if fp32 else "tf32", num_warps=8 if columns >= widest else warps,
         num_stages=1 if fp32 else stages, **OPTIONS.get(arch(q), {}), **overlap.options(q),
     )  # fmt: skip
     return out

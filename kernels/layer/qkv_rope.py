@@ -20,6 +20,7 @@ from . import gemm
 from .gemm import (
     inverse_rms,
     last_of_parts,
+    load_squares,
     paired_rows,
     prefetch_weight,
     products,
@@ -60,14 +61,17 @@ def _qkv_rope(
 ):  # fmt: skip
     HEADS: tl.constexpr = BLOCK_N // HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
-    release_next(PDL)
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     rows, _ = paired_rows(block, HALF, BLOCK_N)
     rows_in = rows < N
     prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
     wait_for_previous(PDL)
-    scale = inverse_rms(squares, t, t < T, T, K, eps, GROUPS)  # while the weight is on its way
+    release_next(PDL)  # only now, since attention reads before its wait
+    EARLY: tl.constexpr = BLOCK_T > 32  # few sums wait in registers for the product's end
+    sums = load_squares(squares, t, t < T, T, GROUPS)
+    if EARLY:
+        scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
     acc = products(
         x, weight, rows, rows_in, t, t < T, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
         BLOCK_K, EVEN, PRECISION,
@@ -76,6 +80,8 @@ def _qkv_rope(
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
+    if not EARLY:
+        scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
     head = block * HEADS + tl.arange(0, HEADS)
     for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
         part = token_slice(acc, i, SLICE, BLOCK_N, BLOCK_T) * token_slice(scale, i, SLICE, 1, BLOCK_T)

@@ -147,8 +147,8 @@ def _rope_cache(
     token_stride, head_stride, num_heads, num_kv_heads, eps,
     NORM: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    release_next(PDL)
     wait_for_previous(PDL)
+    release_next(PDL)  # only now, since attention reads before its wait
     t = tl.program_id(0) + tl.arange(0, 1)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, BLOCK)

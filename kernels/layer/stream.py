@@ -5,8 +5,8 @@ RMSNorm(x) @ W.T = (x * norm_weight) @ W.T / rms(x), so a kernel that writes x a
 
 Rounding: x * norm_weight is rounded once to x's dtype, where the separate norm rounds x / rms(x) and its
 product; everything after is float32 up to the output. In fp16, |x * norm_weight| must stay below 65504.
-The sums of squares are those of x as rounded, by a tree over each group of 64 columns, then in ascending
-order over the groups: the same bits whatever tile wrote them. (A square of bf16 or fp16 is exact in float32,
+The sums of squares are those of x as rounded, by a tree over each group of 64 columns, then by a tree
+over the groups: the same bits whatever tile wrote them. (A square of bf16 or fp16 is exact in float32,
 so it does not matter where the compiler fuses it with the addition.)
 
 `embed` makes the first one: x [T, H] = table [V, H] at ids [T].

@@ -57,7 +57,8 @@ def split(pairs: int, columns: int, max_kv_len: int, tile: int) -> Split:
 @triton.jit
 def power_of_2(k):
     """2^k as float32, exactly, for integers k <= 0; 0 below the smallest normal number."""
-    return ((tl.maximum(k, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    # The lowest bits of the float k + 127 + 2^23 are those of the integer k + 127.
+    return ((tl.maximum(k, -127.0) + 8388735.0).to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
