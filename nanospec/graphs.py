@@ -66,7 +66,8 @@ class CudaCapture:
 
     def __init__(self, step: Step, rows: Tensor, pool: Any = None) -> None:
         self.rows = rows
-        for _ in range(2):  # compile and allocate before capture; on this stream, for tickets are shared by all
+        # Compile and allocate before capture: on this stream, since all engines share the kernels' tickets.
+        for _ in range(2):
             step(rows)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):

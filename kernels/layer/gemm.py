@@ -141,11 +141,11 @@ def sum_of_parts(partial, T, tile, block, SPLITS: tl.constexpr, BLOCK_T: tl.cons
 
 @triton.jit
 def load_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
-    """The sums of squares [WIDTH, GROUPS] of `Stream` of the tokens t [WIDTH], GROUPS rounded up to a power of
-    two."""
+    """The sums of squares [WIDTH, GROUPS] of `Stream` of the tokens t [WIDTH], padded to a power of two."""
     PADDED: tl.constexpr = triton.next_power_of_2(GROUPS)
     group = tl.arange(0, PADDED)
-    return tl.load(squares + group[None, :] * T + t[:, None], t_in[:, None] & (group < GROUPS)[None, :], other=0.0)
+    inside = t_in[:, None] & (group < GROUPS)[None, :]
+    return tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0)
 
 
 @triton.jit

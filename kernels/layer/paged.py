@@ -120,7 +120,9 @@ def _attend(
     pages = batch.block_table + b.to(tl.int64) * table_stride
     if PDL:
         start = tl.maximum((first_unit + program * share) * per_unit, first) * TILE
-        _prefetch_tile(keys, values, pages, start, low, base, window, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, BLOCK_D)
+        _prefetch_tile(
+            keys, values, pages, start, low, base, window, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, BLOCK_D
+        )  # fmt: skip
     wait_for_previous(PDL)
 
     # Queries are columns. The rows of a matrix instruction then are cache positions or head dimensions,

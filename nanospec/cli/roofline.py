@@ -131,7 +131,7 @@ def account(config: ModelConfig, B: int, K: int, context: int = 1024, itemsize: 
         moved = rows * columns + T * (columns + rows + besides)
         return Kernel(name, "products", L, itemsize * L * moved, 2 * T * L * rows * columns)
 
-    if config.head_dim in HEAD_DIMS:
+    if config.head_dim in HEAD_DIMS["sm_90"]:
         qkv = [product("qkv_rope", q + 2 * kv, H, besides=2 * kv)]
     else:
         rope = Kernel("rope_cache", "products", L, itemsize * T * L * 2 * kv)
