@@ -19,7 +19,8 @@ in an environment of each before committing a change to a kernel,
     python bench/compile.py --out bench/results             (triton 3.7)
     ../venv36/bin/python bench/compile.py --out bench/results     (triton 3.6, torch 2.11)
 
-and a problem in either, or rows of different kernels, fails both. The last line printed is JSON.
+and a problem in either, or rows of different kernels, fails both. Problems are printed, one a
+line, and counted in the last line, which is JSON.
 """
 
 from __future__ import annotations
@@ -183,6 +184,12 @@ def _cuobjdump(option: str, cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def unmatched(parts: Sequence[str]) -> list[str]:
+    """Those of `parts` of names that no case has."""
+    cases = [f"{case.kernel}-{case.label}" for case in all_cases()]
+    return [part for part in parts if not any(part in name for name in cases)]
+
+
 def _key(item: _Recorded, target: str) -> str:
     source, options = _source(item, target)
     return f"{target} {source.hash()} {options['num_warps']} {options['num_stages']}"
@@ -205,8 +212,17 @@ def _compile_nth(n: int) -> Result | str:
     try:
         return compile_one(case, item, target)
     except Exception as error:  # of the compiler, of any kind: the others shall be compiled all the same
-        reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
-        return f"{item.fn.__name__} of {case.kernel} {case.label} on {target} does not compile: {reason}"
+        return f"{item.fn.__name__} of {case.kernel} {case.label} on {target} does not compile: {cause(error)}"
+
+
+def cause(error: BaseException) -> str:
+    """What a compiler's error is about, on one line: it names the call in each function around it, and a
+    long excerpt of the source of each, before what went wrong in the innermost."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = getattr(error, "error_message", None) or str(error)  # Triton's own, without the excerpt
+    lines = [line.strip() for line in str(text).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:4])}"[:400]
 
 
 def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[list[Result], list[str]]:
@@ -227,6 +243,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, help="folder for compile.json and compile.md")
     arguments = parser.parse_args()
+    if missing := unmatched(arguments.only):
+        parser.error(f"no case matches {', '.join(missing)}.")
     begin = time.perf_counter()
     results, failures = compile_all(arguments.targets, arguments.only, arguments.jobs)
     print(markdown(results))
@@ -234,7 +252,7 @@ def main() -> None:
     for problem in found:
         print(problem)
     seconds = round(time.perf_counter() - begin, 1)
-    print(json.dumps({"compiled": len(results), "problems": found, "seconds": seconds}))
+    print(json.dumps({"compiled": len(results), "problems": len(found), "seconds": seconds}))
     sys.exit(bool(found))
 
 

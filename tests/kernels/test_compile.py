@@ -38,6 +38,7 @@ def run_compile(folder: Path, *arguments: str) -> tuple[list[Row], Row]:
         env=environment,
     )
     assert process.returncode in (0, 1), process.stderr[-3000:]
+    print("\n".join(line for line in process.stdout.splitlines() if not line.startswith("|")))
     assert (folder / "compile.json").is_file(), process.stderr[-3000:]
     return json.loads((folder / "compile.json").read_text()), json.loads(process.stdout.splitlines()[-1])
 
@@ -61,7 +62,7 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 def test_no_spills_within_limits_on_tensor_cores(compiled: tuple[list[Row], Row]) -> None:
     results, summary = compiled
     assert summary["compiled"] == len(results) > 100
-    assert not summary["problems"], "\n".join(summary["problems"])
+    assert summary["problems"] == 0
 
 
 @pytest.mark.timeout(600)
