@@ -10,16 +10,26 @@ launch makes of it, asking the functions that decide how a kernel is cut into pr
               one's FLOPs; a program's own loop, which loads only what is in flight at a time
     partials  partial sums written and read again through L2
 
-Nothing of it has been measured; the constants of `Gpu` say where they come from. It leaves out how well
-tiles suit the tensor cores, and code between the loads. Pessimistic: bandwidth that an idle multiprocessor
-leaves is not used by others, and what a kernel asks for ahead of its turn only saves the wait for its first
-tiles. Optimistic: partial sums stay in L2, and all its slices are equally far.
+Where the figures come from: a copy at 4.3e12 B/s, a product of torch's at 790e12 FLOP/s and 1.3 us per kernel
+of a graph were measured on an H200. Nothing of our kernels was, and no other constant: `Gpu` says of each
+whether it is of a data sheet, of others' microbenchmarks, or a guess.
+
+There are two models of an H200. `kernels/layer/tiling.py` decides: it compares ways to cut one product, so it
+leaves out what all of them have in common, and a processor has its share of L2 with all others at work, 28
+bytes per clock. This one judges what was decided, launch by launch, and so has two limits of L2: `cache`, which is
+those 28 bytes for each of 132 processors, and `port`, what a processor gets while few are at work. They
+share that one figure and nothing else: a model that judged by the rules by which it decided would find
+every decision right.
+
+Left out: how well tiles suit the tensor cores, and code between the loads. Pessimistic: bandwidth that an
+idle multiprocessor leaves is not used by others, and what a kernel asks for ahead of its turn only saves the
+wait for its first tiles. Optimistic: partial sums stay in L2, and all its slices are equally far.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -27,33 +37,37 @@ from ..kernels.launch import next_power_of_2
 from ..kernels.layer import paged
 from ..kernels.layer.qkv_rope import HEAD_DIMS
 from ..kernels.layer.tiling import plan
-from ..kernels.layer.units import split
 from ..models.config import ModelConfig
 from ..models.hub import program, resolve_model
 from .roofline import Kernel, Machine, account
 from .shapes import SHAPES
 
+REGISTERS = 240  # of a thread of attention, about: 198 to 255 as compiled for sm_90
+
 
 @dataclass(frozen=True)
 class Gpu(Machine):
-    """An H200; `bandwidth`, `flops` and `launch` as measured on one.
+    """An H200; what is measured is said in the module docstring.
 
     Attributes:
-        processors: multiprocessors (data sheet), each with `shared` bytes of shared memory and `registers`.
-        cache: bytes per second through L2 to all of them (microbenchmarks of the H100: 5.5 to 5.7e12).
-        port: bytes per second from L2 to one: 64 bytes per clock of 1.755 GHz (microbenchmarks).
+        processors: multiprocessors, each with `shared` bytes of shared memory, of which every program costs
+            `reserved` more than it uses, and `registers` (data sheet).
+        cache: bytes per second through L2 to all of them: 5.5 to 5.7e12 in microbenchmarks of an H100 with 114
+            multiprocessors at 1.755 GHz, 28 per clock and multiprocessor; taken to grow with their number.
+        port: bytes per second from L2 to one: 64 bytes per clock (microbenchmarks).
         latency: seconds until memory answers under load (H100, unloaded: 0.6 to 0.7 us).
         round_trip: seconds of a load, store or atomic through L2 that the next step waits for, with the
-            barrier or the branch around it.
-        hit: seconds until L2 answers a load (H100, of the far half: 270 to 500 clocks).
-        early: seconds that a kernel costs that starts while the one before runs (a guess; none was measured).
+            barrier or the branch around it (a guess).
+        hit: seconds until L2 answers a load (H100, of the far half: 270 to 500 clocks; a guess under load).
+        early: seconds that a kernel costs that starts while the one before runs (a guess).
     """
 
     arch: str = "sm_90"
     processors: int = 132
-    shared: int = 227 << 10
+    shared: int = 228 << 10
+    reserved: int = 1 << 10
     registers: int = 65536
-    cache: float = 5.5e12
+    cache: float = 28 * 132 * 1.755e9
     port: float = 64 * 1.755e9
     latency: float = 0.8e-6
     round_trip: float = 0.7e-6
@@ -123,7 +137,7 @@ class Row:
     count: int
     limit: float
     times: dict[str, float]
-    programs: int
+    programs: int | None  # None: not modelled
 
     @property
     def us(self) -> float:
@@ -134,7 +148,8 @@ def estimate(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> lis
     """The kernels of a step in bf16: B requests of `context` cached tokens, K drafts each."""
     T, H, I = B * (K + 1), config.hidden_size, config.intermediate_size  # noqa: E741
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = product(gpu, T, q + 2 * kv, H, unit=config.head_dim if config.head_dim in HEAD_DIMS else 1)
+    unit = config.head_dim if config.head_dim in HEAD_DIMS[gpu.arch] else 1
+    qkv = product(gpu, T, q + 2 * kv, H, unit=unit)
     known = {
         "qkv_rope": qkv,
         "norm_linear qkv": qkv,
@@ -145,7 +160,7 @@ def estimate(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> lis
         "head": product(gpu, T, config.vocab_size, H),
     }
     rows = []
-    for kernel in account(config, B, K, context).kernels:
+    for kernel in account(config, B, K, context, arch=gpu.arch).kernels:
         if kernel.launches:
             rows.append(_row(kernel, known.get(kernel.name), gpu))
     return rows
@@ -154,9 +169,10 @@ def estimate(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> lis
 def _row(kernel: Kernel, launch: Launch | None, gpu: Gpu) -> Row:
     """What is not known more closely reads what it must, on all places."""
     moved, computed = kernel.bytes / kernel.launches, kernel.flops / kernel.launches
-    launch = launch or Launch(gpu.processors, bytes=moved, early=kernel.part == "products")
-    times = {what: 1e6 * seconds for what, seconds in launch.times(gpu).items()}
-    return Row(kernel.name, kernel.launches, 1e3 * gpu.ms(moved, computed), times, launch.programs)
+    assumed = launch or Launch(gpu.processors, bytes=moved, early=kernel.part == "products")
+    times = {what: 1e6 * seconds for what, seconds in assumed.times(gpu).items()}
+    programs = launch.programs if launch else None
+    return Row(kernel.name, kernel.launches, 1e3 * gpu.ms(moved, computed), times, programs)
 
 
 def product(gpu: Gpu, T: int, N: int, K: int, unit: int = 1) -> Launch:
@@ -167,7 +183,7 @@ def product(gpu: Gpu, T: int, N: int, K: int, unit: int = 1) -> Launch:
     size = 2 * (tiling.width + tiling.rows)  # bytes of a column of both tiles
     threads = 32 * tiling.warps
     registers = 64 * threads + tiling.rows * tiling.width * (2 if apart < tiling.splits else 1)
-    room = gpu.shared // (tiling.stages * size * tiling.block_k)
+    room = gpu.shared // (tiling.stages * size * tiling.block_k + gpu.reserved)
     columns = tiling.part if tiling.apart else K
     return Launch(
         programs=tiles * blocks * apart,
@@ -185,18 +201,19 @@ def product(gpu: Gpu, T: int, N: int, K: int, unit: int = 1) -> Launch:
 
 def attention(gpu: Gpu, config: ModelConfig, B: int, queries: int, context: int) -> Launch:
     """Over `context` cached tokens of each of B rows."""
-    group, D = config.num_heads // config.num_kv_heads, config.head_dim
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    D = config.head_dim
+    columns, pairs, (programs, _, units) = paged.cut(B, queries, context, heads, gpu.arch)
+    pairs *= B
     block_d = max(next_power_of_2(D), 64)
-    widest, tile, _, stages = paged.CONFIGS[gpu.arch][block_d]
-    columns = min(next_power_of_2(group * queries), widest)
-    columns = max(columns, next_power_of_2(group), 16)
-    pairs = B * config.num_kv_heads * ceil(queries / (columns // group))
-    programs, _, units = split(pairs, columns, context, tile)
+    widest, tile, warps, stages = paged.CONFIGS[gpu.arch][block_d]
+    shared = stages * 2 * 2 * tile * block_d + 2 * columns * (block_d + tile) + gpu.reserved
+    threads = 32 * (8 if columns == widest else warps)
     tiles, kv_tile = ceil(context / tile), 2 * 2 * tile * D
     return Launch(
         programs=pairs * programs,
-        resident=gpu.shared // (stages * kv_tile + 4 * tile * columns),
-        bytes=pairs * tiles * kv_tile,
+        resident=max(min(gpu.shared // shared, gpu.registers // (threads * REGISTERS)), 1),
+        bytes=B * config.num_kv_heads * tiles * kv_tile,
         cached=pairs * tiles * kv_tile,
         flops=4 * pairs * columns * tiles * tile * D,
         loop=(1 + ceil(tiles / programs) / max(stages - 2, 1)) * gpu.latency,
@@ -217,28 +234,80 @@ def explain(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> str:
     """The estimate of every kernel beside its limit, and where the difference goes."""
     rows = estimate(config, B, K, context, gpu)
     parts = list(rows[0].times)
-    head = ("launches", "programs", "least us", "us", *parts)
-    lines = [" " * 24 + "".join(f"{name:>10}" for name in head)]
+    cells = [["", "launches", "programs", "least us", "us", *parts]]
     for row in rows:
-        cells = (row.limit, row.us, *(row.times[part] for part in parts))
-        lines.append(f"{row.name:24}{row.count:10}{row.programs:10}" + "".join(f"{c:10.1f}" for c in cells))
+        times = (row.limit, row.us, *(row.times[part] for part in parts))
+        programs = "–" if row.programs is None else str(row.programs)
+        cells.append([row.name, str(row.count), programs, *(f"{one:.1f}" for one in times)])
+    first, *widths = (max(map(len, column)) + 2 for column in zip(*cells))
+    lines = [
+        name.ljust(first) + "".join(one.rjust(width) for one, width in zip(others, widths))
+        for name, *others in cells
+    ]
     least = sum(row.limit * row.count for row in rows) / 1e3
     what = f"a step of {B} x {K + 1} tokens after {context} cached ones"
     lines.append(f"{what}: {least:.2f} ms at least, {total(rows):.2f} estimated")
     return "\n".join(lines)
 
 
+LEGEND = """\
+us per launch: the least that its bytes and FLOPs take, and the estimate, which is the sum of
+  start     of the kernel in the graph; less where it may start before the one before it ends
+  chain     round trips that wait for each other: page look-ups, first tile, tickets, partial sums
+  waves     its programs, of which as many run at once as fit
+  partials  partial sums written and read again
+programs –: not modelled; as if it read what it must on all of the machine.
+Estimated for an H200; no kernel has been measured."""
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An argument's type: a whole number."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return value
+
+    return parse
+
+
+def find_config(model: str) -> ModelConfig:
+    """Of a shape that is built in, or of a model that is there or on the hub."""
+    if model.lower() in SHAPES:
+        return SHAPES[model.lower()]
+    try:
+        return ModelConfig.from_path(resolve_model(model))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}. Shapes that are built in: {', '.join(SHAPES)}.") from None
+
+
 def main(argv: Sequence[str]) -> int:
     """`nanospec explain MODEL`: what its kernels would take on an H200. Only its config.json is read."""
     parser = argparse.ArgumentParser(prog=f"{program()} explain", description=main.__doc__)
     parser.add_argument("model", help=f"a model, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], metavar="B", help="default: 1 64")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4], metavar="K", help="default: 0 4")
-    parser.add_argument("--context", type=int, default=1024, help="cached tokens per request (default: 1024)")
+    count, drafts = at_least(1), at_least(0)
+    parser.add_argument("--batch", type=count, nargs="+", default=[1, 64], metavar="B", help="default: 1 64")
+    parser.add_argument("--drafts", type=drafts, nargs="+", default=[0, 4], metavar="K", help="default: 0 4")
+    parser.add_argument("--context", type=count, default=1024, help="cached tokens per request (default: 1024)")
     args = parser.parse_args(argv)
-    config = SHAPES.get(args.model) or ModelConfig.from_path(resolve_model(args.model))
+    config = find_config(args.model)
+    window, needed = config.max_position_embeddings, args.context + max(args.drafts) + 1
+    if needed > window:
+        parser.error(
+            f"{args.context} cached tokens, {max(args.drafts)} drafts and one more are {needed}; the window of "
+            f"{args.model} is {window}"
+        )
     for B in args.batch:
         for K in args.drafts:
-            print(f"{args.model} on an H200, {B} requests, {K} drafts each: us per launch")
+            print(f"{args.model}: {_count(B, 'request')}, {_count(K, 'draft')}{' each' if B > 1 else ''}")
             print(explain(config, B, K, args.context, Gpu()) + "\n")
+    print(LEGEND)
     return 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

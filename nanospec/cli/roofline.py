@@ -8,13 +8,15 @@ products, attention, head, sampling, what surrounds them) follow each other, and
 Bytes are the weights once, the K/V of each request once for all its K + 1 queries, and what the
 products read and write for every token: input, residual, output (gate and up count as two), new K/V,
 logits. The sum over the parts is the *bound*. Besides, a kernel in a CUDA graph has to start and to
-drain, measured as 1.3 us: the *estimate* adds that for every launch, as none of our kernels starts
-before the one it depends on has ended.
+drain, measured as 1.3 us: the *estimate* adds that for every launch. Kernels of a layer may start before
+the one ahead has ended (`kernels/overlap.py`), which hides some of it; how much has not been measured, so
+nothing is taken off here, and `estimate.py` has a guess.
 
 t(K) / t(0) is how many tokens a step must emit for K drafts to break even. With each draft accepted
 with probability a (given those before it) a step emits (1 - a^(K+1)) / (1 - a).
 
-The defaults are those of an H200: 4.3e12 B/s copied, 790e12 FLOP/s in bf16, both measured.
+The defaults are those of an H200, measured on one with torch's operations: 4.3e12 B/s copied, 790e12 FLOP/s
+in bf16. None of our kernels has been.
 """
 
 from __future__ import annotations
@@ -119,8 +121,11 @@ class Step:
         return self.bound(machine) + 1e3 * self.launches * machine.launch
 
 
-def account(config: ModelConfig, B: int, K: int, context: int = 1024, itemsize: int = 2) -> Step:
-    """Count a step of the engine's kernels; `itemsize` is bytes per weight, activation and logit."""
+def account(
+    config: ModelConfig, B: int, K: int, context: int = 1024, itemsize: int = 2, arch: str = "sm_90"
+) -> Step:
+    """Count a step of the engine's kernels, as they are launched on `arch`; `itemsize` is bytes per weight,
+    activation and logit."""
     T, L, V = B * (K + 1), config.num_layers, config.vocab_size
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -131,7 +136,7 @@ def account(config: ModelConfig, B: int, K: int, context: int = 1024, itemsize: 
         moved = rows * columns + T * (columns + rows + besides)
         return Kernel(name, "products", L, itemsize * L * moved, 2 * T * L * rows * columns)
 
-    if config.head_dim in HEAD_DIMS["sm_90"]:
+    if config.head_dim in HEAD_DIMS[arch]:
         qkv = [product("qkv_rope", q + 2 * kv, H, besides=2 * kv)]
     else:
         rope = Kernel("rope_cache", "products", L, itemsize * T * L * 2 * kv)

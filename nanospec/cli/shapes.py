@@ -7,7 +7,7 @@ from ..models.config import ModelConfig
 
 def _shape(
     architecture: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int,
-    vocab: int, tied: bool,
+    vocab: int, tied: bool, window: int = 40960,
 ) -> ModelConfig:  # fmt: skip
     return ModelConfig.from_dict(
         {
@@ -20,7 +20,7 @@ def _shape(
             "head_dim": head_dim,
             "vocab_size": vocab,
             "tie_word_embeddings": tied,
-            "max_position_embeddings": 40960,
+            "max_position_embeddings": window,
             "rms_norm_eps": 1e-6,
             "dtype": "bfloat16",
         }
@@ -28,8 +28,8 @@ def _shape(
 
 
 SHAPES = {
-    "smollm2-135m": _shape("LlamaForCausalLM", 576, 1536, 30, 9, 3, 64, 49152, True),
+    "smollm2-135m": _shape("LlamaForCausalLM", 576, 1536, 30, 9, 3, 64, 49152, True, 8192),
     "qwen3-0.6b": _shape("Qwen3ForCausalLM", 1024, 3072, 28, 16, 8, 128, 151936, True),
-    "llama-3.2-1b": _shape("LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128256, True),
+    "llama-3.2-1b": _shape("LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128256, True, 131072),
     "qwen3-8b": _shape("Qwen3ForCausalLM", 4096, 12288, 36, 32, 8, 128, 151936, False),
 }

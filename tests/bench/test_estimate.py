@@ -13,7 +13,7 @@ import pytest
 
 from bench import estimate as before_after
 from bench.cases import Case, layer
-from nanospec.cli.estimate import Gpu, Launch, estimate, explain, main, total
+from nanospec.cli.estimate import Gpu, Launch, attention, estimate, explain, main, total
 from nanospec.cli.shapes import SHAPES
 from nanospec.kernels import dispatch, launch
 
@@ -34,7 +34,7 @@ def test_a_multiprocessor_has_its_share_of_the_memory() -> None:
 
 
 def test_what_is_read_again_comes_from_the_cache() -> None:
-    assert us(Launch(132, bytes=4.3e6, cached=55e6), "waves") == pytest.approx(10.0)
+    assert us(Launch(132, bytes=4.3e6, cached=10e-6 * H200.cache), "waves") == pytest.approx(10.0)
     alone = Launch(1, bytes=1e3, cached=1e6)  # one multiprocessor cannot draw all of its bandwidth
     assert us(alone, "waves") == pytest.approx(1e12 / H200.port, rel=0.01)
 
@@ -100,6 +100,12 @@ def test_programs_are_those_that_are_launched(
     assert programs(case, monkeypatch)[0] == rows["attention"].programs
 
 
+@pytest.mark.parametrize(("queries", "resident"), [(1, 2), (5, 2), (16, 1)], ids=["16", "32", "64"])
+def test_as_many_programs_of_attention_fit_as_their_compiled_sizes_allow(queries: int, resident: int) -> None:
+    """104,448, 110,592 and 122,880 bytes of shared memory for 16, 32 and 64 columns of heads of 128."""
+    assert attention(H200, SHAPES["qwen3-8b"], 8, queries, 4096).resident == resident
+
+
 # ---- the command line --------------------------------------------------------------------------
 
 
@@ -133,6 +139,45 @@ def test_a_model_is_explained_by_its_configuration_alone(
     out = capsys.readouterr().out
     assert "a step of 2 x 1 tokens" in out
     assert "a step of 2 x 4 tokens" in out
+
+
+def test_one_is_not_many_names_ignore_case_and_columns_are_told_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["Qwen3-8B", "--batch", "1", "2", "1000000", "--drafts", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "1 request, 1 draft\n" in out
+    assert "2 requests, 1 draft each\n" in out
+    table = out.split("\n\n")[2].splitlines()[1:-1]
+    assert len({len(line) for line in table}) == 1
+    assert {len(line.replace("layout, embedding", "layout").split("  ")) > 8 for line in table} == {True}
+    (sample,) = {line for line in table if line.startswith("sample ")}
+    assert sample.split()[2] == "–"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch", "0"], "'0' is not a whole number of 1 or more"),
+        (["--batch", "1", "-3"], "'-3' is not a whole number of 1 or more"),
+        (["--drafts", "-1"], "'-1' is not a whole number of 0 or more"),
+        (["--context", "-5"], "'-5' is not a whole number of 1 or more"),
+        (["--context", "many"], "'many' is not a whole number of 1 or more"),
+        (["--context", "999999999"], "the window of qwen3-8b is 40960"),
+    ],
+)
+def test_what_no_step_can_be_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["qwen3-8b", *arguments])
+    assert exit.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_told_what_is_built_in() -> None:
+    with pytest.raises(FileNotFoundError, match="built in: .*qwen3-0.6b.*qwen3-8b"):
+        main(["nosuchmodel"])
 
 
 def test_before_and_after_stand_side_by_side() -> None:
