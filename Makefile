@@ -2,8 +2,9 @@
 # make test         all tests that need no GPU (kernels run in Triton's interpreter)
 # make test-models  the tests that need the second, larger model
 # make lint         ruff and mypy
-# make gpu          tests and benchmarks on a GPU, with the torch and triton that are installed; PART names
-#                   one of smoke, tests, steps, kernels, e2e and peers, each of at most nine minutes
+# make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
+#                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
+#                   kernels, e2e and peers, each of up to nine minutes; without it, all six run in turn
 # make clean        remove .venv and caches; models stay
 
 PYTHON ?= python3
@@ -54,28 +55,33 @@ $(BIN)/python:
 
 $(VENV)/.run $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python
 
-# Says what is large before it is downloaded.
+# Say what is large before it is downloaded.
 define ANNOUNCE
 @$(BIN)/python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' || printf '%s\n' \
   "This downloads torch: 2.8 GB (4.9 GB on disk) with CUDA, as PyPI has it, or" \
   "0.4 GB (.venv is 1.7 GB then) for CPUs alone, where pip's settings name an index that" \
   "has that build, such as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu."
+endef
+define ANNOUNCE_MODEL
 @test -f weights/$(MODEL)/config.json || echo "The model, $(MODEL), is up to 0.3 GB more."
 endef
 
 $(VENV)/.run:
 	$(ANNOUNCE)
+	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec into $(VENV)"
 	@$(PIP) --editable '.[gguf]'
 	@touch $@
 
 $(VENV)/.test:
 	$(ANNOUNCE)
+	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec and what its tests need into $(VENV)"
 	@$(PIP) --editable '.[test]'
 	@touch $@
 
 $(VENV)/.lint:
+	$(ANNOUNCE)
 	@echo "Installing nanospec and what lint needs into $(VENV)"
 	@$(PIP) --editable '.[test,lint]'
 	@touch $@

@@ -3,7 +3,7 @@
     python bench/gpu.py [smoke|tests|steps|kernels|e2e|peers|all] [--out DIR] [--cpu]
     python bench/gpu.py pack [--wheels FILE ...]
 
-A part ends by itself within nine minutes. It is a list of groups (`bench/gpu_groups.py`), the most
+A part ends by itself within nine minutes; `all` is the six of them in turn. It is a list of groups (`bench/gpu_groups.py`), the most
 important first, and each group is a process of its own: what an illegal access or a crash takes with it is
 one group. Rows are written to DIR/PART.jsonl as they are measured (`bench/rows.py`) and what the processes
 print to DIR/PART.log, so that a run that is killed keeps what it had. At the end comes a summary of at most
@@ -30,11 +30,22 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+NEEDS = ("torch", "triton", "numpy", "safetensors", "tokenizers")  # and the part `tests`: pytest
+
+
+def check_for(modules: Sequence[str]) -> None:
+    """End with a sentence if this Python lacks some of these modules."""
+    if missing := [name for name in modules if find_spec(name) is None]:
+        raise SystemExit(f"bench/gpu.py needs {', '.join(missing)}, which {sys.executable} does not have.")
+
+
+check_for(NEEDS)
 
 import torch  # noqa: E402
 
@@ -152,7 +163,6 @@ def run_part(
 ) -> None:
     """Run the groups of a part in turn, whatever becomes of each, within `limit` seconds; append to
     `outcomes` how each ended."""
-    out.mkdir(parents=True, exist_ok=True)
     for old in (out / f"{part}.jsonl", out / f"{part}.log"):
         old.unlink(missing_ok=True)
     until = time.time() + limit
@@ -193,8 +203,9 @@ def _lines(part: str, outcomes: list[Outcome]) -> list[str]:
         if outcome.status != "ok":
             lines.append(f"  {outcome.name}: {outcome.status.upper()} {outcome.why}"[:260])
         lines += [f"    {row['text']}"[:260] for row in outcome.rows if isinstance(row.get("error"), str)][:6]
-    for outcome in outcomes:
-        lines += [f"  {row['text']}"[:200] for row in outcome.rows if row.get("headline")]
+    headlines = [row for outcome in outcomes for row in outcome.rows if row.get("headline")]
+    headlines.sort(key=lambda row: not row.get("wrong"))  # wrong results first, else as they were measured
+    lines += [f"  {row['text']}"[:200] for row in headlines]
     left_out = [str(row["left_out"]) for outcome in outcomes for row in outcome.rows if row.get("left_out")]
     if left_out:
         lines.append(f"  left out: {', '.join(left_out)}"[:400])
@@ -242,6 +253,16 @@ def pack(model: Path, data: Path, wheels: Sequence[Path] = (), carry: Path = com
     return {"carry_bytes": own, "checkout_bytes": tree, "files": sorted(p.name for p in carry.rglob("*.*"))}
 
 
+def make_folder(out: Path) -> None:
+    """Where the rows go; end with a sentence if nothing can be written there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise SystemExit(f"bench/gpu.py cannot write to {out}: {error.strerror}; name a folder: --out.") from None
+
+
 def main(argv: list[str] | None = None) -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
@@ -258,11 +279,15 @@ def main(argv: list[str] | None = None) -> None:
         return
     if not args.cpu and not torch.cuda.is_available():
         raise SystemExit("bench/gpu.py needs a GPU; --cpu makes a dry run without one.")
+    parts = list(PARTS) if args.part == "all" else [args.part]
+    if "tests" in parts:
+        check_for(["pytest"])
+    out = args.out.resolve()
+    make_folder(out)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the running group ends with us
     found: dict[str, list[Outcome]] = {}
-    out = args.out.resolve()
     try:
-        for part in PARTS if args.part == "all" else [args.part]:
+        for part in parts:
             found[part] = []
             run_part(part, PARTS[part](args.cpu), LIMITS[part], out, found[part], args.cpu)
     finally:

@@ -57,7 +57,7 @@ def table(
 
 
 def show(name: str, rows: list[dict[str, Any]], drafts: Sequence[int]) -> None:
-    """The table of PERFORMANCE: ms and, in brackets, break-even tokens; below, ms with launches."""
+    """A line per batch size: least ms, in brackets break-even tokens, and behind the bar ms with launches."""
     print(f"\n{name}: least ms per step (tokens per step to break even) / with launches")
     print("     B" + "".join(f"{f'K={K}':>24}" for K in drafts))
     for B in dict.fromkeys(row["B"] for row in rows):

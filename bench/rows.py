@@ -119,7 +119,8 @@ def release_memory() -> None:
 
 
 class Target(NamedTuple):
-    """A line of PERFORMANCE.md's table: values up to these are excellent, good, weak."""
+    """What we hope for: values up to `excellent`, up to `good`, up to `weak` (fair), and above (weak). Set before
+    anything was measured, from the limits of an H200 (`bench/roofline.py`) and what other engines reach."""
 
     excellent: float
     good: float

@@ -125,6 +125,38 @@ def test_the_summary_is_short_and_shows_every_part() -> None:
     assert text.count("more lines in the files") == len(PARTS)
 
 
+def test_wrong_results_come_first_in_the_summary() -> None:
+    good, bad = ({"text": text, "headline": True} for text in ("good", "bad"))
+    outcomes = [Outcome("a", "ok", rows=[good]), Outcome("b", "failed", rows=[good, {**bad, "wrong": True}])]
+    shown = [line.strip() for line in gpu.summary({"kernels": outcomes}).splitlines()]
+    assert shown[-3:] == ["bad", "good", "good"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"cannot write to .*file/below: Not a directory"):
+        gpu.main(["smoke", "--cpu", "--out", str(tmp_path / "file" / "below")])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("part", "lacks"), [("smoke", ["torch", "tokenizers"]), ("tests", ["pytest"])], ids=["any", "tests"]
+)
+def test_what_is_not_installed_is_named_at_the_start(part: str, lacks: list[str], tmp_path: Path) -> None:
+    script = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({lacks}))  # as if they were not there
+sys.argv = ["gpu.py", {part!r}, "--cpu", "--out", {str(tmp_path)!r}]
+runpy.run_path({str(gpu.ROOT / "bench" / "gpu.py")!r}, run_name="__main__")
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 1
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"bench/gpu.py needs {', '.join(lacks)}, which ")
+
+
 def test_rows_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows.write(path, {"text": "whole"})
