@@ -212,7 +212,8 @@ def _compile_nth(n: int) -> Result | str:
     try:
         return compile_one(case, item, target)
     except Exception as error:  # of the compiler, of any kind: the others shall be compiled all the same
-        return f"{item.fn.__name__} of {case.kernel} {case.label} on {target} does not compile: {cause(error)}"
+        what = f"{item.fn.__name__} of {case.kernel} {case.label} on {target}"
+        return f"{what} does not compile: {cause(error)}"
 
 
 def cause(error: BaseException) -> str:

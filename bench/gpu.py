@@ -3,11 +3,11 @@
     python bench/gpu.py [smoke|tests|steps|kernels|e2e|peers|all] [--out DIR] [--cpu]
     python bench/gpu.py pack [--wheels FILE ...]
 
-A part ends by itself within nine minutes; `all` is the six of them in turn. It is a list of groups (`bench/gpu_groups.py`), the most
-important first, and each group is a process of its own: what an illegal access or a crash takes with it is
-one group. Rows are written to DIR/PART.jsonl as they are measured (`bench/rows.py`) and what the processes
-print to DIR/PART.log, so that a run that is killed keeps what it had. At the end comes a summary of at most
-9,000 characters, and as the last line the same as JSON.
+A part ends by itself within nine minutes; `all` is the six of them in turn. It is a list of groups
+(`bench/gpu_groups.py`), the most important first, and each group is a process of its own: what an illegal
+access or a crash takes with it is one group. Rows are written to DIR/PART.jsonl as they are measured
+(`bench/rows.py`) and what the processes print to DIR/PART.log, so that a run that is killed keeps what it
+had. At the end comes a summary of at most 9,000 characters, and as the last line the same as JSON.
 
 `--cpu` is a dry run of the same processes on tiny shapes, with a stand-in for `torch.cuda`. `pack` collects
 what should travel to a machine without a network in `carry/`: a tokenizer, texts to replay, and wheels of
@@ -260,7 +260,7 @@ def make_folder(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise SystemExit(f"bench/gpu.py cannot write to {out}: {error.strerror}; name a folder: --out.") from None
+        raise SystemExit(f"bench/gpu.py cannot write to {out}: {error.strerror}; see --out.") from None
 
 
 def main(argv: list[str] | None = None) -> None:

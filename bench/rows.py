@@ -119,8 +119,9 @@ def release_memory() -> None:
 
 
 class Target(NamedTuple):
-    """What we hope for: values up to `excellent`, up to `good`, up to `weak` (fair), and above (weak). Set before
-    anything was measured, from the limits of an H200 (`bench/roofline.py`) and what other engines reach."""
+    """What we hope for: values up to `excellent`, up to `good`, up to `weak` (fair), and above (weak). Set
+    before anything was measured, from the limits of an H200 (`bench/roofline.py`) and what other engines
+    reach."""
 
     excellent: float
     good: float

@@ -10,16 +10,16 @@ launch makes of it, asking the functions that decide how a kernel is cut into pr
               one's FLOPs; a program's own loop, which loads only what is in flight at a time
     partials  partial sums written and read again through L2
 
-Where the figures come from: a copy at 4.3e12 B/s, a product of torch's at 790e12 FLOP/s and 1.3 us per kernel
-of a graph were measured on an H200. Nothing of our kernels was, and no other constant: `Gpu` says of each
-whether it is of a data sheet, of others' microbenchmarks, or a guess.
+Where the figures come from: 4.3e12 B/s copied and 790e12 FLOP/s in bf16 were measured on an H200, and nothing
+else was, of our kernels least of all. The 1.3 us of a start are what is usual in CUDA graphs; `Gpu` says of
+each other constant whether it is of a data sheet, of others' microbenchmarks of an H100, or a guess.
 
 There are two models of an H200. `kernels/layer/tiling.py` decides: it compares ways to cut one product, so it
 leaves out what all of them have in common, and a processor has its share of L2 with all others at work, 28
-bytes per clock. This one judges what was decided, launch by launch, and so has two limits of L2: `cache`, which is
-those 28 bytes for each of 132 processors, and `port`, what a processor gets while few are at work. They
-share that one figure and nothing else: a model that judged by the rules by which it decided would find
-every decision right.
+bytes per clock. This one judges what was decided, launch by launch, and so has two limits of L2: `cache`,
+those 28 bytes for each of 132 processors, and `port`, what a processor gets while few are at work. Its memory
+is the measured copy, there it is the data sheet's 4.8e12 B/s. Beside the 28 bytes they share no rule: a model
+that judged as it decided would find every decision right.
 
 Left out: how well tiles suit the tensor cores, and code between the loads. Pessimistic: bandwidth that an
 idle multiprocessor leaves is not used by others, and what a kernel asks for ahead of its turn only saves the
@@ -52,8 +52,8 @@ class Gpu(Machine):
     Attributes:
         processors: multiprocessors, each with `shared` bytes of shared memory, of which every program costs
             `reserved` more than it uses, and `registers` (data sheet).
-        cache: bytes per second through L2 to all of them: 5.5 to 5.7e12 in microbenchmarks of an H100 with 114
-            multiprocessors at 1.755 GHz, 28 per clock and multiprocessor; taken to grow with their number.
+        cache: bytes per second through L2 to all of them: 5.5 to 5.7e12 in microbenchmarks of an H100 with
+            114 multiprocessors at 1.755 GHz, 28 per clock and processor; taken to grow with their number.
         port: bytes per second from L2 to one: 64 bytes per clock (microbenchmarks).
         latency: seconds until memory answers under load (H100, unloaded: 0.6 to 0.7 us).
         round_trip: seconds of a load, store or atomic through L2 that the next step waits for, with the
@@ -292,15 +292,13 @@ def main(argv: Sequence[str]) -> int:
     count, drafts = at_least(1), at_least(0)
     parser.add_argument("--batch", type=count, nargs="+", default=[1, 64], metavar="B", help="default: 1 64")
     parser.add_argument("--drafts", type=drafts, nargs="+", default=[0, 4], metavar="K", help="default: 0 4")
-    parser.add_argument("--context", type=count, default=1024, help="cached tokens per request (default: 1024)")
+    parser.add_argument("--context", type=count, default=1024, help="cached tokens each (default: 1024)")
     args = parser.parse_args(argv)
     config = find_config(args.model)
-    window, needed = config.max_position_embeddings, args.context + max(args.drafts) + 1
-    if needed > window:
-        parser.error(
-            f"{args.context} cached tokens, {max(args.drafts)} drafts and one more are {needed}; the window of "
-            f"{args.model} is {window}"
-        )
+    window, most = config.max_position_embeddings, max(args.drafts)
+    if args.context + most + 1 > window:
+        asked = f"{args.context} cached tokens, {most} drafts and one more"
+        parser.error(f"{asked} are {args.context + most + 1}; the window of {args.model} is {window}")
     for B in args.batch:
         for K in args.drafts:
             print(f"{args.model}: {_count(B, 'request')}, {_count(K, 'draft')}{' each' if B > 1 else ''}")

@@ -8,15 +8,15 @@ products, attention, head, sampling, what surrounds them) follow each other, and
 Bytes are the weights once, the K/V of each request once for all its K + 1 queries, and what the
 products read and write for every token: input, residual, output (gate and up count as two), new K/V,
 logits. The sum over the parts is the *bound*. Besides, a kernel in a CUDA graph has to start and to
-drain, measured as 1.3 us: the *estimate* adds that for every launch. Kernels of a layer may start before
+drain, usually about 1.3 us: the *estimate* adds that for every launch. Kernels of a layer may start before
 the one ahead has ended (`kernels/overlap.py`), which hides some of it; how much has not been measured, so
 nothing is taken off here, and `estimate.py` has a guess.
 
 t(K) / t(0) is how many tokens a step must emit for K drafts to break even. With each draft accepted
 with probability a (given those before it) a step emits (1 - a^(K+1)) / (1 - a).
 
-The defaults are those of an H200, measured on one with torch's operations: 4.3e12 B/s copied, 790e12 FLOP/s
-in bf16. None of our kernels has been.
+The defaults are those of an H200: 4.3e12 B/s copied and 790e12 FLOP/s in bf16 were measured on one; nothing
+of our kernels was.
 """
 
 from __future__ import annotations

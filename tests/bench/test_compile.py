@@ -1,4 +1,4 @@
-"""`bench/compile.py` as a command, and what it says of an error; `tests/kernels/test_compile.py` has the rest."""
+"""`bench/compile.py` as a command, and what it says of errors; see also `tests/kernels/test_compile.py`."""
 
 from __future__ import annotations
 
