@@ -208,7 +208,7 @@ def attention(gpu: Gpu, config: ModelConfig, B: int, queries: int, context: int)
     block_d = max(next_power_of_2(D), 64)
     widest, tile, warps, stages = paged.CONFIGS[gpu.arch][block_d]
     shared = stages * 2 * 2 * tile * block_d + 2 * columns * (block_d + tile) + gpu.reserved
-    threads = 32 * (8 if columns == widest else warps)
+    threads = 32 * (8 if columns >= widest else warps)
     tiles, kv_tile = ceil(context / tile), 2 * 2 * tile * D
     return Launch(
         programs=pairs * programs,
@@ -218,8 +218,9 @@ def attention(gpu: Gpu, config: ModelConfig, B: int, queries: int, context: int)
         flops=4 * pairs * columns * tiles * tile * D,
         loop=(1 + ceil(tiles / programs) / max(stages - 2, 1)) * gpu.latency,
         partials=4 * units * B * queries * config.num_heads * D if programs > 1 else 0,
-        # The row's length and place, then its pages; then the ticket and the parts, eight at a time.
-        round_trips=3 + (2 + ceil(units / 8) if programs > 1 else 0),
+        # Its pages, which like the row's length it has looked up once before it waited for the kernel ahead;
+        # then the ticket and the parts, eight at a time.
+        round_trips=1 + (2 + ceil(units / 8) if programs > 1 else 0),
         early=True,
         warm=True,
     )
