@@ -155,6 +155,29 @@ def inverse_rms(sums, K, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def many_rms(squares, t, t_in, T, K, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """`inverse_rms` of `load_squares`, to the bit, by parts of the tree that take few registers."""
+    total = _sum_of_squares(squares, 0, t, t_in, T, WIDTH, GROUPS, triton.next_power_of_2(GROUPS))
+    return tl.rsqrt(total / K + eps)[None, :]
+
+
+@triton.jit
+def _sum_of_squares(
+    squares, first, t, t_in, T, WIDTH: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr
+):
+    if COUNT > 8:
+        HALF: tl.constexpr = COUNT // 2
+        left = _sum_of_squares(squares, first, t, t_in, T, WIDTH, GROUPS, HALF)
+        right = _sum_of_squares(squares, first + HALF, t, t_in, T, WIDTH, GROUPS, HALF)
+        total = left + right
+    else:
+        group = first + tl.arange(0, COUNT)
+        inside = t_in[:, None] & (group < GROUPS)[None, :]
+        total = tree_sum(tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0), WIDTH, COUNT)
+    return total
+
+
+@triton.jit
 def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The tokens INDEX * SLICE and on of a tile [ROWS, WIDTH]. Registers cannot be indexed, so the tile is
     halved along its tokens until SLICE are left; both halves of a value's pair lie in the same thread."""
@@ -212,12 +235,12 @@ def _gemm(
     rows_in = column < N
     prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
     wait_for_previous(PDL)
-    EARLY: tl.constexpr = GROUPS > 0 and BLOCK_T > 32  # few sums wait in registers for the product's end
+    FEW: tl.constexpr = BLOCK_T <= 32  # so few sums of squares wait in registers for the product's end
     scale = tl.full([1, BLOCK_T], 1.0, tl.float32)
-    if GROUPS > 0:
+    if GROUPS > 0 and FEW:
         sums = load_squares(squares, t, t_in, T, GROUPS)
-        if EARLY:
-            scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
+    elif GROUPS > 0 and not APART:
+        scale = many_rms(squares, t, t_in, T, K, eps, BLOCK_T, GROUPS)
     acc = products(
         x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
         BLOCK_K, EVEN, PRECISION,
@@ -225,8 +248,10 @@ def _gemm(
     if APART:
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
+        if GROUPS > 0 and not FEW:
+            scale = many_rms(squares, t, t_in, T, K, eps, BLOCK_T, GROUPS)
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
-    if GROUPS > 0 and not EARLY:
+    if GROUPS > 0 and FEW:
         scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
     for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
         part = token_slice(acc, i, SLICE, BLOCK_N, BLOCK_T) * token_slice(scale, i, SLICE, 1, BLOCK_T)

@@ -21,6 +21,7 @@ from .gemm import (
     inverse_rms,
     last_of_parts,
     load_squares,
+    many_rms,
     paired_rows,
     prefetch_weight,
     products,
@@ -68,10 +69,11 @@ def _qkv_rope(
     prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
     wait_for_previous(PDL)
     release_next(PDL)  # only now, since attention reads before its wait
-    EARLY: tl.constexpr = BLOCK_T > 32  # few sums wait in registers for the product's end
-    sums = load_squares(squares, t, t < T, T, GROUPS)
-    if EARLY:
-        scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
+    FEW: tl.constexpr = BLOCK_T <= 32  # so few sums of squares wait in registers for the product's end
+    if FEW:
+        sums = load_squares(squares, t, t < T, T, GROUPS)
+    elif not APART:
+        scale = many_rms(squares, t, t < T, T, K, eps, BLOCK_T, GROUPS)
     acc = products(
         x, weight, rows, rows_in, t, t < T, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
         BLOCK_K, EVEN, PRECISION,
@@ -79,8 +81,10 @@ def _qkv_rope(
     if APART:
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
+        if not FEW:
+            scale = many_rms(squares, t, t < T, T, K, eps, BLOCK_T, GROUPS)
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
-    if not EARLY:
+    if FEW:
         scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
     head = block * HEADS + tl.arange(0, HEADS)
     for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
