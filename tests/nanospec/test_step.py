@@ -16,7 +16,7 @@ VOCABULARY = 151936
 
 def step_of(num_layers: int) -> Step:
     spec = SpecConfig(num_speculative_tokens=4)
-    return dry_step(meta_model(tiny_config(num_layers=num_layers, vocab_size=VOCABULARY)), spec, 8)
+    return dry_step(meta_model(tiny_config(num_layers=num_layers, vocab_size=VOCABULARY, head_dim=64)), spec, 8)
 
 
 def launches(num_layers: int, k: int) -> list[str]:
@@ -34,13 +34,14 @@ HEAD = ["_rms_norm", "_gemm", "_scan", "_finish", "_commit"]
 
 @pytest.mark.parametrize(
     ("k", "expected"),
-    [(0, ["_lay_out", "embedding", *HEAD]), (4, ["_search", "_copy", "_lay_out", "embedding", *HEAD])],
+    [(0, ["_lay_out", "_embed", *HEAD]), (4, ["_search", "_copy", "_lay_out", "_embed", *HEAD])],
 )
 def test_a_step_launches_little_beside_its_layers(k: int, expected: list[str]) -> None:
     assert launches(0, k) == expected
-    per_layer = len(launches(1, k)) - len(expected)
-    assert len(launches(2, k)) == len(expected) + 2 * per_layer
-    assert not [name for name in launches(2, k) if not name.startswith("_") and name != "embedding"]
+    begin = expected.index("_embed") + 1
+    layer = ["_qkv_rope", "_attend", "_gemm", "_gemm", "_gemm"]
+    assert launches(2, k) == [*expected[:begin], *layer, *layer, *expected[begin:]]
+    assert not [name for name in launches(2, k) if not name.startswith("_")]
 
 
 def test_more_captures_keep_no_more_logits() -> None:

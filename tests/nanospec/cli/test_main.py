@@ -94,7 +94,7 @@ def test_chat_keeps_the_conversation_and_ends_with_the_input(
         (("--prompt", "", "--raw"), "The prompt is empty"),
         (("--prompt", "x " * 9000, "--raw"), "max_model_len=8192 must hold"),
         (("--prompt", "x", "--max-model-len", "9000"), "beyond the model's own window of 8192"),
-        (("--prompt", "x", "--kv-cache-memory", "1000"), "raise it to"),
+        (("--prompt", "x", "--kv-cache-memory", "1000"), "which takes"),
         (("--prompt", "x", "--dtype", "float16"), "not supported on a CPU"),
     ],
     ids=["top-p", "model", "K", "empty-prompt", "long-prompt", "window", "memory", "fp16"],
