@@ -16,7 +16,8 @@ VOCABULARY = 151936
 
 def step_of(num_layers: int) -> Step:
     spec = SpecConfig(num_speculative_tokens=4)
-    return dry_step(meta_model(tiny_config(num_layers=num_layers, vocab_size=VOCABULARY, head_dim=64)), spec, 8)
+    config = tiny_config(num_layers=num_layers, vocab_size=VOCABULARY, head_dim=64)
+    return dry_step(meta_model(config), spec, 8)
 
 
 def launches(num_layers: int, k: int) -> list[str]:
