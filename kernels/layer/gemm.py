@@ -38,7 +38,7 @@ from .stream import Stream, next_norm, tree_sum
 from .tickets import COUNT, tickets
 from .tiling import MACHINES, Tiling, plan
 
-VALUES = {"sm_80": 2048, "sm_90": 4096, "sm_100": 4096, "gfx942": 4096}  # of a tile, finished at a time
+VALUES = 4096  # of a tile that a program finishes at a time
 AHEAD = 16 << 20  # bytes of a weight that all programs together ask for before the kernel ahead has ended
 
 # AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
@@ -323,7 +323,7 @@ def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
             raise ValueError(f"{blocks * tiles} output tiles exceed the {COUNT} tickets.")
     constants = {
         "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
-        "BLOCK_K": tiling.block_k, "SLICE": min(tiling.width, 32, VALUES[target] // tiling.rows),
+        "BLOCK_K": tiling.block_k, "SLICE": min(tiling.width, 32, VALUES // tiling.rows),
         "EVEN": K % tiling.block_k == 0, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "LINES": _lines(tiling, blocks * (tiling.splits if tiling.apart else 1), x.itemsize, target),
         "num_warps": tiling.warps, "num_stages": tiling.stages, **options(x), **OPTIONS.get(target, {}),

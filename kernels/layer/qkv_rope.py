@@ -33,8 +33,8 @@ from .linear import norm_linear
 from .rope_cache import Angles, Norms, check, rope_cache, rotate_and_write
 from .stream import Stream
 
-# Widths of heads by architecture. sm_100 keeps sums by rows, where whole heads do not fit the registers.
-HEAD_DIMS = {"sm_80": (64, 128), "sm_90": (64, 128, 256), "sm_100": (), "gfx942": (64, 128)}
+# Widths of heads by architecture, as far as they fit the registers. (sm_100 keeps sums by rows.)
+HEAD_DIMS = {"sm_80": (64,), "sm_90": (64, 128, 256), "sm_100": (), "gfx942": (64, 128)}
 
 
 def qkv_rope(
