@@ -17,7 +17,7 @@ there. The GPU machines do not all have the newest triton, so the committed tabl
 in an environment of each before committing a change to a kernel,
 
     python bench/compile.py --out bench/results             (triton 3.7)
-    ../venv36/bin/python bench/compile.py --out bench/results     (triton 3.6, torch 2.11)
+    OTHER/bin/python bench/compile.py --out bench/results     (an environment with triton 3.6, torch 2.11)
 
 and a problem in either, or rows of different kernels, fails both. Problems are printed, one a
 line, and counted in the last line, which is JSON.
