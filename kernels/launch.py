@@ -13,6 +13,8 @@ from torch import Tensor
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E): GPUs compute powers of 2
+# AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
+ONE_SHAPE = {"gfx942": {"matrix_instr_nonkdim": 16}}
 _target: str | None = None
 
 

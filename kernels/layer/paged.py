@@ -19,7 +19,7 @@ A query gets the same bits as a decoding step, as one of K + 1 and in a chunk of
 In a tree a node's ancestors may lie at other cache positions than they would in a chain, so there the
 equality is up to rounding.
 
-Workspace: `Split.units` of [T, Hq, D] float32; 345 MB for 64 rows of 5 queries, 32 heads of 128 and 32k
+Workspace: `Split.units` of [T, Hq, D] float32; 349 MB for 64 rows of 5 queries, 32 heads of 128 and 32k
 context. A graph needs it once for all layers. Calls on one device must not overlap on several streams: they
 share the tickets by which the last program knows itself.
 """
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .. import overlap
 from ..batch import MAX_QUERIES
-from ..launch import LOG2_E, arch, check_attention, next_power_of_2
+from ..launch import LOG2_E, ONE_SHAPE, arch, check_attention, next_power_of_2
 from ..overlap import prefetch, release_next, wait_for_previous
 from .plan import Plan
 from .tickets import tickets
@@ -48,8 +48,6 @@ CONFIGS = {
     "sm_100": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 2)},
     "gfx942": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1)},
 }
-# AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
-OPTIONS = {"gfx942": {"matrix_instr_nonkdim": 16}}
 
 
 @triton.jit
@@ -311,6 +309,6 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window is not None,
         SPLIT=programs > 1, TILE=tile, SPAN_TILES=SPAN // tile, BLOCK_Q=columns, BLOCK_D=block_d,
         PRECISION="ieee" if fp32 else "tf32", num_warps=8 if columns >= widest else warps,
-        num_stages=1 if fp32 else stages, **OPTIONS.get(arch(q), {}), **overlap.options(q),
+        num_stages=1 if fp32 else stages, **ONE_SHAPE.get(arch(q), {}), **overlap.options(q),
     )  # fmt: skip
     return out

@@ -2,7 +2,7 @@
 
     stream x [T, H], weight [(Hq + 2 Hkv) * D, H], bias  ->  q [T, Hq, D]; k and v to the cache
 
-`rope_cache.py` says what happens to q, k and v, `gemm.py` how the product is computed. For the widths in
+`rope_cache.py` says what happens to q, k and v, `product.py` how the product is computed. For the widths in
 `HEAD_DIMS` the kernel holds whole heads of many tokens and finishes them in registers, from sums that were
 never rounded; other widths take the two kernels one after the other, as `naive` does.
 """
@@ -17,21 +17,19 @@ from ..dispatch import use_triton
 from ..launch import arch
 from ..overlap import release_next, wait_for_previous
 from . import gemm
-from .gemm import (
-    inverse_rms,
+from .linear import norm_linear
+from .product import (
     last_of_parts,
-    load_squares,
-    many_rms,
     paired_rows,
     prefetch_weight,
+    prepare,
     products,
     split_pairs,
     sum_of_parts,
     token_slice,
 )
-from .linear import norm_linear
 from .rope_cache import Angles, Norms, check, rope_cache, rotate_and_write
-from .stream import Stream
+from .stream import Stream, inverse_rms, load_squares, many_rms
 
 # Widths of heads by architecture, as far as they fit the registers. (sm_100 keeps sums by rows.)
 HEAD_DIMS = {"sm_80": (64,), "sm_90": (64, 128, 256), "sm_100": (), "gfx942": (64, 128)}
@@ -116,7 +114,7 @@ def launch(
     num_heads, norm_weights, head_eps = check(N, x.dtype, cache, angles, norms)
     q = torch.empty(T, num_heads, head_dim, dtype=x.dtype, device=x.device)
     if T:
-        setup = gemm.prepare(x, weight, unit=head_dim)
+        setup = prepare(x, weight, unit=head_dim)
         k_cache, v_cache = cache
         _qkv_rope[setup.grid](
             x, weight, bias, squares, setup.partial, setup.tickets, angles.table, angles.positions,

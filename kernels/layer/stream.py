@@ -87,6 +87,44 @@ def next_norm(
     tl.store(squares + group[None, :] * T + t[:, None], sums, (t < T)[:, None] & (group <= known)[None, :])
 
 
+@triton.jit
+def load_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
+    """The sums of squares [WIDTH, GROUPS] of `Stream` of the tokens t [WIDTH], padded to a power of two."""
+    PADDED: tl.constexpr = triton.next_power_of_2(GROUPS)
+    group = tl.arange(0, PADDED)
+    inside = t_in[:, None] & (group < GROUPS)[None, :]
+    return tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0)
+
+
+@triton.jit
+def inverse_rms(sums, K, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """1 / rms(x) [1, WIDTH] of tokens, from what `load_squares` gave, added by a tree."""
+    return tl.rsqrt(tree_sum(sums, WIDTH, triton.next_power_of_2(GROUPS)) / K + eps)[None, :]
+
+
+@triton.jit
+def many_rms(squares, t, t_in, T, K, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """`inverse_rms` of `load_squares`, to the bit, by parts of the tree that take few registers."""
+    total = _sum_of_squares(squares, 0, t, t_in, T, WIDTH, GROUPS, triton.next_power_of_2(GROUPS))
+    return tl.rsqrt(total / K + eps)[None, :]
+
+
+@triton.jit
+def _sum_of_squares(
+    squares, first, t, t_in, T, WIDTH: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr
+):
+    if COUNT > 8:
+        HALF: tl.constexpr = COUNT // 2
+        left = _sum_of_squares(squares, first, t, t_in, T, WIDTH, GROUPS, HALF)
+        right = _sum_of_squares(squares, first + HALF, t, t_in, T, WIDTH, GROUPS, HALF)
+        total = left + right
+    else:
+        group = first + tl.arange(0, COUNT)
+        inside = t_in[:, None] & (group < GROUPS)[None, :]
+        total = tree_sum(tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0), WIDTH, COUNT)
+    return total
+
+
 @triton.jit(do_not_specialize=["T"])
 def _embed(ids, table, weight, x, scaled, squares, T, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
     release_next(PDL)

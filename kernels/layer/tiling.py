@@ -1,4 +1,4 @@
-"""How a product is cut into programs: the one decision behind `gemm.py`, from an estimate of its time.
+"""How a product is cut into programs: the one decision behind `product.py`, from an estimate of its time.
 
     plan(T, N, K, arch) -> Tiling            x [T, K] with weight [N, K]
 

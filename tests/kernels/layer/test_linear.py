@@ -10,7 +10,7 @@ import torch
 
 from nanospec.kernels.dispatch import forced
 from nanospec.kernels.launch import ARCHITECTURES
-from nanospec.kernels.layer import gemm, linear, tiling
+from nanospec.kernels.layer import linear, product, tiling
 from nanospec.kernels.layer.norm import Norm
 from nanospec.kernels.layer.stream import Stream, embed
 from tests.kernels.products import KINDS, Products
@@ -41,7 +41,7 @@ def any_tiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Overrides what `plan` chooses, by field."""
 
     def choose(**fields: Any) -> None:
-        monkeypatch.setattr(gemm, "plan", lambda *shape: tiling.plan(*shape)._replace(**fields))
+        monkeypatch.setattr(product, "plan", lambda *shape: tiling.plan(*shape)._replace(**fields))
 
     return choose
 

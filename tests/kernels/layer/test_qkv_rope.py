@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.layer import gemm, tiling
+from nanospec.kernels.layer import product, tiling
 from nanospec.kernels.layer.norm import Norm
 from nanospec.kernels.layer.qkv_rope import qkv_rope
 from nanospec.kernels.layer.rope_cache import Angles
@@ -98,7 +98,7 @@ def test_bits_do_not_depend_on_other_tokens(head_dim: int, monkeypatch: pytest.M
     cut: dict[str, Any] = {"splits": 2, "part": 128, "apart": False}
 
     def run(t: slice, **fields: Any) -> tuple[Tensor, Tensor]:
-        monkeypatch.setattr(gemm, "plan", lambda *a: tiling.plan(*a)._replace(**(cut | fields)))
+        monkeypatch.setattr(product, "plan", lambda *a: tiling.plan(*a)._replace(**(cut | fields)))
         q, cache = setup.run(torch.float32, t)
         slots = setup.slots[t]
         return q, cache.flatten(2, 3)[:, :, slots[slots >= 0].long()]
