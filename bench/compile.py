@@ -144,7 +144,7 @@ def compile_one(case: Case, item: _Recorded, target: str) -> Result:
         spills=spills,
         shared=compiled.metadata.shared,
         mma=", ".join(sorted({_short(name) for name in MMA.findall(text)})),
-        needs_mma=case.dots and "dot" in item.fn.src,
+        needs_mma=case.dots and "tt.dot" in compiled.asm["ttir"],
         **code,
     )
 

@@ -51,9 +51,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Row]:
 
 @pytest.fixture(scope="module")
 def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """The kernels of a layer of Qwen3-0.6B on sm_90 (RoPE by itself: of Phi-3): within a minute."""
+    """The kernels of a layer of Qwen3-0.6B on sm_90, attention of 8B too (RoPE by itself: of Phi-3): within a
+    minute."""
     products = [f"qwen3-0.6b-{name}-T{T}" for T in TOKENS for name in ("qkv", "o", "gate_up", "down")]
-    others = ["attention-qwen3-0.6b-B1-q1-L1024", "embed-H1024", "rope_cache-phi-3-mini-B1"]
+    attention = [f"attention-qwen3-{case}" for case in ("0.6b-B1-q1-L1024", "8b-B64-q5-L4096", "8b-B1-q2048")]
+    others = [*attention, "embed-H1024", "rope_cache-phi-3-mini-B1"]
     arguments = ("--only", *products, *others, "--targets", "sm_90")
     return run_compile(tmp_path_factory.mktemp("hopper"), *arguments)[0]
 
@@ -62,12 +64,13 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 def test_no_spills_within_limits_on_tensor_cores(compiled: tuple[list[Row], Row]) -> None:
     results, summary = compiled
     assert summary["compiled"] == len(results) > 100
+    assert {row["function"] for row in results if row["needs_mma"]} == {"_gemm", "_qkv_rope", "_attend"}
     assert summary["problems"] == 0
 
 
 @pytest.mark.timeout(600)
 def test_one_instruction_per_weight_whatever_the_number_of_rows(compiled: tuple[list[Row], Row]) -> None:
-    """Only the instruction's width, which is that of the tile of tokens, may vary: see gemm.py."""
+    """Only the instruction's width, which is that of the tile of tokens, may vary: see product.py."""
     shapes = defaultdict(set)
     for result in compiled[0]:
         if result["function"] in ("_gemm", "_qkv_rope"):
