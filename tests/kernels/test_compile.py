@@ -120,7 +120,8 @@ def test_a_kernel_of_a_layer_starts_before_the_last_one_ends(hopper: list[Row], 
         else:
             assert order[0] == "trigger", named(row)
         assert order.index("wait") < min(order.index("write"), order.index("exit")), named(row)
-        if kernel in PRODUCTS or row["function"] == "_attend":
+        if kernel in PRODUCTS or (row["function"] == "_attend" and "B1-q2048" not in row["case"]):
+            # Of a prompt, by address: programs that have no query wait and leave before.
             assert order.index("prefetch") < order.index("wait"), named(row)
 
 
