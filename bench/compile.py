@@ -1,6 +1,7 @@
 """Compile every production configuration of every kernel for GPUs that need not be there.
 
-    python bench/compile.py [--only attention] [--targets sm_90 gfx942] [--jobs 2] [--out bench/results]
+    python bench/compile.py [--only attention] [--targets sm_90 gfx942] [--jobs 2] [--brief]
+                            [--out bench/results]
 
 The cases of `bench/cases` are run on `meta` tensors while Triton's launch is replaced by a recorder,
 so what is compiled is exactly what a launch compiles: same types, alignment hints, constants, warps
@@ -10,7 +11,8 @@ and stages. Each distinct kernel is then compiled per target down to machine cod
                         memory by cuobjdump; AMD: spilled registers, from the assembly's metadata)
     shared              bytes of shared memory per program
     mma                 the tensor-core instructions in it
-    main loop, order    on NVIDIA: how it loads, and when it waits for the kernel before (`machine_code.py`)
+    main loop, order    on NVIDIA: how it loads, and when it waits for the kernel before (`machine_code.py`);
+                        `--brief` leaves them out, which halves the time where triton has compiled all before
 
 `--out` writes the table to `compile.json` and `compile.md` and keeps the rows that another triton left
 there. The GPU machines do not all have the newest triton, so the committed table is of two: run it once
@@ -37,6 +39,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -113,14 +116,14 @@ def _source(item: _Recorded, target: str) -> tuple[Any, dict[str, Any]]:
     return ASTSource(item.fn, signature, constexprs, attrs), options.__dict__
 
 
-def compile_one(case: Case, item: _Recorded, target: str) -> Result:
+def compile_one(case: Case, item: _Recorded, target: str, brief: bool = False) -> Result:
     source, options = _source(item, target)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     code: dict[str, Any] = {}
     if target.startswith("sm"):
         registers, spills = _nvidia_usage(compiled.asm["cubin"])
         text = compiled.asm["ptx"]
-        code = _in_table(machine_code.read(sass(compiled.asm["cubin"])))
+        code = {} if brief else _in_table(machine_code.read(sass(compiled.asm["cubin"])))
     else:
         text = compiled.asm["amdgcn"]
         registers = int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0])
@@ -206,11 +209,11 @@ def distinct(targets: list[str], only: Sequence[str] = ("",)) -> list[_Job]:
     return list(found.values())
 
 
-def _compile_nth(n: int) -> Result | str:
+def _compile_nth(n: int, brief: bool) -> Result | str:
     """The row, or what is wrong."""
     case, item, target = _work[n]
     try:
-        return compile_one(case, item, target)
+        return compile_one(case, item, target, brief)
     except Exception as error:  # of the compiler, of any kind: the others shall be compiled all the same
         what = f"{item.fn.__name__} of {case.kernel} {case.label} on {target}"
         return f"{what} does not compile: {cause(error)}"
@@ -226,13 +229,15 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:4])}"[:400]
 
 
-def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[list[Result], list[str]]:
+def compile_all(
+    targets: list[str], only: Sequence[str], jobs: int, brief: bool
+) -> tuple[list[Result], list[str]]:
     """Compile all distinct kernels of the cases whose name contains one of `only`; the rest says what did
     not compile."""
     torch.set_num_threads(1)
     _work[:] = distinct(targets, only)  # for the processes to inherit: launches cannot be pickled
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-        results = list(pool.map(_compile_nth, range(len(_work))))
+        results = list(pool.map(partial(_compile_nth, brief=brief), range(len(_work))))
     rows = [r for r in results if isinstance(r, Result)]
     return sorted(rows, key=lambda r: r.key), [r for r in results if isinstance(r, str)]
 
@@ -242,12 +247,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of cases' names")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--brief", action="store_true", help="do not read machine code")
     parser.add_argument("--out", type=Path, help="folder for compile.json and compile.md")
     arguments = parser.parse_args()
     if missing := unmatched(arguments.only):
         parser.error(f"no case matches {', '.join(missing)}.")
     begin = time.perf_counter()
-    results, failures = compile_all(arguments.targets, arguments.only, arguments.jobs)
+    results, failures = compile_all(arguments.targets, arguments.only, arguments.jobs, arguments.brief)
     print(markdown(results))
     found = failures + problems(save(results, arguments.out) if arguments.out else results)
     for problem in found:

@@ -12,6 +12,9 @@ WEIGHTS = Path(__file__).parent.parent / "weights"
 
 if not torch.cuda.is_available():  # the kernels run in Triton's interpreter, set before its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from tests.interpreter import find_builtins_once
+
+    find_builtins_once()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     torch.set_num_threads(1)

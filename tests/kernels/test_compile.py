@@ -46,7 +46,7 @@ def run_compile(folder: Path, *arguments: str) -> tuple[list[Row], Row]:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Row]:
     """The whole table: minutes unless triton has compiled it before."""
-    return run_compile(tmp_path_factory.mktemp("compile"))
+    return run_compile(tmp_path_factory.mktemp("compile"), "--brief")
 
 
 @pytest.fixture(scope="module")

@@ -36,22 +36,23 @@ def resident() -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
 def test_untouched_zeros_take_no_memory(dtype: torch.dtype) -> None:
+    """The process has more to do than this, so that its memory is known to some 30 MiB."""
     before = resident()
     zeros = zeros_on_demand((2, 1024, MIB // dtype.itemsize), dtype, CPU)  # 2 GiB
     assert (zeros.shape, zeros.dtype, zeros.device) == ((2, 1024, MIB // dtype.itemsize), dtype, CPU)
-    assert resident() - before < 8 * MIB
+    assert resident() - before < 32 * MIB
     assert not zeros[:, ::100].any()  # reading takes none either
-    zeros[0, ::64, 0] = 1  # one page of each of 16 stretches
-    assert resident() - before < 8 * MIB
-    zeros[1, :64] = 1
-    assert 64 * MIB <= resident() - before < 80 * MIB
-    assert zeros[1, 63].float().sum() == MIB // dtype.itemsize
+    zeros[0, ::16, 0] = 1  # one page of each of 64 stretches
+    assert resident() - before < 32 * MIB
+    zeros[1, :256] = 1
+    assert 224 * MIB <= resident() - before < 288 * MIB
+    assert zeros[1, 255].float().sum() == MIB // dtype.itemsize
     view = zeros[1, 32].view(torch.int8)
     del zeros
     assert view.any()
-    assert resident() - before > 60 * MIB  # as long as anything looks at it
+    assert resident() - before > 224 * MIB  # as long as anything looks at it
     del view
-    assert resident() - before < 8 * MIB
+    assert resident() - before < 32 * MIB
 
 
 def test_a_large_cache_costs_what_is_used_of_it() -> None:
