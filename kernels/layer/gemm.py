@@ -2,7 +2,8 @@
 
     out [T, N] = epilogue(x [T, K] @ weight [N, K].T)
 
-How the product is computed, and why a row's bits do not depend on the rows beside it, says `product.py`. Here
+How the product is computed, and why the bits of a token do not depend on the tokens beside it, says
+`product.py`. Here
 are the epilogues: bias, SwiGLU, residual, and what the next norm needs.
 
 RMSNorm costs no launch and nothing in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x).
@@ -18,7 +19,9 @@ from torch import Tensor
 from ..overlap import release_next, wait_for_previous
 from .norm import Norm
 from .product import (
+    check_product,
     last_of_parts,
+    operand,
     paired_rows,
     prefetch_weight,
     prepare,
@@ -27,7 +30,7 @@ from .product import (
     sum_of_parts,
     token_slice,
 )
-from .stream import Stream, inverse_rms, load_squares, many_rms, next_norm
+from .stream import Stream, inverse_rms, inverse_rms_of_many, load_squares, next_norm
 
 
 @triton.jit
@@ -79,7 +82,7 @@ def _gemm(
     if GROUPS > 0 and FEW:
         sums = load_squares(squares, t, t_in, T, GROUPS)
     elif GROUPS > 0 and not APART:
-        scale = many_rms(squares, t, t_in, T, K, eps, BLOCK_T, GROUPS)
+        scale = inverse_rms_of_many(squares, t, t_in, T, K, eps, BLOCK_T, GROUPS)
     acc = products(
         x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
         BLOCK_K, EVEN, PRECISION,
@@ -88,7 +91,7 @@ def _gemm(
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
         if GROUPS > 0 and not FEW:
-            scale = many_rms(squares, t, t_in, T, K, eps, BLOCK_T, GROUPS)
+            scale = inverse_rms_of_many(squares, t, t_in, T, K, eps, BLOCK_T, GROUPS)
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
     if GROUPS > 0 and FEW:
         scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
@@ -113,7 +116,7 @@ def launch(
     N = weight.shape[0] // 2 if swiglu else weight.shape[0]
     if out is None:
         out = x.new_empty(T, N)
-    check(x, weight, bias=(bias, weight.shape[:1]), out=(out, torch.Size((T, N))))
+    check_product(x, weight, bias=(bias, weight.shape[:1]), out=(out, torch.Size((T, N))))
     if T:
         setup = prepare(x, weight, unit=16 if swiglu else 1)
         _gemm[setup.grid](
@@ -128,7 +131,8 @@ def launch_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, n
     T, K = x.shape
     N = weight.shape[0]
     size = torch.Size((T, N))
-    check(x, weight, bias=(bias, size[1:]), residual=(stream.x, size), norm_weight=(norm.weight, size[1:]))
+    extras = {"bias": (bias, size[1:]), "residual": (stream.x, size), "norm_weight": (norm.weight, size[1:])}
+    check_product(x, weight, **extras)
     new = Stream.empty(T, norm, x)
     if T:
         setup = prepare(x, weight)
@@ -137,26 +141,3 @@ def launch_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, n
             setup.tickets, T, N, K, x.stride(0), setup.steps, 0.0, GROUPS=0, SWIGLU=False, **setup.constants,
         )  # fmt: skip
     return new
-
-
-def operand(source: Tensor | Stream) -> tuple[Tensor, Tensor | None, int, float]:
-    """(x [T, K], sums of squares, number of these, eps) of a product with a tensor or a stream's norm."""
-    if isinstance(source, Tensor):
-        return source, None, 0, 0.0
-    if source.scaled is None or source.squares is None:
-        raise ValueError("The kernels need a stream that a kernel wrote: begin with `embed`.")
-    return source.scaled, source.squares, len(source.squares), source.norm.eps
-
-
-def check(x: Tensor, weight: Tensor, **extras: tuple[Tensor | None, torch.Size]) -> None:
-    """Refuse what the kernel would read wrongly."""
-    if weight.is_mkldnn:
-        raise ValueError("This weight was packed for `naive`; pack it with the kernels switched on.")
-    if x.stride(-1) != 1 or not weight.is_contiguous():
-        raise ValueError("x must be contiguous in its last dimension, the weight in all.")
-    if weight.shape[1] != x.shape[1]:
-        raise ValueError(f"x {list(x.shape)} does not fit a weight of {list(weight.shape)}.")
-    for name, (tensor, shape) in extras.items():
-        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
-            name = name.replace("_", " ")
-            raise ValueError(f"The {name} must be contiguous {list(shape)}, not {list(tensor.shape)}.")

@@ -280,6 +280,7 @@ def cut(
 
 
 def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
+    """See `attention.py`."""
     check_attention(q, cache)
     batch, window = plan.batch, plan.window
     if batch.ancestors is not None and batch.max_q_len > MAX_QUERIES:

@@ -2,13 +2,13 @@
 
     sums [N, T] of weight [N, K] @ x [T, K].T, tile by tile
 
-A row's bits must not depend on the number of rows beside it, so everything that fixes a sum's order
-depends on the weight's shape only:
+The bits of a token must not depend on the number of tokens beside it, so everything that fixes a sum's
+order depends on the weight's shape only. "Rows" here are those of the weight:
 
 * K is cut into parts of a fixed size (`tiling.py`). Each part is summed in one accumulator in ascending
-  order, the parts are added in ascending order. Few rows run the parts *apart*: each is a program, and
-  the one that happens to finish last adds them; no floating-point atomics, no second launch. Many rows
-  run them *in one* program, which adds a part to the total when it is done, and keeps nothing in memory.
+  order, the parts are added in ascending order. For few tokens the parts run *apart*: each is a program, and
+  the one that happens to finish last adds them; no floating-point atomics, no second launch. For many
+  tokens *one* program runs them all, adds a part to the total when it is done, and keeps nothing in memory.
 * The weight is the left operand: its rows are the rows of the matrix instruction, tokens the columns.
   So the instruction is the same family for 1 token and for 2,000 (only its width differs), and few
   tokens waste little of it.
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..launch import ONE_SHAPE, arch, next_power_of_2
 from ..overlap import LINE, options, prefetch
+from .stream import Stream
 from .tickets import COUNT, tickets
 from .tiling import MACHINES, Tiling, plan
 
@@ -69,8 +70,9 @@ def products(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums [BLOCK_N, BLOCK_T] over K for weight `rows` and tokens `t`: of part `split` only where parts
-    run apart. A part has `steps` steps of BLOCK_K columns."""
+    """Sums [BLOCK_N, BLOCK_T] over K for weight `rows` [BLOCK_N] and tokens `t` [BLOCK_T], of which those
+    with `rows_in` and `t_in` exist: of part `split` only where parts run apart. A part has `steps` steps of
+    BLOCK_K columns."""
     k = tl.arange(0, BLOCK_K)
     x_row = x + t.to(tl.int64)[:, None] * x_stride
     w_row = weight + rows.to(tl.int64)[:, None] * K
@@ -146,7 +148,15 @@ def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constex
 
 
 class Setup(NamedTuple):
-    """What the launch of a product needs beside its operands."""
+    """What the launch of a product needs beside its operands.
+
+    Attributes:
+        grid: tiles of tokens, blocks of weight rows, parts of K that run apart.
+        partial: [parts, T, blocks * BLOCK_N] float32 for their sums. None where parts do not run apart.
+        tickets: [COUNT] int32, see `tickets.py`. None likewise.
+        steps: of BLOCK_K columns to a part.
+        constants: of the kernel, and the options of its launch.
+    """
 
     grid: tuple[int, int, int]
     partial: Tensor | None
@@ -156,14 +166,14 @@ class Setup(NamedTuple):
 
 
 def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
-    """Cut x [T, K] @ weight [N, K].T into programs that hold whole groups of `unit` rows."""
+    """Cut x [T, K] @ weight [N, K].T into programs that hold whole groups of `unit` rows of the weight."""
     (T, K), N, target = x.shape, weight.shape[0], arch(x)
     tiling = plan(T, N, K, target, x.itemsize, unit)
     tiles, blocks = triton.cdiv(T, tiling.width), triton.cdiv(N, tiling.rows)
     partial = counters = None
     if tiling.apart:
         partial = torch.empty(tiling.splits, T, blocks * tiling.rows, dtype=torch.float32, device=x.device)
-        counters = tickets(x.device, "gemm")
+        counters = tickets(x.device, "product")
         if blocks * tiles > COUNT:
             raise ValueError(f"{blocks * tiles} output tiles exceed the {COUNT} tickets.")
     constants = {
@@ -182,3 +192,26 @@ def _lines(tiling: Tiling, programs: int, itemsize: int, target: str) -> int:
     together = min(programs, 3 * MACHINES[target].processors)
     most = min(AHEAD // (together * tiling.rows * LINE.value), tiling.part * itemsize // LINE.value, 16)
     return next_power_of_2(most + 1) // 2
+
+
+def operand(source: Tensor | Stream) -> tuple[Tensor, Tensor | None, int, float]:
+    """(x [T, K], sums of squares, number of these, eps) of a product with a tensor or a stream's norm."""
+    if isinstance(source, Tensor):
+        return source, None, 0, 0.0
+    if source.scaled is None or source.squares is None:
+        raise ValueError("The kernels need a stream that a kernel wrote: begin with `embed`.")
+    return source.scaled, source.squares, len(source.squares), source.norm.eps
+
+
+def check_product(x: Tensor, weight: Tensor, **extras: tuple[Tensor | None, torch.Size]) -> None:
+    """Refuse what the kernel would read wrongly."""
+    if weight.is_mkldnn:
+        raise ValueError("This weight was packed for `naive`; pack it with the kernels switched on.")
+    if x.stride(-1) != 1 or not weight.is_contiguous():
+        raise ValueError("x must be contiguous in its last dimension, the weight in all.")
+    if weight.shape[1] != x.shape[1]:
+        raise ValueError(f"x {list(x.shape)} does not fit a weight of {list(weight.shape)}.")
+    for name, (tensor, shape) in extras.items():
+        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+            name = name.replace("_", " ")
+            raise ValueError(f"The {name} must be contiguous {list(shape)}, not {list(tensor.shape)}.")

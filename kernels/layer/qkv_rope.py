@@ -16,10 +16,11 @@ from ..batch import Batch
 from ..dispatch import use_triton
 from ..launch import arch
 from ..overlap import release_next, wait_for_previous
-from . import gemm
 from .linear import norm_linear
 from .product import (
+    check_product,
     last_of_parts,
+    operand,
     paired_rows,
     prefetch_weight,
     prepare,
@@ -29,7 +30,7 @@ from .product import (
     token_slice,
 )
 from .rope_cache import Angles, Norms, check, rope_cache, rotate_and_write
-from .stream import Stream, inverse_rms, load_squares, many_rms
+from .stream import Stream, inverse_rms, inverse_rms_of_many, load_squares
 
 # Widths of heads by architecture, as far as they fit the registers. (sm_100 keeps sums by rows.)
 HEAD_DIMS = {"sm_80": (64,), "sm_90": (64, 128, 256), "sm_100": (), "gfx942": (64, 128)}
@@ -71,7 +72,7 @@ def _qkv_rope(
     if FEW:
         sums = load_squares(squares, t, t < T, T, GROUPS)
     elif not APART:
-        scale = many_rms(squares, t, t < T, T, K, eps, BLOCK_T, GROUPS)
+        scale = inverse_rms_of_many(squares, t, t < T, T, K, eps, BLOCK_T, GROUPS)
     acc = products(
         x, weight, rows, rows_in, t, t < T, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
         BLOCK_K, EVEN, PRECISION,
@@ -80,7 +81,7 @@ def _qkv_rope(
         if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
             return
         if not FEW:
-            scale = many_rms(squares, t, t < T, T, K, eps, BLOCK_T, GROUPS)
+            scale = inverse_rms_of_many(squares, t, t < T, T, K, eps, BLOCK_T, GROUPS)
         acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
     if FEW:
         scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
@@ -107,10 +108,11 @@ def launch(
     angles: Angles,
     norms: Norms,
 ) -> Tensor:
-    x, squares, groups, eps = gemm.operand(stream)
+    """See `qkv_rope`."""
+    x, squares, groups, eps = operand(stream)
     (T, K), N = x.shape, weight.shape[0]
     _, num_kv_heads, _, _, head_dim = cache.shape
-    gemm.check(x, weight, bias=(bias, weight.shape[:1]))
+    check_product(x, weight, bias=(bias, weight.shape[:1]))
     num_heads, norm_weights, head_eps = check(N, x.dtype, cache, angles, norms)
     q = torch.empty(T, num_heads, head_dim, dtype=x.dtype, device=x.device)
     if T:

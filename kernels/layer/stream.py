@@ -97,22 +97,24 @@ def load_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def inverse_rms(sums, K, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+def inverse_rms(sums, H, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
     """1 / rms(x) [1, WIDTH] of tokens, from what `load_squares` gave, added by a tree."""
-    return tl.rsqrt(tree_sum(sums, WIDTH, triton.next_power_of_2(GROUPS)) / K + eps)[None, :]
+    return tl.rsqrt(tree_sum(sums, WIDTH, triton.next_power_of_2(GROUPS)) / H + eps)[None, :]
 
 
 @triton.jit
-def many_rms(squares, t, t_in, T, K, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """`inverse_rms` of `load_squares`, to the bit, by parts of the tree that take few registers."""
+def inverse_rms_of_many(squares, t, t_in, T, H, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """`inverse_rms` of `load_squares`, to the bit, but a few groups at a time: the sums of many tokens would
+    not fit the registers."""
     total = _sum_of_squares(squares, 0, t, t_in, T, WIDTH, GROUPS, triton.next_power_of_2(GROUPS))
-    return tl.rsqrt(total / K + eps)[None, :]
+    return tl.rsqrt(total / H + eps)[None, :]
 
 
 @triton.jit
 def _sum_of_squares(
     squares, first, t, t_in, T, WIDTH: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr
 ):
+    """The sum [WIDTH] of COUNT groups from `first` on, by the tree of `tree_sum`."""
     if COUNT > 8:
         HALF: tl.constexpr = COUNT // 2
         left = _sum_of_squares(squares, first, t, t_in, T, WIDTH, GROUPS, HALF)

@@ -16,6 +16,6 @@ COUNT = 1 << 16
 
 @cache
 def tickets(device: torch.device, user: str) -> Tensor:
-    """[COUNT] int32, zero between the launches of `user`, a kernel that shares them with no other. Made
+    """[COUNT] int32, zero between the launches of `user`: kernels that never run at the same time. Made
     outside of graph capture, at the first call."""
     return torch.zeros(COUNT, dtype=torch.int32, device=device)

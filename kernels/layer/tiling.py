@@ -18,7 +18,7 @@ is an H100's, 5.5 to 5.7e12 bytes per second for 114 of them at 1.755 GHz (micro
 from functools import cache
 from typing import NamedTuple
 
-FEW = 16  # tokens for which the parts of K are chosen
+CHOSEN_AT = 16  # tokens for which the parts of K are chosen
 INSTRUCTION = 16  # columns of K that one matrix instruction takes
 START = 1500  # clocks until the first tile of a program has arrived
 TICKET = 2500  # clocks from the end of the last part's product until the parts are added
@@ -85,7 +85,7 @@ def parts(N: int, K: int, arch: str, unit: int = 1) -> tuple[int, int]:
     step = 128 if K % 128 == 0 else 64  # whole steps of the kernel's loop
     sizes = [step * -(-K // (step * count)) for count in range(1, 17)]
     found = [
-        _tiling(FEW, N, K, arch, 2, (max(unit, 64), 16), -(-K // part), part, -(-K // part) > 1)
+        _tiling(CHOSEN_AT, N, K, arch, 2, (max(unit, 64), 16), -(-K // part), part, -(-K // part) > 1)
         for part in sizes
         if part == sizes[0] or part >= 128
     ]

@@ -1,9 +1,10 @@
 """The units of attention: the pieces into which the cache is divided among programs, and their sum.
 
-A unit is a tile of 64 cache positions or a span of 512, both at fixed absolute places. Of every column (a
-query of a head) a unit has a maximum m, which is an integer in units of log 2, the sum z of the exponentials
-relative to it, in as many parts as a tile has 16 rows, and the sum acc [D] of the values weighted with them;
-all float32. Units are added in order: the tiles of a span, then the spans. The parts of z are added last.
+A unit is a tile of 64 cache positions (32 for the widest heads on some GPUs) or a span of 512, both at
+fixed absolute places. Of every column (a query of a head) a unit has a maximum m, which is an integer in
+units of log 2, the sum z of the exponentials relative to it, in as many parts as a tile has 16 rows, and the
+sum acc [D] of the values weighted with them; all float32. Units are added in order: the tiles of a span,
+then the spans. The parts of z are added last.
 """
 
 from typing import NamedTuple
@@ -94,8 +95,10 @@ def sum_units(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPAN_TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add up the units of a tile of queries in order, the tiles of each span and then the spans; a few
-    columns at a time, so that all their units can be on the way together."""
+    """Add up the units of a tile of queries in order, the tiles of each span and then the spans, and write
+    the result `to` [num_columns, HEAD_DIM]; a few columns at a time, so that all their units can be on the
+    way together. Units lie `stride` columns apart, from column `slot` on, in unit_m [units, columns], unit_z
+    [units, TILE // 16 * columns] and unit_acc [units, columns, HEAD_DIM]. A unit is `per_unit` tiles."""
     COLUMNS: tl.constexpr = 512 // BLOCK_D
     block = tl.arange(0, TILE // 16)[:, None]
     d = tl.arange(0, BLOCK_D)
