@@ -1,7 +1,7 @@
 """Compile every production configuration of every kernel for GPUs that need not be there.
 
-    python bench/compile.py [--only attention] [--targets sm_90 gfx942] [--jobs 2] [--brief]
-                            [--out bench/results]
+    python bench/compile.py [--only attention] [--targets sm_90 gfx942] [--jobs 2]
+                            [--known bench/results] [--out bench/results]
 
 The cases of `bench/cases` are run on `meta` tensors while Triton's launch is replaced by a recorder,
 so what is compiled is exactly what a launch compiles: same types, alignment hints, constants, warps
@@ -11,15 +11,19 @@ and stages. Each distinct kernel is then compiled per target down to machine cod
                         memory by cuobjdump; AMD: spilled registers, from the assembly's metadata)
     shared              bytes of shared memory per program
     mma                 the tensor-core instructions in it
-    main loop, order    on NVIDIA: how it loads, and when it waits for the kernel before (`machine_code.py`);
-                        `--brief` leaves them out, which halves the time where triton has compiled all before
+    main loop, order    on NVIDIA: how it loads, and when it waits for the kernel before (`machine_code.py`)
+    fingerprint         of what the compiler is given: Triton's first representation of the kernel, without
+                        lines of source, and the options
+
+`--known` takes the rows of kernels with the same fingerprint from a table that the same triton wrote, and
+compiles only the others: half a minute instead of ten.
 
 `--out` writes the table to `compile.json` and `compile.md` and keeps the rows that another triton left
 there. The GPU machines do not all have the newest triton, so the committed table is of two: run it once
 in an environment of each before committing a change to a kernel,
 
-    python bench/compile.py --out bench/results             (triton 3.7)
-    OTHER/bin/python bench/compile.py --out bench/results     (an environment with triton 3.6, torch 2.11)
+    python bench/compile.py --known bench/results --out bench/results          (triton 3.7)
+    OTHER/bin/python bench/compile.py --known bench/results --out bench/results  (triton 3.6, torch 2.11)
 
 and a problem in either, or rows of different kernels, fails both. Problems are printed, one a
 line, and counted in the last line, which is JSON.
@@ -28,6 +32,7 @@ line, and counted in the last line, which is JSON.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -38,8 +43,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -50,13 +54,14 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from bench import machine_code  # noqa: E402
 from bench.cases import Case, all_cases  # noqa: E402
-from bench.compile_table import Result, markdown, problems, save  # noqa: E402
+from bench.compile_table import Result, load, markdown, problems, save  # noqa: E402
 from nanospec.kernels import dispatch, launch  # noqa: E402
 
 TARGETS = {
@@ -79,6 +84,7 @@ class _Recorded:
 
 _Job = tuple[Case, _Recorded, str]  # what to compile, for which target
 _work: list[_Job] = []
+_known: dict[str, Result] = {}  # by fingerprint
 
 
 @contextmanager
@@ -116,29 +122,49 @@ def _source(item: _Recorded, target: str) -> tuple[Any, dict[str, Any]]:
     return ASTSource(item.fn, signature, constexprs, attrs), options.__dict__
 
 
-def compile_one(case: Case, item: _Recorded, target: str, brief: bool = False) -> Result:
+def _fingerprint(source: ASTSource, options: dict[str, Any], target: str) -> str:
+    """Of what is compiled: the same for the same code in other lines, files and folders."""
+    backend = make_backend(TARGETS[target])
+    parsed = backend.parse_options(dict(options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(parsed)
+    module = source.make_ir(TARGETS[target], parsed, functions, backend.get_module_map(), context)
+    chosen = {k: v for k, v in vars(parsed).items() if k != "extern_libs"}  # paths
+    text = f"{target} {sorted(chosen.items())} {module.str_nodebug()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def compile_one(case: Case, item: _Recorded, target: str) -> Result:
     source, options = _source(item, target)
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
-    code: dict[str, Any] = {}
-    if target.startswith("sm"):
-        registers, spills = _nvidia_usage(compiled.asm["cubin"])
-        text = compiled.asm["ptx"]
-        code = {} if brief else _in_table(machine_code.read(sass(compiled.asm["cubin"])))
-    else:
-        text = compiled.asm["amdgcn"]
-        registers = int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0])
-        spills = 4 * int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)[0])
+    fingerprint = _fingerprint(source, options, target)
     names = item.fn.arg_names
     constants = {
         names[path[0]]: value
         for path, value in source.constants.items()
         if names[path[0]].isupper() and value is not None
     }
+    label = {
+        "kernel": case.kernel,
+        "case": case.label,
+        "function": item.fn.__name__,
+        "constants": " ".join(f"{k}={v}" for k, v in constants.items()),
+    }
+    if fingerprint in _known:
+        return replace(_known[fingerprint], **label)
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    code: dict[str, Any] = {}
+    if target.startswith("sm"):
+        registers, spills = _nvidia_usage(compiled.asm["cubin"])
+        text = compiled.asm["ptx"]
+        code = _in_table(machine_code.read(sass(compiled.asm["cubin"])))
+    else:
+        text = compiled.asm["amdgcn"]
+        registers = int(re.findall(r"\.vgpr_count:\s*(\d+)", text)[0])
+        spills = 4 * int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)[0])
     return Result(
-        kernel=case.kernel,
-        case=case.label,
-        function=item.fn.__name__,
-        constants=" ".join(f"{k}={v}" for k, v in constants.items()),
+        **label,
         target=target,
         triton=triton.__version__,
         num_warps=compiled.metadata.num_warps,
@@ -147,6 +173,7 @@ def compile_one(case: Case, item: _Recorded, target: str, brief: bool = False) -
         spills=spills,
         shared=compiled.metadata.shared,
         mma=", ".join(sorted({_short(name) for name in MMA.findall(text)})),
+        fingerprint=fingerprint,
         needs_mma=case.dots and "tt.dot" in compiled.asm["ttir"],
         **code,
     )
@@ -209,11 +236,11 @@ def distinct(targets: list[str], only: Sequence[str] = ("",)) -> list[_Job]:
     return list(found.values())
 
 
-def _compile_nth(n: int, brief: bool) -> Result | str:
+def _compile_nth(n: int) -> Result | str:
     """The row, or what is wrong."""
     case, item, target = _work[n]
     try:
-        return compile_one(case, item, target, brief)
+        return compile_one(case, item, target)
     except Exception as error:  # of the compiler, of any kind: the others shall be compiled all the same
         what = f"{item.fn.__name__} of {case.kernel} {case.label} on {target}"
         return f"{what} does not compile: {cause(error)}"
@@ -229,15 +256,13 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:4])}"[:400]
 
 
-def compile_all(
-    targets: list[str], only: Sequence[str], jobs: int, brief: bool
-) -> tuple[list[Result], list[str]]:
+def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[list[Result], list[str]]:
     """Compile all distinct kernels of the cases whose name contains one of `only`; the rest says what did
     not compile."""
     torch.set_num_threads(1)
     _work[:] = distinct(targets, only)  # for the processes to inherit: launches cannot be pickled
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-        results = list(pool.map(partial(_compile_nth, brief=brief), range(len(_work))))
+        results = list(pool.map(_compile_nth, range(len(_work))))
     rows = [r for r in results if isinstance(r, Result)]
     return sorted(rows, key=lambda r: r.key), [r for r in results if isinstance(r, str)]
 
@@ -247,19 +272,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of cases' names")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--brief", action="store_true", help="do not read machine code")
+    parser.add_argument("--known", type=Path, help="folder of a table whose rows need not be made again")
     parser.add_argument("--out", type=Path, help="folder for compile.json and compile.md")
     arguments = parser.parse_args()
     if missing := unmatched(arguments.only):
         parser.error(f"no case matches {', '.join(missing)}.")
+    if arguments.known:
+        rows = load(arguments.known)
+        _known.update({r.fingerprint: r for r in rows if r.triton == triton.__version__})
     begin = time.perf_counter()
-    results, failures = compile_all(arguments.targets, arguments.only, arguments.jobs, arguments.brief)
+    results, failures = compile_all(arguments.targets, arguments.only, arguments.jobs)
     print(markdown(results))
     found = failures + problems(save(results, arguments.out) if arguments.out else results)
     for problem in found:
         print(problem)
     seconds = round(time.perf_counter() - begin, 1)
-    print(json.dumps({"compiled": len(results), "problems": len(found), "seconds": seconds}))
+    known = sum(r.fingerprint in _known for r in results)
+    print(json.dumps({"rows": len(results), "known": known, "problems": len(found), "seconds": seconds}))
     sys.exit(bool(found))
 
 
