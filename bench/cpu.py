@@ -78,7 +78,7 @@ def main() -> None:
         "ngram auto": ours(spec, args, temperature=1.0, seed=7, ignore_eos=True),
     }
     result["workloads"]["novel"] = compare("novel", prompts, sampled, 2 * args.repeats)
-    result["bandwidth"] = bandwidth(plain, result["workloads"]["chat"])
+    result["bandwidth"] = bandwidth(plain)
     result["stage_ms_per_step"] = {name: stage_times(llm) for name, llm in (("plain", plain), ("auto", spec))}
     common.save(args.name, result, args.out)
 
@@ -171,7 +171,7 @@ def _best_fixed(rates: dict[str, list[float]]) -> str:
     return max(fixed, key=lambda system: statistics.median(rates[system]))
 
 
-def bandwidth(llm: LLM, chat: dict[str, Any]) -> dict[str, float]:
+def bandwidth(llm: LLM) -> dict[str, float]:
     """How near plain decoding is to reading the weights once per token at the measured read rate."""
     model = llm.engine.worker.model
     weights = model.config.num_parameters * model.dtype.itemsize

@@ -95,12 +95,10 @@ class MachineCode:
     Attributes:
         loop: the main loop with least in flight, None without tensor cores or where it is unrolled whole.
         order: see the module docstring.
-        local: whether local memory (spills, arrays) is used.
     """
 
     loop: Loop | None
     order: tuple[str, ...]
-    local: bool
 
 
 def read(sass: str) -> MachineCode:
@@ -114,8 +112,7 @@ def read(sass: str) -> MachineCode:
         what = FIRSTS.get(instruction.opcode) or FIRSTS.get(instruction.name)
         if what:
             first.setdefault(what)
-    local = any(i.opcode in ("LDL", "STL") for i in code)
-    return MachineCode(min(loops, key=lambda loop: loop.in_flight, default=None), tuple(first), local)
+    return MachineCode(min(loops, key=lambda loop: loop.in_flight, default=None), tuple(first))
 
 
 def _main_loops(code: list[Instruction]) -> list[tuple[int, int]]:

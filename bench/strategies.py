@@ -173,17 +173,3 @@ def simulate(source: Sequence[Trace], B: int, strategy: Strategy, tokens: int) -
         out, steps, ms = out + B + sum(taken), steps + 1, ms + cost
         drafted, accepted = drafted + sum(drafts), accepted + sum(taken)
     return Outcome(out, ms, steps, drafted, accepted)
-
-
-def run_trace(trace: Trace, strategy: Strategy) -> list[tuple[int, int]]:
-    """One request from its beginning to its end: (position, drafts verified) of every step."""
-    batch, steps, left = Batch([trace], 1), [], len(trace)
-    batch.at = [0]
-    while left > 0:
-        match, right, at = batch.match(), batch.right(), batch.at[0]
-        drafts, _ = strategy.plan(batch)
-        taken = [min(drafts[0], right[0])]
-        strategy.observe(match, drafts, taken, batch.advance([taken[0] + 1]))
-        steps.append((at, drafts[0]))
-        left -= taken[0] + 1
-    return steps

@@ -32,7 +32,7 @@ class Case:
     """A kernel in one production configuration.
 
     Attributes:
-        kernel, label: say what it is: "attention", "qwen3-8b-B64-K4-L4096".
+        kernel, label: say what it is: "attention", "qwen3-8b-B64-q5-L4096".
         build: makes fresh inputs on a device ("meta", "cuda").
         bytes, flops: the least that the operation has to move and compute.
         dots: whether tensor-core instructions must be there.

@@ -70,8 +70,8 @@ def test_what_breaks_a_group_does_not_reach_the_next(tmp_path: Path) -> None:
 def test_a_group_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     text = "import subprocess; child = subprocess.Popen(['sleep', '60']); row(str(child.pid)); time.sleep(60)"
     start = time.time()
-    [outcome] = run([code(text, 3.0)], tmp_path)
-    assert time.time() - start < 30
+    [outcome] = run([code(text, 10.0)], tmp_path)
+    assert time.time() - start < 40
     assert (outcome.status, outcome.why) == ("stopped", "over its time")
     assert outcome.rows[0]["text"] == "first"
     stat = Path(f"/proc/{outcome.rows[1]['text']}/stat")
@@ -85,8 +85,8 @@ def test_a_group_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 def test_a_group_knows_when_to_stop_and_a_part_ends_in_time(tmp_path: Path) -> None:
     wait = "time.sleep(max(until - time.time(), 0)); row('stopped by itself')"
     start = time.time()
-    outcomes = run([code(wait, 30.0), code(wait, 30.0, "late")], tmp_path, limit=3.0)
-    assert 2 < time.time() - start < 25
+    outcomes = run([code(wait, 30.0), code(wait, 30.0, "late")], tmp_path, limit=8.0)
+    assert 7 < time.time() - start < 28
     assert [o.status for o in outcomes] == ["ok", "left out"]
     assert outcomes[0].rows[-1]["text"] == "stopped by itself"
     assert "late: LEFT OUT no time" in gpu.summary({"part": outcomes})
@@ -106,12 +106,12 @@ gpu.main(["smoke", "--cpu", "--out", {str(tmp_path)!r}])
     process = subprocess.Popen(
         [sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True, env=environment
     )
-    for _ in range(300):
+    for _ in range(1200):
         if (tmp_path / "part.jsonl").is_file():
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=20)[0]
+    output = process.communicate(timeout=60)[0]
     assert json.loads(output.splitlines()[-1])["parts"] == {"smoke": {}}
     assert rows.read(tmp_path / "part.jsonl")[0]["text"] == "first"
 

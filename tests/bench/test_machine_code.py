@@ -93,11 +93,6 @@ def test_tma_loads_before_the_loop_are_ahead_of_it() -> None:
     assert str(code.loop) == "TMA; 4/2; early"
 
 
-def test_local_memory_is_seen() -> None:
-    assert read(assembled("STL [R1], R2", "LDL R3, [R1]", "EXIT")).local
-    assert not read(assembled("LDG.E.128 R4, desc[UR4][R2.64]", "EXIT")).local
-
-
 def test_no_machine_code_is_an_error() -> None:
     with pytest.raises(ValueError, match="no instruction"):
         read("")

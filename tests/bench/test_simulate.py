@@ -10,7 +10,7 @@ import pytest
 from bench import simulate, traces
 from bench.roofline import Machine
 from bench.simulate import compare
-from bench.strategies import Fixed, automatic, run_trace
+from bench.strategies import Batch, Fixed, Strategy, automatic
 from bench.traces import MAX_DRAFTS, Text, Trace, replay, replay_earliest, synthetic
 from nanospec.costs import StepCosts
 
@@ -121,6 +121,20 @@ def test_wrong_matches_cost_at_most_two_percent(form: str, shape: str) -> None:
     source = [Trace([3] * 400, [0] * 400) for _ in range(4)]
     for B in (1, 16):
         assert compare(source, B, step_costs(form, B, shape), tokens=4000)["speedup"]["auto"] >= 0.98
+
+
+def run_trace(trace: Trace, strategy: Strategy) -> list[tuple[int, int]]:
+    """One request from its beginning to its end: (position, drafts verified) of every step."""
+    batch, steps, left = Batch([trace], 1), [], len(trace)
+    batch.at = [0]
+    while left > 0:
+        match, right, at = batch.match(), batch.right(), batch.at[0]
+        drafts, _ = strategy.plan(batch)
+        taken = [min(drafts[0], right[0])]
+        strategy.observe(match, drafts, taken, batch.advance([taken[0] + 1]))
+        steps.append((at, drafts[0]))
+        left -= taken[0] + 1
+    return steps
 
 
 @pytest.mark.parametrize("shape", ["cpu", "qwen3-8b"])

@@ -80,6 +80,7 @@ def traces(k: int, texts: list[list[int]] | None, num_blocks: int | None, budget
     return [Trace(text, kept[tuple(text)], preempted) for text, preempted in found]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ordered_dot")
 def test_keys_and_values_do_not_depend_on_speculation() -> None:
     with dispatch.forced("triton"):

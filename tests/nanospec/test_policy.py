@@ -481,11 +481,12 @@ def test_steps_without_a_match_are_no_reason_to_probe() -> None:
 
 
 def test_choosing_is_cheap() -> None:
-    """Few lines of Python run for a row, some 20 us for 64 rows."""
+    """A few lines of Python run for a row: some 20 us for 64 rows."""
     policy, rng, lines = recorded(HALF), random.Random(0), 0
     for row in range(64):
         drafted = rng.choice((0, 8))
         policy.observe(row, NGRAM, 3, drafted, rng.randint(0, drafted))
+    choose(policy, range(64))  # what the estimates say of each chance is computed once
 
     def count(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         nonlocal lines
@@ -498,4 +499,4 @@ def test_choosing_is_cheap() -> None:
         choose(policy, range(64))
     finally:
         sys.settrace(before)
-    assert 64 < lines < 64 * 60
+    assert 64 < lines < 64 * 6
