@@ -67,6 +67,7 @@ def cut(policy: Policy, drafts: list[int], match: list[int] | None = None) -> li
 # ---- costs -------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1e4), min_size=len(SIZES), max_size=len(SIZES)))
 def test_more_tokens_never_cost_less(ms: list[float]) -> None:
     costs = StepCosts(packed=dict(zip(SIZES, ms, strict=True)))
@@ -84,6 +85,7 @@ def test_noise_of_measurement_is_smoothed_away() -> None:
     assert StepCosts(packed={1: 10.0, 2: 9.0, 4: 12.0}).packed == {1: 10.0, 2: 10.0, 4: 12.0}
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.integers(1, 300),
@@ -178,6 +180,7 @@ def test_what_follows_a_step_accepted_in_full_is_judged_apart() -> None:
     assert estimator.chances(0, (NGRAM, 2))[0] < 0.1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=60))
 def test_estimates_stay_probabilities(steps: list[tuple[int, int]]) -> None:
     policy = packed()
