@@ -17,7 +17,7 @@ def find_builtins_once() -> None:
     found = {place: _builtins(place) for place in places}
 
     def patch_builtin(place: Any, *rest: Any) -> None:
-        for name, member in found.setdefault(place, _builtins(place)).items():
+        for name, member in found[place].items():
             if getattr(place, name) is member:
                 replace(place, name, member, *rest)
 
