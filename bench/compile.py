@@ -16,7 +16,7 @@ and stages. Each distinct kernel is then compiled per target down to machine cod
                         lines of source, and the options
 
 `--known` takes the rows of kernels with the same fingerprint from a table that the same triton wrote, and
-compiles only the others: half a minute instead of ten.
+compiles only the others: half a minute instead of ten. Leave it out after a change to what is read.
 
 `--out` writes the table to `compile.json` and `compile.md` and keeps the rows that another triton left
 there. The GPU machines do not all have the newest triton, so the committed table is of two: run it once
