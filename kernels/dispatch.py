@@ -1,24 +1,35 @@
-"""The one rule for which implementation runs: tensors on a GPU take the Triton kernel, tensors on a
-CPU take `naive`. `NANOSPEC_KERNELS=triton|naive` or `forced(...)` overrides it, so that tests can run
-the whole engine on the kernels in Triton's interpreter (`TRITON_INTERPRET=1`).
+"""The one rule for which implementation runs: tensors on a GPU take the Triton kernel, bfloat16 tensors on a
+CPU the compiled C++ of `native/` where an operation has it, all others `naive`. `NANOSPEC_KERNELS=
+triton|native|naive` or `forced(...)` overrides it, so that tests can run the whole engine on the kernels in
+Triton's interpreter (`TRITON_INTERPRET=1`).
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
-Backend = Literal["auto", "naive", "triton"]
+from .native.build import library
+
+Backend = Literal["auto", "naive", "native", "triton"]
+BACKENDS = get_args(Backend)
 _backend: str = os.environ.get("NANOSPEC_KERNELS", "auto")
-if _backend not in ("auto", "naive", "triton"):
-    raise ValueError(f"NANOSPEC_KERNELS={_backend!r} must be 'auto', 'naive' or 'triton'.")
+if _backend not in BACKENDS:
+    raise ValueError(f"NANOSPEC_KERNELS={_backend!r} must be one of {', '.join(map(repr, BACKENDS))}.")
 
 
 def use_triton(tensor: Tensor) -> bool:
     """Whether an operation on `tensor` takes its Triton kernel."""
     return _backend == "triton" or (_backend == "auto" and tensor.is_cuda)
+
+
+def use_native(tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` takes its C++, if it has one."""
+    mine = _backend in ("auto", "native") and tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+    return mine and library() is not None
 
 
 @contextmanager

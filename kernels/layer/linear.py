@@ -16,63 +16,78 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import use_triton
+from ..dispatch import use_native, use_triton
+from ..native import packed
+from ..native.packed import Packed
 from . import gemm
 from .norm import Norm, rms_norm
 from .stream import Stream
 
+Weight = Tensor | Packed  # plain, or packed by `pack`
 
-def pack(weight: Tensor) -> Tensor:
-    """`weight` [N, K] in the fastest layout for this device: oneDNN's on a CPU that has it.
+
+def pack(weight: Tensor) -> Weight:
+    """`weight` [N, K] in the fastest layout for this device: on a CPU that of our own C++, or oneDNN's.
 
     A packed weight is good for the functions of this file only.
     """
+    if use_native(weight) and weight.shape[1] % 2 == 0:
+        return packed.pack(weight)
     plain = use_triton(weight) or weight.is_cuda or weight.dtype == torch.float16
     if plain or not torch.backends.mkldnn.is_available():
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def plain(weight: Weight) -> Tensor:
+    """For kernels, which take no packed weights."""
+    if isinstance(weight, Packed) or weight.is_mkldnn:
+        raise ValueError("This weight was packed for a CPU; pack it with the kernels switched on.")
+    return weight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, written to `out` [T, N] if it is given."""
     if use_triton(x):
-        return gemm.launch(x, weight, bias, out=out)
+        return gemm.launch(x, plain(weight), bias, out=out)
     result = naive(x, weight, bias)
     return result if out is None else out.copy_(result)
 
 
-def norm_linear(stream: Stream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(stream: Stream, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """RMSNorm(x) @ weight.T + bias."""
     if use_triton(stream.x):
-        return gemm.launch(stream, weight, bias)
+        return gemm.launch(stream, plain(weight), bias)
     return naive(rms_norm(stream.x, stream.norm), weight, bias)
 
 
-def norm_swiglu(stream: Stream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_swiglu(stream: Stream, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up of RMSNorm(x); weight is [2I, K] and bias [2I], gate first; gives [T, I]."""
     if use_triton(stream.x):
-        return gemm.launch(stream, weight, bias, swiglu=True)
+        return gemm.launch(stream, plain(weight), bias, swiglu=True)
     gate, up = norm_linear(stream, weight, bias).chunk(2, -1)
     return F.silu(gate) * up
 
 
-def linear_add(h: Tensor, weight: Tensor, stream: Stream, norm: Norm, bias: Tensor | None = None) -> Stream:
+def linear_add(h: Tensor, weight: Weight, stream: Stream, norm: Norm, bias: Tensor | None = None) -> Stream:
     """The stream plus h @ weight.T + bias, for the `norm` that comes next."""
     if use_triton(h):
-        return gemm.launch_add(h, weight, bias, stream, norm)
+        return gemm.launch_add(h, plain(weight), bias, stream, norm)
     return Stream(naive_add(h, weight, stream.x, bias), norm)
 
 
-def naive(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def naive(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Packed):
+        return packed.linear(x, weight, bias)
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     rows = _at_least_two(x)
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")[: len(x)]
 
 
-def naive_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not weight.is_mkldnn:
-        return residual + F.linear(x, weight, bias)
+def naive_add(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Packed) or not weight.is_mkldnn:
+        return residual + naive(x, weight, bias)
     rows = _at_least_two(x)
     residual = residual.expand(len(rows), -1)
     return torch.ops.mkldnn._linear_pointwise.binary(rows, residual, weight, bias, "add")[: len(x)]

@@ -205,8 +205,6 @@ def operand(source: Tensor | Stream) -> tuple[Tensor, Tensor | None, int, float]
 
 def check_product(x: Tensor, weight: Tensor, **extras: tuple[Tensor | None, torch.Size]) -> None:
     """Refuse what the kernel would read wrongly."""
-    if weight.is_mkldnn:
-        raise ValueError("This weight was packed for `naive`; pack it with the kernels switched on.")
     if x.stride(-1) != 1 or not weight.is_contiguous():
         raise ValueError("x must be contiguous in its last dimension, the weight in all.")
     if weight.shape[1] != x.shape[1]:

@@ -16,7 +16,7 @@ from ..batch import Batch
 from ..dispatch import use_triton
 from ..launch import arch
 from ..overlap import release_next, wait_for_previous
-from .linear import norm_linear
+from .linear import Weight, norm_linear, plain
 from .product import (
     check_product,
     last_of_parts,
@@ -38,7 +38,7 @@ HEAD_DIMS = {"sm_80": (64,), "sm_90": (64, 128, 256), "sm_100": (), "gfx942": (6
 
 def qkv_rope(
     stream: Stream,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     cache: Tensor,
     batch: Batch,
@@ -47,7 +47,7 @@ def qkv_rope(
 ) -> Tensor:
     """Write k and v of the stream's norm to the `cache` [2, Hkv, num_blocks, block_size, D], return q."""
     if use_triton(stream.x) and cache.shape[-1] in HEAD_DIMS[arch(stream.x)]:
-        return launch(stream, weight, bias, cache, batch, angles, norms)
+        return launch(stream, plain(weight), bias, cache, batch, angles, norms)
     return rope_cache(norm_linear(stream, weight, bias), cache, batch, angles, norms)
 
 

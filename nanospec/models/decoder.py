@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
+from ..kernels.dispatch import use_native
 from ..kernels.layer.attention import attention
-from ..kernels.layer.linear import linear, linear_add, norm_swiglu, pack
+from ..kernels.layer.linear import Weight, linear, linear_add, norm_swiglu, pack
 from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.plan import Plan
 from ..kernels.layer.qkv_rope import qkv_rope
 from ..kernels.layer.rope_cache import Angles
 from ..kernels.layer.stream import Stream, embed
+from .compiled import compiled_decoder
 from .config import ModelConfig
 from .random_weights import random_weights
 from .rope import cos_sin_table
@@ -40,7 +42,7 @@ GetWeight = Callable[[str], Tensor]
 class Projection(NamedTuple):
     """weight [out, in], possibly packed, and bias [out]."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
 
 
@@ -92,6 +94,7 @@ class Model:
         self.layers = [_layer(config, i, get) for i in range(config.num_layers)]
         self.norm = Norm(get("model.norm.weight"), config.rms_norm_eps)
         self.lm_head = pack(self.embedding if config.tie_word_embeddings else get("lm_head.weight"))
+        self._compiled = compiled_decoder(self)
 
     @classmethod
     def random(
@@ -115,6 +118,8 @@ class Model:
         Returns:
             [T, H] after the final norm. Padding tokens get unspecified values.
         """
+        if self._compiled is not None and use_native(kv_cache):
+            return self._compiled(batch, kv_cache)
         config = self.config
         angles = Angles(self.cos_sin, batch.positions, self.dtype)
         plans = {w: Plan(batch, config.num_heads, kv_cache[0], w) for w in set(config.windows)}

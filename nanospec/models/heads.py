@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layer.linear import linear, pack
+from ..kernels.layer.linear import Weight, linear, pack
 from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
 from .weights import check_fit, listed, open_safetensors, other_formats
@@ -64,7 +64,7 @@ class Block:
     """One residual block of every head, x + SiLU(W x + b), with possibly packed weights: a single
     [num_heads * H, H] with its bias where all heads read the same input, else [H, H] for each head."""
 
-    weights: tuple[Tensor, ...]
+    weights: tuple[Weight, ...]
     biases: tuple[Tensor, ...]
 
 
@@ -81,7 +81,7 @@ class Heads:
 
     num_heads: int
     blocks: tuple[Block, ...]
-    projections: tuple[Tensor, ...]
+    projections: tuple[Weight, ...]
     token_map: Tensor | None
 
     @classmethod
@@ -155,7 +155,7 @@ class Heads:
         return (index if self.token_map is None else self.token_map[index]).int()
 
 
-def _each(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
+def _each(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
     """A matrix of its own for each head: [N, num_heads, K] -> [N, num_heads, M]."""
     columns = x.transpose(0, 1).contiguous()  # [num_heads, N, K]
     return torch.stack([linear(*parts) for parts in zip(columns, weights, biases, strict=True)], 1)

@@ -55,7 +55,7 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
     """
     if model.config.tie_word_embeddings:
         return model.embedding[tokens]
-    if not model.lm_head.is_mkldnn:
+    if isinstance(model.lm_head, Tensor) and not model.lm_head.is_mkldnn:
         return model.lm_head[tokens]
     hidden = model.config.hidden_size
     rows = torch.empty(len(tokens), hidden, dtype=model.dtype)

@@ -1,0 +1,99 @@
+// bfloat16 numbers, vectors of 16 lanes, and the one product that all others are made of.
+
+#pragma once
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+using bf16 = uint16_t;
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
+
+constexpr int LANES = 16;
+constexpr int WIDTH = 2 * LANES;  // columns of a strip
+constexpr int MOST = 12;          // rows that are multiplied with a strip at once: 24 sums in registers
+
+static inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline bf16 to_bf16(float value) {  // to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return value == value ? rounded : 0x7FC0;
+}
+
+static inline Floats splat(float value) { return Floats{} + value; }
+
+static inline void store(Floats values, bf16* to) {
+    Words bits = (Words)values, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    rounded = values == values ? rounded : Words{} + 0x7FC0;
+    typedef bf16 Halves __attribute__((vector_size(32)));
+    Halves halves = __builtin_convertvector(rounded, Halves);
+    memcpy(to, &halves, sizeof halves);
+}
+
+static inline float sum(Floats v) {  // in one order
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) v[i] += v[i + step];
+    return v[0];
+}
+
+static inline float largest(Floats v) {
+    float most = v[0];
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+// 2^x to 2e-7 for x <= 0; exactly 0 below -126, NaN of NaN.
+static inline Floats exp2_of(Floats x) {
+    Floats whole = x < splat(-126) ? splat(-126) : x;
+    whole = (whole + splat(12582912)) - splat(12582912);  // rounded: 1.5 * 2^23 has no bits for fractions
+    Floats f = x - whole, y = splat(1.5403530e-4f);
+    for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = y * f + c;
+    Words power = Words(__builtin_convertvector(whole, Ints) + 127) << 23;
+    return x < splat(-126) ? Floats{} : y * (Floats)power;
+}
+
+// sums[i] += low half of w[i] * low half of x + high half of w[i] * high half of x
+static inline Floats add_pairs(Floats sums, Words w, uint32_t x) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
+#else
+    Words pair = Words{} + x;
+    sums += (Floats)(w << 16) * (Floats)(pair << 16);
+    return sums + (Floats)(w & 0xFFFF0000) * (Floats)(pair & 0xFFFF0000);
+#endif
+}
+
+struct Sums {
+    Floats of[MOST][2];
+};
+
+// sums[m] += x[m] @ strip for M rows x of 2 * pairs numbers; strip [pairs, 32, 2]. Each sum runs through the pairs in
+// ascending order, whatever M is: so a row's bits do not depend on the rows beside it.
+template <int M>
+static void multiply(const bf16* x, long stride, const Words* strip, long pairs, const Words* ahead, Sums& sums) {
+    Floats s[M][2];
+    for (int m = 0; m < M; m++) s[m][0] = sums.of[m][0], s[m][1] = sums.of[m][1];
+    for (long p = 0; p < pairs; p++) {
+        Words a = strip[2 * p], b = strip[2 * p + 1];
+        __builtin_prefetch(ahead + 2 * p);
+        __builtin_prefetch(ahead + 2 * p + 1);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            uint32_t pair;
+            memcpy(&pair, x + m * stride + 2 * p, 4);
+            s[m][0] = add_pairs(s[m][0], a, pair);
+            s[m][1] = add_pairs(s[m][1], b, pair);
+        }
+    }
+    for (int m = 0; m < M; m++) sums.of[m][0] = s[m][0], sums.of[m][1] = s[m][1];
+}

@@ -1,0 +1,88 @@
+"""The C++ of this folder as a library: compiled once for this machine, kept in the user's cache.
+
+    library()   the loaded library, or None where it cannot be had; the reason is said once, as a warning
+
+It needs a C++ compiler (`$CXX`, else g++, clang++ or c++) that knows C++20 and OpenMP, and takes some ten
+seconds. The sources use nothing of torch, whose headers would take a minute; they share its OpenMP threads.
+The file's name is a hash of all that it depends on, so nothing needs to be cleaned up by hand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+COMPILERS = ("g++", "clang++", "c++")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """See the module docstring."""
+    try:
+        return ctypes.CDLL(str(built()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        warnings.warn(
+            "The CPU code could not be compiled, so plain PyTorch runs instead, at about half the speed: "
+            f"{reason.strip().splitlines()[0]}",
+            stacklevel=2,
+        )
+        return None
+
+
+def built(folder: Path | None = None) -> Path:
+    """The library's file, compiled if it is not there yet. OSError or CalledProcessError if that fails."""
+    compiler = find_compiler()
+    file = (folder or cache_folder()) / f"native-{fingerprint(compiler)}.so"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".so", delete=False) as partial:
+            pass
+        try:
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", partial.name]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            os.replace(partial.name, file)  # at once: another process may be doing the same
+        finally:
+            Path(partial.name).unlink(missing_ok=True)
+    return file
+
+
+def find_compiler() -> str:
+    """The path of a C++ compiler."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
+    for name in names:
+        if found := shutil.which(name):
+            return found
+    raise FileNotFoundError(f"there is no C++ compiler ({', '.join(names)}); install one, such as g++")
+
+
+def fingerprint(compiler: str) -> str:
+    """Changes whenever another library would come out."""
+    parts = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    parts += [" ".join(FLAGS).encode(), compiler.encode(), version, _processor().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model", "flags", "Features"))}))
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanospec"
