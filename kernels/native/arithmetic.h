@@ -10,8 +10,10 @@
 using bf16 = uint16_t;
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 
+constexpr float LOG2_E = 1.44269504f;
 constexpr int LANES = 16;
 constexpr int WIDTH = 2 * LANES;  // columns of a strip
 constexpr int MOST = 12;          // rows that are multiplied with a strip at once: 24 sums in registers
@@ -32,24 +34,45 @@ static inline bf16 to_bf16(float value) {  // to the nearest, ties to even
 
 static inline Floats splat(float value) { return Floats{} + value; }
 
-static inline void store(Floats values, bf16* to) {
-    Words bits = (Words)values, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    rounded = values == values ? rounded : Words{} + 0x7FC0;
-    typedef bf16 Halves __attribute__((vector_size(32)));
-    Halves halves = __builtin_convertvector(rounded, Halves);
-    memcpy(to, &halves, sizeof halves);
+static inline Floats load(const bf16* from, long n = LANES) {
+    Halves halves{};
+    if (n == LANES)
+        memcpy(&halves, from, sizeof halves);
+    else
+        memcpy(&halves, from, n * sizeof(bf16));
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
-static inline float sum(Floats v) {  // in one order
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) v[i] += v[i + step];
-    return v[0];
+static inline void store(Floats values, bf16* to, long n = LANES) {
+    Words bits = (Words)values, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    rounded = values == values ? rounded : Words{} + 0x7FC0;
+    Halves halves = __builtin_convertvector(rounded, Halves);
+    if (n == LANES)
+        memcpy(to, &halves, sizeof halves);
+    else
+        memcpy(to, &halves, n * sizeof(bf16));
+}
+
+// The lanes of the result are those of v that lie `step` apart from their own: 0 <-> step, and so on.
+static inline Floats swapped(Floats v, int step) {
+    Ints lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i ^ step;
+    return __builtin_shuffle(v, lanes);
+}
+
+static inline float sum(Floats v) {  // by a tree
+    v += swapped(v, 8);
+    v += swapped(v, 4);
+    v += swapped(v, 2);
+    return v[0] + v[1];
 }
 
 static inline float largest(Floats v) {
-    float most = v[0];
-    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
-    return most;
+    for (int step = LANES / 2; step; step /= 2) {
+        Floats other = swapped(v, step);
+        v = v > other ? v : other;
+    }
+    return v[0];
 }
 
 // 2^x to 2e-7 for x <= 0; exactly 0 below -126, NaN of NaN.
@@ -80,13 +103,16 @@ struct Sums {
 // sums[m] += x[m] @ strip for M rows x of 2 * pairs numbers; strip [pairs, 32, 2]. Each sum runs through the pairs in
 // ascending order, whatever M is: so a row's bits do not depend on the rows beside it.
 template <int M>
-static void multiply(const bf16* x, long stride, const Words* strip, long pairs, const Words* ahead, Sums& sums) {
+static void multiply(
+    const bf16* x, long stride, const Words* strip, long pairs, Sums& sums, const char* ahead, long step
+) {
     Floats s[M][2];
     for (int m = 0; m < M; m++) s[m][0] = sums.of[m][0], s[m][1] = sums.of[m][1];
     for (long p = 0; p < pairs; p++) {
         Words a = strip[2 * p], b = strip[2 * p + 1];
-        __builtin_prefetch(ahead + 2 * p);
-        __builtin_prefetch(ahead + 2 * p + 1);
+        __builtin_prefetch(ahead, 0, 2);  // to the second-level cache: a strip may be larger than the first
+        __builtin_prefetch(ahead + sizeof(Words), 0, 2);
+        ahead += step;
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             uint32_t pair;

@@ -8,6 +8,12 @@
 #include <atomic>
 #include <vector>
 
+static inline void relax() {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#endif
+}
+
 struct Phase {
     alignas(64) std::atomic<int> taken{0};
     alignas(64) std::atomic<int> done{0};
@@ -37,9 +43,20 @@ class Team {
             int done = here.done.load(std::memory_order_acquire);
             if (done >= count) return;
             if (spin < SPINS)
-                __builtin_ia32_pause();
+                relax();
             else
                 here.done.wait(done, std::memory_order_acquire);
         }
     }
 };
+
+// Runs work(team) on so many threads, which go through at most so many phases.
+template <class Work>
+void run(int threads, int phases, Work work) {
+    std::vector<Phase> all(phases);
+#pragma omp parallel num_threads(threads)
+    {
+        Team team(all.data());
+        work(team);
+    }
+}

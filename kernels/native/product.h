@@ -1,0 +1,95 @@
+// Products of some tokens with a packed weight, and what is done with the sums before they are forgotten.
+
+#pragma once
+#include <algorithm>
+
+#include "structs.h"
+#include "threads.h"
+
+constexpr long CHUNK = 8 * MOST;  // tokens to a task
+
+using Multiply = void (*)(const bf16*, long, const Words*, long, Sums&, const char*, long);
+constexpr Multiply MULTIPLY[] = {
+    nullptr,     multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,
+    multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
+};
+
+// Cuts `count` rows into as few parts of at most MOST as there can be, of nearly the same size: f(first, size).
+template <class F>
+void in_parts(long count, F f) {
+    const long parts = (count + MOST - 1) / MOST;
+    for (long i = 0; i < parts; i++) {
+        const long first = count * i / parts;
+        f(first, count * (i + 1) / parts - first);
+    }
+}
+
+// x [tokens, columns] times the rows of a weight: done(t, m, row, sums) gets the sums of m tokens from t on and 32 rows of
+// the weight from `row` on. With PAIR, those of the rows that lie half the weight further come with them.
+//
+// A task is a strip. While it is computed, the strip that this thread will take next is on its way to the cache.
+template <bool PAIR = false, class Done>
+void product(Team& team, const Weight& w, const bf16* x, long tokens, Done done) {
+    const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, chunks = (tokens + CHUNK - 1) / CHUNK;
+    const long bytes = pairs * 2 * sizeof(Words);
+    team.each(strips * chunks, [&](long task, long next) {
+        const long s = task / chunks, from = task % chunks * CHUNK, count = std::min(CHUNK, tokens - from);
+        const long after = std::min(next / chunks, strips - 1), parts = (count + MOST - 1) / MOST;
+        in_parts(count, [&](long first, long m) {
+            const bf16* rows = x + (from + first) * w.columns;
+            const long share = bytes / parts * (first * parts / count);  // of the next strip, that this part asks for
+            Sums sums[1 + PAIR];
+            for (int half = 0; half <= PAIR; half++) {
+                for (long i = 0; i < m; i++) sums[half].of[i][0] = sums[half].of[i][1] = Floats{};
+                const char* ahead = (const char*)w.strip(after + half * strips) + share;
+                MULTIPLY[m](rows, w.columns, w.strip(s + half * strips), pairs, sums[half], ahead, bytes / pairs / parts);
+            }
+            done(from + first, m, s * WIDTH, sums);
+        });
+    });
+}
+
+// Calls f(t, row, values, n) with the sums of token t and n <= 16 rows of the weight from `row` on, bias included.
+template <class F>
+void with_bias(const Weight& w, long t, long m, long row, const Sums& sums, F f) {
+    for (int half = 0; half < 2; half++, row += LANES) {
+        const long n = std::min<long>(LANES, w.rows - row);
+        if (n <= 0) return;
+        const Floats bias = w.bias ? load(w.bias + row, n) : Floats{};
+        for (long i = 0; i < m; i++) f(t + i, row, sums.of[i][half] + bias, n);
+    }
+}
+
+// out [tokens, rows] = x @ weight.T + bias
+inline void linear(Team& team, const Weight& w, const bf16* x, long tokens, bf16* out) {
+    product(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
+        with_bias(w, t, m, row, *sums, [&](long t, long row, Floats values, long n) {
+            store(values, out + t * w.rows + row, n);
+        });
+    });
+}
+
+// to [tokens, rows] += x @ weight.T + bias
+inline void linear_add(Team& team, const Weight& w, const bf16* x, long tokens, bf16* to) {
+    product(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
+        with_bias(w, t, m, row, *sums, [&](long t, long row, Floats values, long n) {
+            bf16* at = to + t * w.rows + row;
+            store(load(at, n) + values, at, n);
+        });
+    });
+}
+
+// out [tokens, rows / 2] = silu(gate) * up of x @ [gate; up].T + bias; rows / 2 a multiple of 32
+inline void swiglu(Team& team, const Weight& w, const bf16* x, long tokens, bf16* out) {
+    const long inner = w.rows / 2;
+    product<true>(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
+        for (int half = 0; half < 2; half++, row += LANES)
+            for (long i = 0; i < m; i++) {
+                Floats gate = sums[0].of[i][half], up = sums[1].of[i][half];
+                if (w.bias) gate += load(w.bias + row), up += load(w.bias + inner + row);
+                // silu(x) = x / (1 + e^-x); from e^-|x|, which does not overflow
+                const Floats small = exp2_of((gate < 0 ? gate : -gate) * LOG2_E);
+                store(gate * (gate < 0 ? small : splat(1)) / (1 + small) * up, out + (t + i) * inner + row);
+            }
+    });
+}
