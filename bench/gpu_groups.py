@@ -132,7 +132,7 @@ def e2e(cpu: bool) -> list[Group]:
 
 def peers(cpu: bool) -> list[Group]:
     def group(name: str, limit: float, *arguments: str) -> Group:
-        return Group(name, ("bench/peers.py", *arguments), limit)
+        return Group(name, ("bench/peers/gpu.py", *arguments), limit)
 
     shapes = ("tiny",) if cpu else ("qwen3-0.6b", "qwen3-8b")
     return [

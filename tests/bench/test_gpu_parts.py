@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import check, e2e, gap, gpu_tests, kernels, peers, rows, sanitize, smoke, stand_in, steps
+from bench import check, e2e, gap, gpu_tests, kernels, rows, sanitize, smoke, stand_in, steps
 from bench.cases import Case, all_cases
 from bench.events import kernel_events
 from bench.gpu_groups import PARTS
+from bench.peers import gpu as peers
 from nanospec.engine import Engine
 
 GRID = ["--shape", "tiny", "--batches", "1", "2", "--repeats", "1"]

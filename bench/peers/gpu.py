@@ -1,6 +1,6 @@
 """What others take for the same work on this GPU, measured beside ours in the same process.
 
-    python bench/peers.py plain|attention|transformers [--shape qwen3-0.6b] [--out bench/results]
+    python bench/peers/gpu.py plain|attention|transformers [--shape qwen3-0.6b] [--out bench/results]
 
 plain: a decode step in plain PyTorch (`bench/plain.py`) at K=0 and K=4, in a CUDA graph, as it is and
 through `torch.compile`, in turn with our captured step of the same shape. attention: FlashAttention 3 over
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

@@ -1,0 +1,136 @@
+"""What the rounds of the comparison on a CPU say: rates, ratios within a round, equal outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.common import pyplot, spread
+
+Json = dict[str, Any]
+Round = dict[tuple[str, str], Json]
+"""(label of system and way, name of the case): what its worker noted"""
+
+
+def tokens(run: Json) -> int:
+    return sum(map(len, run["outputs"]))
+
+
+def rate(run: Json) -> float:
+    """Tokens per second, prompts included."""
+    return tokens(run) / run["seconds"]
+
+
+def decode_rate(run: Json) -> float | None:
+    """Tokens per second after each wave's first ones, where the time to those is known."""
+    later = tokens(run) - len(run["outputs"])
+    spent = run["seconds"] - run.get("first_seconds", run["seconds"])
+    return later / spent if later and spent > 0 else None
+
+
+def equal(outputs: Sequence[list[int]], others: Sequence[list[int]]) -> int:
+    """How many answers are the same."""
+    return sum(a == b for a, b in zip(outputs, others, strict=True))
+
+
+def ratios(rounds: Sequence[Round], ours: tuple[str, str], theirs: tuple[str, str]) -> list[float]:
+    """Our rate over theirs, of each round that has both."""
+    return [rate(r[ours]) / rate(r[theirs]) for r in rounds if ours in r and theirs in r]
+
+
+def fastest(runs: dict[Any, Json]) -> Any:
+    """The key of the run with the highest rate."""
+    return max(runs, key=lambda key: rate(runs[key]))
+
+
+def rows(rounds: Sequence[Round]) -> list[Json]:
+    """One for each system, way and case."""
+    found = []
+    for label, case in rounds[0]:
+        runs = [r[label, case] for r in rounds]
+        system, way = label.split(" ", 1)
+        row: Json = {"case": case, "system": system, "way": way}
+        row["peak_mb"] = max(run["peak_mb"] for run in runs)
+        if runs[0].get("guess") is not None:
+            row["guess"] = runs[0]["guess"]
+        row["tokens_per_second"] = spread([rate(run) for run in runs])
+        later = [decode_rate(run) for run in runs]
+        if all(later):
+            row["decode_tokens_per_second"] = spread([value for value in later if value])
+        if "first_seconds" in runs[0]:
+            row["first_token_seconds"] = spread([run["first_seconds"] / run["waves"] for run in runs])
+        if system != "nanospec":
+            row["nanospec_ratio"] = spread(ratios(rounds, (f"nanospec {way}", case), (label, case)))
+        plain = (f"{system} plain", case)
+        if way != "plain" and plain in rounds[0]:
+            row["plain_ratio"] = spread(ratios(rounds, (label, case), plain))
+            same = [equal(r[label, case]["outputs"], r[plain]["outputs"]) for r in rounds]
+            row["equal_to_plain"] = [min(same), len(runs[0]["outputs"])]
+        found.append(row)
+    return found
+
+
+def policy_rows(rounds: Sequence[Round]) -> list[Json]:
+    """Ours with automatic K over K = 0 in the same process, by batch size."""
+    found, label = [], "nanospec n-gram"
+    for known, case in rounds[0]:
+        if known == label and case.endswith(" at once, K=0"):
+            other = case.replace("K=0", "automatic")
+            same = [equal(r[label, case]["outputs"], r[label, other]["outputs"]) for r in rounds]
+            found.append({
+                "batch": int(case.split()[0]),
+                "ratio": spread(ratios(rounds, (label, other), (label, case))),
+                "equal": [min(same), len(rounds[0][label, case]["outputs"])],
+            })  # fmt: skip
+    return found
+
+
+def markdown(table: Sequence[Json]) -> str:
+    """The table as README shows it: a line for each case and way, a column for each system."""
+    systems = list(dict.fromkeys(row["system"] for row in table))
+    peers = [system for system in systems if system != "nanospec"]
+    lines = [
+        "| | " + " | ".join([*systems, *(f"nanospec / {peer}" for peer in peers)]) + " |",
+        "|---" * (1 + len(systems) + len(peers)) + "|",
+    ]
+    for case, way in dict.fromkeys((row["case"], row["way"]) for row in table):
+        of = {row["system"]: row for row in table if (row["case"], row["way"]) == (case, way)}
+        if case.endswith(("K=0", "automatic")):
+            continue
+        cells = [_cell(of[system], case) if system in of else "" for system in systems]
+        cells += [_ratio(of[peer].get("nanospec_ratio")) if peer in of else "" for peer in peers]
+        lines.append(f"| {way}, {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: Json, case: str) -> str:
+    if case.startswith("first token"):
+        return f"{row['tokens_per_second']['median'] ** -1:.2f} s"
+    said = f"{row['tokens_per_second']['median']:.0f}"
+    if "guess" in row and row["guess"] != "auto":
+        said += f" (K = {row['guess']})"
+    if "equal_to_plain" in row:
+        said += ", equal {} of {}".format(*row["equal_to_plain"])
+    return said
+
+
+def _ratio(found: Json | None) -> str:
+    return f"{found['median']:.2f} ({found['min']:.2f}–{found['max']:.2f})" if found else ""
+
+
+def plot(table: Sequence[Json], file: Any, message: str) -> None:
+    """Our rate over the peers', case by case."""
+    plt = pyplot()
+    bars = [row for row in table if "nanospec_ratio" in row]
+    figure, axis = plt.subplots(figsize=(7, 0.8 + 0.32 * len(bars)))
+    middle = [row["nanospec_ratio"]["median"] for row in bars]
+    low = [row["nanospec_ratio"]["median"] - row["nanospec_ratio"]["min"] for row in bars]
+    high = [row["nanospec_ratio"]["max"] - row["nanospec_ratio"]["median"] for row in bars]
+    axis.barh(range(len(bars)), middle, xerr=(low, high), color="#4477aa", error_kw={"ecolor": "#444444"})
+    axis.set_yticks(range(len(bars)), [f"{row['system']}, {row['way']}, {row['case']}" for row in bars])
+    axis.invert_yaxis()
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set_xlabel("nanospec's tokens per second over theirs: median and range over the rounds")
+    axis.set_title(message, loc="left", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
