@@ -103,5 +103,5 @@ def make_work(cases: Sequence[Json], prompts: dict[str, list[list[int]]], **sett
         "warm_tokens": 8,
         "max_num_seqs": max((case["batch"] for case in cases), default=1),
         "max_model_len": window,
-        "cache_tokens": max(window, *held),
+        "cache_tokens": max([window, *held]),
     }
