@@ -67,8 +67,8 @@ def main() -> None:
     race.choose()
     for i in range(args.rounds):
         reads.append(read_rate())
+        print(f"\nround {i + 1}", flush=True)
         rounds.append(race.round(i))
-        say(rounds[-1], i)
     race.close()
     result["systems"] = race.about
     result["table"] = tables.rows(rounds)
@@ -192,6 +192,7 @@ class Race:
         self._running[lane] = system
         found = system.run([task.case["name"]])
         [run] = found.pop("runs").values()
+        print(f"  {task.case['name']:24} {task.label:24} {tables.rate(run):8.1f} tok/s", flush=True)
         self.about[f"{lane[0]} {'plain' if lane[1] is None else f'K={lane[1]}'}"] = found
         return {**run, "guess": lane[1], "waves": task.case["waves"]}
 
@@ -238,12 +239,6 @@ def bandwidth(folder: Path, rate: float, table: Sequence[Json]) -> Json:
         if row["case"] == f"B=1, {SHORT}" and row["way"] == "plain" and row["system"] != "llama.cpp"
     }
     return {"read_gb_per_s": round(rate / 1e9, 1), "weight_mb": round(weights / 1e6, 1), "share": share}
-
-
-def say(found: tables.Round, number: int) -> None:
-    print(f"\nround {number + 1}", flush=True)
-    for (label, case), run in found.items():
-        print(f"  {case:24} {label:24} {tables.rate(run):8.1f} tok/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,9 @@ class System:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:  # it has answered everything: nothing is lost
+            self._process.kill()
         self._log.close()
         self._folder.cleanup()
