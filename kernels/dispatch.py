@@ -1,7 +1,7 @@
-"""The one rule for which implementation runs: tensors on a GPU take the Triton kernel, bfloat16 tensors on a
-CPU the compiled C++ of `native/` where an operation has it, all others `naive`. `NANOSPEC_KERNELS=
-triton|native|naive` or `forced(...)` overrides it, so that tests can run the whole engine on the kernels in
-Triton's interpreter (`TRITON_INTERPRET=1`).
+"""The one rule for which implementation runs: tensors on a GPU take the Triton kernel, tensors on a CPU the
+compiled C++ of `native/` where an operation has it for their dtype, all others `naive`.
+`NANOSPEC_KERNELS=triton|native|naive` or `forced(...)` overrides it, so that tests can run the whole engine
+on the kernels in Triton's interpreter (`TRITON_INTERPRET=1`).
 """
 
 import os
@@ -26,10 +26,10 @@ def use_triton(tensor: Tensor) -> bool:
     return _backend == "triton" or (_backend == "auto" and tensor.is_cuda)
 
 
-def use_native(tensor: Tensor) -> bool:
-    """Whether an operation on `tensor` takes its C++, if it has one."""
-    mine = _backend in ("auto", "native") and tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
-    return mine and library() is not None
+def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether an operation on `tensor` takes its C++, which it has for these dtypes (default: bfloat16)."""
+    mine = _backend in ("auto", "native") and tensor.device.type == "cpu"
+    return mine and tensor.dtype in (dtypes or (torch.bfloat16,)) and library() is not None
 
 
 @contextmanager

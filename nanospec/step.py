@@ -110,9 +110,7 @@ class Step:
             proposal = drafter.propose(table, rows, k) if drafter and k else nothing(rows, 0)
             if cut is not None and k:
                 proposal = _cut(rows, proposal, cut)
-            batch = lay_out(table, rows, proposal)
-            if cut is not None:
-                batch = batch.packed()
+            batch = lay_out(table, rows, proposal, packed=cut is not None)
         with self.stages("forward"):
             hidden = model.forward(batch, self.kv_cache)
             fits = len(hidden) <= len(self._logits)

@@ -10,6 +10,8 @@ penalties (`penalties.py`); top-k, top-p over what top-k left, min-p (`top_k_top
 argmax(score - T log E) with the noise of `noise.py`: a draw from softmax(score / T), and plain argmax
 for temperature 0. Ties go to the lowest id.
 
+On a CPU `native` does so in one call of `native/sampling.cpp`, a row to a task.
+
 Kernel: two launches. `scan` reads the logits once, by chunks of the vocabulary, and `_finish` compares the
 chunks' winners. Rows with top-k, top-p or min-p cannot have winners yet: there the chunks leave what
 `top_k_top_p` draws from. A query's bits do not depend on what runs beside it. Limits: those of `scan`.
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..codes import NAN_TOKEN
-from ..dispatch import use_triton
+from ..dispatch import use_native, use_triton
+from ..native.call import batch_words, call
 from ..speculation.walk import Row, rows_of
 from ..table import Table
 from . import noise, penalties, scan, top_k_top_p
@@ -34,7 +37,10 @@ _NAN_TOKEN = tl.constexpr(NAN_TOKEN)
 
 def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
     """Draw the target's token at each position. See the module docstring."""
-    return launch(logits, table, batch) if use_triton(logits) else naive(logits, table, batch, lazy=True)
+    if use_triton(logits):
+        return launch(logits, table, batch)
+    fast = use_native(logits, torch.bfloat16, torch.float32)
+    return (native if fast else naive)(logits, table, batch, lazy=True)
 
 
 def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
@@ -111,6 +117,18 @@ def argmax(scores: Tensor) -> Tensor:
     best, group = groups.amax(-1).max(-1)
     inside = groups[torch.arange(N, device=scores.device), group].max(-1)[1]
     return (group * size + inside).masked_fill_(~best.isfinite(), NAN_TOKEN)
+
+
+def native(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
+    """`naive`; with `lazy` not even the argmax of queries that are not read is taken: those targets are 0."""
+    if logits.stride(1) != 1 or logits.shape[1] != table.vocab_size:
+        raise ValueError(f"Logits {list(logits.shape)} do not fit a table for {table.vocab_size} tokens.")
+    targets = torch.zeros(len(logits), dtype=torch.int32)
+    call(
+        "nanospec_sample", *table, *batch_words(batch), logits, logits.stride(0),
+        logits.dtype == torch.bfloat16, lazy, targets, torch.get_num_threads(),
+    )  # fmt: skip
+    return targets
 
 
 @triton.jit

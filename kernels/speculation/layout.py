@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..codes import RUNNING
-from ..dispatch import use_triton
+from ..dispatch import use_native, use_triton
 from ..launch import next_power_of_2
+from ..native.call import call, proposal_words
 from ..table import Table
 from .proposal import Proposal
 
@@ -28,10 +29,13 @@ _RUNNING = tl.constexpr(RUNNING)
 PAGES = 1024  # at most, per program
 
 
-def lay_out(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
-    """The padded batch of `rows` [B] int32, request rows or -1, and their drafts. Never waits for the device
-    on a GPU."""
-    return (launch if use_triton(rows) else naive)(table, rows, proposal)
+def lay_out(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
+    """The padded batch of `rows` [B] int32, request rows or -1, and their drafts; or the packed one. Never
+    waits for the device on a GPU, unless packed."""
+    if not use_triton(rows) and use_native(rows, torch.int32):
+        return native(table, rows, proposal, packed)
+    batch = (launch if use_triton(rows) else naive)(table, rows, proposal)
+    return batch.packed() if packed else batch
 
 
 def lay_out_text(
@@ -54,6 +58,24 @@ def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     positions = torch.where(chain.slots >= 0, (base[:, None] + depth).flatten(), 0)
     parents = torch.cat((torch.zeros_like(rows)[:, None], proposal.parents), 1).flatten()
     return replace(chain, input_ids=input_ids, positions=positions, ancestors=ancestors, parents=parents)
+
+
+def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
+    """By `native/speculation.cpp`, in one piece of memory."""
+    B, k = proposal.drafts.shape
+    per_row, per_token = [B, B, B, B, B * table.max_blocks], 3 if proposal.parents is None else 4
+    memory = rows.new_empty(sum(per_row) + B * (k + 1) * per_token)
+    masks = None if proposal.parents is None else rows.new_empty(B * (k + 1), dtype=torch.int64)
+    words = *table, *proposal_words(proposal), rows, packed, memory, masks
+    T, longest, kv_len = call("nanospec_lay_out", *words, 0, 0, 0)[-3:]
+    request, q_start, q_len, base_len, pages, input_ids, positions, slots, *rest = memory.split(
+        [*per_row, *[T] * per_token, len(memory) - sum(per_row) - T * per_token]
+    )
+    return Batch(
+        request, input_ids, positions, slots, pages.view(B, -1), q_start, q_len, base_len,
+        longest if packed else k + 1, kv_len if packed else table.max_context,
+        None if masks is None else masks[:T], None if masks is None else rest[0],
+    )  # fmt: skip
 
 
 def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,10 +172,7 @@ def _lay_out_text(
 
 def launch(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     B, k = proposal.drafts.shape
-    batch = _empty(table, rows, k + 1, table.max_context)
-    if proposal.parents is not None:
-        ancestors = rows.new_empty(batch.num_tokens, dtype=torch.int64)
-        batch = replace(batch, ancestors=ancestors, parents=rows.new_empty(batch.num_tokens))
+    batch = _empty(table, rows, proposal)
     if B:
         grid, sizes = _grid(table, B, k + 1)
         _lay_out[grid](table, rows, proposal, batch.tensors, k, **sizes)
@@ -163,14 +182,23 @@ def launch(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
 def launch_text(
     table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
 ) -> Batch:
-    batch = _empty(table, rows, width, bound or table.max_context)
+    batch = _empty_chains(table, rows, width, bound or table.max_context)
     if len(rows):
         grid, sizes = _grid(table, len(rows), width)
         _lay_out_text[grid](table, rows, first, count, batch.tensors, width, **sizes)
     return batch
 
 
-def _empty(table: Table, rows: Tensor, width: int, bound: int) -> Batch:
+def _empty(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
+    """Memory for the padded batch of rows and their drafts."""
+    batch = _empty_chains(table, rows, proposal.drafts.shape[1] + 1, table.max_context)
+    if proposal.parents is None:
+        return batch
+    ancestors = rows.new_empty(batch.num_tokens, dtype=torch.int64)
+    return replace(batch, ancestors=ancestors, parents=rows.new_empty(batch.num_tokens))
+
+
+def _empty_chains(table: Table, rows: Tensor, width: int, bound: int) -> Batch:
     """Memory for a chain of `width` tokens per row."""
     B, new = len(rows), rows.new_empty
     T = B * width

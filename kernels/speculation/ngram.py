@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dispatch import use_triton
+from ..dispatch import use_native, use_triton
 from ..launch import next_power_of_2
+from ..native.call import call, proposal_words
 from ..table import Table
 from .proposal import Proposal
 
@@ -38,7 +39,9 @@ PROGRAMS = 512  # enough to fill a GPU
 def propose(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
     """Draft up to `k` tokens for each of `rows` [B] int32, request rows or -1. `max_n` is an upper bound of
     theirs."""
-    return (launch if use_triton(rows) else naive)(table, rows, k, max_n)
+    if use_triton(rows):
+        return launch(table, rows, k, max_n)
+    return (native if use_native(rows, torch.int32) else naive)(table, rows, k, max_n)
 
 
 def naive(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
@@ -59,6 +62,16 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
         match_len.append(n)
     columns = (drafts, num_drafts, sources, match_len, [0] * len(drafts))
     return Proposal(*(torch.tensor(c, dtype=torch.int32, device=rows.device) for c in columns))
+
+
+def native(table: Table, rows: Tensor, k: int, max_n: int, max_width: int | None = None) -> Proposal:
+    """By `native/speculation.cpp`. With `max_width` what `ngram_tree.naive` makes."""
+    B, new = len(rows), rows.new_empty
+    parents = None if max_width is None else new(B, k)
+    result = Proposal(new(B, k), new(B), new(B, k), new(B), new(B), parents)
+    words = *table, *proposal_words(result), rows, max_n, max_width
+    call("nanospec_ngram", *words, torch.get_num_threads())
+    return result
 
 
 def allowed(table: Table, k: int) -> list[int]:

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..codes import MAX_DRAFTS, MAX_TREE_WIDTH
-from ..dispatch import use_triton
+from ..dispatch import use_native, use_triton
 from ..launch import next_power_of_2
 from ..table import Table
 from . import ngram
@@ -55,7 +55,9 @@ _LONG_MATCH = tl.constexpr(LONG_MATCH)
 def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
     """Draft up to `k` tokens for each of `rows` [B] int32, request rows or -1. `max_n` and `max_width` are
     upper bounds of theirs."""
-    return (launch if use_triton(rows) else naive)(table, rows, k, max_n, max_width)
+    if use_triton(rows):
+        return launch(table, rows, k, max_n, max_width)
+    return (ngram.native if use_native(rows, torch.int32) else naive)(table, rows, k, max_n, max_width)
 
 
 def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from ..batch import MAX_QUERIES, Batch
 from ..codes import LENGTH, NAN, NAN_TOKEN, RUNNING, STOPPED
-from ..dispatch import use_triton
+from ..dispatch import use_native, use_triton
 from ..launch import next_power_of_2
+from ..native.call import batch_words, call, proposal_words
 from ..table import Table
 from . import report
 from .proposal import Proposal
@@ -49,7 +50,9 @@ class Verdict(NamedTuple):
 
 def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """Walk each row's drafts along the target's tokens, and append the tokens passed to its history."""
-    return (launch if use_triton(targets) else naive)(targets, batch, table, proposal)
+    if use_triton(targets):
+        return launch(targets, batch, table, proposal)
+    return (native if use_native(targets, torch.int32) else naive)(targets, batch, table, proposal)
 
 
 def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
@@ -91,6 +94,20 @@ def _kept(run: list[int], room: int, stops: list[int]) -> tuple[int, int]:
         if token in stops:
             return n + 1, STOPPED
     return min(len(run), room), LENGTH if len(run) >= room else RUNNING
+
+
+def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
+    """By `native/speculation.cpp`."""
+    verdict = _empty(batch)
+    words = *table, *batch_words(batch), *proposal_words(proposal)
+    call("nanospec_commit", *words, targets, *verdict)
+    return verdict
+
+
+def _empty(batch: Batch) -> Verdict:
+    B, Q = batch.num_rows, batch.max_q_len
+    shapes = (B, report.NUM_COLUMNS.value + 2 * Q), (B,), (B, Q)
+    return Verdict(*map(batch.q_len.new_empty, shapes))
 
 
 @triton.jit
@@ -167,8 +184,7 @@ def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
     B, Q = batch.num_rows, batch.max_q_len
     if Q > MAX_QUERIES:
         raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_QUERIES}.")
-    width = report.NUM_COLUMNS.value + 2 * Q
-    verdict = Verdict(*(batch.q_len.new_empty(shape) for shape in ((B, width), (B,), (B, Q))))
+    verdict = _empty(batch)
     if B:
         _commit[(B,)](
             targets, batch.tensors, table, proposal, verdict, Q, proposal.source.shape[1],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED
+from nanospec.kernels.native.build import library
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import NUM_COLUMNS
 from nanospec.kernels.speculation.verify import Verdict
@@ -20,6 +21,11 @@ from nanospec.kernels.table import Table
 
 S = 4  # request rows, unless a test says otherwise
 NEUTRAL = {"top_p": 1, "repetition": 1, "max_len": 1000, "limit": 63, "min_n": 1, "max_n": 3, "width": 1}
+
+
+def compiled(**functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """These, where there is a compiler for them."""
+    return functions if library() is not None else {}
 
 
 def ints(*values: int) -> Tensor:

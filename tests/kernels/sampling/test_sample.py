@@ -18,9 +18,11 @@ from torch import Tensor
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling import noise, sample
 from nanospec.kernels.speculation import verify
+from nanospec.kernels.speculation.walk import rows_of
 from nanospec.kernels.table import Table
 from tests.kernels.batches import (
     S,
+    compiled,
     emitted,
     guessed,
     ints,
@@ -125,6 +127,11 @@ def check(
             assert int(targets[t]) == expected, f"token {t}"
 
 
+ON_CPU = {"naive": sample.naive, **compiled(native=sample.native)}
+IMPLEMENTATIONS = {**ON_CPU, "kernel": sample.launch}
+
+
+@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
@@ -134,10 +141,11 @@ def check(
     st.booleans(),
     st.booleans(),
 )
-def test_naive_matches_reference(
-    q_len: list[int], V: int, seed: int, uniform: bool, tree: bool, nan: bool
+def test_on_a_cpu_matches_reference(
+    implementation: str, q_len: list[int], V: int, seed: int, uniform: bool, tree: bool, nan: bool
 ) -> None:
-    check(q_len, V, seed, sample.naive, uniform, tree, nan=nan)
+    dtype = torch.bfloat16 if implementation == "native" and seed % 2 else torch.float32
+    check(q_len, V, seed, ON_CPU[implementation], uniform, tree, dtype, nan)
 
 
 def draw_many(table: Table, logits: Tensor, n: int, position: int = 1) -> Tensor:
@@ -206,25 +214,22 @@ def test_argmax_is_argmax(V: int) -> None:
     assert torch.equal(sample.argmax(x), expected)
 
 
-IMPLEMENTATIONS = {"naive": sample.naive, "kernel": sample.launch}
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_row_does_not_depend_on_the_batch(implementation: str) -> None:
     """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
-    V, base, run = (100 if implementation == "naive" else 1000), 11, IMPLEMENTATIONS[implementation]
+    V, base, run = (1000 if implementation == "kernel" else 100), 11, IMPLEMENTATIONS[implementation]
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(8, V, generator=generator)
     ids = torch.randint(0, V, (8,), generator=generator, dtype=torch.int32)
     table = make_table(V, temperature=[1.0, 1.0, 0.0, 0.7], top_p=[1.0, 0.9, 1.0, 0.5], top_k=[0, 0, 9, 30])
     for s in range(S):
         together = run(logits, table, make_batch([8], [base], rows=ints(s), input_ids=ids))
-        for i in range(8) if implementation == "naive" else (0, 5, 7):
+        for i in (0, 5, 7) if implementation == "kernel" else range(8):
             one = make_batch([1], [base + i], rows=ints(s), input_ids=ids[:1])
             assert int(run(logits[i : i + 1], table, one)) == int(together[i])
         crowd = torch.cat((torch.randn(8, V), logits, torch.randn(8, V)))
         forms = [([2, 8, 0], -1), ([8, 8, 8], (s + 2) % S)]
-        for lengths, last in forms if implementation == "naive" else forms[:1]:
+        for lengths, last in forms[:1] if implementation == "kernel" else forms:
             rows = ints((s + 1) % S, s, last)
             three = make_batch(lengths, [3, base, 9], rows=rows, input_ids=ids.repeat(3))
             assert torch.equal(run(crowd, table, three)[8:16], together)
@@ -265,7 +270,8 @@ def num_emitted(targets: Tensor, batch: Batch, table: Table) -> tuple[Tensor, Te
     return emitted(verdict), verdict.num_emitted
 
 
-def test_lazy_drawing_stops_where_verification_does() -> None:
+@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
+def test_lazy_drawing_stops_where_verification_does(implementation: str) -> None:
     V, Q = 50, 8
     batch, table = make_batch([Q] * S, [5] * S), make_table(V, temperature=[1.0, 1.0, 0.3, 0.0])
     logits = torch.randn(S * Q, V, generator=torch.Generator().manual_seed(2)) * 3
@@ -274,13 +280,14 @@ def test_lazy_drawing_stops_where_verification_does() -> None:
     for wrong in (3, Q + 1, 2 * Q + 7):
         drafts[wrong] = (drafts[wrong] + 1) % V
     batch = replace(batch, input_ids=drafts)
-    lazy = sample.naive(logits, table, batch, lazy=True)
+    lazy = ON_CPU[implementation](logits, table, batch, lazy=True)
     (expected, numbers), (actual, _) = (num_emitted(x, batch, table) for x in (targets, lazy))
     assert numbers.tolist() == [3, 1, 7, 8]
     assert torch.equal(actual, expected)
 
 
-def test_lazy_drawing_of_trees_follows_the_walk_of_verification() -> None:
+@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
+def test_lazy_drawing_of_trees_follows_the_walk_of_verification(implementation: str) -> None:
     V, Q = 4, 12  # so few tokens that walks go deep
     table = make_table(V, temperature=[1.0, 1.0, 0.3, 0.0])
     deepest = drawn = 0
@@ -289,12 +296,55 @@ def test_lazy_drawing_of_trees_follows_the_walk_of_verification() -> None:
         ids = torch.randint(0, V, (S * Q,), generator=generator, dtype=torch.int32)
         batch = make_batch([Q, Q - seed % 3, Q, Q], [5] * S, tree=True, input_ids=ids)
         logits = torch.randn(S * Q, V, generator=generator)
-        full, lazy = sample.naive(logits, table, batch), sample.sample(logits, table, batch)
+        full = sample.naive(logits, table, batch)
+        lazy = ON_CPU[implementation](logits, table, batch, lazy=True)
         (expected, numbers), (actual, _) = (num_emitted(x, batch, table) for x in (full, lazy))
         assert torch.equal(actual, expected)
         deepest, drawn = max(deepest, int(numbers.max())), drawn + int((full != lazy).sum())
     assert deepest >= 4
     assert drawn > 0  # not all was drawn
+
+
+def close(token: int, expected: int, scores: Tensor, s: int, position: int, table: Table) -> bool:
+    """Whether rounding could decide between two tokens that are drawn from scores [V] of request row s."""
+    if token == expected:
+        return True
+    kept = sample.threshold(scores, s, table) - 1e-4 if float(table.temperature[s]) > 0 else -math.inf
+    both = torch.tensor([token, expected])
+    values = scores[both] - table.temperature[s] * noise.naive(int(table.seed[s]), position, both)
+    return bool((scores[both] >= kept).all()) and float((values[0] - values[1]).abs()) < 1e-4
+
+
+@pytest.mark.skipif("native" not in ON_CPU, reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("V", [1, 63, 100, 5000, 49152, 50257], ids=lambda V: f"V{V}")
+def test_native_equals_naive(V: int, dtype: torch.dtype) -> None:
+    """All ways to draw, in rows beside each other."""
+    rng = random.Random(V)
+    for _ in range(20 if V < 10_000 else 4):
+        batch = make_batch([2, 3, 0, 1], [rng.randint(0, 20) for _ in range(S)], tree=rng.random() < 0.5)
+        ids = torch.randint(0, V, (batch.num_tokens,), dtype=torch.int32)
+        batch, table = replace(batch, input_ids=ids), random_table(rng, V)
+        logits = random_logits(rng, batch.num_tokens, V, dtype)
+        actual, expected = sample.native(logits, table, batch), sample.naive(logits, table, batch)
+        for b, row in enumerate(rows_of(batch)):
+            for place in range(len(row.ids)):
+                t = row.start + place
+                scores, position = sample.scores_of(logits, table, batch, row, place)
+                assert close(int(actual[t]), int(expected[t]), scores, b, position, table)
+
+
+@pytest.mark.skipif("native" not in ON_CPU, reason="there is no C++ compiler")
+@pytest.mark.parametrize("name", ["flat", "peaked", "few", "ties"])
+@pytest.mark.parametrize("case", [{}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 3000, "top_p": 0.99}], ids=str)
+def test_native_draws_what_naive_draws(name: str, case: dict[str, Any]) -> None:
+    """Many draws from distributions of all shapes; rounding decides less than one in 1e5."""
+    V, Q = 50257, 40
+    x = torch.randn(Q, V, generator=torch.Generator().manual_seed(7))
+    shapes = {"flat": x * 0.01, "peaked": x * 4, "few": x.where(x > 3.5, -math.inf), "ties": (x * 3).round()}
+    batch, table = make_batch([Q], [100], rows=ints(3)), make_table(V, temperature=0.8, **case)
+    given = shapes[name], table, batch
+    assert torch.equal(sample.native(*given), sample.naive(*given))
 
 
 # The kernel, in the interpreter.
@@ -346,24 +396,26 @@ EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits,
 }
 
 
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "naive"], ids=str)
 @pytest.mark.parametrize("case", EXACT, ids=str)
-def test_kernel_keeps_exactly(case: str) -> None:
+def test_kernel_keeps_exactly(case: str, implementation: str) -> None:
     scores, limits, allowed = EXACT[case]
     V, Q = len(scores), 8
     table = make_table(V, temperature=1.0, **limits)
     logits, batch = scores.expand(Q, V), make_batch([Q], [10], rows=ints(2))
-    drawn = sample.launch(logits.contiguous(), table, batch)
+    drawn = IMPLEMENTATIONS[implementation](logits.contiguous(), table, batch)
     assert torch.equal(drawn, sample.naive(logits, table, batch))
     assert set(drawn.tolist()) <= allowed
     assert len(allowed) > 2 or set(drawn.tolist()) == allowed
 
 
-def test_kernel_leaves_padding_alone() -> None:
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "naive"], ids=str)
+def test_kernel_leaves_padding_alone(implementation: str) -> None:
     """Padding rows read nothing and draw nothing: their logits may be anything."""
     logits = torch.full((4, 100), math.nan)
     logits[:2] = torch.randn(2, 100)
     table = make_table(100)
     ids = torch.full((4,), 10**9, dtype=torch.int32)
     batch = make_batch([2, 0], [4, 0], rows=ints(0, -1), input_ids=ids)
-    targets = sample.launch(logits, table, batch)
+    targets = IMPLEMENTATIONS[implementation](logits, table, batch)
     assert torch.equal(targets[:2].long(), logits[:2].argmax(-1))

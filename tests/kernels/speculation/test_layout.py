@@ -10,7 +10,7 @@ from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import RUNNING, STOPPED
 from nanospec.kernels.speculation import layout
 from nanospec.kernels.speculation.proposal import Proposal
-from tests.kernels.batches import ints, make_table
+from tests.kernels.batches import compiled, ints, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -27,9 +27,13 @@ def random_proposal(B: int, k: int, tree: bool = False) -> Proposal:
     return Proposal(random_ints(B, k), count, source, random_ints(B), random_ints(B), parents)
 
 
+IMPLEMENTATIONS = {**compiled(native=layout.native), "kernel": layout.launch}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("B", "k", "block_size"), [(1, 1, 16), (3, 4, 16), (6, 7, 32), (2, 63, 16)])
-def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool) -> None:
+def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, implementation: str) -> None:
     torch.manual_seed(B + k)
     S, length = 7, 130 + k
     # Lengths around page boundaries, the shortest and the longest
@@ -42,7 +46,8 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool) -> No
     if B > 2:
         rows[1], table.finished[rows[0]] = -1, STOPPED
     proposal = random_proposal(B, k, tree)
-    expected, batch = layout.naive(table, rows, proposal), layout.launch(table, rows, proposal)
+    expected = layout.naive(table, rows, proposal)
+    batch = IMPLEMENTATIONS[implementation](table, rows, proposal)
     assert (batch.max_q_len, batch.max_kv_len) == (expected.max_q_len, expected.max_kv_len) == (k + 1, length)
     for name, ours, theirs in zip(batch.tensors._fields, batch.tensors, expected.tensors):
         if name == "block_table":  # of the pages only those that the step reads are copied
@@ -53,6 +58,11 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool) -> No
             assert torch.equal(ours, theirs), name
             assert ours.dtype == theirs.dtype == (torch.int64 if name == "ancestors" else torch.int32)
     assert (batch.parents is not None) == (batch.ancestors is not None) == tree
+    if implementation == "native":
+        packed, wanted = layout.native(table, rows, proposal, packed=True), expected.packed()
+        assert (packed.max_q_len, packed.max_kv_len) == (wanted.max_q_len, wanted.max_kv_len)
+        for name, ours, theirs in zip(packed.tensors._fields, packed.tensors, wanted.tensors):
+            assert not isinstance(ours, Tensor) or torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize(("B", "width", "bound"), [(1, 1, None), (5, 3, 131), (3, 66, None)])

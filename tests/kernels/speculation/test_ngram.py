@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.proposal import Proposal
-from tests.kernels.batches import ints
+from tests.kernels.batches import compiled, ints
 from tests.kernels.histories import Request, check_form, history_table, requests
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
@@ -48,10 +48,17 @@ def check(
         assert result.source[b].tolist() == sources + [-1] * (k - len(drafts)), f"row {b}"
 
 
+ON_CPU = {"naive": ngram.naive, **compiled(native=ngram.native)}
+
+
+@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=5), st.integers(1, 8), st.randoms())
-def test_naive_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
-    check(batch, shuffle.sample([*range(len(batch)), -1], len(batch) + 1), k, ngram.naive)
+def test_on_a_cpu_matches_reference(
+    implementation: str, batch: list[Request], k: int, shuffle: random.Random
+) -> None:
+    rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)
+    check(batch, rows, k, ON_CPU[implementation])
 
 
 def propose_one(text: list[int], k: int = 6, room: int = 1000) -> Proposal:
@@ -79,9 +86,10 @@ def test_token_limit_leaves_room_for_the_bonus() -> None:
         assert int(propose_one([1, 1, 1, 1], k=5, room=room).num_drafts) == expected
 
 
+@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
 @pytest.mark.parametrize("length", [0, 1, 2])
-def test_short_texts_have_no_match(length: int) -> None:
-    check([Request(list(range(length)))], [0], 4, ngram.naive, capacity=8)
+def test_short_texts_have_no_match(length: int, implementation: str) -> None:
+    check([Request(list(range(length)))], [0], 4, ON_CPU[implementation], capacity=8)
 
 
 # The kernel, in the interpreter.

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from nanospec.kernels.speculation import ngram, ngram_tree, verify
 from nanospec.kernels.speculation.proposal import Proposal
-from tests.kernels.batches import guessed, ints, make_batch, make_table
+from tests.kernels.batches import compiled, guessed, ints, make_batch, make_table
 from tests.kernels.histories import Request, check_form, history_table, requests, texts
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
 Propose = Callable[..., Proposal]
-NAIVE: Propose = ngram_tree.naive
+ON_CPU: dict[str, Propose] = {"naive": ngram_tree.naive, **compiled(native=ngram.native)}
 KERNEL: Propose = ngram_tree.launch
 
 
@@ -100,11 +100,14 @@ def check(
         assert result.parents[b].tolist() == [x.parent for x in nodes] + [0] * rest, f"row {b}"
 
 
+@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
 @settings(max_examples=400, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([1, 2, 5, 8, 17]), st.randoms())
-def test_naive_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
+def test_on_a_cpu_matches_reference(
+    implementation: str, batch: list[Request], k: int, shuffle: random.Random
+) -> None:
     rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)
-    check(batch, rows, k, NAIVE, max_width=shuffle.randint(1, 8))
+    check(batch, rows, k, ON_CPU[implementation], max_width=shuffle.randint(1, 8))
 
 
 def propose_one(text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3) -> Proposal:

@@ -1,0 +1,48 @@
+"""How the functions of this folder's C++ are called: with one structure of words of 8 bytes, each the address
+of a tensor or a number. `step.h` has the structures that tables, batches and proposals are.
+
+All tensors must be contiguous, as tables, batches and proposals are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from ..batch import Batch
+from ..speculation.proposal import Proposal
+from .build import library
+
+Word = Tensor | int | None
+
+
+def call(name: str, *values: Word) -> array[int]:
+    """Call a function. Returns the words, some of which it may have changed."""
+    words = array("q", [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values])
+    _function(name)(words.buffer_info()[0])
+    return words
+
+
+@cache
+def _function(name: str) -> Callable[[int], Any]:
+    found = library()
+    assert found is not None  # `use_native` has said so
+    function = getattr(found, name)
+    function.argtypes, function.restype = [ctypes.c_void_p], None
+    return function
+
+
+def batch_words(b: Batch) -> tuple[Word, ...]:
+    """`Batch` of step.h. (A table is its own words.)"""
+    tensors = b.rows, b.input_ids, b.positions, b.slots, b.block_table, b.q_start, b.q_len, b.base_len
+    return *tensors, b.ancestors, b.parents, b.num_rows, b.num_tokens, b.max_q_len
+
+
+def proposal_words(proposal: Proposal) -> tuple[Word, ...]:
+    """`Proposal` of step.h."""
+    return *proposal[:6], *proposal.drafts.shape

@@ -1,0 +1,329 @@
+// `sample` of sampling/sample.py on a CPU: the target's own token after each scored token. noise.py, penalties.py
+// and top_k_top_p.py say what is computed; here is how.
+//
+// A row is a task: its queries are drawn one after the other, and with `lazy` only those that verification will
+// read. A query reads its logits once for the largest. A draw then goes over them in blocks of 64 and computes
+// nothing for a block whose tokens cannot win any more: noise is never below LEAST_NOISE, and what is left must
+// have more luck than its score lacks.
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "arithmetic.h"
+#include "step.h"
+
+namespace {
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+constexpr long BLOCK = 64;
+constexpr float LOG2_E = 1.44269504f;
+
+struct Best {
+    float score;
+    int token;  // NAN_TOKEN: there is nothing to draw from
+};
+
+// ---- the largest ----------------------------------------------------------------------------------
+
+Floats load(const float* x) { return *(const Floats*)x; }
+
+Floats load(const bf16* x) {
+    typedef bf16 Halves __attribute__((vector_size(32)));
+    Halves halves;
+    memcpy(&halves, x, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+float number(float x) { return x; }
+float number(bf16 x) { return to_float(x); }
+
+// The lowest token of the largest of n scores.
+template <class Score>
+Best argmax(const Score* x, long n) {
+    constexpr long CHUNK = 1024;
+    Best best{-INFINITE, NAN_TOKEN};
+    Ints odd{};
+    long where = 0;
+    for (long first = 0; first < n; first += CHUNK) {
+        const long end = std::min(first + CHUNK, n);
+        Floats most = splat(-INFINITE);
+        long i = first;
+        for (; i + LANES <= end; i += LANES) {
+            Floats s = load(x + i);
+            most = s > most ? s : most;
+            odd |= s != s;
+        }
+        float high = largest(most);
+        for (; i < end; i++) {
+            float s = number(x[i]);
+            high = s > high ? s : high;
+            odd[0] |= s != s;
+        }
+        if (high > best.score) best.score = high, where = first;
+    }
+    int invalid = !std::isfinite(best.score);
+    for (int j = 0; j < LANES; j++) invalid |= odd[j];
+    if (invalid) return best;
+    while (number(x[where]) != best.score) where++;
+    best.token = where;
+    return best;
+}
+
+// ---- noise: the bits of noise.py -------------------------------------------------------------------
+
+constexpr float LEAST_NOISE = -22.3f;
+
+inline uint32_t mix(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+struct Noise {
+    uint32_t first, second;
+
+    Noise(int64_t seed, int position) {
+        const uint32_t low = mix(uint32_t(seed) ^ 0x9E3779B9u), high = mix(uint32_t(seed >> 32) ^ 0x85EBCA6Bu);
+        first = mix(mix(low ^ position) ^ high);
+        second = mix(mix(high ^ position ^ 0xC2B2AE35u) ^ low);
+    }
+
+    int bits(int token) const { return mix(mix(token ^ first) ^ second) & 0x7FFFFFFF; }
+
+    static float log_exponential(int bits) {
+        const float u = (float(bits) + 0.5f) * 0x1p-31f;
+        const float series = u * (1 + u * (0.5f + u * (1.0f / 3)));
+        return std::log(u < 1e-3f ? series : -std::log(std::max(1 - u, 0x1p-32f)));
+    }
+};
+
+// ---- one query -------------------------------------------------------------------------------------
+
+// The scores of a query, padded with -inf to whole blocks, and room for some of them.
+struct Scratch {
+    std::vector<float> scores, maxima, some, band;
+};
+
+struct Query {
+    const Table& table;
+    int s, position;  // request row, and the position of the token that is drawn
+    Scratch& at;
+
+    const long V = table.vocab_size, padded = (V + BLOCK - 1) / BLOCK * BLOCK;
+    const float temperature = table.temperature[s];
+
+    template <class Score>
+    void read(const Score* logits) {
+        at.scores.resize(padded);
+        for (long i = 0; i < V; i++) at.scores[i] = number(logits[i]);
+        std::fill(at.scores.begin() + V, at.scores.end(), -INFINITE);
+    }
+
+    // After `read`: bias, barred stop tokens and penalties, given the drafts on the way to a place of the query's row.
+    template <class Score>
+    void penalise(const Score* logits, const Row& row, int place) {
+        const float* bias = table.bias + s * V;
+        const bool* in_prompt = table.in_prompt + s * V;
+        const int* counts = table.output_counts + s * V;
+        const float repetition = table.repetition[s], presence = table.presence[s], frequency = table.frequency[s];
+        auto penalised = [=](float score, float bias, int in_prompt, int count) {
+            score += bias;
+            const float divided = score / repetition, multiplied = score * repetition;
+            const float repeated = score > 0 ? divided : multiplied, again = count > 0 ? presence : 0;
+            return ((count > 0) | in_prompt ? repeated : score) - frequency * count - again;
+        };
+        float* __restrict scores = at.scores.data();
+        for (long i = 0; i < V; i++) scores[i] = penalised(scores[i], bias[i], in_prompt[i], counts[i]);
+        for (int p = place; p; p = row.parent(p)) {
+            int token = row.ids[p], count = counts[token];
+            for (int q = place; q; q = row.parent(q)) count += row.ids[q] == token;
+            scores[token] = penalised(number(logits[token]), bias[token], in_prompt[token], count);
+        }
+        if (position < table.min_len[s])
+            for (long i = 0; i < table.num_stops; i++)
+                if (int stop = table.stop_ids[s * table.num_stops + i]; stop >= 0) scores[stop] = -INFINITE;
+    }
+
+    // exp((score - best) / temperature) of n scores: the sum over those that reach best - depth * temperature, for
+    // each of some depths.
+    template <size_t N>
+    void masses(const float* scores, long n, float best, const float (&depths)[N], double (&sums)[N]) const {
+        constexpr long PART = 1024;
+        const float scale = LOG2_E / temperature;
+        std::fill_n(sums, N, 0.0);
+        for (long first = 0; first < n; first += PART) {
+            Floats parts[N] = {};
+            for (long i = first; i < std::min(first + PART, n); i += LANES) {
+                Floats s = splat(-INFINITE);
+                memcpy(&s, scores + i, std::min<long>(LANES, n - i) * sizeof(float));
+                const Floats weight = exp2_of((s - best) * scale);
+                for (size_t d = 0; d < N; d++) parts[d] += s >= best - depths[d] * temperature ? weight : Floats{};
+            }
+            for (size_t d = 0; d < N; d++) sums[d] += sum(parts[d]);
+        }
+    }
+
+    double mass(const float* scores, long n, float best) const {
+        double total[1];
+        masses(scores, n, best, {INFINITE}, total);
+        return total[0];
+    }
+
+    // Those of n scores that reach `low` but not `high`.
+    static void gather(const float* scores, long n, float low, float high, std::vector<float>& found) {
+        found.clear();
+        for (long first = 0; first < n; first += BLOCK) {
+            const long end = std::min(first + BLOCK, n);
+            int some = 0;
+            for (long i = first; i < end; i++) some |= (scores[i] >= low) & (scores[i] < high);
+            for (long i = first; some && i < end; i++)
+                if (scores[i] >= low && scores[i] < high) found.push_back(scores[i]);
+        }
+    }
+
+    // The least score that top-k, top-p and min-p keep.
+    float threshold(float best) {
+        const long k = table.top_k[s];
+        const float top_p = table.top_p[s], min_p = table.min_p[s];
+        const bool by_count = k > 0 && k < V;
+        float least = by_count ? kth_largest(k) : -INFINITE;
+        if (top_p < 1) least = nucleus(top_p, best, by_count ? at.some : at.scores);
+        if (min_p > 0) least = std::max(least, best + float(double(temperature) * std::log(double(min_p))));
+        return least;
+    }
+
+    // The k-th largest score; leaves those that reach it in at.some.
+    float kth_largest(long k) {
+        float bound = -INFINITE;
+        if (k <= padded / BLOCK) {  // k blocks reach this, so k scores do
+            at.maxima.clear();
+            for (long first = 0; first < padded; first += BLOCK) {
+                Floats most = load(&at.scores[first]);
+                for (long i = first + LANES; i < first + BLOCK; i += LANES) {
+                    Floats s = load(&at.scores[i]);
+                    most = s > most ? s : most;
+                }
+                at.maxima.push_back(largest(most));
+            }
+            bound = kth(at.maxima, k);
+        }
+        gather(at.scores.data(), padded, bound, INFINITE, at.some);
+        const float least = kth(at.some, k);
+        auto below = std::remove_if(at.some.begin(), at.some.end(), [=](float s) { return s < least; });
+        at.some.erase(below, at.some.end());
+        return least;
+    }
+
+    static float kth(std::vector<float>& values, long k) {
+        std::nth_element(values.begin(), values.begin() + k - 1, values.end(), std::greater<>());
+        return values[k - 1];
+    }
+
+    // The least of the likeliest of these scores that hold the share top_p.
+    float nucleus(float top_p, float best, const std::vector<float>& scores) {
+        static constexpr float DEPTHS[] = {0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, INFINITE};
+        double held[std::size(DEPTHS)], above = 0;
+        masses(scores.data(), scores.size(), best, DEPTHS, held);
+        const double target = top_p * held[std::size(DEPTHS) - 1];
+        float high = INFINITE;
+        int d = 0;
+        for (; held[d] < target; d++) above = held[d], high = best - DEPTHS[d] * temperature;
+        gather(scores.data(), scores.size(), best - DEPTHS[d] * temperature, high, at.band);
+        // Halve what the last kept one lies in.
+        float *first = at.band.data(), *last = first + at.band.size();
+        while (last - first > 1) {
+            float* middle = first + (last - first) / 2;
+            std::nth_element(first, middle, last, std::greater<>());
+            const double upper = mass(first, middle - first, best);
+            if (above + upper >= target) last = middle;
+            else above += upper, first = middle;
+        }
+        return *first;
+    }
+
+    int draw(Best best) {
+        const float least = threshold(best.score), inverse = LOG2_E / temperature;
+        const Noise noise(table.seed[s], position);
+        Best winner{best.score - temperature * noise.log_exponential(noise.bits(best.token)), best.token};
+        for (long first = 0; first < padded; first += BLOCK) {
+            const float* scores = &at.scores[first];
+            const float floor = std::max(least, winner.score + LEAST_NOISE * temperature);
+            int some = 0;
+            for (long i = 0; i < BLOCK; i++) some |= scores[i] >= floor;
+            if (!some) continue;
+            int bits[BLOCK], lucky[BLOCK];
+            for (long i = 0; i < BLOCK; i++) bits[i] = noise.bits(first + i);
+            some = 0;
+            for (long i = 0; i < BLOCK; i += LANES) {
+                // score - T log E > winner needs E < exp((score - winner) / T), and u < E; 1.01 for rounding
+                Floats reach = (load(scores + i) - winner.score) * inverse;
+                Floats bound = exp2_of(reach < 0 ? reach : Floats{}) * 1.01f;
+                Ints drawn;
+                memcpy(&drawn, bits + i, sizeof drawn);
+                Ints may = (__builtin_convertvector(drawn, Floats) * 0x1p-31f < bound) & (load(scores + i) >= floor);
+                memcpy(lucky + i, &may, sizeof may);
+            }
+            for (long i = 0; i < BLOCK; i++) some |= lucky[i];
+            if (!some) continue;
+            for (long i = 0; i < BLOCK; i++) {
+                if (!lucky[i]) continue;
+                const float value = scores[i] - temperature * noise.log_exponential(bits[i]);
+                if (value > winner.score || (value == winner.score && first + i < winner.token))
+                    winner = {value, int(first + i)};
+            }
+        }
+        return winner.token;
+    }
+};
+
+template <class Score>
+int target_of(const Table& table, const Row& row, int place, int position, const Score* logits, Scratch& at) {
+    Best best = argmax(logits, table.vocab_size);
+    if (row.request < 0 || best.token == NAN_TOKEN) return best.token;
+    Query query{table, row.request, position, at};
+    const bool penalised = table.penalized[row.request];
+    if (!penalised && query.temperature <= 0) return best.token;
+    query.read(logits);
+    if (penalised) {
+        query.penalise(logits, row, place);
+        best = argmax(at.scores.data(), query.V);
+    }
+    return query.temperature <= 0 || best.token == NAN_TOKEN ? best.token : query.draw(best);
+}
+
+struct Sampling {
+    Table table;
+    Batch batch;
+    const void* logits;  // bfloat16 or float32, rows `stride` apart
+    int64_t stride, is_bf16, lazy;
+    int* targets;  // [T]; what is not read stays as it is
+    int64_t threads;
+};
+
+template <class Score>
+void sample(const Sampling& given, const Score* logits) {
+    const Batch& batch = given.batch;
+#pragma omp parallel for schedule(dynamic) num_threads(given.threads) if (batch.num_rows > 1)
+    for (long b = 0; b < batch.num_rows; b++) {
+        static thread_local Scratch at;
+        const Row row(batch, b);
+        auto target = [&](int place) {
+            const long t = row.start + place;
+            const Score* own = logits + t * given.stride;
+            return given.targets[t] = target_of(given.table, row, place, batch.positions[t] + 1, own, at);
+        };
+        if (given.lazy) row.walk(target);
+        else
+            for (int place = 0; place < row.n; place++) target(place);
+    }
+}
+
+}  // namespace
+
+extern "C" void nanospec_sample(const Sampling* given) {
+    if (given->is_bf16) sample(*given, (const bf16*)given->logits);
+    else sample(*given, (const float*)given->logits);
+}

@@ -1,0 +1,74 @@
+// What a step reads and writes, as `call.py` passes it: the fields of kernels/table.py, kernels/batch.py and
+// speculation/proposal.py, each a word of 8 bytes, the address of a tensor or a number.
+
+#pragma once
+#include <cstdint>
+
+namespace {
+
+constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // kernels/codes.py
+constexpr int NAN_TOKEN = -1, OWN = -1;
+
+struct Table {
+    int *tokens, *num_tokens, *max_len, *block_table;
+    int8_t* finished;
+    int *limit, *min_n, *max_n, *width;
+    int8_t* rule;
+    float* temperature;
+    int* top_k;
+    float *top_p, *min_p;
+    int64_t* seed;
+    int *min_len, *stop_ids;
+    float *repetition, *presence, *frequency;
+    bool* penalized;
+    float* bias;
+    bool* in_prompt;
+    int* output_counts;
+    int64_t max_context, max_blocks, num_stops, vocab_size, block_size;
+};
+
+struct Batch {
+    int *rows, *input_ids, *positions, *slots, *block_table, *q_start, *q_len, *base_len;
+    int64_t* ancestors;
+    int* parents;  // null: chains
+    int64_t num_rows, num_tokens, max_q_len;
+};
+
+struct Proposal {
+    int *drafts, *num_drafts, *source, *match_len, *drafter;
+    int* parents;  // null: chains
+    int64_t num_rows, k;
+};
+
+// A row of a batch: place 0 is its last committed token, the others are its drafts. See speculation/walk.py.
+struct Row {
+    int request, n;
+    long start;
+    const int *ids, *parents;  // by place; parents null in a chain
+
+    Row(const Batch& batch, long b) : request(batch.rows[b]), n(batch.q_len[b]), start(batch.q_start[b]) {
+        ids = batch.input_ids + start;
+        parents = batch.parents ? batch.parents + start : nullptr;
+    }
+
+    int parent(int place) const { return parents ? parents[place] : place - 1; }
+
+    // The first draft that follows `place` and carries `token`; 0 if there is none.
+    int next(int place, int token) const {
+        if (!parents) return place + 1 < n && ids[place + 1] == token ? place + 1 : 0;
+        for (int c = 1; c < n; c++)
+            if (parents[c] == place && ids[c] == token) return c;
+        return 0;
+    }
+
+    // Calls target(place) for the places that verification reads: from each to the draft that carries its target.
+    template <class Target>
+    void walk(Target target) const {
+        for (int count = 0, place = 0; count < n; count++) {  // ends a walk through parents in a circle too
+            place = next(place, target(place));
+            if (!place) return;
+        }
+    }
+};
+
+}  // namespace
