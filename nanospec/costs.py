@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 
 def lookup_ms(rows: int, passes: int) -> float:
     """ms of guessing by lookup, beyond what the step takes."""
     return 0.0
+
+
+class Attention(NamedTuple):
+    """ms that attention takes for each cached position of a row: `row`, and `query` for every token that is
+    scored there. Long rows and short ones cost in proportion, and no row anything by itself."""
+
+    row: float = 0.0
+    query: float = 0.0
+
+    @classmethod
+    def fit(cls, ms: Mapping[int, float]) -> Attention:
+        """From the ms per position of rows that score few and many tokens."""
+        (few, low), (many, high) = sorted(ms.items())
+        query = min(max((high - low) / (many - few), 0.0), max(high, 0.0) / many)
+        return cls(max(low - few * query, 0.0), query)
 
 
 class StepCosts:
@@ -19,6 +35,8 @@ class StepCosts:
         captured: ms by captured batch size and K, ascending; empty if steps are packed. Every batch size
             needs K = 0; larger K may be missing where they cannot pay.
         packed: ms by number of tokens scored, ascending; empty if steps are captured.
+        attention: what packed steps take beyond that for the rows' texts. (Captured steps are timed with a
+            context, and of all K with the same.)
         propose: (rows, passes) -> ms that running a model takes. Lookup takes none.
     """
 
@@ -27,6 +45,7 @@ class StepCosts:
         captured: Mapping[int, Mapping[int, float]] | None = None,
         packed: Mapping[int, float] | None = None,
         propose: Callable[[int, int], float] = lookup_ms,
+        attention: Attention | None = None,
     ) -> None:
         captured, packed = captured or {}, packed or {}
         if bool(captured) == bool(packed) or any(0 not in by_k for by_k in captured.values()):
@@ -37,8 +56,10 @@ class StepCosts:
             self.captured[size] = _rising({k: max(ms, least.get(k, 0.0)) for k, ms in captured[size].items()})
             least |= self.captured[size]
         self.packed = _rising(packed)
-        self.propose = propose
+        self.propose, self.attention = propose, attention or Attention()
         self._sizes, self._tokens, self._ms = [*self.captured], [*self.packed], [*self.packed.values()]
+        points = [*self.packed.items()]
+        self._slopes = [(b - a) / (n - m) for (m, a), (n, b) in pairwise(points)]
 
     def by_k(self, batch: int) -> dict[int, float]:
         """ms by K of a captured step, in the smallest captured batch that holds so many rows."""
@@ -47,14 +68,22 @@ class StepCosts:
             raise ValueError(f"A batch of {batch} exceeds the largest captured one, {self._sizes[-1]}.")
         return self.captured[self._sizes[i]]
 
-    def cost(self, batch: int, tokens: int) -> float:
-        """ms of a step that scores so many tokens of so many rows, K + 1 of each if it is captured; of
-        packed steps interpolated."""
+    def cost(self, batch: int, tokens: int, context: int = 0) -> float:
+        """ms of a step that scores so many tokens of so many rows, which have `context` cached positions
+        together. Captured: K + 1 of each row. Packed: interpolated, as if every row had the same share."""
         if self.captured:
             return self.by_k(batch)[tokens // batch - 1]
-        n, ms = self._tokens, self._ms
-        i = min(max(bisect_left(n, tokens), 1), len(n) - 1)
-        return ms[i - 1] + (tokens - n[i - 1]) * (ms[i] - ms[i - 1]) / (n[i] - n[i - 1])
+        i = self._segment(tokens)
+        row, query = self.attention
+        ms = self._ms[i] + (tokens - self._tokens[i]) * self._slopes[i]
+        return ms + context * (row + query * tokens / batch)
+
+    def least_slope(self, batch: int, tokens: int, context: int = 0) -> float:
+        """ms that every token beyond so many adds to a packed step at least."""
+        return min(self._slopes[self._segment(tokens) :]) + context * self.attention.query / batch
+
+    def _segment(self, tokens: int) -> int:
+        return min(max(bisect_left(self._tokens, tokens) - 1, 0), len(self._slopes) - 1)
 
     def of_one_row(self) -> dict[int, float]:
         """ms of a step of one request by the number of tokens it scores, as far as measured."""
@@ -64,7 +93,8 @@ class StepCosts:
         """For the statistics."""
         if self.captured:
             return {"step_ms_by_batch_and_k": self.captured}
-        return {"step_ms_by_tokens": self.packed}
+        per_position = {f"per_{name}": ms for name, ms in self.attention._asdict().items()}
+        return {"step_ms_by_tokens": self.packed, "attention_ms_per_position": per_position}
 
 
 def _rising(ms: Mapping[int, float]) -> dict[int, float]:

@@ -58,7 +58,7 @@ class _Record:
     full: _Rate = field(default_factory=_Rate)
     on: _Rate = field(default_factory=_Rate)
     weight: float = 0.0  # of a common record: how many of a row's first drafts it counts for
-    chances: Chances | None = None  # of a row when it was last observed
+    chances: Chances | None = None  # of a row when it was last observed, without a match
 
     def add(self, copying: bool, drafted: int, accepted: int, decay: float) -> None:
         (self.full if copying else self.miss).add(accepted > 0, 1, decay)
@@ -82,8 +82,12 @@ class Estimator:
 
     def chances(self, row: int, situation: Situation) -> tuple[float, float]:
         """Of the row's first draft in this step, and of every further one after a right one."""
-        miss, full, on = self._own[row, situation[0]].over(self._of_all(situation))
-        return full if row in self._copying else miss, on
+        own, common = self._own[row, situation[0]], self._of_all(situation)
+        if row in self._copying:
+            first = own.full.over(common.full, common.weight, COARSE)
+        else:
+            first = own.miss.over(common.miss, common.weight, COARSE)
+        return first, own.on.over(common.on, PRIOR_ON, FINE)
 
     def tokens(
         self, rows: Sequence[int], limits: Sequence[int], situation: Situation, ks: tuple[int, ...]
@@ -97,7 +101,8 @@ class Estimator:
         own, common, copying = self._own[row, situation[0]], self._of_all(situation), row in self._copying
         own.add(copying, drafted, accepted, DECAY)
         common.add(copying, drafted, accepted, COMMON_DECAY)
-        own.chances = own.over(common)
+        if not situation[1]:  # of others nobody asks for `tokens`
+            own.chances = own.over(common)
         (self._copying.add if 0 < drafted == accepted else self._copying.discard)(row)
 
     def reset(self, row: int) -> None:

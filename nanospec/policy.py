@@ -14,7 +14,7 @@ that text that becomes repetitive is noticed at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from functools import partial
 
 from .costs import StepCosts
 from .estimator import UNKNOWN, Estimator, Situation
@@ -30,8 +30,9 @@ class Policy:
 
     costs: StepCosts | None = None  # nothing has to be measured
 
-    def choose(self, rows: Sequence[int], limits: Sequence[int]) -> int:
-        """K of the next step of these request rows, which may have so many drafts each."""
+    def choose(self, rows: Sequence[int], limits: Sequence[int], context: int = 0) -> int:
+        """K of the next step of these request rows, which may have so many drafts each; their texts have
+        `context` tokens together."""
         return max(limits)
 
     def passes(self, rows: Sequence[int], others: int, most: int) -> int:
@@ -63,13 +64,15 @@ class AutoPolicy(Policy):
         self._best = 0  # what `_pick` found, without the probe
         self._probing = False  # it took more
         self._probed: set[int] = set()  # rows that draft as a probe only
+        self._context = 0  # of the rows of this step
         self._turn = 0  # rows are probed in turn
         self._token_ms = 0.0  # without drafts
         self._credit = 0.0  # ms that may go into probes
 
-    def choose(self, rows: Sequence[int], limits: Sequence[int]) -> int:
+    def choose(self, rows: Sequence[int], limits: Sequence[int], context: int = 0) -> int:
         B, most = len(rows), max(limits)
-        plain = self.costs.cost(B, B)
+        self._context = context
+        plain = self.costs.cost(B, B, context)
         self._token_ms = plain / B
         self._credit = min(self._credit + PROBE_BUDGET * plain, MOST_SAVED * plain)
         if not self.costs.captured:
@@ -80,8 +83,9 @@ class AutoPolicy(Policy):
         return k
 
     def passes(self, rows: Sequence[int], others: int, most: int) -> int:
-        B, running, costs = len(rows), len(rows) + others, self.costs
-        ms = {k: costs.cost(running, running + B * k) + costs.propose(B, k) for k in range(most + 1)}
+        B, running, propose = len(rows), len(rows) + others, self.costs.propose
+        cost = partial(self.costs.cost, running, context=self._context)
+        ms = {k: cost(running + B * k) + propose(B, k) for k in range(most + 1)}
         return self._pick(rows, [most] * B, (self._model, 0), ms, others)
 
     def _pick(
@@ -108,24 +112,31 @@ class AutoPolicy(Policy):
     def cut(
         self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int], match_len: Sequence[int]
     ) -> list[int]:
-        B, cost = len(rows), self.costs.cost
+        B, context = len(rows), self._context
+        cost = partial(self.costs.cost, B, context=context)
         taken = [n if self._probing and d == self._model else 0 for n, d in zip(num_drafts, drafter)]
         if not self._best:
             self._probed.update(row for row, n in zip(rows, taken) if n)
-        gains: list[tuple[float, int]] = []  # probability that a draft and all before it are right; its row
-        for b, row in enumerate(rows):
-            if num_drafts[b] > taken[b]:
-                first, on = self.estimator.chances(row, (drafter[b], match_len[b]))
-                gains += [(first * on**j, b) for j in range(num_drafts[b])]
-        gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
         least = B + sum(taken)
-        totals = accumulate((gain for gain, _ in gains), initial=float(least))
-        rate = [total / cost(B, least + n) for n, total in enumerate(totals)]
-        number = rate.index(max(rate))
+        total, best, number = float(least), least / cost(least), 0
+        # A draft that is less likely to be right would cost more than it brings, whatever else is taken.
+        likely = best * self.costs.least_slope(B, least, context)
+        gains: list[tuple[float, int]] = []  # probability that a draft and all before it are right; its row
+        for b, (row, code, n, length) in enumerate(zip(rows, drafter, num_drafts, match_len)):
+            if n > taken[b]:
+                gain, on = self.estimator.chances(row, (code, length))
+                while n and gain >= likely:
+                    gains.append((gain, b))
+                    gain, n = gain * on, n - 1
+        gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
+        for n, (gain, _) in enumerate(gains, 1):
+            total += gain
+            if (rate := total / cost(least + n)) > best:
+                best, number = rate, n
         for _, b in gains[:number]:
             taken[b] += 1
         idle = [b for b in range(B) if num_drafts[b] and not taken[b]]
-        if idle and self._affords(cost(B, least + number + 1) - cost(B, least + number)):
+        if idle and self._affords(cost(least + number + 1) - cost(least + number)):
             self._turn += 1
             b = idle[self._turn % len(idle)]
             taken[b] = 1

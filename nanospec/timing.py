@@ -1,49 +1,94 @@
-"""What steps take, measured: a forward pass by the number of tokens it scores, captured steps by bucket."""
+"""What steps take, measured: a forward pass by the number of tokens that it scores, its attention by what it
+reads, captured steps by bucket."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .costs import Attention, StepCosts
 from .device import synchronize
 from .graphs import Bucket, StepGraphs
 from .kernels.batch import Batch
+from .kernels.sampling.sample import sample
 from .kernels.table import Table
+from .memory import kv_shape
 from .models.decoder import Model
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens per pass at which the time is measured
+# Tokens per pass at which the time is measured: also on both sides of 12, up to which a compiled product
+# reads a weight once, and as many that the time grows evenly from there on.
+SIZES = (1, 2, 4, 8, 12, 13, 16, 24, 32, 64, 128)
 REPEATS = 3
+# Of the passes that show what attention takes: rows, and tokens of each; bytes of keys and values, too many
+# for a processor's cache to keep them while the weights are read.
+ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
+ATTENTION_BYTES = 64 << 20
 SLEEP = 1 << 21  # cycles, about a millisecond; the host launches a step in a fraction of that
 Rehearse = Callable[[int], AbstractContextManager[None]]
 """Fills so many request rows with what drafts, and empties them at the end of the `with` block."""
 
 
 @torch.inference_mode()
-def forward_ms(model: Model, kv_cache: Tensor, table: Table) -> dict[int, float]:
+def forward_ms(model: Model, kv_cache: Tensor, table: Table, most: int = SIZES[-1]) -> dict[int, float]:
     """Milliseconds, the least of some, of a pass over so many tokens of the first row of an empty table (of
-    copies of it, where its window is shorter). Writes nothing to the cache. More tokens never take less:
-    that smooths the noise."""
-    found: dict[int, float] = {}
-    for n in SIZES:
+    copies of it, where its window is shorter) and of choosing the next ones, up to the first size of at least
+    `most`. Writes nothing to the cache. More tokens never take less: that smooths the noise."""
+    sizes = [n for i, n in enumerate(SIZES) if i < 2 or SIZES[i - 1] < most]
+    batches = {}
+    for n in sizes:
         width = min(n, table.max_context)
         rows = torch.zeros(-(-n // width), dtype=torch.int32, device=model.device)
-        batch = Batch.of_grid(table, rows, rows, rows + width, width, bound=width)
-        batch = replace(batch, positions=torch.zeros_like(batch.positions), slots=batch.slots * 0 - 1)
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            model.logits(model.forward(batch, kv_cache))
-            synchronize(model.device)
-            times.append((time.perf_counter() - start) * 1e3)
-        found[n] = max(min(times), *found.values(), 0.0)
-    return found
+        batches[n] = Batch.of_grid(table, rows, rows, rows + width, width, bound=width)
+    times = _least_ms(model, kv_cache, table, batches)
+    return dict(zip(sizes, accumulate((times[n] for n in sizes), max)))
+
+
+@torch.inference_mode()
+def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> Attention:
+    """What attention adds to the times `by_tokens` of `forward_ms`, from passes over rows with a context.
+
+    They read a cache of their own: pages that nobody has written to yet are one page of zeros for the system,
+    and three times as fast. To be called while the table is empty.
+    """
+    B, size, device = min(ATTENTION_ROWS, table.num_rows), table.block_size, table.device
+    per_page = B * size * model.config.kv_bytes_per_token(model.dtype)
+    pages = min(max(ATTENTION_BYTES // per_page, 1), table.max_blocks)
+    context = min(pages * size, table.max_context) - max(ATTENTION_TOKENS)
+    if context < 1:
+        return Attention()
+    kv_cache = torch.empty(kv_shape(model, B * pages, size), dtype=model.dtype, device=device).zero_()
+    block_table = torch.arange(B * pages, dtype=torch.int32, device=device).view(B, pages)
+    table = table._replace(block_table=block_table, max_blocks=pages)
+    rows = torch.arange(B, dtype=torch.int32, device=device)
+    first = torch.full_like(rows, context)
+    batches = {
+        q: Batch.of_grid(table, rows, first, torch.full_like(rows, q), q, context + q)
+        for q in ATTENTION_TOKENS
+    }
+    times, costs = _least_ms(model, kv_cache, table, batches), StepCosts(packed=by_tokens)
+    return Attention.fit({q: (ms - costs.cost(B, B * q)) / (B * context) for q, ms in times.items()})
+
+
+def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int, Batch]) -> dict[int, float]:
+    """Milliseconds by key, the least of some; nothing is written to the cache. The batches take turns, so
+    that no busy moment of the machine falls on one alone."""
+    times = dict.fromkeys(batches, math.inf)
+    batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
+    for _, (key, batch) in product(range(REPEATS), batches.items()):
+        start = time.perf_counter()
+        sample(model.logits(model.forward(batch, kv_cache)), table, batch)
+        synchronize(model.device)
+        times[key] = min((time.perf_counter() - start) * 1e3, times[key])
+    return times
 
 
 def captured_ms(graphs: StepGraphs, rehearse: Rehearse) -> dict[int, dict[int, float]]:

@@ -36,7 +36,7 @@ from .metrics import Stopwatch
 from .models.decoder import Model
 from .request import Logprob, as_dict
 from .step import Cut, Step
-from .timing import captured_ms, forward_ms
+from .timing import attention_ms, captured_ms, forward_ms
 
 TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
 NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
@@ -225,9 +225,10 @@ class Worker:
         if self.graphs is None:
             for part in self.drafters:
                 part.measure()
-            packed = forward_ms(self.model, self.kv_cache, self.table)
+            most = self.table.num_rows * (self.max_k + 1)
+            packed = forward_ms(self.model, self.kv_cache, self.table, most)
             propose = lookup_ms if self.drafter is None else self.drafter.ms
-            return StepCosts(packed=packed, propose=propose)
+            return StepCosts(None, packed, propose, attention_ms(self.model, self.table, packed))
         if self.config.lazy_capture:  # what costs are to be known of must be captured
             self.graphs.capture_all()
         return StepCosts(captured=captured_ms(self.graphs, self.rehearsal))

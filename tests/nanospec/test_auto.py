@@ -55,7 +55,7 @@ def test_steps_without_drafts_teach_nothing(model: Model) -> None:
     seen: list[int] = []
     policy = engine.policy
     policy.observe = lambda *seen_: seen.append(seen_[3])  # type: ignore[method-assign]
-    policy.choose = lambda rows, limits: 0  # type: ignore[method-assign]
+    policy.choose = lambda rows, limits, context=0: 0  # type: ignore[method-assign]
     run(engine, [Job([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=8))])
     assert not seen
 
@@ -69,3 +69,15 @@ def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=110))])
     assert request.stats.num_accepted <= request.stats.num_tokens // 10
     assert request.stats.num_drafted < 2 * request.stats.num_tokens
+
+
+def test_the_policy_is_told_how_long_the_texts_are(model: Model) -> None:
+    engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=True)
+    seen: list[int] = []
+    choose = engine.policy.choose
+    engine.policy.choose = lambda rows, limits, context=0: (  # type: ignore[method-assign]
+        seen.append(context) or choose(rows, limits, context)  # type: ignore[func-returns-value]
+    )
+    use(engine, junk(model.config.vocab_size))
+    run(engine, [Job([1] * n, SamplingParams(temperature=0, max_tokens=2)) for n in (3, 20)])
+    assert seen[0] == 23

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from functools import partial
+from itertools import accumulate, pairwise, product
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanospec.costs import StepCosts
+from nanospec.costs import Attention, StepCosts
 from nanospec.estimator import COARSE, tokens_per_step
 from nanospec.kernels.codes import NOBODY
 from nanospec.policy import AutoPolicy, Policy
@@ -116,6 +117,35 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
 def test_no_drafts_must_have_a_cost(ms: dict[int, dict[int, float]]) -> None:
     with pytest.raises(ValueError, match="K=0"):
         StepCosts(captured=ms)
+
+
+def test_attention_is_fitted_and_added_for_every_cached_position() -> None:
+    attention = Attention.fit({1: 0.005, 4: 0.008})
+    assert attention == pytest.approx((0.004, 0.001))
+    costs = StepCosts(packed={1: 10.0, 9: 18.0}, attention=attention)
+    assert costs.cost(1, 1, 100) == pytest.approx(10 + 100 * 0.005)
+    assert costs.cost(2, 8, 100) == pytest.approx(17 + 100 * 0.008), "four tokens see each position"
+    assert costs.cost(2, 8) == 17
+
+
+@pytest.mark.parametrize("ms", [{1: 0.004, 4: 0.003}, {1: -0.001, 4: 0.003}, {1: -0.001, 4: -0.002}])
+def test_noise_makes_no_attention_cheaper_than_none(ms: dict[int, float]) -> None:
+    attention = Attention.fit(ms)
+    assert min(attention) >= 0
+    assert attention.row + 4 * attention.query <= max(*ms.values(), 0.0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(0.01, 1e4), min_size=len(SIZES), max_size=len(SIZES)),
+    st.integers(1, 80),
+    st.integers(0, 9000),
+)
+def test_no_token_costs_less_than_the_least_slope(ms: list[float], tokens: int, context: int) -> None:
+    costs = StepCosts(packed=dict(zip(SIZES, ms, strict=True)), attention=Attention(0.004, 0.001))
+    cost = [costs.cost(3, n, context) for n in range(tokens, 140)]
+    steps = [b - a for a, b in pairwise(cost)]
+    assert min(steps) == pytest.approx(costs.least_slope(3, tokens, context), abs=1e-8 * cost[-1])
 
 
 # ---- tokens per step ---------------------------------------------------------------------------
@@ -356,6 +386,44 @@ def test_the_drafts_of_a_batch_are_the_best_ones() -> None:
     assert best[0] < best[1] < best[2]
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=9),
+    st.lists(st.floats(0.0, 9.0), min_size=len(SIZES), max_size=len(SIZES)),
+    st.integers(0, 5000),
+)
+def test_drafts_that_cannot_pay_may_be_left_out_beforehand(
+    rows: list[tuple[int, int, int]], more: list[float], context: int
+) -> None:
+    """Against weighing all of them, one by one from the likeliest on."""
+    ms = dict(zip(SIZES, accumulate(more, initial=10.0)))
+    policy = AutoPolicy(StepCosts(packed=ms, attention=Attention(0.003, 0.001)))
+    policy._affords = lambda ms: False  # type: ignore[method-assign]
+    B, drafts, match = len(rows), [n for n, _, _ in rows], [m for _, m, _ in rows]
+    for row, (_, m, accepted) in enumerate(rows):
+        for _ in range(5):
+            policy.observe(row, NGRAM, m, 9, accepted)
+    policy.choose(range(B), [16] * B, context)
+    chances = [policy.estimator.chances(row, (NGRAM, m)) for row, m in enumerate(match)]
+    gains = [first * on**i for (first, on), n in zip(chances, drafts, strict=True) for i in range(n)]
+    totals = accumulate(sorted(gains, reverse=True), initial=float(B))
+    rate = [total / policy.costs.cost(B, B + n, context) for n, total in enumerate(totals)]
+    taken = policy.cut(range(B), [NGRAM if n else NOBODY for n in drafts], drafts, match)
+    assert rate[sum(taken)] == pytest.approx(max(rate))
+
+
+def test_long_texts_make_drafts_pay() -> None:
+    """A step takes long for them whether there are drafts or not."""
+    costs = StepCosts(packed={1: 10.0, 64: 514.0}, attention=Attention(0.01, 0.0))
+    taken = {}
+    for context in (0, 4000):
+        policy = AutoPolicy(costs)
+        teach(policy, 0, accepted=4, drafted=5)
+        policy.choose([0], [16], context)
+        taken[context] = policy.cut([0], [NGRAM], [16], [3])[0]
+    assert 0 < taken[0] < taken[4000]
+
+
 def test_requests_are_judged_independently() -> None:
     policy = packed([10 + 0.5 * n for n in SIZES])
     for _ in range(40):
@@ -510,3 +578,14 @@ def test_choosing_is_cheap() -> None:
     tokens_per_step.cache_clear()
     assert 64 < lines(lambda: choose(policy, range(64))) < 64 * 60
     assert 64 < lines(lambda: choose(policy, range(64))) < 64 * 6
+
+
+def test_cutting_is_cheap_where_little_can_pay() -> None:
+    """For 64 rows with 16 drafts each, of which each costs as much as half a row."""
+    policy, rng = AutoPolicy(StepCosts(packed={1: 10.0, 64: 73.0, 1088: 585.0})), random.Random(0)
+    for _ in range(20):
+        for row in range(64):
+            policy.observe(row, NGRAM, 1 + row % 3, 1, rng.random() < 0.3)
+    choose(policy, range(64))
+    cut = partial(policy.cut, range(64), [NGRAM] * 64, [16] * 64, [1 + row % 3 for row in range(64)])
+    assert 64 < lines(cut) < 64 * 30
