@@ -23,9 +23,13 @@ Word = Tensor | int | None
 
 def call(name: str, *values: Word) -> array[int]:
     """Call a function. Returns the words, some of which it may have changed."""
-    words = array("q", [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values])
-    _function(name)(words.buffer_info()[0])
-    return words
+    found = words(*values)
+    _function(name)(found.buffer_info()[0])
+    return found
+
+
+def words(*values: Word) -> array[int]:
+    return array("q", [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values])
 
 
 @cache
@@ -40,7 +44,8 @@ def _function(name: str) -> Callable[[int], Any]:
 def batch_words(b: Batch) -> tuple[Word, ...]:
     """`Batch` of step.h. (A table is its own words.)"""
     tensors = b.rows, b.input_ids, b.positions, b.slots, b.block_table, b.q_start, b.q_len, b.base_len
-    return *tensors, b.ancestors, b.parents, b.num_rows, b.num_tokens, b.max_q_len
+    sizes = b.num_rows, b.num_tokens, b.max_q_len, b.block_table.shape[1]
+    return *tensors, b.ancestors, b.parents, *sizes
 
 
 def proposal_words(proposal: Proposal) -> tuple[Word, ...]:

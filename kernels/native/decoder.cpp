@@ -19,19 +19,20 @@ float inverse_rms(const bf16* x, long n, float eps) {
     return 1 / std::sqrt(sum(squares) / n + eps);
 }
 
-void normalise(const bf16* x, long n, const Norm& norm, bf16* out) {
-    float factor = inverse_rms(x, n, norm.eps);
-    for (long i = 0; i < n; i++) out[i] = to_bf16(to_float(x[i]) * factor * to_float(norm.weight[i]));
+void normalise(const bf16* x, long n, const bf16* weight, float eps, bf16* out) {
+    const float factor = inverse_rms(x, n, eps);
+    for (long i = 0; i < n; i++) out[i] = to_bf16(to_float(x[i]) * factor * to_float(weight[i]));
 }
 
-void rms_norm(Team& team, const bf16* x, long tokens, long n, const Norm& norm, bf16* out) {
-    team.each(tokens, [&](long t, long) { normalise(x + t * n, n, norm, out + t * n); });
+void rms_norm(Team& team, const Model& m, const bf16* x, long tokens, const bf16* weight, bf16* out) {
+    const long n = m.hidden;
+    team.each(tokens, [&](long t, long) { normalise(x + t * n, n, weight, m.eps, out + t * n); });
 }
 
-// A head [dim] after its norm, turned by the angles of its position.
-void rotate(bf16* x, long dim, const Norm& norm, const float* cos_sin) {
-    if (norm.weight) normalise(x, dim, norm, x);
-    const long half = dim / 2;
+// A head after its norm, if there is one, turned by the angles of its position.
+void rotate(const Model& m, bf16* x, const bf16* norm, const float* cos_sin) {
+    if (norm) normalise(x, m.head_dim, norm, m.eps, x);
+    const long half = m.head_dim / 2;
     for (long i = 0; i < half; i++) {
         float a = to_float(x[i]), b = to_float(x[i + half]), c = cos_sin[i], s = cos_sin[i + half];
         x[i] = to_bf16(a * c - b * s);
@@ -48,14 +49,14 @@ bf16 finite(bf16 x) {
 // Rotates q in place in qkv [tokens, (heads + 2 kv_heads) * dim]; k and v go to the layer's cache.
 void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& batch, bf16* qkv, bf16* cache, long cache_head) {
     const long dim = m.head_dim, width = (m.heads + 2 * m.kv_heads) * dim;
-    team.each(batch.tokens, [&](long t, long) {
+    team.each(batch.num_tokens, [&](long t, long) {
         const float* angles = m.cos_sin + batch.positions[t] * dim;
         bf16* head = qkv + t * width;
-        for (long h = 0; h < m.heads; h++, head += dim) rotate(head, dim, layer.q_norm, angles);
+        for (long h = 0; h < m.heads; h++, head += dim) rotate(m, head, layer.q_norm, angles);
         if (batch.slots[t] < 0) return;
         bf16* to = cache + batch.slots[t] * dim;
         for (long h = 0; h < m.kv_heads; h++, head += dim, to += cache_head) {
-            rotate(head, dim, layer.k_norm, angles);
+            rotate(m, head, layer.k_norm, angles);
             memcpy(to, head, dim * sizeof(bf16));
         }
         for (long h = 0; h < m.kv_heads; h++, head += dim, to += cache_head)
@@ -70,43 +71,56 @@ std::unique_ptr<T[]> room(long n) {
     return std::unique_ptr<T[]>(new T[n]);  // not initialised
 }
 
+struct Forward {
+    const Model* model;
+    Batch batch;
+    Cache cache;
+    bf16* hidden;  // [tokens, hidden], after the final norm
+    long threads;
+};
+
+struct Linear {
+    Weight weight;
+    const bf16* x;  // [tokens, columns]
+    long tokens;
+    bf16* out;      // [tokens, rows]
+    long threads;
+};
+
 }  // namespace
 
-extern "C" {
-
-// hidden [tokens, hidden] after the final norm; keys and values of the tokens to the cache.
-void nanospec_forward(const Model* model, const Batch* batch, const Cache* cache, bf16* hidden, int threads) {
-    const Model& m = *model;
-    const long T = batch->tokens, H = m.hidden, D = m.head_dim, width = (m.heads + 2 * m.kv_heads) * D;
-    const long per_head = cache->num_blocks * cache->block_size * D, per_layer = 2 * m.kv_heads * per_head;
+extern "C" void nanospec_forward(const Forward* given) {
+    const Model& m = *given->model;
+    const Batch& batch = given->batch;
+    const Cache& cache = given->cache;
+    const long T = batch.num_tokens, H = m.hidden, D = m.head_dim, width = (m.heads + 2 * m.kv_heads) * D;
+    const long per_head = cache.num_blocks * cache.block_size * D, per_layer = 2 * m.kv_heads * per_head;
     auto x = room<bf16>(T * H), normed = room<bf16>(T * H), qkv = room<bf16>(T * width);
     auto out = room<bf16>(T * m.heads * D), inner = room<bf16>(T * m.inner);
-    const Plan plan(m, *batch, threads);
+    const Plan plan(m, batch, given->threads);
     auto parts = room<Partial>(plan.apart ? plan.pieces.size() * std::max(TOGETHER, m.heads / m.kv_heads) : 0);
-    run(threads, PHASES * m.num_layers + 2, [&](Team& team) {
+    run(given->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
         team.each(T, [&](long t, long) {
-            memcpy(&x[t * H], m.embedding + batch->input_ids[t] * H, H * sizeof(bf16));
+            memcpy(&x[t * H], m.embedding + batch.input_ids[t] * H, H * sizeof(bf16));
         });
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
-            bf16* keys = cache->data + i * per_layer;
-            rms_norm(team, x.get(), T, H, layer.input_norm, normed.get());
+            bf16 *keys = cache.data + i * per_layer, *values = keys + m.kv_heads * per_head;
+            rms_norm(team, m, x.get(), T, layer.input_norm, normed.get());
             linear(team, layer.qkv, normed.get(), T, qkv.get());
-            rope_cache(team, m, layer, *batch, qkv.get(), keys, per_head);
-            const Attention attend{m, *batch, *cache, keys, keys + m.kv_heads * per_head, layer.window, qkv.get(), out.get()};
+            rope_cache(team, m, layer, batch, qkv.get(), keys, per_head);
+            const Attention attend{m, batch, cache, keys, values, layer.window, qkv.get(), out.get()};
             attention(team, attend, plan, scratch, parts.get());
             linear_add(team, layer.o, out.get(), T, x.get());
-            rms_norm(team, x.get(), T, H, layer.post_norm, normed.get());
+            rms_norm(team, m, x.get(), T, layer.post_norm, normed.get());
             swiglu(team, layer.gate_up, normed.get(), T, inner.get());
             linear_add(team, layer.down, inner.get(), T, x.get());
         }
-        rms_norm(team, x.get(), T, H, m.norm, hidden);
+        rms_norm(team, m, x.get(), T, m.norm, given->hidden);
     });
 }
 
-// out [tokens, rows] = x [tokens, columns] @ weight.T + bias
-void nanospec_linear(const Weight* weight, const bf16* x, long tokens, bf16* out, int threads) {
-    run(threads, 1, [&](Team& team) { linear(team, *weight, x, tokens, out); });
-}
+extern "C" void nanospec_linear(const Linear* given) {
+    run(given->threads, 1, [&](Team& team) { linear(team, given->weight, given->x, given->tokens, given->out); });
 }

@@ -9,25 +9,17 @@ rows, two columns of each, is contiguous, and a strip is read from its beginning
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from contextlib import suppress
-from ctypes import c_int, c_long, c_void_p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .build import library
+from .call import Word, call
 
 WIDTH = 32  # rows of a strip
 HUGE = 2 << 20  # bytes of a huge page
-
-
-class Weight(ctypes.Structure):
-    """As in decoder.cpp."""
-
-    _fields_ = (("data", c_void_p), ("bias", c_void_p), ("rows", c_long), ("columns", c_long))
 
 
 class Packed(NamedTuple):
@@ -36,14 +28,9 @@ class Packed(NamedTuple):
     data: Tensor
     shape: tuple[int, int]
 
-    def struct(self, bias: Tensor | None = None) -> Weight:
-        """For a call; does not keep the tensors alive."""
-        return Weight(self.data.data_ptr(), None if bias is None else bias.data_ptr(), *self.shape)
-
-    def unpacked(self) -> Tensor:
-        """[N, K]."""
-        N, K = self.shape
-        return self.data.permute(0, 2, 1, 3).reshape(-1, K)[:N]
+    def words(self, bias: Tensor | None = None) -> tuple[Word, ...]:
+        """`Weight` of structs.h."""
+        return self.data, bias, *self.shape
 
 
 def pack(weight: Tensor) -> Packed:
@@ -64,8 +51,8 @@ def _strips(weight: Tensor) -> Tensor:
 
 
 def empty(*shape: int) -> Tensor:
-    """Uninitialised bfloat16 numbers on huge pages where the system has them, since reading on small
-    ones takes a fifth longer."""
+    """Uninitialised bfloat16 numbers on huge pages where the system has them, since reading on small ones
+    takes a fifth longer."""
     size = torch.Size(shape).numel() * 2
     if size < HUGE:
         return torch.empty(shape, dtype=torch.bfloat16)
@@ -84,11 +71,5 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, out: Tensor | 
     result = x.new_empty(len(x), N) if out is None else out
     if result.shape != (len(x), N) or result.dtype != x.dtype or not result.is_contiguous():
         raise ValueError(f"The result must be [{len(x)}, {N}] and contiguous, not {list(result.shape)}.")
-    found = library()
-    assert found is not None  # somebody has packed
-    struct = weight.struct(bias)
-    found.nanospec_linear(
-        ctypes.byref(struct), c_void_p(x.data_ptr()), c_long(len(x)), c_void_p(result.data_ptr()),
-        c_int(torch.get_num_threads()),
-    )  # fmt: skip
+    call("nanospec_linear", *weight.words(bias), x, len(x), result, torch.get_num_threads())
     return result

@@ -14,13 +14,13 @@ constexpr Multiply MULTIPLY[] = {
     multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
 };
 
-// Cuts `count` rows into as few parts of at most MOST as there can be, of nearly the same size: f(first, size).
+// Cuts `count` rows into as few parts of at most MOST as there can be, of nearly the same size: f(first, size, i).
 template <class F>
 void in_parts(long count, F f) {
     const long parts = (count + MOST - 1) / MOST;
     for (long i = 0; i < parts; i++) {
         const long first = count * i / parts;
-        f(first, count * (i + 1) / parts - first);
+        f(first, count * (i + 1) / parts - first, i);
     }
 }
 
@@ -35,13 +35,12 @@ void product(Team& team, const Weight& w, const bf16* x, long tokens, Done done)
     team.each(strips * chunks, [&](long task, long next) {
         const long s = task / chunks, from = task % chunks * CHUNK, count = std::min(CHUNK, tokens - from);
         const long after = std::min(next / chunks, strips - 1), parts = (count + MOST - 1) / MOST;
-        in_parts(count, [&](long first, long m) {
+        in_parts(count, [&](long first, long m, long part) {
             const bf16* rows = x + (from + first) * w.columns;
-            const long share = bytes / parts * (first * parts / count);  // of the next strip, that this part asks for
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
                 for (long i = 0; i < m; i++) sums[half].of[i][0] = sums[half].of[i][1] = Floats{};
-                const char* ahead = (const char*)w.strip(after + half * strips) + share;
+                const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
                 MULTIPLY[m](rows, w.columns, w.strip(s + half * strips), pairs, sums[half], ahead, bytes / pairs / parts);
             }
             done(from + first, m, s * WIDTH, sums);

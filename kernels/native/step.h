@@ -4,8 +4,6 @@
 #pragma once
 #include <cstdint>
 
-namespace {
-
 constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // kernels/codes.py
 constexpr int NAN_TOKEN = -1, OWN = -1;
 
@@ -31,7 +29,7 @@ struct Batch {
     int *rows, *input_ids, *positions, *slots, *block_table, *q_start, *q_len, *base_len;
     int64_t* ancestors;
     int* parents;  // null: chains
-    int64_t num_rows, num_tokens, max_q_len;
+    int64_t num_rows, num_tokens, max_q_len, max_blocks;
 };
 
 struct Proposal {
@@ -70,5 +68,3 @@ struct Row {
         }
     }
 };
-
-}  // namespace

@@ -1,7 +1,9 @@
-// What Python hands over: `nanospec/models/compiled.py` and `packed.py` declare the same. Numbers are bfloat16.
+// What a forward pass reads and writes, as `nanospec/models/compiled.py` passes it: words of 8 bytes, each an address or
+// a number. Numbers behind addresses are bfloat16 unless the type says otherwise.
 
 #pragma once
 #include "arithmetic.h"
+#include "step.h"
 
 // A matrix [rows, columns], packed as [ceil(rows / 32)][columns / 2][32][2], with rows of zeros at the end.
 struct Weight {
@@ -13,32 +15,19 @@ struct Weight {
     long strips() const { return (rows + WIDTH - 1) / WIDTH; }
 };
 
-struct Norm {
-    const bf16* weight;
-    float eps;
-};
-
 struct Layer {
-    Norm input_norm, q_norm, k_norm, post_norm;  // of q and k: weight null if there are none
+    const bf16 *input_norm, *q_norm, *k_norm, *post_norm;  // of q and k: null if there are none
     Weight qkv, o, gate_up, down;
     long window;  // 0: none
 };
 
 struct Model {
     long num_layers, hidden, heads, kv_heads, head_dim, inner;
-    const bf16* embedding;  // [vocab, hidden]
+    double eps;             // of all norms
+    const bf16* embedding;  // [vocabulary, hidden]
     const float* cos_sin;   // [positions, head_dim]
-    Norm norm;
+    const bf16* norm;       // the final one
     const Layer* layers;
-};
-
-// kernels/batch.py
-struct Batch {
-    long tokens, rows, max_blocks;
-    const int *input_ids, *positions, *slots;      // [tokens]
-    const int *block_table;                        // [rows, max_blocks]
-    const int *q_start, *q_len, *base_len;         // [rows]
-    const int64_t* ancestors;                      // [tokens] or null
 };
 
 struct Cache {  // [num_layers, 2, kv_heads, num_blocks, block_size, head_dim]

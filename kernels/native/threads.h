@@ -2,21 +2,32 @@
 //
 // No thread waits for another to arrive, only for tasks to be done: one that the system has put to sleep beside
 // a busy neighbour is overtaken, and skips what it finds done. Who waits spins briefly, then sleeps, so that a
-// sleeper can have its core.
+// sleeper can have its core. Threads of OpenMP would have to meet at the end of every call, which beside such a
+// neighbour takes as long as the scheduler likes, 4 ms and more.
 
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <functional>
+#include <system_error>
+#include <thread>
 #include <vector>
 
-static inline void relax() {
+// Returns when `value` is no longer `old`. Whoever changes it calls notify_all.
+template <class T>
+void wait_for_change(const std::atomic<T>& value, T old) {
+    for (int spin = 0; spin < 2000; spin++) {  // some 50 microseconds
+        if (value.load() != old) return;
 #ifdef __x86_64__
-    __builtin_ia32_pause();
+        __builtin_ia32_pause();
 #endif
+    }
+    value.wait(old);
 }
 
 struct Phase {
-    alignas(64) std::atomic<int> taken{0};
-    alignas(64) std::atomic<int> done{0};
+    alignas(64) std::atomic<long> taken{0};
+    alignas(64) std::atomic<long> done{0};
 };
 
 class Team {
@@ -29,34 +40,68 @@ class Team {
     // Runs task(i, next) for each i below count, once in all; when it returns, all have run. `next` is the task
     // that this thread will run after i, or not below count.
     template <class Task>
-    void each(int count, Task task) {
+    void each(long count, Task task) {
         Phase& here = *phase++;
-        int i = here.taken.fetch_add(1, std::memory_order_relaxed);
-        while (i < count) {
-            int next = here.taken.fetch_add(1, std::memory_order_relaxed);
+        for (long i = here.taken.fetch_add(1); i < count;) {
+            const long next = here.taken.fetch_add(1);
             task(i, next);
-            if (here.done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) here.done.notify_all();
+            if (here.done.fetch_add(1) + 1 == count) here.done.notify_all();
             i = next;
         }
-        constexpr int SPINS = 2000;
-        for (int spin = 0;; spin++) {
-            int done = here.done.load(std::memory_order_acquire);
-            if (done >= count) return;
-            if (spin < SPINS)
-                relax();
-            else
-                here.done.wait(done, std::memory_order_acquire);
-        }
+        for (long done; (done = here.done.load()) < count;) wait_for_change(here.done, done);
     }
 };
+
+// Threads that help whoever calls, one caller at a time. They live as long as the process.
+class Helpers {
+    std::atomic<bool> busy{false}, open{false};
+    std::atomic<unsigned> jobs{0};
+    std::atomic<int> inside{0};  // helpers that may be at work on the job
+    std::function<void()> job;
+    int wanted = 0, started = 0;
+
+    void serve(int i) {
+        for (unsigned seen = 0;;) {
+            wait_for_change(jobs, seen);
+            seen = jobs;
+            inside++;
+            if (open && i < wanted) job();
+            if (--inside == 0) inside.notify_all();
+        }
+    }
+
+  public:
+    // Runs work() here and, as soon as they are awake, on threads - 1 helpers.
+    template <class Work>
+    void run(int threads, Work work) {
+        if (threads < 2 || busy.exchange(true)) return work();  // alone, if they help somebody else
+        try {
+            for (; started < threads - 1; started++) std::thread(&Helpers::serve, this, started).detach();
+        } catch (const std::system_error&) {  // so there are fewer
+        }
+        job = work;
+        wanted = threads - 1;
+        open = true;
+        jobs++;
+        jobs.notify_all();
+        work();
+        open = false;
+        for (int left; (left = inside.load());) wait_for_change(inside, left);
+        busy = false;
+    }
+};
+
+inline Helpers& helpers() {
+    static Helpers* all = new Helpers;  // never deleted: they may be asleep in it when the process ends
+    return *all;
+}
 
 // Runs work(team) on so many threads, which go through at most so many phases.
 template <class Work>
 void run(int threads, int phases, Work work) {
     std::vector<Phase> all(phases);
-#pragma omp parallel num_threads(threads)
-    {
+    helpers().run(threads, [&] {
         Team team(all.data());
         work(team);
-    }
+    });
 }

@@ -65,6 +65,10 @@ class Layer:
     down: Projection
     window: int | None
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
 
 class Model:
     """A decoder with its weights in place; see the module docstring.
