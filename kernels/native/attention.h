@@ -88,7 +88,6 @@ struct Attention {
 
     // What one thread needs to compute.
     struct Scratch {
-        const bf16* ahead[SPAN];  // keys of the span that it will take next
         alignas(64) Words strips[SPAN * MAX_DIM / 2 / LANES];
         alignas(64) float scores[MAX_GROUP][SPAN];
         alignas(64) bf16 weights[MAX_GROUP][SPAN], q[MAX_GROUP * MAX_DIM];
@@ -107,15 +106,6 @@ struct Attention {
             for (; offset < cache.block_size && j < end; offset++, j++, at += dim) *entries++ = at;
         }
         for (long j = end; (j - begin) % WIDTH; j++) *entries++ = nothing;
-    }
-
-    // Asks for the keys and values of 32 positions.
-    void prefetch(const bf16* const* entries) const {
-        for (long i = 0; i < WIDTH; i++)
-            for (long d = 0; d < dim; d += WIDTH) {
-                __builtin_prefetch(entries[i] + d, 0, 2);
-                __builtin_prefetch(entries[i] + (values - keys) + d, 0, 2);
-            }
     }
 
     // 32 keys as a strip [dim / 2][32].
@@ -150,15 +140,13 @@ struct Attention {
         }
     }
 
-    // Positions begin .. end - 1, at most SPAN, for all queries of a piece. Meanwhile `ahead` strips of keys and values
-    // for the next span are on their way to the cache.
-    void span(const Piece& p, long begin, long end, long ahead, Scratch& at, Partial* result) const {
+    // Positions begin .. end - 1, at most SPAN, for all queries of a piece.
+    void span(const Piece& p, long begin, long end, Scratch& at, Partial* result) const {
         const float scale = LOG2_E / std::sqrt(float(dim));
         const long rows = p.count * group, strips = (end - begin + WIDTH - 1) / WIDTH, pairs = strips * LANES;
         find(keys, p, begin, end, at.entries);
         for (long s = 0; s < strips; s++) {
             pack_keys(at.entries + s * WIDTH, at.strips);
-            if (s < ahead) prefetch(at.ahead + s * WIDTH);
             in_parts(rows, [&](long i, long m, long) {
                 Sums sums = {};
                 MULTIPLY[m](at.q + i * dim, dim, at.strips, dim / 2, sums, nullptr, 0);
@@ -196,34 +184,20 @@ struct Attention {
         }
     }
 
-    // The first position of the spans that a piece has something to see in; the last span's, if there is nothing.
-    long start_of(const Piece& p) const {
-        const long low = seen_by(batch, p.row, p.first, window).low;  // the others' are not before it
-        return std::min(std::max(p.begin, low / SPAN * SPAN), (p.end - 1) / SPAN * SPAN);
-    }
-
     // All positions of a piece, in spans whose borders are the same for all pieces; to `result` [count * group].
-    // `next` is the piece that comes after it, or null.
-    void operator()(const Piece& p, const Piece* next, Scratch& at, Partial* result) const {
+    void operator()(const Piece& p, Scratch& at, Partial* result) const {
         const long rows = p.count * group, width = (model.heads + 2 * model.kv_heads) * dim;
         for (long i = 0; i < p.count; i++) {
             at.seen[i] = seen_by(batch, p.row, p.first + i, window);
             const bf16* q = qkv + (batch.q_start[p.row] + p.first + i) * width + p.head * group * dim;
             memcpy(at.q + i * group * dim, q, group * dim * sizeof(bf16));
         }
-        const long start = start_of(p);
-        for (long begin = start, end; begin < p.end; begin = end) {
-            end = std::min(begin + SPAN, p.end);
-            const Piece* then = end < p.end ? &p : next;
-            long ahead = 0;
-            if (then) {
-                const long from = then == &p ? end : start_of(*next), to = std::min(from + SPAN, then->end);
-                find(keys, *then, from, to, at.ahead);
-                ahead = (to - from + WIDTH - 1) / WIDTH;
-            }
-            span(p, begin, end, ahead, at, begin == start ? result : at.part);
-            if (begin > start)
-                for (long i = 0; i < rows; i++) result[i].join(at.part[i], wide);
+        const long low = at.seen[0].low;  // the others' are not before it
+        const long start = std::min(std::max(p.begin, low / SPAN * SPAN), (p.end - 1) / SPAN * SPAN);
+        span(p, start, std::min(start + SPAN, p.end), at, result);
+        for (long begin = start + SPAN; begin < p.end; begin += SPAN) {
+            span(p, begin, std::min(begin + SPAN, p.end), at, at.part);
+            for (long i = 0; i < rows; i++) result[i].join(at.part[i], wide);
         }
     }
 
@@ -269,9 +243,8 @@ struct Plan {
 
 inline void attention(Team& team, const Attention& attend, const Plan& plan, Attention::Scratch& at, Partial* parts) {
     const long rows = std::max(TOGETHER, attend.group);
-    const long count = plan.pieces.size();
-    team.each(count, [&](long i, long next) {
-        attend(plan.pieces[i], next < count ? &plan.pieces[next] : nullptr, at, plan.apart ? parts + i * rows : at.total);
+    team.each(plan.pieces.size(), [&](long i, long) {
+        attend(plan.pieces[i], at, plan.apart ? parts + i * rows : at.total);
         if (!plan.apart) attend.write(plan.pieces[i], at.total);
     });
     if (!plan.apart) return;
