@@ -113,8 +113,8 @@ class Step:
             batch = lay_out(table, rows, proposal, packed=cut is not None)
         with self.stages("forward"):
             hidden = model.forward(batch, self.kv_cache)
-            fits = len(hidden) <= len(self._logits)
-            logits = model.logits(hidden, self._logits[: len(hidden)] if fits else None)
+            T, shared = hidden.shape[0], self._logits
+            logits = model.logits(hidden, shared[:T] if shared.shape[0] >= T else None)
         with self.stages("verify"):
             targets = self.draw(logits, batch, proposal)
             verdict = commit(targets, batch, table, proposal)

@@ -120,6 +120,7 @@ class Worker:
         for part in self.drafters:
             part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
         self._step = self.make_step()
+        self._rows = torch.empty(0, dtype=torch.int32)  # of the last step that was not captured
         self.graphs: StepGraphs | None = None
         if captured:
             ks = [k for k in config.spec.ks if k < self.max_k]
@@ -188,12 +189,14 @@ class Worker:
                     part.catch_up(drafting)
             result = self.graphs.run(order.rows, order.k)
         else:
-            asked = torch.tensor(order.rows, dtype=torch.int32, device=self.table.device)
-            if not bool((self.table.finished[asked] == RUNNING).any()):  # the host will soon know
+            codes = self.table.finished.tolist()
+            if all(codes[row] != RUNNING for row in order.rows):  # the host will soon know
                 return Flight(lambda: [NOTHING] * len(order.rows), [], None, order.logprobs)
             for part in self.drafters:
                 part.passes = order.passes
-            result = self._step(asked, order.k, cut)
+            if order.rows != self._rows.tolist():
+                self._rows = torch.tensor(order.rows, dtype=torch.int32, device=self.device)
+            result = self._step(self._rows, order.k, cut)
         logprobs = result.logprobs(order.logprobs) if max(order.logprobs) >= 0 else None
         follow = [part.follow(order.rows) for part in self.drafters]
         return Flight(result.fetch(), follow, logprobs, order.logprobs)

@@ -299,13 +299,14 @@ struct Sampling {
     Batch batch;
     const void* logits;  // bfloat16 or float32, rows `stride` apart
     int64_t stride, is_bf16, lazy;
-    int* targets;  // [T]; what is not read stays as it is
+    int* targets;  // [T]
     int64_t threads;
 };
 
 template <class Score>
 void sample(const Sampling& given, const Score* logits) {
     const Batch& batch = given.batch;
+    std::fill_n(given.targets, batch.num_tokens, 0);
 #pragma omp parallel for schedule(dynamic) num_threads(given.threads) if (batch.num_rows > 1)
     for (long b = 0; b < batch.num_rows; b++) {
         static thread_local Scratch at;

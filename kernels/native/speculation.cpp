@@ -144,7 +144,7 @@ struct Commit {
     Batch batch;
     Proposal proposal;
     const int* targets;
-    int *report, *num_emitted, *path;  // [B, 6 + 2 Q], [B], [B, Q]
+    int* memory;  // report [B, 6 + 2 Q], num_emitted [B], path [B, Q]
 };
 
 }  // namespace
@@ -223,10 +223,11 @@ void nanospec_lay_out(Layout* given) {
 void nanospec_commit(const Commit* given) {
     const Batch& batch = given->batch;
     const Proposal& proposal = given->proposal;
-    const long Q = batch.max_q_len;
+    const long Q = batch.max_q_len, width = 6 + 2 * Q;
+    int *num_emitted = given->memory + batch.num_rows * width, *paths = num_emitted + batch.num_rows;
     for (long b = 0; b < batch.num_rows; b++) {
         const Row row(batch, b);
-        int *line = given->report + b * (6 + 2 * Q), *run = line + 6, *source = run + Q, *path = given->path + b * Q;
+        int *line = given->memory + b * width, *run = line + 6, *source = run + Q, *path = paths + b * Q;
         int count = 0, s = row.request, n = 0;
         std::fill_n(path, Q, 0);
         std::fill_n(run, Q, -1);
@@ -241,7 +242,7 @@ void nanospec_commit(const Commit* given) {
         const int columns[] = {
             n, std::max(row.n - 1, 0), std::max(count - 1, 0), proposal.drafter[b], proposal.match_len[b], code};
         std::copy_n(columns, 6, line);
-        given->num_emitted[b] = count;
+        num_emitted[b] = count;
     }
 }
 }

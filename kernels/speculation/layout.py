@@ -64,15 +64,15 @@ def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False)
     """By `native/speculation.cpp`, in one piece of memory."""
     B, k = proposal.drafts.shape
     per_row, per_token = [B, B, B, B, B * table.max_blocks], 3 if proposal.parents is None else 4
-    memory = rows.new_empty(sum(per_row) + B * (k + 1) * per_token)
+    size = sum(per_row) + B * (k + 1) * per_token
+    memory = rows.new_empty(size)
     masks = None if proposal.parents is None else rows.new_empty(B * (k + 1), dtype=torch.int64)
-    words = *table, *proposal_words(proposal), rows, packed, memory, masks
-    T, longest, kv_len = call("nanospec_lay_out", *words, 0, 0, 0)[-3:]
-    request, q_start, q_len, base_len, pages, input_ids, positions, slots, *rest = memory.split(
-        [*per_row, *[T] * per_token, len(memory) - sum(per_row) - T * per_token]
-    )
+    words = *proposal_words(proposal), rows, packed, memory, masks
+    T, longest, kv_len = call("nanospec_lay_out", *table, *words, 0, 0, 0)[-3:]
+    parts = torch.split_with_sizes(memory, [*per_row, *[T] * per_token, size - sum(per_row) - T * per_token])
+    request, q_start, q_len, base_len, pages, input_ids, positions, slots, *rest = parts
     return Batch(
-        request, input_ids, positions, slots, pages.view(B, -1), q_start, q_len, base_len,
+        request, input_ids, positions, slots, pages.view(B, table.max_blocks), q_start, q_len, base_len,
         longest if packed else k + 1, kv_len if packed else table.max_context,
         None if masks is None else masks[:T], None if masks is None else rest[0],
     )  # fmt: skip

@@ -66,11 +66,11 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
 
 def native(table: Table, rows: Tensor, k: int, max_n: int, max_width: int | None = None) -> Proposal:
     """By `native/speculation.cpp`. With `max_width` what `ngram_tree.naive` makes."""
-    B, new = len(rows), rows.new_empty
+    B, new = rows.shape[0], rows.new_empty
     parents = None if max_width is None else new(B, k)
     result = Proposal(new(B, k), new(B), new(B, k), new(B), new(B), parents)
-    words = *table, *proposal_words(result), rows, max_n, max_width
-    call("nanospec_ngram", *words, torch.get_num_threads())
+    words = *proposal_words(result), rows, max_n, max_width
+    call("nanospec_ngram", *table, *words, torch.get_num_threads())
     return result
 
 

@@ -98,16 +98,12 @@ def _kept(run: list[int], room: int, stops: list[int]) -> tuple[int, int]:
 
 def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """By `native/speculation.cpp`."""
-    verdict = _empty(batch)
-    words = *table, *batch_words(batch), *proposal_words(proposal)
-    call("nanospec_commit", *words, targets, *verdict)
-    return verdict
-
-
-def _empty(batch: Batch) -> Verdict:
     B, Q = batch.num_rows, batch.max_q_len
-    shapes = (B, report.NUM_COLUMNS.value + 2 * Q), (B,), (B, Q)
-    return Verdict(*map(batch.q_len.new_empty, shapes))
+    width = report.NUM_COLUMNS.value + 2 * Q
+    memory = targets.new_empty(B * (width + 1 + Q))
+    call("nanospec_commit", *table, *batch_words(batch), *proposal_words(proposal), targets, memory)
+    lines, num_emitted, path = torch.split_with_sizes(memory, [B * width, B, B * Q])
+    return Verdict(lines.view(B, width), num_emitted, path.view(B, Q))
 
 
 @triton.jit
@@ -184,7 +180,8 @@ def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
     B, Q = batch.num_rows, batch.max_q_len
     if Q > MAX_QUERIES:
         raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_QUERIES}.")
-    verdict = _empty(batch)
+    width = report.NUM_COLUMNS.value + 2 * Q
+    verdict = Verdict(*(batch.q_len.new_empty(shape) for shape in ((B, width), (B,), (B, Q))))
     if B:
         _commit[(B,)](
             targets, batch.tensors, table, proposal, verdict, Q, proposal.source.shape[1],

@@ -185,7 +185,7 @@ def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -
 
 def nothing(rows: Tensor, k: int) -> Proposal:
     """No drafts for any of the rows [B]. Launches nothing but the first time, and is not to be changed."""
-    return _nothing(len(rows), k, rows.device)
+    return _nothing(rows.shape[0], k, rows.device)
 
 
 @cache
