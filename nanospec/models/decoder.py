@@ -122,7 +122,7 @@ class Model:
         Returns:
             [T, H] after the final norm. Padding tokens get unspecified values.
         """
-        if self._compiled is not None and use_native(kv_cache):
+        if self._compiled is not None and self.runs_compiled(kv_cache):
             return self._compiled(batch, kv_cache)
         config = self.config
         angles = Angles(self.cos_sin, batch.positions, self.dtype)
@@ -132,6 +132,10 @@ class Model:
         for layer, cache, norm in zip(self.layers, kv_cache, norms[1:], strict=True):
             stream = self._layer_forward(layer, stream, cache, angles, plans[layer.window], norm)
         return rms_norm(stream.x, self.norm)
+
+    def runs_compiled(self, kv_cache: Tensor) -> bool:
+        """Whether `forward` is one compiled call, which loads no entry that its query does not see."""
+        return self._compiled is not None and use_native(kv_cache)
 
     def _layer_forward(
         self, layer: Layer, stream: Stream, cache: Tensor, angles: Angles, plan: Plan, norm: Norm

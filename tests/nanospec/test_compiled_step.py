@@ -1,0 +1,61 @@
+"""The compiled step of a CPU, bfloat16 from the first layer to the last committed token."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec.config import SamplingParams
+from nanospec.kernels.native.build import library
+from nanospec.models.decoder import Model
+from tests.drive import Job, K, Outcome, alone, assert_same, make_engine, outcome, random_jobs, run
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+
+VOCAB, WINDOW = 24, 100
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 128, "intermediate_size": 96}
+    return tiny_model(dtype=torch.bfloat16, **sizes)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """All fields of sampling, among them penalties."""
+    rng = random.Random(1)
+    return random_jobs(rng, VOCAB, 12) + random_jobs(rng, VOCAB, 4, max_tokens=WINDOW)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model, jobs: list[Job]) -> list[Outcome]:
+    return alone(model, jobs, max_model_len=WINDOW)
+
+
+@pytest.mark.parametrize("k", [None, 1, 3, 8, "auto"], ids=lambda k: f"K{k}")
+@pytest.mark.parametrize("mode", ["packed", "recorded"])
+def test_neither_drafts_nor_neighbours_change_anything(
+    model: Model, jobs: list[Job], expected: list[Outcome], k: K, mode: str
+) -> None:
+    engine = make_engine(model, k, max_model_len=WINDOW, enforce_eager=mode == "packed")
+    assert model.runs_compiled(engine.worker.kv_cache)
+    for job, request, wanted in zip(jobs, run(engine, jobs), expected, strict=True):
+        assert_same(outcome(request), wanted, job)
+
+
+@pytest.mark.parametrize("width", [1, 4], ids=["chains", "trees"])
+def test_what_pages_held_before_does_not_matter(model: Model, width: int) -> None:
+    """They are not zeroed, since masked entries are not loaded."""
+    jobs = [Job([3, 1, 2] * 4, SamplingParams(temperature=0, max_tokens=60)) for _ in range(3)]
+    outputs = []
+    for value in (0.0, torch.nan):
+        engine: Any = make_engine(model, 6, max_model_len=WINDOW, guess={"tree_width": width})
+        engine.worker.kv_cache.fill_(value)
+        outputs.append([request.output_ids for request in run(engine, jobs)])
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0][0]) == 60
