@@ -14,6 +14,7 @@
 
 #include "arithmetic.h"
 #include "step.h"
+#include "threads.h"
 
 namespace {
 
@@ -307,8 +308,7 @@ template <class Score>
 void sample(const Sampling& given, const Score* logits) {
     const Batch& batch = given.batch;
     std::fill_n(given.targets, batch.num_tokens, 0);
-#pragma omp parallel for schedule(dynamic) num_threads(given.threads) if (batch.num_rows > 1)
-    for (long b = 0; b < batch.num_rows; b++) {
+    for_each(given.threads, batch.num_rows, [&](long b) {
         static thread_local Scratch at;
         const Row row(batch, b);
         auto target = [&](int place) {
@@ -319,7 +319,7 @@ void sample(const Sampling& given, const Score* logits) {
         if (given.lazy) row.walk(target);
         else
             for (int place = 0; place < row.n; place++) target(place);
-    }
+    });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "step.h"
+#include "threads.h"
 
 namespace {
 
@@ -155,8 +156,7 @@ extern "C" {
 void nanospec_ngram(const Lookup* given) {
     const Proposal& out = given->out;
     const long k = out.k;
-#pragma omp parallel for schedule(dynamic) num_threads(given->threads) if (out.num_rows > 8)
-    for (long b = 0; b < out.num_rows; b++) {
+    for_each(out.num_rows > 8 ? given->threads : 1, out.num_rows, [&](long b) {
         std::vector<Node> nodes;
         int n = 0;
         if (given->rows[b] >= 0) {
@@ -178,7 +178,7 @@ void nanospec_ngram(const Lookup* given) {
             out.source[b * k + i] = nodes[i].source;
             if (out.parents) out.parents[b * k + i] = nodes[i].parent;
         }
-    }
+    });
 }
 
 // layout.py: k + 1 places to a row, or packed.

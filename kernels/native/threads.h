@@ -105,3 +105,9 @@ void run(int threads, int phases, Work work) {
         work(team);
     });
 }
+
+// Runs task(i) for each i below count, on so many threads.
+template <class Task>
+void for_each(int threads, long count, Task task) {
+    run(count > 1 ? threads : 1, 1, [&](Team& team) { team.each(count, [&](long i, long) { task(i); }); });
+}
