@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -30,31 +31,34 @@ COMPILERS = ("g++", "c++")
 def library() -> ctypes.CDLL | None:
     """See the module docstring."""
     try:
-        return ctypes.CDLL(str(built()))
+        file = built(cache_folder())
+        try:
+            return ctypes.CDLL(str(file))
+        except OSError:  # a broken file
+            file.unlink()
+            return ctypes.CDLL(str(built(cache_folder())))
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or str(error)
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
         warnings.warn(
-            "The CPU code could not be compiled, so plain PyTorch runs instead, at about half the speed: "
-            f"{reason.strip().splitlines()[0]}",
+            "The C++ for CPUs could not be compiled, so PyTorch runs instead, at less than half the speed: "
+            + reason,
             stacklevel=2,
         )
         return None
 
 
-def built(folder: Path | None = None) -> Path:
-    """The library's file, compiled if it is not there yet. OSError or CalledProcessError if that fails."""
+def built(folder: Path) -> Path:
+    """The library's file in `folder`, compiled if it is not there yet. OSError or CalledProcessError if that
+    fails."""
     compiler = find_compiler()
-    file = (folder or cache_folder()) / f"native-{fingerprint(compiler)}.so"
+    file = folder / f"native-{fingerprint(compiler)}.so"
     if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".so", delete=False) as partial:
-            pass
-        try:
-            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", partial.name]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            result = Path(partial) / file.name
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(result)]
             subprocess.run(command, check=True, capture_output=True, text=True)
-            os.replace(partial.name, file)  # at once: another process may be doing the same
-        finally:
-            Path(partial.name).unlink(missing_ok=True)
+            os.replace(result, file)  # at once: another process may be doing the same
     return file
 
 
@@ -85,4 +89,18 @@ def _processor() -> str:
 
 
 def cache_folder() -> Path:
+    """The user's own, or one of this process alone where that cannot be written to. (A common one, such as in
+    /tmp, would let others put code there.)"""
+    folder = _user_folder()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder if os.access(folder, os.W_OK) else Path(_own_folder().name)
+
+
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="nanospec-")
+
+
+def _user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanospec"

@@ -1,0 +1,323 @@
+"""The forward pass in C++: against exact arithmetic, its bits, what it must not read, and its fall-back."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanospec.kernels.batch import Batch, Chunk
+from nanospec.kernels.dispatch import forced
+from nanospec.kernels.native import build, call, packed
+from nanospec.models.decoder import Model
+from tests.tiny import Pages, tiny_model
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
+
+BF16 = torch.bfloat16
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {"hidden_size": 96},
+    "odd-sizes": {"hidden_size": 50, "vocab_size": 61, "head_dim": 18, "num_heads": 3, "num_kv_heads": 1},
+    "mqa-d80-biases": {
+        "num_heads": 8,
+        "num_kv_heads": 1,
+        "head_dim": 80,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    },
+    "qk-norm-window9": {"qk_norm": True, "windows": (9, None), "head_dim": 64},
+    "window300": {"windows": (300, 300), "head_dim": 32},
+    "group20-d256": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 256, "num_layers": 1},
+}
+
+
+def build_model(name: str) -> Model:
+    fields = {"intermediate_size": 96, "max_position_embeddings": 1024, **MODELS[name]}
+    model = tiny_model(dtype=BF16, **fields)
+    assert model.runs_compiled(torch.empty(0, dtype=BF16))
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Model:
+    return build_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def window_model() -> Model:
+    return build_model("qk-norm-window9")
+
+
+def exact(model: Model) -> Model:
+    """The same weights in float64, by PyTorch."""
+
+    def wide(tensor: Tensor | packed.Packed) -> Tensor:
+        if isinstance(tensor, packed.Packed):
+            (N, K), data = tensor.shape, tensor.data
+            tensor = data.transpose(1, 2).reshape(-1, K)[:N]
+        return tensor.double()
+
+    source = model.layers
+
+    def get(name: str) -> Tensor:
+        if name == "model.embed_tokens.weight":
+            return wide(model.embedding)
+        if name == "model.norm.weight":
+            return wide(model.norm.weight)
+        if name == "lm_head.weight":
+            return wide(model.lm_head)
+        _, _, index, module, *rest = name.split(".")
+        layer, kind = source[int(index)], rest[-1]
+        D, heads = model.config.head_dim, model.config.num_heads
+        kv, inner = model.config.num_kv_heads * D, model.config.intermediate_size
+        norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm}
+        if module in norms:
+            return wide(norms[module].weight)
+        if rest[0] in ("q_norm", "k_norm"):
+            assert layer.qk_norms is not None
+            return wide(layer.qk_norms[rest[0] == "k_norm"].weight)
+        projection, first, size = {
+            "q_proj": (layer.qkv, 0, heads * D),
+            "k_proj": (layer.qkv, heads * D, kv),
+            "v_proj": (layer.qkv, heads * D + kv, kv),
+            "o_proj": (layer.o, 0, model.config.hidden_size),
+            "gate_proj": (layer.gate_up, 0, inner),
+            "up_proj": (layer.gate_up, inner, inner),
+            "down_proj": (layer.down, 0, model.config.hidden_size),
+        }[rest[0]]
+        found = projection.weight if kind == "weight" else projection.bias
+        assert found is not None
+        return wide(found)[first : first + size]
+
+    return Model(model.config, torch.float64, "cpu", get)
+
+
+def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (count,), generator=generator)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    difference = (actual.double() - expected).norm() / expected.norm()
+    return float(difference)
+
+
+def test_is_as_near_to_exact_arithmetic_as_pytorch(model: Model) -> None:
+    """Prompts longer than a span, single tokens and several, packed and padded."""
+    steps: list[dict[str, Any]] = [
+        {"chunks": {0: tokens(model, 330), 1: tokens(model, 5, 1), 2: tokens(model, 255, 2)}},
+        {"chunks": {0: tokens(model, 1, 3), 1: tokens(model, 13, 4), 2: tokens(model, 3, 5)}},
+        {"chunks": {1: tokens(model, 2, 6), 0: tokens(model, 7, 7)}, "pad_to": 9},
+    ]
+    errors: dict[str, list[float]] = {}
+    wanted = Pages(exact(model), 3, 640)
+    runs = {name: Pages(model, 3, 640) for name in ("naive", "native")}
+    wanted.cache.copy_(runs["native"].cache)
+    for step in steps:
+        expected = wanted.step(**step)
+        for name, pages in runs.items():
+            with forced(name):  # type: ignore[arg-type]
+                actual = pages.step(**step)
+            errors.setdefault(name, []).extend(error(actual[row], expected[row]) for row in expected)
+    for ours, theirs in zip(errors["native"], errors["naive"], strict=True):
+        assert ours < max(1.3 * theirs, 0.01)
+    assert max(errors["native"]) < 0.05
+
+
+def tree(model: Model, pages: Pages, row: int, ids: Tensor, parents: list[int]) -> Batch:
+    """A step of one row whose queries form a tree: parents by place, the first its own."""
+    start = pages.length[row]
+    pages.table.tokens[row, start : start + len(ids)] = ids
+    batch = Batch.of_chunks(pages.table, [Chunk(row, start, len(ids))])
+    masks, depths = [1], [0]
+    for i, parent in enumerate(parents[1:], 1):
+        masks.append(masks[parent] | 1 << i)
+        depths.append(depths[parent] + 1)
+    return replace(
+        batch,
+        prefill=False,
+        ancestors=torch.tensor(masks),
+        parents=torch.tensor(parents, dtype=torch.int32),
+        positions=torch.tensor([start + depth for depth in depths], dtype=torch.int32),
+    )
+
+
+def test_trees(model: Model) -> None:
+    """Each query sees its ancestors and no other token of the step: as a chain of these alone would."""
+    parents = [0, 0, 1, 0, 3, 3, 5, 2]
+    ids = tokens(model, len(parents), 1)
+    pages = Pages(model, 1, 640)
+    pages.step({0: tokens(model, 300)})
+    logits = model.logits(model.forward(tree(model, pages, 0, ids, parents), pages.cache))
+    for leaf in (7, 4, 6):
+        path = [leaf]
+        while path[0]:
+            path.insert(0, parents[path[0]])
+        alone = Pages(model, 1, 640)
+        alone.step({0: tokens(model, 300)})
+        chain = alone.step({0: ids[path]})[0]
+        assert error(logits[path], chain.double()) < 0.02
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_bits_do_not_depend_on_the_batch(window_model: Model, data: st.DataObject) -> None:
+    """In pieces of any size, beside others, padded, on any number of threads: the bits of one by one."""
+    model = window_model
+    text = tokens(model, 700)
+    whole = Pages(model, 4, 704)
+    expected = torch.cat([whole.step({0: part})[0] for part in text.split(64)])
+    pages = Pages(model, 4, 704)
+    threads = torch.get_num_threads()
+    try:
+        while pages.length[0] < 700:
+            torch.set_num_threads(data.draw(st.integers(1, 4)))
+            n = min(data.draw(st.sampled_from([1, 2, 5, 12, 13, 63, 200, 400])), 700 - pages.length[0])
+            beside = {row: tokens(model, data.draw(st.sampled_from([1, 3, 11]))) for row in (1, 2, 3)}
+            start = pages.length[0]
+            chunks = {0: text[start : start + n], **data.draw(st.sampled_from([{}, beside]))}
+            keep = {row: pages.length[row] for row in (1, 2, 3)}
+            pad = n + data.draw(st.integers(0, 3)) if len(chunks) == 1 and n < 60 else None
+            logits = pages.step(chunks, pad_to=pad)[0]
+            for row, length in keep.items():
+                pages.length[row] = length
+            assert torch.equal(logits, expected[start : start + n]), (start, n)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_nothing_that_a_query_does_not_see_reaches_it(model: Model) -> None:
+    """Neither other pages, nor later entries, nor a later draft, though they are NaN."""
+    ids = tokens(model, 6, 1)
+    results = []
+    for poison in (0.0, torch.nan):
+        pages = Pages(model, 2, 640)
+        pages.cache.fill_(poison)
+        pages.step({0: tokens(model, 270)})
+        results.append(pages.step({0: ids})[0])
+    assert torch.equal(*results)
+    last = int(ids[-1])
+    others = [i for i, token in enumerate(ids.tolist()) if token != last]
+    broken = build_like(model)
+    pages = Pages(broken, 2, 640)
+    pages.step({0: tokens(model, 270)[tokens(model, 270) != last]})
+    clean = pages.step({0: ids}, keep=0)[0]
+    broken.embedding[last] = torch.nan
+    dirty = pages.step({0: ids})[0]
+    before = [i for i in others if i < min(j for j, token in enumerate(ids.tolist()) if token == last)]
+    assert before
+    assert torch.equal(dirty[before], clean[before])
+    assert dirty[-1].isnan().all()
+
+
+def build_like(model: Model) -> Model:
+    return tiny_model(dtype=BF16, **{f: getattr(model.config, f) for f in model.config.__dataclass_fields__})
+
+
+@pytest.mark.parametrize("K", [2, 50, 576])
+@pytest.mark.parametrize("N", [1, 31, 32, 33, 200])
+@pytest.mark.parametrize("T", [1, 2, 11, 12, 13, 25, 97, 200])
+def test_linear(T: int, N: int, K: int) -> None:
+    generator = torch.Generator().manual_seed(T * N + K)
+    x, weight, bias = (torch.randn(*s, generator=generator).to(BF16) for s in ((T, K), (N, K), (N,)))
+    out = torch.full((T + 1, N), torch.nan, dtype=BF16)
+    for b in (None, bias):
+        packed.linear(x, packed.pack(weight), b, out=out[:T])
+        expected = x.double() @ weight.double().T + (0 if b is None else b.double())
+        torch.testing.assert_close(out[:T].double(), expected, rtol=1 / 200, atol=2e-5 * K)
+        assert out[T].isnan().all()
+
+
+def test_linear_refuses_what_does_not_fit() -> None:
+    weight, x = packed.pack(torch.randn(40, 16).to(BF16)), torch.randn(3, 16).to(BF16)
+    out = torch.empty(3, 40, dtype=BF16)
+    for call_ in (
+        partial(packed.linear, x.float(), weight),
+        partial(packed.linear, x[:, :8], weight),
+        partial(packed.linear, x, weight, x[0]),
+        partial(packed.linear, x, weight, out=out[:2]),
+        partial(packed.linear, x, weight, out=out.float()),
+        partial(packed.linear, x, weight, out=torch.empty(40, 3, dtype=BF16).T),
+    ):
+        with pytest.raises(ValueError, match="must be|does not multiply"):
+            call_()
+
+
+@pytest.fixture
+def other_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library for a processor without bfloat16 instructions, loaded instead."""
+    flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
+    monkeypatch.setattr(build, "FLAGS", flags)
+    try:
+        found = ctypes.CDLL(str(build.built(tmp_path)))
+    except subprocess.CalledProcessError:
+        pytest.skip("not an x86 processor")
+    monkeypatch.setattr(call, "library", lambda: found)
+    call._function.cache_clear()
+    yield
+    call._function.cache_clear()
+
+
+@pytest.mark.usefixtures("other_library")
+def test_other_processors(model: Model) -> None:
+    test_is_as_near_to_exact_arithmetic_as_pytorch(model)
+
+
+# ---- the library ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Nothing is compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library.cache_clear()
+    yield tmp_path / "nanospec"
+    build.library.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_pytorch_runs(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.warns(UserWarning, match=r"PyTorch runs instead.*: .+"):
+        model = tiny_model(dtype=BF16, intermediate_size=96)
+    assert not model.runs_compiled(torch.empty(0, dtype=BF16))
+    pages = Pages(model, 1, 64)
+    assert pages.step({0: tokens(model, 5)})[0].isfinite().all()
+    assert not list(fresh.glob("*"))
+
+
+def test_what_was_compiled_is_kept_and_broken_files_are_compiled_again(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    compile_ = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        calls.append(command)
+        return compile_(command, **options)
+
+    monkeypatch.setattr(build.subprocess, "run", run)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
+    assert build.library() is not None
+    (file,) = fresh.glob("*")
+    count = len(calls)
+    build.library.cache_clear()
+    assert build.library() is not None
+    assert not any("-o" in command for command in calls[count:])
+    file.write_bytes(b"truncated")
+    build.library.cache_clear()
+    assert build.library() is not None
+    assert file.stat().st_size > 1000
