@@ -105,7 +105,7 @@ struct Noise {
 
 // The scores of a query, padded with -inf to whole blocks, and room for some of them.
 struct Scratch {
-    std::vector<float> scores, maxima, some, band;
+    std::vector<float> scores, maxima, some, band, part;
 };
 
 struct Query {
@@ -175,14 +175,19 @@ struct Query {
 
     // Those of n scores that reach `low` but not `high`.
     static void gather(const float* scores, long n, float low, float high, std::vector<float>& found) {
-        found.clear();
+        size_t count = 0;
         for (long first = 0; first < n; first += BLOCK) {
             const long end = std::min(first + BLOCK, n);
             int some = 0;
             for (long i = first; i < end; i++) some |= (scores[i] >= low) & (scores[i] < high);
-            for (long i = first; some && i < end; i++)
-                if (scores[i] >= low && scores[i] < high) found.push_back(scores[i]);
+            if (!some) continue;
+            found.resize(count + BLOCK);
+            for (long i = first; i < end; i++) {  // without a branch that nobody can foresee
+                found[count] = scores[i];
+                count += (scores[i] >= low) & (scores[i] < high);
+            }
         }
+        found.resize(count);
     }
 
     // The least score that top-k, top-p and min-p keep.
@@ -225,14 +230,28 @@ struct Query {
 
     // The least of the likeliest of these scores that hold the share top_p.
     float nucleus(float top_p, float best, const std::vector<float>& scores) {
-        static constexpr float DEPTHS[] = {0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, INFINITE};
-        double held[std::size(DEPTHS)], above = 0;
-        masses(scores.data(), scores.size(), best, DEPTHS, held);
-        const double target = top_p * held[std::size(DEPTHS) - 1];
-        float high = INFINITE;
-        int d = 0;
-        for (; held[d] < target; d++) above = held[d], high = best - DEPTHS[d] * temperature;
-        gather(scores.data(), scores.size(), best - DEPTHS[d] * temperature, high, at.band);
+        constexpr int N = 7, FEW = 256;
+        float depths[N] = {1, 2, 4, 6, 8, 10, INFINITE};  // below the best, in temperatures
+        double held[N], above = 0;
+        masses(scores.data(), scores.size(), best, depths, held);
+        const double target = top_p * held[N - 1];
+        // Cut out the part that the last kept one lies in, and then parts of that.
+        float top = 0, high = INFINITE;
+        at.band.clear();
+        for (const std::vector<float>* all = &scores;; all = &at.band) {
+            int d = 0;
+            while (d < N - 1 && above + held[d] < target) d++;
+            if (d) top = depths[d - 1], high = best - top * temperature;
+            const float bottom = depths[d];
+            gather(all->data(), all->size(), best - bottom * temperature, high, at.part);
+            if (at.part.empty()) break;  // by rounding
+            const bool done = at.part.size() <= FEW || at.part.size() == all->size() || bottom == INFINITE;
+            if (d) above += held[d - 1];
+            at.band.swap(at.part);
+            if (done) break;
+            for (int i = 0; i < N; i++) depths[i] = i == N - 1 ? bottom : top + (bottom - top) * (i + 1) / N;
+            masses(at.band.data(), at.band.size(), best, depths, held);
+        }
         // Halve what the last kept one lies in.
         float *first = at.band.data(), *last = first + at.band.size();
         while (last - first > 1) {
