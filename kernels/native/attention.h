@@ -110,21 +110,20 @@ struct Attention {
 
     // 32 keys as a strip [dim / 2][32].
     void pack_keys(const bf16* const* entries, Words* strip) const {
-        Words block[LANES];
+        Words blocks[MAX_DIM / WIDTH][LANES];
         for (long half = 0; half < 2; half++, entries += LANES) {
-            long d = 0;
-            for (; d + WIDTH <= dim; d += WIDTH) {
-                for (long i = 0; i < LANES; i++) block[i] = *(const Words*)(entries[i] + d);
+            for (long i = 0; i < LANES; i++) {  // in the order of their addresses, for the processor to look ahead
+                long d = 0;
+                for (; d + WIDTH <= dim; d += WIDTH) blocks[d / WIDTH][i] = *(const Words*)(entries[i] + d);
+                if (d == dim) continue;
+                blocks[d / WIDTH][i] = Words{};
+                memcpy(&blocks[d / WIDTH][i], entries[i] + d, (dim - d) * sizeof(bf16));
+            }
+            for (long d = 0; d < dim; d += WIDTH) {
+                Words(&block)[LANES] = blocks[d / WIDTH];
                 transpose(block);
-                for (long i = 0; i < LANES; i++) strip[d + 2 * i + half] = block[i];
+                for (long i = 0; i < std::min<long>(LANES, (dim - d) / 2); i++) strip[d + 2 * i + half] = block[i];
             }
-            if (d == dim) continue;
-            for (long i = 0; i < LANES; i++) {
-                block[i] = Words{};
-                memcpy(&block[i], entries[i] + d, (dim - d) * sizeof(bf16));
-            }
-            transpose(block);
-            for (long i = 0; i < (dim - d) / 2; i++) strip[d + 2 * i + half] = block[i];
         }
     }
 
