@@ -175,7 +175,7 @@ class Worker:
         """Compute the K/V of pieces of the rows' texts."""
         with self.stages("prefill"):
             self.writes.flush()
-            self.model.forward(Batch.of_chunks(self.table, chunks), self.kv_cache)
+            self.model.write_kv(Batch.of_chunks(self.table, chunks), self.kv_cache)
 
     @on_own_device
     @torch.inference_mode()

@@ -75,7 +75,7 @@ struct Forward {
     const Model* model;
     Batch batch;
     Cache cache;
-    bf16* hidden;  // [tokens, hidden], after the final norm
+    bf16* hidden;  // [tokens, hidden], after the final norm; null if only keys and values are wanted
     long threads;
 };
 
@@ -110,6 +110,7 @@ extern "C" void nanospec_forward(const Forward* given) {
             rms_norm(team, m, x.get(), T, layer.input_norm, normed.get());
             linear(team, layer.qkv, normed.get(), T, qkv.get());
             rope_cache(team, m, layer, batch, qkv.get(), keys, per_head);
+            if (!given->hidden && i + 1 == m.num_layers) return;
             const Attention attend{m, batch, cache, keys, values, layer.window, qkv.get(), out.get()};
             attention(team, attend, plan, scratch, parts.get());
             linear_add(team, layer.o, out.get(), T, x.get());

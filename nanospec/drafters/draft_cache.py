@@ -62,7 +62,8 @@ class DraftCache:
         """The row's request got blocks that may have been another's."""
         self._texts[row].blocks += blocks
         self._drafted.difference_update(blocks)
-        zero_blocks(self.kv, blocks)
+        if not self.model.runs_compiled(self.kv):
+            zero_blocks(self.kv, blocks)
 
     def release(self, row: int) -> None:
         """The row's request has given its blocks back; what they hold stays until they are another's."""
@@ -90,19 +91,23 @@ class DraftCache:
                 budget -= length
         if chunks:
             batch = Batch.of_chunks(self.table, chunks)
-            self.forward(batch)
+            self.model.write_kv(self._known(batch), self.kv)
             end = batch.base_len + batch.q_len
             self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)
             for row, start, length in chunks:
                 self._note(self._texts[row], start + length)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, H] of the batch. What the draft model's padding of the vocabulary lacks stands
-        for no text, so any other token will do."""
+        """Hidden states [T, H] of the batch."""
+        return self.model.forward(self._known(batch), self.kv)
+
+    def _known(self, batch: Batch) -> Batch:
+        """The batch in tokens of the draft model. What its vocabulary lacks is padding of the target's and
+        stands for no text, so any other token will do."""
         most = self.model.config.vocab_size
-        if most < self.table.vocab_size:
-            batch = replace(batch, input_ids=batch.input_ids.clamp(max=most - 1))
-        return self.model.forward(batch, self.kv)
+        if most >= self.table.vocab_size:
+            return batch
+        return replace(batch, input_ids=batch.input_ids.clamp(max=most - 1))
 
     def advance(self, rows: Tensor, computed: Tensor) -> None:
         """So many tokens [B] of the request rows [B], -1 for none, are computed now."""

@@ -35,11 +35,18 @@ class CompiledDecoder:
 
     def __call__(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         hidden = torch.empty(batch.num_tokens, self._hidden_size, dtype=torch.bfloat16)
+        self._run(batch, kv_cache, hidden)
+        return hidden
+
+    def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
+        """The same without its result: the last layer ends with its keys and values."""
+        self._run(batch, kv_cache, None)
+
+    def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
             "nanospec_forward", _address(self._model), *batch_words(batch), kv_cache, *kv_cache.shape[3:5],
             hidden, torch.get_num_threads(),
         )  # fmt: skip
-        return hidden
 
 
 def compiled_decoder(model: Model) -> CompiledDecoder | None:

@@ -133,6 +133,13 @@ class Model:
             stream = self._layer_forward(layer, stream, cache, angles, plans[layer.window], norm)
         return rms_norm(stream.x, self.norm)
 
+    def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
+        """`forward` for the sake of the cache alone: what prefill needs."""
+        if self._compiled is not None and self.runs_compiled(kv_cache):
+            self._compiled.write_kv(batch, kv_cache)
+        else:
+            self.forward(batch, kv_cache)
+
     def runs_compiled(self, kv_cache: Tensor) -> bool:
         """Whether `forward` is one compiled call, which loads no entry that its query does not see."""
         return self._compiled is not None and use_native(kv_cache)

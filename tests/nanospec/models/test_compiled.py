@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,7 +101,8 @@ def exact(model: Model) -> Model:
         assert found is not None
         return wide(found)[first : first + size]
 
-    return Model(model.config, torch.float64, "cpu", get)
+    with forced("triton"):  # so that weights are not packed
+        return Model(model.config, torch.float64, "cpu", get)
 
 
 def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
@@ -125,7 +127,8 @@ def test_is_as_near_to_exact_arithmetic_as_pytorch(model: Model) -> None:
     runs = {name: Pages(model, 3, 640) for name in ("naive", "native")}
     wanted.cache.copy_(runs["native"].cache)
     for step in steps:
-        expected = wanted.step(**step)
+        with forced("naive"):
+            expected = wanted.step(**step)
         for name, pages in runs.items():
             with forced(name):  # type: ignore[arg-type]
                 actual = pages.step(**step)
@@ -170,59 +173,58 @@ def test_trees(model: Model) -> None:
         assert error(logits[path], chain.double()) < 0.02
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_bits_do_not_depend_on_the_batch(window_model: Model, data: st.DataObject) -> None:
-    """In pieces of any size, beside others, padded, on any number of threads: the bits of one by one."""
-    model = window_model
-    text = tokens(model, 700)
-    whole = Pages(model, 4, 704)
-    expected = torch.cat([whole.step({0: part})[0] for part in text.split(64)])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_bits_do_not_depend_on_the_batch(window_model: Model, seed: int) -> None:
+    """In pieces of any size, beside others, padded, on any number of threads: the bits of 64 at a time."""
+    model, length, rng = window_model, 700, random.Random(seed)
+    text, pages = tokens(model, length), Pages(window_model, 4, 704)
+    expected = torch.cat([pages.step({0: part})[0] for part in text.split(64)])
     pages = Pages(model, 4, 704)
     threads = torch.get_num_threads()
     try:
-        while pages.length[0] < 700:
-            torch.set_num_threads(data.draw(st.integers(1, 4)))
-            n = min(data.draw(st.sampled_from([1, 2, 5, 12, 13, 63, 200, 400])), 700 - pages.length[0])
-            beside = {row: tokens(model, data.draw(st.sampled_from([1, 3, 11]))) for row in (1, 2, 3)}
-            start = pages.length[0]
-            chunks = {0: text[start : start + n], **data.draw(st.sampled_from([{}, beside]))}
-            keep = {row: pages.length[row] for row in (1, 2, 3)}
-            pad = n + data.draw(st.integers(0, 3)) if len(chunks) == 1 and n < 60 else None
+        while (start := pages.length[0]) < length:
+            torch.set_num_threads(rng.randint(1, 4))
+            n = min(rng.choice([1, 2, 5, 12, 13, 63, 200, 400]), length - start)
+            others = rng.sample([1, 2, 3], rng.randint(0, 3))
+            chunks = {row: tokens(model, rng.choice([1, 3, 11])) for row in others}
+            chunks[0] = text[start : start + n]
+            pad = n + rng.randint(0, 3) if len(chunks) == 1 and n < 60 else None
             logits = pages.step(chunks, pad_to=pad)[0]
-            for row, length in keep.items():
-                pages.length[row] = length
+            pages.length[1:] = [0, 100, 300]  # of whatever lies there
             assert torch.equal(logits, expected[start : start + n]), (start, n)
     finally:
         torch.set_num_threads(threads)
 
 
+def test_keys_and_values_alone(model: Model) -> None:
+    caches = []
+    for run in (model.forward, model.write_kv):
+        pages = Pages(model, 2, 640)
+        pages.table.tokens[:, :300] = torch.stack([tokens(model, 300), tokens(model, 300, 1)])
+        run(Batch.of_chunks(pages.table, [Chunk(0, 0, 300), Chunk(1, 0, 7)]), pages.cache)
+        caches.append(pages.cache)
+    assert torch.equal(*caches)
+
+
 def test_nothing_that_a_query_does_not_see_reaches_it(model: Model) -> None:
     """Neither other pages, nor later entries, nor a later draft, though they are NaN."""
-    ids = tokens(model, 6, 1)
+    broken = Model.random(model.config, BF16)
+    bad = model.config.vocab_size - 1
+    broken.embedding[bad] = torch.nan
+    prompt, drafts = tokens(model, 270) % bad, tokens(model, 6, 1) % bad
+    poisoned = drafts.clone()
+    poisoned[3] = bad
     results = []
-    for poison in (0.0, torch.nan):
-        pages = Pages(model, 2, 640)
+    for poison, ids in ((0.0, drafts), (torch.nan, drafts), (torch.nan, poisoned)):
+        pages = Pages(broken, 2, 640)
         pages.cache.fill_(poison)
-        pages.step({0: tokens(model, 270)})
+        pages.step({0: prompt})
         results.append(pages.step({0: ids})[0])
-    assert torch.equal(*results)
-    last = int(ids[-1])
-    others = [i for i, token in enumerate(ids.tolist()) if token != last]
-    broken = build_like(model)
-    pages = Pages(broken, 2, 640)
-    pages.step({0: tokens(model, 270)[tokens(model, 270) != last]})
-    clean = pages.step({0: ids}, keep=0)[0]
-    broken.embedding[last] = torch.nan
-    dirty = pages.step({0: ids})[0]
-    before = [i for i in others if i < min(j for j, token in enumerate(ids.tolist()) if token == last)]
-    assert before
-    assert torch.equal(dirty[before], clean[before])
-    assert dirty[-1].isnan().all()
-
-
-def build_like(model: Model) -> Model:
-    return tiny_model(dtype=BF16, **{f: getattr(model.config, f) for f in model.config.__dataclass_fields__})
+    assert results[0].isfinite().all()
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2][:3], results[0][:3])
+    assert results[2][3].isnan().all()
 
 
 @pytest.mark.parametrize("K", [2, 50, 576])
@@ -254,16 +256,21 @@ def test_linear_refuses_what_does_not_fit() -> None:
             call_()
 
 
-@pytest.fixture
-def other_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The library for a processor without bfloat16 instructions, loaded instead."""
+@pytest.fixture(scope="module")
+def for_avx2(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library for a processor without bfloat16 instructions."""
     flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
-    monkeypatch.setattr(build, "FLAGS", flags)
-    try:
-        found = ctypes.CDLL(str(build.built(tmp_path)))
-    except subprocess.CalledProcessError:
-        pytest.skip("not an x86 processor")
-    monkeypatch.setattr(call, "library", lambda: found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", flags)
+        try:
+            return ctypes.CDLL(str(build.built(tmp_path_factory.mktemp("avx2"))))
+        except subprocess.CalledProcessError:
+            pytest.skip("not an x86 processor")
+
+
+@pytest.fixture
+def other_library(for_avx2: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(call, "library", lambda: for_avx2)
     call._function.cache_clear()
     yield
     call._function.cache_clear()
@@ -311,13 +318,11 @@ def test_what_was_compiled_is_kept_and_broken_files_are_compiled_again(
 
     monkeypatch.setattr(build.subprocess, "run", run)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
+    file = build.built(fresh)
+    file.write_bytes(b"truncated")
     assert build.library() is not None
-    (file,) = fresh.glob("*")
+    assert list(fresh.glob("*")) == [file]
     count = len(calls)
     build.library.cache_clear()
     assert build.library() is not None
     assert not any("-o" in command for command in calls[count:])
-    file.write_bytes(b"truncated")
-    build.library.cache_clear()
-    assert build.library() is not None
-    assert file.stat().st_size > 1000
