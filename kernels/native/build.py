@@ -74,8 +74,8 @@ def find_compiler() -> str:
 def fingerprint(compiler: str) -> str:
     """Changes whenever another library would come out."""
     parts = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    parts += [" ".join(FLAGS).encode(), compiler.encode(), version, _processor().encode()]
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
+    parts += [" ".join(FLAGS).encode(), compiler.encode(), version.encode(), _processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
