@@ -1,5 +1,6 @@
-"""The hot path: one operation per file, each with `naive`, the plain PyTorch specification and CPU path,
-and `launch`, its Triton kernel. Needs torch and triton only and knows nothing of the engine above it.
+"""The hot path: one operation per file, each with `naive`, the plain PyTorch specification,
+and `launch`, its Triton kernel; some have `native` too, which calls compiled C++ on a CPU. Needs torch and
+triton only and knows nothing of the engine above it.
 
 * `batch`, `table`: the tokens of a step; the request rows that a step reads and writes. Operations take
   both whole. `codes`: the numbers in them.
@@ -8,5 +9,6 @@ and `launch`, its Triton kernel. Needs torch and triton only and knows nothing o
   accepted tree nodes.
 * `sampling/`: draw the target's tokens, accept drafts by another rule than equality, report probabilities.
 * `upload`, `host_writes`: what the host sends, without waiting.
+* `native/`: the C++ for CPUs: the whole forward pass of bfloat16 models, drawing, lookup, layout, commit.
 * `dispatch`, `launch`: which implementation runs; what the launchers share.
 """

@@ -146,7 +146,8 @@ def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
 
 def zero_blocks(kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:
     """Zero blocks that change hands. `naive` attention multiplies what it masks by 0, which leaves a NaN of
-    the previous owner a NaN; the kernels do not load it in the first place."""
+    the previous owner a NaN; kernels and the compiled forward pass do not load it in the first
+    place."""
     if not use_triton(kv_cache):
         for block in blocks:
             kv_cache[:, :, :, block] = 0

@@ -7,9 +7,9 @@
 * `norm_swiglu`: silu(gate) * up, where [gate; up] = weight [2I, K] applied to the normed stream
 * `linear_add`: the residual stream plus a linear, for the norm that comes next
 
-On a CPU `pack` reorders a weight once for oneDNN, which makes a product of few rows 1.4 times (bf16)
-to 3 times (fp32) as fast as `F.linear`; every function takes packed and plain weights alike. The kernel,
-for any number of rows, is in `gemm.py`.
+On a CPU `pack` reorders a weight once, in bfloat16 for our own C++ (`native/packed.py`), else for oneDNN,
+which makes a product of few fp32 rows 3 times as fast as `F.linear`; every function takes packed and plain
+weights alike. The kernel, for any number of rows, is in `gemm.py`.
 """
 
 import torch

@@ -127,7 +127,7 @@ struct Attention {
         }
     }
 
-    // Two values as one of the pairs of strips [wide / 32][pairs][32].
+    // The values at two positions as a pair of each of the strips [wide / 32][pairs][32].
     void pack_values(const bf16* const* entries, Words* strips, long pairs) const {
         for (long d = 0; d < wide; d += WIDTH, strips += 2 * pairs) {
             uint32_t* to = (uint32_t*)strips;
