@@ -2,7 +2,7 @@
 
     library()   the loaded library, or None where it cannot be had; the reason is said once, as a warning
 
-It needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some fifteen seconds. The sources use nothing of
+It needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some ten seconds. The sources use nothing of
 torch, whose headers would take a minute. The file's name is a hash of all that it depends on, so nothing
 needs to be cleaned up by hand.
 """
@@ -13,8 +13,10 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
 from contextlib import suppress
@@ -38,13 +40,18 @@ def library() -> ctypes.CDLL | None:
             file.unlink()
             return ctypes.CDLL(str(built(cache_folder())))
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
         warnings.warn(
-            "The C++ for CPUs could not be compiled, so PyTorch runs instead, at less than half the speed: "
-            + reason,
+            "The C++ for CPUs could not be compiled, so PyTorch runs instead, at less than half the speed; "
+            f"install g++ 11 or newer, or name it in CXX ({_reason(error)}).",
             stacklevel=2,
         )
         return None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a compiler's output that tells of an error, at most 200 characters of it."""
+    lines = (getattr(error, "stderr", None) or "").strip().splitlines() or [str(error)]
+    return next((line for line in lines if "error" in line), lines[0])[:200]
 
 
 def built(folder: Path) -> Path:
@@ -54,28 +61,30 @@ def built(folder: Path) -> Path:
     file = folder / f"native-{fingerprint(compiler)}.so"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
+        print("Compiling the C++ for this processor, once ...", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             result = Path(partial) / file.name
-            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(result)]
+            command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(result)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             os.replace(result, file)  # at once: another process may be doing the same
     return file
 
 
-def find_compiler() -> str:
-    """The path of a C++ compiler."""
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
     for name in names:
-        if found := shutil.which(name):
-            return found
-    raise FileNotFoundError(f"there is no C++ compiler ({', '.join(names)}); install one, such as g++")
+        program, *options = shlex.split(name)
+        if found := shutil.which(program):
+            return [found, *options]
+    raise FileNotFoundError(f"there is no {' or '.join(names)}")
 
 
-def fingerprint(compiler: str) -> str:
+def fingerprint(compiler: list[str]) -> str:
     """Changes whenever another library would come out."""
     parts = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    parts += [" ".join(FLAGS).encode(), compiler.encode(), version.encode(), _processor().encode()]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, text=True).stdout
+    parts += [" ".join((*FLAGS, *compiler)).encode(), version.encode(), _processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

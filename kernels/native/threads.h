@@ -26,8 +26,8 @@ void wait_for_change(const std::atomic<T>& value, T old) {
 }
 
 struct Phase {
-    alignas(64) std::atomic<long> taken{0};
-    alignas(64) std::atomic<long> done{0};
+    alignas(64) std::atomic<int> taken{0};
+    alignas(64) std::atomic<int> done{0};  // int is what the system can wait for
 };
 
 class Team {
@@ -48,7 +48,7 @@ class Team {
             if (here.done.fetch_add(1) + 1 == count) here.done.notify_all();
             i = next;
         }
-        for (long done; (done = here.done.load()) < count;) wait_for_change(here.done, done);
+        for (int done; (done = here.done.load()) < count;) wait_for_change(here.done, done);
     }
 };
 

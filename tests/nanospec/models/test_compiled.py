@@ -293,12 +293,19 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     build.library.cache_clear()
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+OLD = "sh -c 'if [ $1 = --version ]; then echo 1; else echo in function; echo error: old >&2; exit 1; fi' cxx"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("no-such-compiler", "there is no no-such"), ("false", "exit status 1"), (OLD, "error: old")],
+    ids=["none", "broken", "old"],
+)
 def test_without_a_compiler_pytorch_runs(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.warns(UserWarning, match=r"PyTorch runs instead.*: .+"):
+    with pytest.warns(UserWarning, match=rf"PyTorch runs instead.*install g\+\+ 11.*{reason}"):
         model = tiny_model(dtype=BF16, intermediate_size=96)
     assert not model.runs_compiled(torch.empty(0, dtype=BF16))
     pages = Pages(model, 1, 64)
