@@ -186,12 +186,13 @@ struct Attention {
     // All positions of a piece, in spans whose borders are the same for all pieces; to `result` [count * group].
     void operator()(const Piece& p, Scratch& at, Partial* result) const {
         const long rows = p.count * group, width = (model.heads + 2 * model.kv_heads) * dim;
+        long low = p.end;
         for (long i = 0; i < p.count; i++) {
             at.seen[i] = seen_by(batch, p.row, p.first + i, window);
+            low = std::min({low, at.seen[i].low, at.seen[i].own});  // in a tree, later queries may see earlier ones
             const bf16* q = qkv + (batch.q_start[p.row] + p.first + i) * width + p.head * group * dim;
             memcpy(at.q + i * group * dim, q, group * dim * sizeof(bf16));
         }
-        const long low = at.seen[0].low;  // the others' are not before it
         const long start = std::min(std::max(p.begin, low / SPAN * SPAN), (p.end - 1) / SPAN * SPAN);
         span(p, start, std::min(start + SPAN, p.end), at, result);
         for (long begin = start + SPAN; begin < p.end; begin += SPAN) {
