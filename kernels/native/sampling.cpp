@@ -145,7 +145,7 @@ struct Query {
         }
         if (position < table.min_len[s])
             for (long i = 0; i < table.num_stops; i++)
-                if (int stop = table.stop_ids[s * table.num_stops + i]; stop >= 0) scores[stop] = -INFINITE;
+                if (int stop = table.stop_ids[s * table.num_stops + i]; stop >= 0 && stop < V) scores[stop] = -INFINITE;
     }
 
     // exp((score - best) / temperature) of n scores: the sum over those that reach best - depth * temperature, for

@@ -23,7 +23,7 @@ def naive(scores: Tensor, s: int, position: int, drafts: Sequence[int], table: T
     scores = scores + table.bias[s]
     stop_ids = table.stop_ids[s].long()
     if position < int(table.min_len[s]):
-        scores[stop_ids[stop_ids >= 0]] = float("-inf")
+        scores[stop_ids[(stop_ids >= 0) & (stop_ids < len(scores))]] = float("-inf")
     counts = table.output_counts[s].clone()
     for token in drafts:
         counts[token] += 1
