@@ -65,7 +65,7 @@ def built(folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             result = Path(partial) / file.name
             command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(result)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             os.replace(result, file)  # at once: another process may be doing the same
     return file
 
@@ -100,10 +100,12 @@ def _processor() -> str:
 def cache_folder() -> Path:
     """The user's own, or one of this process alone where that cannot be written to. (A common one, such as in
     /tmp, would let others put code there.)"""
-    folder = _user_folder()
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        folder = _user_folder()
         folder.mkdir(parents=True, exist_ok=True)
-    return folder if os.access(folder, os.W_OK) else Path(_own_folder().name)
+        if os.access(folder, os.W_OK):
+            return folder
+    return Path(_own_folder().name)
 
 
 @cache

@@ -21,7 +21,8 @@ from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.dispatch import forced
 from nanospec.kernels.native import build, call, packed
 from nanospec.models.decoder import Model
-from tests.tiny import Pages, tiny_model
+from nanospec.models.random_weights import random_weights
+from tests.tiny import Pages, tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
 
@@ -173,6 +174,52 @@ def test_trees(model: Model) -> None:
         assert error(logits[path], chain.double()) < 0.02
 
 
+def test_trees_where_a_window_begins_beside_a_span() -> None:
+    """In a tree later queries may lie before earlier ones, and so may what they see; the step's own tokens
+    lie inside the window."""
+    fields: dict[str, Any] = {"windows": (20, 20), "num_heads": 16, "num_kv_heads": 1, "head_dim": 32}
+    model = tiny_model(dtype=BF16, intermediate_size=96, **fields)
+    parents = [0, *range(30), 0, 0]  # a chain, then two more drafts at its root
+    ids = tokens(model, len(parents), 1)
+    for length in (246, 255, 265, 272):
+        results = []
+        for name in ("naive", "native"):
+            with forced(name):
+                pages = Pages(model, 1, 320)
+                pages.step({0: tokens(model, length)})
+                results.append(model.forward(tree(model, pages, 0, ids, parents), pages.cache))
+        assert error(results[1], results[0].double()) < 0.03, length
+
+
+def test_gates_far_from_zero() -> None:
+    model = build_model("mqa-d80-biases")
+    for layer in model.layers:
+        assert layer.gate_up.bias is not None
+        layer.gate_up.bias[:96:3], layer.gate_up.bias[1:96:3] = -200, 200
+    wanted, pages, ids = Pages(exact(model), 1, 64), Pages(model, 1, 64), tokens(model, 9)
+    with forced("naive"):
+        expected = wanted.step({0: ids})[0]
+    assert error(pages.step({0: ids})[0], expected) < 0.03
+
+
+def test_values_that_overflow_are_the_largest_number_in_the_cache() -> None:
+    """So that they stay numbers when they are multiplied by 0; what was not a number becomes 0."""
+    config = tiny_config(intermediate_size=96)
+    plain = random_weights(config, BF16, "cpu", 0)
+
+    def get(name: str) -> Tensor:
+        return plain(name) * (3e38 if "v_proj.weight" in name else 1)
+
+    pages = Pages(Model(config, BF16, "cpu", get), 1, 64)
+    ids = tokens(pages.model, 20)
+    pages.model.embedding[ids[-1]] = torch.nan
+    pages.step({0: ids})
+    values = pages.cache[0, 1][:, pages.table.block_table[0, :2].long()].flatten(1, 2)[:, :20]
+    limit = torch.finfo(BF16).max
+    assert values.abs().max() == limit
+    assert not values[:, -1].any()
+
+
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_bits_do_not_depend_on_the_batch(window_model: Model, seed: int) -> None:
@@ -311,6 +358,28 @@ def test_without_a_compiler_pytorch_runs(
     pages = Pages(model, 1, 64)
     assert pages.step({0: tokens(model, 5)})[0].isfinite().all()
     assert not list(fresh.glob("*"))
+
+
+@pytest.mark.parametrize("said", ["", r"\n", r"\344\n"], ids=["nothing", "newline", "latin-1"])
+def test_whatever_a_compiler_says_pytorch_runs(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\nprintf '{said}' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.warns(UserWarning, match=r"PyTorch runs instead.*\(.+\)"):
+        assert build.library() is None
+    assert not list(fresh.glob("*"))
+
+
+def test_without_a_home_the_library_is_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert build.cache_folder() == Path(build._own_folder().name)
 
 
 def test_what_was_compiled_is_kept_and_broken_files_are_compiled_again(
