@@ -91,7 +91,7 @@ class DraftCache:
                 budget -= length
         if chunks:
             batch = Batch.of_chunks(self.table, chunks)
-            self.model.write_kv(self._known(batch), self.kv)
+            self.prefill(batch)
             end = batch.base_len + batch.q_len
             self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)
             for row, start, length in chunks:
@@ -100,6 +100,10 @@ class DraftCache:
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, H] of the batch."""
         return self.model.forward(self._known(batch), self.kv)
+
+    def prefill(self, batch: Batch) -> None:
+        """Keys and values of the batch."""
+        self.model.write_kv(self._known(batch), self.kv)
 
     def _known(self, batch: Batch) -> Batch:
         """The batch in tokens of the draft model. What its vocabulary lacks is padding of the target's and

@@ -272,14 +272,13 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Will hold the size of every piece of text that the draft model computes outside of drafting."""
     sizes: list[int] = []
     cache = engine.worker.drafters[-1].cache
-    forward = cache.forward
+    prefill = cache.prefill
 
-    def spy(batch: Batch) -> torch.Tensor:
-        if batch.prefill:
-            sizes.append(batch.num_tokens)
-        return forward(batch)
+    def spy(batch: Batch) -> None:
+        sizes.append(batch.num_tokens)
+        prefill(batch)
 
-    monkeypatch.setattr(cache, "forward", spy)
+    monkeypatch.setattr(cache, "prefill", spy)
     return sizes
 
 
