@@ -144,11 +144,10 @@ def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
-def zero_blocks(kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:
-    """Zero blocks that change hands. `naive` attention multiplies what it masks by 0, which leaves a NaN of
-    the previous owner a NaN; kernels and the compiled forward pass do not load it in the first
-    place."""
-    if not use_triton(kv_cache):
+def zero_blocks(model: Model, kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:
+    """Zero blocks of a model's cache that change hands. `naive` attention multiplies what it masks by 0, and
+    a NaN of the previous owner stays a NaN; kernels and the compiled forward pass do not load it at all."""
+    if not use_triton(kv_cache) and not model.runs_compiled(kv_cache):
         for block in blocks:
             kv_cache[:, :, :, block] = 0
 

@@ -156,18 +156,13 @@ class Worker:
         """Give requests their rows."""
         for request in requests:
             admission.write_row(self.writes, self.table, request, self.config.spec)
-            self._hand_over(request.blocks[request.num_cached :])
+            zero_blocks(self.model, self.kv_cache, request.blocks[request.num_cached :])
             for part in self.drafters:
                 part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
         if penalized := [request for request in requests if request.params.changes_logits]:
             self.writes.flush()
             for request in penalized:
                 admission.write_history(self.table, request)
-
-    def _hand_over(self, blocks: Sequence[int]) -> None:
-        """Blocks get another owner."""
-        if not self.model.runs_compiled(self.kv_cache):
-            zero_blocks(self.kv_cache, blocks)
 
     @on_own_device
     @torch.inference_mode()
@@ -183,7 +178,7 @@ class Worker:
         """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not captured."""
         for row, blocks, num_kept in order.grown:
             admission.write_blocks(self.writes, self.table, row, blocks, num_kept)
-            self._hand_over(blocks[num_kept:])
+            zero_blocks(self.model, self.kv_cache, blocks[num_kept:])
             for part in self.drafters:
                 part.grow(row, blocks[num_kept:])
         self.writes.flush()

@@ -12,9 +12,9 @@ dimensions up to 256.
 A value that is not finite never gets to the cache: 0 * NaN would reach queries that do not see its token, as
 those before a rejected draft. NaN becomes 0 and infinity the largest number. Where x is not finite, a query
 that sees the token still gets NaN, from its key, since the norm makes all of q, k and v NaN; where v alone is
-not (an overflow in fp16, NaN in its weights), the query gets the finite number. Only the kernels promise
-this: `naive` leaves values as they are and its attention adds its mask and multiplies by 0, so that there a
-draft whose token is NaN in the embedding reaches the query before it.
+not (an overflow in fp16, NaN in its weights), the query gets the finite number. Only the kernels and the C++
+for CPUs promise this: `naive` leaves values as they are and its attention adds its mask and multiplies by 0,
+so that there a draft whose token is NaN in the embedding reaches the query before it.
 
 Kernel: one program per token and group of heads, all in float32 between load and store (`naive` rounds
 in between). A head's arithmetic involves no other head or token, so neither do its bits. `rotate_and_write`

@@ -34,6 +34,8 @@ static inline bf16 to_bf16(float value) {  // to the nearest, ties to even
 
 static inline Floats splat(float value) { return Floats{} + value; }
 
+static inline Floats load(const float* from) { return *(const Floats*)from; }
+
 static inline Floats load(const bf16* from, long n = LANES) {
     Halves halves{};
     if (n == LANES)
@@ -75,7 +77,7 @@ static inline float largest(Floats v) {
     return v[0];
 }
 
-// 2^x to 2e-7 for x <= 0; exactly 0 below -126, NaN of NaN.
+// 2^x to 3e-7 for x <= 0; exactly 0 below -126, NaN of NaN.
 static inline Floats exp2_of(Floats x) {
     Floats whole = x < splat(-126) ? splat(-126) : x;
     whole = (whole + splat(12582912)) - splat(12582912);  // rounded: 1.5 * 2^23 has no bits for fractions
@@ -100,14 +102,14 @@ struct Sums {
     Floats of[MOST][2];
 };
 
-// sums[m] += x[m] @ strip for M rows x of 2 * pairs numbers; strip [pairs, 32, 2]. Each sum runs through the pairs in
-// ascending order, whatever M is: so a row's bits do not depend on the rows beside it.
+// sums[m] = x[m] @ strip for M rows x of 2 * pairs numbers, `stride` apart; strip [pairs, 32, 2]. Each sum runs through
+// the pairs in ascending order, whatever M is: so a row's bits do not depend on the rows beside it. With each pair it
+// asks for two lines of memory: at `ahead`, then `step` bytes further, and so on.
 template <int M>
 static void multiply(
     const bf16* x, long stride, const Words* strip, long pairs, Sums& sums, const char* ahead, long step
 ) {
-    Floats s[M][2];
-    for (int m = 0; m < M; m++) s[m][0] = sums.of[m][0], s[m][1] = sums.of[m][1];
+    Floats s[M][2] = {};
     for (long p = 0; p < pairs; p++) {
         Words a = strip[2 * p], b = strip[2 * p + 1];
         __builtin_prefetch(ahead, 0, 2);  // to the second-level cache: a strip may be larger than the first

@@ -147,7 +147,7 @@ struct Attention {
         for (long s = 0; s < strips; s++) {
             pack_keys(at.entries + s * WIDTH, at.strips);
             in_parts(rows, [&](long i, long m, long) {
-                Sums sums = {};
+                Sums sums;
                 MULTIPLY[m](at.q + i * dim, dim, at.strips, dim / 2, sums, nullptr, 0);
                 for (long k = 0; k < m; k++) {
                     float* to = at.scores[i + k] + s * WIDTH;
@@ -176,7 +176,7 @@ struct Attention {
         for (long d = 0; d < wide; d += WIDTH) {
             const Words* strip = at.strips + d / WIDTH * pairs * 2;
             in_parts(rows, [&](long i, long m, long) {
-                Sums sums = {};
+                Sums sums;
                 MULTIPLY[m](at.weights[i], SPAN, strip, pairs, sums, nullptr, 0);
                 for (long k = 0; k < m; k++) memcpy(result[i + k].sums + d, sums.of[k], WIDTH * sizeof(float));
             });

@@ -3,8 +3,7 @@
     library()   the loaded library, or None where it cannot be had; the reason is said once, as a warning
 
 It needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some ten seconds. The sources use nothing of
-torch, whose headers would take a minute. The file's name is a hash of all that it depends on, so nothing
-needs to be cleaned up by hand.
+torch. The file's name is a hash of all that it depends on, so nothing needs to be cleaned up by hand.
 """
 
 from __future__ import annotations

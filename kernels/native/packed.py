@@ -9,8 +9,6 @@ rows, two columns of each, is contiguous, and a strip is read from its beginning
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 from .call import Word, call
 
 WIDTH = 32  # rows of a strip
-HUGE = 2 << 20  # bytes of a huge page
 
 
 class Packed(NamedTuple):
@@ -36,7 +33,7 @@ class Packed(NamedTuple):
 def pack(weight: Tensor) -> Packed:
     """`weight` [N, K] as strips."""
     N, K = weight.shape
-    data = empty(-(-N // WIDTH), K // 2, WIDTH, 2)
+    data = weight.new_empty(-(-N // WIDTH), K // 2, WIDTH, 2)
     whole = N // WIDTH
     data[:whole] = _strips(weight[: whole * WIDTH])
     if N % WIDTH:
@@ -48,18 +45,6 @@ def pack(weight: Tensor) -> Packed:
 
 def _strips(weight: Tensor) -> Tensor:
     return weight.view(-1, WIDTH, weight.shape[1] // 2, 2).transpose(1, 2)
-
-
-def empty(*shape: int) -> Tensor:
-    """Uninitialised bfloat16 numbers on huge pages where the system has them, since reading on small ones
-    takes a fifth longer."""
-    size = torch.Size(shape).numel() * 2
-    if size < HUGE:
-        return torch.empty(shape, dtype=torch.bfloat16)
-    pages = mmap.mmap(-1, -(-size // HUGE) * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.bfloat16, count=size // 2).view(shape)
 
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

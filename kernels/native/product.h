@@ -39,7 +39,6 @@ void product(Team& team, const Weight& w, const bf16* x, long tokens, Done done)
             const bf16* rows = x + (from + first) * w.columns;
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
-                for (long i = 0; i < m; i++) sums[half].of[i][0] = sums[half].of[i][1] = Floats{};
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
                 MULTIPLY[m](rows, w.columns, w.strip(s + half * strips), pairs, sums[half], ahead, bytes / pairs / parts);
             }

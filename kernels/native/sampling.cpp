@@ -20,7 +20,6 @@ namespace {
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr long BLOCK = 64;
-constexpr float LOG2_E = 1.44269504f;
 
 struct Best {
     float score;
@@ -28,15 +27,6 @@ struct Best {
 };
 
 // ---- the largest ----------------------------------------------------------------------------------
-
-Floats load(const float* x) { return *(const Floats*)x; }
-
-Floats load(const bf16* x) {
-    typedef bf16 Halves __attribute__((vector_size(32)));
-    Halves halves;
-    memcpy(&halves, x, sizeof halves);
-    return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
 
 float number(float x) { return x; }
 float number(bf16 x) { return to_float(x); }

@@ -62,8 +62,7 @@ class DraftCache:
         """The row's request got blocks that may have been another's."""
         self._texts[row].blocks += blocks
         self._drafted.difference_update(blocks)
-        if not self.model.runs_compiled(self.kv):
-            zero_blocks(self.kv, blocks)
+        zero_blocks(self.model, self.kv, blocks)
 
     def release(self, row: int) -> None:
         """The row's request has given its blocks back; what they hold stays until they are another's."""
