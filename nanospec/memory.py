@@ -17,6 +17,7 @@ from .kernels.dispatch import use_triton
 from .kernels.launch import arch
 from .kernels.layer.paged import cut
 from .kernels.layer.tiling import plan
+from .kernels.native.tiles import is_tiled, tiled_shape
 from .kernels.table import Table
 from .models.config import ModelConfig
 from .models.decoder import Model
@@ -133,21 +134,24 @@ def _parts(c: ModelConfig, tokens: int, item: int, arch: str) -> int:
     return max(4 * t.splits * size * -(-n // t.rows) * t.rows * t.apart for size, n, t in tilings)
 
 
-def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros_on_demand(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, large_pages: bool = False
+) -> torch.Tensor:
     """`torch.zeros` whose untouched pages cost neither time nor memory on a CPU: the system gives each page,
-    filled with zeros, when it is first written, and takes all back when the tensor dies."""
+    filled with zeros, when it is first written, and takes all back when the tensor dies. Large pages are read
+    faster; the first byte of each costs 2 MiB."""
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without huge pages
-        pages.madvise(mmap.MADV_NOHUGEPAGE)  # of which the first byte costs 2 MiB
+    with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
-def zero_blocks(model: Model, kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:
-    """Zero blocks of a model's cache that change hands. `naive` attention multiplies what it masks by 0, and
-    a NaN of the previous owner stays a NaN; kernels and the compiled forward pass do not load it at all."""
-    if not use_triton(kv_cache) and not model.runs_compiled(kv_cache):
+def zero_blocks(kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:
+    """Zero blocks of a cache that change hands. `naive` attention multiplies what it masks by 0, and
+    a NaN of the previous owner stays a NaN; kernels do not load it at all, and compiled steps write none."""
+    if not use_triton(kv_cache) and not is_tiled(kv_cache):
         for block in blocks:
             kv_cache[:, :, :, block] = 0
 
@@ -169,7 +173,15 @@ def _free_cpu_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def empty_cache(model: Model, num_blocks: int, block_size: int) -> torch.Tensor:
+    """The KV cache of a model, zeros. In tiles a block lies together, so that large pages are filled."""
+    shape = kv_shape(model, num_blocks, block_size)
+    return zeros_on_demand(shape, model.dtype, model.device, large_pages=model.runs_compiled)
+
+
 def kv_shape(model: Model, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """The KV cache of a model: [layers, 2, Hkv, num_blocks, block_size, D]."""
+    """The KV cache of a model: [layers, 2, Hkv, num_blocks, block_size, D], or in tiles."""
     c = model.config
+    if model.runs_compiled:
+        return tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
     return (c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim)

@@ -31,7 +31,7 @@ from .kernels.codes import NOBODY, RUNNING, STOPPED
 from .kernels.sampling.logprobs import Logprobs
 from .kernels.speculation.report import RowReport
 from .kernels.table import Table
-from .memory import kv_shape, plan_cache, step_memory, zero_blocks, zeros_on_demand
+from .memory import empty_cache, plan_cache, step_memory, zero_blocks
 from .metrics import Stopwatch
 from .models.decoder import Model
 from .request import Logprob, as_dict
@@ -112,8 +112,7 @@ class Worker:
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
         )
-        shape = kv_shape(model, self.num_blocks, config.block_size)
-        self.kv_cache = zeros_on_demand(shape, model.dtype, model.device)
+        self.kv_cache = empty_cache(model, self.num_blocks, config.block_size)
         on_gpu = model.device.type == "cuda"
         captured = on_gpu if config.enforce_eager is None else not config.enforce_eager
         self.drafters = () if drafter is None else drafter.parts
@@ -156,7 +155,7 @@ class Worker:
         """Give requests their rows."""
         for request in requests:
             admission.write_row(self.writes, self.table, request, self.config.spec)
-            zero_blocks(self.model, self.kv_cache, request.blocks[request.num_cached :])
+            zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
             for part in self.drafters:
                 part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
         if penalized := [request for request in requests if request.params.changes_logits]:
@@ -178,7 +177,7 @@ class Worker:
         """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not captured."""
         for row, blocks, num_kept in order.grown:
             admission.write_blocks(self.writes, self.table, row, blocks, num_kept)
-            zero_blocks(self.model, self.kv_cache, blocks[num_kept:])
+            zero_blocks(self.kv_cache, blocks[num_kept:])
             for part in self.drafters:
                 part.grow(row, blocks[num_kept:])
         self.writes.flush()

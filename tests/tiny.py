@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
 from nanospec.kernels.table import Table
+from nanospec.memory import kv_shape
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 
@@ -147,8 +148,8 @@ class Pages:
         self.model = model
         self.table = Table.empty(num_rows, max_len, block_size, config.vocab_size, model.device)
         blocks = self.table.block_table
-        shape = (config.num_layers, 2, config.num_kv_heads, blocks.numel(), block_size, config.head_dim)
         generator = torch.Generator().manual_seed(1)
+        shape = kv_shape(model, blocks.numel(), block_size)
         self.cache = (10 * torch.randn(shape, generator=generator)).to(model.device, model.dtype)
         blocks.copy_(torch.randperm(blocks.numel(), generator=generator).view(blocks.shape))
         self.length = [0] * num_rows

@@ -102,19 +102,29 @@ struct Sums {
     Floats of[MOST][2];
 };
 
-// sums[m] = x[m] @ strip for M rows x of 2 * pairs numbers, `stride` apart; strip [pairs, 32, 2]. Each sum runs through
-// the pairs in ascending order, whatever M is: so a row's bits do not depend on the rows beside it. With each pair it
-// asks for two lines of memory: at `ahead`, then `step` bytes further, and so on.
-template <int M>
-static void multiply(
-    const bf16* x, long stride, const Words* strip, long pairs, Sums& sums, const char* ahead, long step
-) {
-    Floats s[M][2] = {};
+// 32 columns of a matrix as `multiply` reads them: two rows at a time, of which a word holds one column. Pair p of the
+// rows has its columns 0..15 at left(p) and 16..31 at right(p); prefetch(p) asks for what will be needed later.
+struct Strip {
+    const Words* data;  // [pairs][32]
+    const char* ahead;  // two lines of memory there, then two lines `step` bytes further, and so on
+    long step;
+
+    const void* left(long p) const { return data + 2 * p; }
+    const void* right(long p) const { return data + 2 * p + 1; }
+    void prefetch(long p) const {  // to the second-level cache: a strip may be larger than the first
+        __builtin_prefetch(ahead + p * step, 0, 2);
+        __builtin_prefetch(ahead + p * step + sizeof(Words), 0, 2);
+    }
+};
+
+// sums[m] = x[m] @ matrix for M rows x of 2 * pairs numbers, `stride` apart, and 32 columns of a matrix. Each sum runs
+// through the pairs in ascending order, whatever M is: so a row's bits do not depend on the rows beside it.
+template <class Matrix, int M>
+static void multiply(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums& sums) {
+    Floats s[M][2] = {};  // in registers, if both loops over it are unrolled
     for (long p = 0; p < pairs; p++) {
-        Words a = strip[2 * p], b = strip[2 * p + 1];
-        __builtin_prefetch(ahead, 0, 2);  // to the second-level cache: a strip may be larger than the first
-        __builtin_prefetch(ahead + sizeof(Words), 0, 2);
-        ahead += step;
+        const Words a = *(const Words*)matrix.left(p), b = *(const Words*)matrix.right(p);
+        matrix.prefetch(p);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             uint32_t pair;
@@ -123,5 +133,17 @@ static void multiply(
             s[m][1] = add_pairs(s[m][1], b, pair);
         }
     }
+#pragma GCC unroll 12
     for (int m = 0; m < M; m++) sums.of[m][0] = s[m][0], sums.of[m][1] = s[m][1];
 }
+
+template <class Matrix>
+using Multiply = void (*)(const bf16*, long, const Matrix&, long, Sums&);
+
+template <class Matrix>
+constexpr Multiply<Matrix> MULTIPLY[] = {  // by M
+    nullptr,
+    multiply<Matrix, 1>, multiply<Matrix, 2>, multiply<Matrix, 3>, multiply<Matrix, 4>,
+    multiply<Matrix, 5>, multiply<Matrix, 6>, multiply<Matrix, 7>, multiply<Matrix, 8>,
+    multiply<Matrix, 9>, multiply<Matrix, 10>, multiply<Matrix, 11>, multiply<Matrix, 12>,
+};

@@ -1,13 +1,14 @@
 // Attention over the pages of the KV cache: a query's product with keys, softmax, and the product with values.
 //
-// Keys and values are laid out as strips of 32, so that both are the product of `arithmetic.h`, for the queries of all
-// heads that share them at once. A query's positions are cut into spans with fixed borders, whose results are joined
+// Both products are that of `arithmetic.h`, on the tiles of the cache as they are, for the queries of all heads that
+// share them at once. A query's positions are cut into spans with fixed borders, whose results are joined
 // in order: so its bits depend neither on the queries beside it, nor on whether its spans ran apart.
 
 #pragma once
 #include <cmath>
 #include <vector>
 
+#include "cache.h"
 #include "product.h"
 
 constexpr long SPAN = 256;     // positions whose softmax is computed at once; the spans of a query are joined in order
@@ -43,161 +44,144 @@ inline Seen seen_by(const Batch& batch, long row, long i, long window) {
     return {low, base + i + 1, base, 0};
 }
 
-// Weighted sums of values [wide] over some positions, with the weights exp2(score - largest), whose sum is `total`.
+// Weighted sums of values [dim] over some positions, with the weights exp2(score - largest), whose sum is `total`.
 struct Partial {
     float largest, total;
     alignas(64) float sums[MAX_DIM];
 
-    void join(const Partial& next, long wide) {
+    void join(const Partial& next, long dim) {
         const float most = std::max(largest, next.largest);
         const float before = exp2_of(splat(largest - most))[0], after = exp2_of(splat(next.largest - most))[0];
-        for (long d = 0; d < wide; d++) sums[d] = sums[d] * before + next.sums[d] * after;
+        for (long d = 0; d < dim; d++) sums[d] = sums[d] * before + next.sums[d] * after;
         total = total * before + next.total * after;
         largest = most;
     }
 };
 
-// rows and columns of a 16 x 16 matrix are exchanged: 2 x 2 blocks of 1, then of 2, 4, 8
-template <int STEP = 1>
-void transpose(Words (&rows)[LANES]) {
-    Words upper, lower;
-    for (unsigned j = 0; j < LANES; j++) {
-        upper[j] = j & STEP ? LANES + j - STEP : j;
-        lower[j] = j & STEP ? LANES + j : j + STEP;
+// 32 keys as columns: two tiles [dim / 2][16][2]. The values, a page further, will be needed next.
+struct Keys {
+    const bf16 *tile, *other;
+    long page;
+
+    const bf16* left(long p) const { return tile + p * WIDTH; }
+    const bf16* right(long p) const { return other + p * WIDTH; }
+    void prefetch(long p) const {
+        __builtin_prefetch(left(p) + page, 0, 2);
+        __builtin_prefetch(right(p) + page, 0, 2);
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        if (!(i & STEP)) {
-            Words a = rows[i], b = rows[i + STEP];
-            rows[i] = __builtin_shuffle(a, b, upper);
-            rows[i + STEP] = __builtin_shuffle(a, b, lower);
-        }
-    if constexpr (STEP < LANES / 2) transpose<2 * STEP>(rows);
-}
+};
+
+// 32 numbers of each value as columns: from `first` on, in tiles [8][dim][2] a page after those of the keys.
+struct Values {
+    const bf16 *const *keys, *const *next;  // tiles of keys that will be needed later
+    long page, first, dim;
+
+    const bf16* left(long p) const { return keys[p / 8] + page + (p % 8 * dim + first) * 2; }
+    const bf16* right(long p) const { return left(p) + WIDTH; }
+    void prefetch(long p) const {
+        const bf16* ahead = next[p / 8] + (first / WIDTH * 8 + p % 8) * 2 * WIDTH;
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + WIDTH, 0, 2);
+    }
+};
 
 struct Attention {
     const Model& model;
     const Batch& batch;
     const Cache& cache;
-    const bf16 *keys, *values;  // [kv_heads, num_blocks, block_size, dim] of a layer
-    long window;
+    long layer, window;
     const bf16* qkv;  // q rotated
     bf16* out;        // [tokens, heads * dim]
 
-    const long dim = model.head_dim, wide = (dim + WIDTH - 1) / WIDTH * WIDTH, group = model.heads / model.kv_heads;
+    const long dim = model.head_dim, group = model.heads / model.kv_heads;
 
     // What one thread needs to compute.
     struct Scratch {
-        alignas(64) Words strips[SPAN * MAX_DIM / 2 / LANES];
         alignas(64) float scores[MAX_GROUP][SPAN];
         alignas(64) bf16 weights[MAX_GROUP][SPAN], q[MAX_GROUP * MAX_DIM];
-        const bf16* entries[SPAN];
+        const bf16 *keys[SPAN / LANES], *next[SPAN / LANES];  // tiles of this span and the next one
         Seen seen[MAX_GROUP];
         Partial part[MAX_GROUP], total[MAX_GROUP];
     };
 
-    // Where the keys or values of a head at cache indices begin .. end - 1 of a row are; zeros after that.
-    void find(const bf16* of, const Piece& p, long begin, long end, const bf16** entries) const {
-        static const bf16 nothing[MAX_DIM] = {};
-        const int* block = batch.block_table + p.row * batch.max_blocks + begin / cache.block_size;
-        long offset = begin % cache.block_size;
-        for (long j = begin; j < end; offset = 0, block++) {
-            const bf16* at = of + ((p.head * cache.num_blocks + *block) * cache.block_size + offset) * dim;
-            for (; offset < cache.block_size && j < end; offset++, j++, at += dim) *entries++ = at;
-        }
-        for (long j = end; (j - begin) % WIDTH; j++) *entries++ = nothing;
-    }
-
-    // 32 keys as a strip [dim / 2][32].
-    void pack_keys(const bf16* const* entries, Words* strip) const {
-        Words blocks[MAX_DIM / WIDTH][LANES];
-        for (long half = 0; half < 2; half++, entries += LANES) {
-            for (long i = 0; i < LANES; i++) {  // in the order of their addresses, for the processor to look ahead
-                long d = 0;
-                for (; d + WIDTH <= dim; d += WIDTH) blocks[d / WIDTH][i] = *(const Words*)(entries[i] + d);
-                if (d == dim) continue;
-                blocks[d / WIDTH][i] = Words{};
-                memcpy(&blocks[d / WIDTH][i], entries[i] + d, (dim - d) * sizeof(bf16));
-            }
-            for (long d = 0; d < dim; d += WIDTH) {
-                Words(&block)[LANES] = blocks[d / WIDTH];
-                transpose(block);
-                for (long i = 0; i < std::min<long>(LANES, (dim - d) / 2); i++) strip[d + 2 * i + half] = block[i];
-            }
+    // The tiles of keys that hold the SPAN cache indices from `begin` on, a multiple of 16; the last of a piece again
+    // where it has no more.
+    void find(const Piece& p, long begin, const bf16** tiles) const {
+        const Head head(cache, layer, p.head);
+        const int* blocks = batch.block_table + p.row * batch.max_blocks;
+        for (long n = 0; n < SPAN; n += LANES) {
+            const long j = std::min(begin + n, p.end - 1);
+            *tiles++ = head.tile(blocks[j / cache.block_size], j % cache.block_size);
         }
     }
 
-    // The values at two positions as a pair of each of the strips [wide / 32][pairs][32].
-    void pack_values(const bf16* const* entries, Words* strips, long pairs) const {
-        for (long d = 0; d < wide; d += WIDTH, strips += 2 * pairs) {
-            uint32_t* to = (uint32_t*)strips;
-            if (d + WIDTH <= dim)
-                for (long k = 0; k < WIDTH; k++) to[k] = entries[0][d + k] | uint32_t(entries[1][d + k]) << 16;
-            else
-                for (long k = 0; k < WIDTH; k++)
-                    to[k] = d + k < dim ? entries[0][d + k] | uint32_t(entries[1][d + k]) << 16 : 0;
+    // The first index that a piece is to look at: a border of spans, which are the same for all pieces.
+    long start(const Piece& p) const {
+        long low = p.end;
+        for (long i = 0; i < p.count; i++) {  // in a tree, later queries may see earlier ones
+            const Seen seen = seen_by(batch, p.row, p.first + i, window);
+            low = std::min({low, seen.low, seen.own});
         }
+        return std::min(std::max(p.begin, low / SPAN * SPAN), (p.end - 1) / SPAN * SPAN);
     }
 
-    // Positions begin .. end - 1, at most SPAN, for all queries of a piece.
-    void span(const Piece& p, long begin, long end, Scratch& at, Partial* result) const {
+    // Positions begin .. end - 1, at most SPAN, for `rows` of q.
+    void span(long begin, long end, long rows, Scratch& at, Partial* result) const {
         const float scale = LOG2_E / std::sqrt(float(dim));
-        const long rows = p.count * group, strips = (end - begin + WIDTH - 1) / WIDTH, pairs = strips * LANES;
-        find(keys, p, begin, end, at.entries);
-        for (long s = 0; s < strips; s++) {
-            pack_keys(at.entries + s * WIDTH, at.strips);
+        const long tiles = (end - begin + LANES - 1) / LANES, page = cache.block_size * dim;
+        for (long s = 0; s < tiles; s += 2) {
+            const Keys keys{at.keys[s], at.keys[s + 1], page};
             in_parts(rows, [&](long i, long m, long) {
                 Sums sums;
-                MULTIPLY[m](at.q + i * dim, dim, at.strips, dim / 2, sums, nullptr, 0);
+                MULTIPLY<Keys>[m](at.q + i * dim, dim, keys, dim / 2, sums);
                 for (long k = 0; k < m; k++) {
-                    float* to = at.scores[i + k] + s * WIDTH;
+                    float* to = at.scores[i + k] + s * LANES;
                     *(Floats*)to = sums.of[k][0] * scale;
                     *(Floats*)(to + LANES) = sums.of[k][1] * scale;
-                    at.seen[(i + k) / group].hide(to, begin + s * WIDTH);
+                    at.seen[(i + k) / group].hide(to, begin + s * LANES);
                 }
             });
         }
         for (long i = 0; i < rows; i++) {
             Floats most = splat(-1e30f), total{};
-            for (long j = 0; j < strips * WIDTH; j += LANES) {
+            for (long j = 0; j < tiles * LANES; j += LANES) {
                 Floats s = *(Floats*)(at.scores[i] + j);
                 most = s > most ? s : most;
             }
             result[i].largest = largest(most);
-            for (long j = 0; j < strips * WIDTH; j += LANES) {
+            for (long j = 0; j < tiles * LANES; j += LANES) {
                 Floats weight = exp2_of(*(Floats*)(at.scores[i] + j) - result[i].largest);
                 total += weight;
                 store(weight, at.weights[i] + j);
             }
             result[i].total = sum(total);
         }
-        find(values, p, begin, end, at.entries);
-        for (long n = 0; n < pairs; n++) pack_values(at.entries + 2 * n, at.strips + 2 * n, pairs);
-        for (long d = 0; d < wide; d += WIDTH) {
-            const Words* strip = at.strips + d / WIDTH * pairs * 2;
+        for (long d = 0; d < dim; d += WIDTH) {
+            const Values values{at.keys, at.next, page, std::min(d, dim - WIDTH), dim};  // the last may begin within the one before
             in_parts(rows, [&](long i, long m, long) {
                 Sums sums;
-                MULTIPLY[m](at.weights[i], SPAN, strip, pairs, sums, nullptr, 0);
-                for (long k = 0; k < m; k++) memcpy(result[i + k].sums + d, sums.of[k], WIDTH * sizeof(float));
+                MULTIPLY<Values>[m](at.weights[i], SPAN, values, tiles * LANES / 2, sums);
+                for (long k = 0; k < m; k++)
+                    memcpy(result[i + k].sums + values.first, sums.of[k], WIDTH * sizeof(float));
             });
         }
     }
 
-    // All positions of a piece, in spans whose borders are the same for all pieces; to `result` [count * group].
-    void operator()(const Piece& p, Scratch& at, Partial* result) const {
-        const long rows = p.count * group, width = (model.heads + 2 * model.kv_heads) * dim;
-        long low = p.end;
+    // All positions of a piece, in spans; to `result` [count * group]. `after` is what will be computed then.
+    void operator()(const Piece& p, const Piece& after, Scratch& at, Partial* result) const {
+        const long rows = p.count * group, width = (model.heads + 2 * model.kv_heads) * dim, first = start(p);
         for (long i = 0; i < p.count; i++) {
             at.seen[i] = seen_by(batch, p.row, p.first + i, window);
-            low = std::min({low, at.seen[i].low, at.seen[i].own});  // in a tree, later queries may see earlier ones
             const bf16* q = qkv + (batch.q_start[p.row] + p.first + i) * width + p.head * group * dim;
             memcpy(at.q + i * group * dim, q, group * dim * sizeof(bf16));
         }
-        const long start = std::min(std::max(p.begin, low / SPAN * SPAN), (p.end - 1) / SPAN * SPAN);
-        span(p, start, std::min(start + SPAN, p.end), at, result);
-        for (long begin = start + SPAN; begin < p.end; begin += SPAN) {
-            span(p, begin, std::min(begin + SPAN, p.end), at, at.part);
-            for (long i = 0; i < rows; i++) result[i].join(at.part[i], wide);
+        for (long begin = first; begin < p.end; begin += SPAN) {
+            const bool last = begin + SPAN >= p.end;
+            find(p, begin, at.keys);
+            find(last ? after : p, last ? start(after) : begin + SPAN, at.next);
+            span(begin, std::min(begin + SPAN, p.end), rows, at, begin == first ? result : at.part);
+            if (begin != first)
+                for (long i = 0; i < rows; i++) result[i].join(at.part[i], dim);
         }
     }
 
@@ -243,8 +227,9 @@ struct Plan {
 
 inline void attention(Team& team, const Attention& attend, const Plan& plan, Attention::Scratch& at, Partial* parts) {
     const long rows = std::max(TOGETHER, attend.group);
-    team.each(plan.pieces.size(), [&](long i, long) {
-        attend(plan.pieces[i], at, plan.apart ? parts + i * rows : at.total);
+    team.each(plan.pieces.size(), [&](long i, long next) {
+        const Piece& after = plan.pieces[std::min(next, long(plan.pieces.size()) - 1)];
+        attend(plan.pieces[i], after, at, plan.apart ? parts + i * rows : at.total);
         if (!plan.apart) attend.write(plan.pieces[i], at.total);
     });
     if (!plan.apart) return;
@@ -252,7 +237,7 @@ inline void attention(Team& team, const Attention& attend, const Plan& plan, Att
         Partial* total = parts + plan.first[i] * rows;
         const Piece& p = plan.pieces[plan.first[i]];
         for (long j = plan.first[i] + 1; j < plan.first[i + 1]; j++)
-            for (long k = 0; k < p.count * attend.group; k++) total[k].join(parts[j * rows + k], attend.wide);
+            for (long k = 0; k < p.count * attend.group; k++) total[k].join(parts[j * rows + k], attend.dim);
         attend.write(p, total);
     });
 }

@@ -40,27 +40,18 @@ void rotate(const Model& m, bf16* x, const bf16* norm, const float* cos_sin) {
     }
 }
 
-// NaN becomes 0 and infinity the largest number: 0 * NaN would reach queries that do not see its token.
-bf16 finite(bf16 x) {
-    if ((x & 0x7F80) != 0x7F80) return x;
-    return x & 0x7F ? 0 : (x & 0x8000) | 0x7F7F;
-}
-
-// Rotates q in place in qkv [tokens, (heads + 2 kv_heads) * dim]; k and v go to the layer's cache.
-void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& batch, bf16* qkv, bf16* cache, long cache_head) {
+// Rotates q and k in place in qkv [tokens, (heads + 2 kv_heads) * dim]; k and v go to the layer's cache.
+void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& batch, bf16* qkv, const Cache& cache, long i) {
     const long dim = m.head_dim, width = (m.heads + 2 * m.kv_heads) * dim;
     team.each(batch.num_tokens, [&](long t, long) {
         const float* angles = m.cos_sin + batch.positions[t] * dim;
-        bf16* head = qkv + t * width;
-        for (long h = 0; h < m.heads; h++, head += dim) rotate(m, head, layer.q_norm, angles);
+        bf16 *q = qkv + t * width, *k = q + m.heads * dim, *v = k + m.kv_heads * dim;
+        for (long h = 0; h < m.heads; h++) rotate(m, q + h * dim, layer.q_norm, angles);
         if (batch.slots[t] < 0) return;
-        bf16* to = cache + batch.slots[t] * dim;
-        for (long h = 0; h < m.kv_heads; h++, head += dim, to += cache_head) {
-            rotate(m, head, layer.k_norm, angles);
-            memcpy(to, head, dim * sizeof(bf16));
+        for (long h = 0; h < m.kv_heads; h++) {
+            rotate(m, k + h * dim, layer.k_norm, angles);
+            Head(cache, i, h).write(batch.slots[t], k + h * dim, v + h * dim);
         }
-        for (long h = 0; h < m.kv_heads; h++, head += dim, to += cache_head)
-            for (long i = 0; i < dim; i++) to[i] = finite(head[i]);
     });
 }
 
@@ -87,6 +78,13 @@ struct Linear {
     long threads;
 };
 
+struct Move {
+    Batch batch;
+    Cache cache;
+    const int *num_emitted, *path;  // [rows], [rows, width]
+    long width;
+};
+
 }  // namespace
 
 extern "C" void nanospec_forward(const Forward* given) {
@@ -94,7 +92,6 @@ extern "C" void nanospec_forward(const Forward* given) {
     const Batch& batch = given->batch;
     const Cache& cache = given->cache;
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim, width = (m.heads + 2 * m.kv_heads) * D;
-    const long per_head = cache.num_blocks * cache.block_size * D, per_layer = 2 * m.kv_heads * per_head;
     auto x = room<bf16>(T * H), normed = room<bf16>(T * H), qkv = room<bf16>(T * width);
     auto out = room<bf16>(T * m.heads * D), inner = room<bf16>(T * m.inner);
     const Plan plan(m, batch, given->threads);
@@ -106,12 +103,11 @@ extern "C" void nanospec_forward(const Forward* given) {
         });
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
-            bf16 *keys = cache.data + i * per_layer, *values = keys + m.kv_heads * per_head;
             rms_norm(team, m, x.get(), T, layer.input_norm, normed.get());
             linear(team, layer.qkv, normed.get(), T, qkv.get());
-            rope_cache(team, m, layer, batch, qkv.get(), keys, per_head);
+            rope_cache(team, m, layer, batch, qkv.get(), cache, i);
             if (!given->hidden && i + 1 == m.num_layers) return;
-            const Attention attend{m, batch, cache, keys, values, layer.window, qkv.get(), out.get()};
+            const Attention attend{m, batch, cache, i, layer.window, qkv.get(), out.get()};
             attention(team, attend, plan, scratch, parts.get());
             linear_add(team, layer.o, out.get(), T, x.get());
             rms_norm(team, m, x.get(), T, layer.post_norm, normed.get());
@@ -120,6 +116,25 @@ extern "C" void nanospec_forward(const Forward* given) {
         }
         rms_norm(team, m, x.get(), T, m.norm, given->hidden);
     });
+}
+
+// kernels/speculation/kv_move.py
+extern "C" void nanospec_kv_move(const Move* given) {
+    const Batch& batch = given->batch;
+    const Cache& cache = given->cache;
+    for (long b = 0; b < batch.num_rows; b++) {
+        const int* blocks = batch.block_table + b * batch.max_blocks;
+        const auto slot = [&](long place) {
+            const long i = batch.base_len[b] + place;
+            return blocks[i / cache.block_size] * cache.block_size + i % cache.block_size;
+        };
+        for (long to = 1; to < given->num_emitted[b]; to++) {
+            const long from = given->path[b * given->width + to];
+            if (from == to) continue;
+            for (long layer = 0; layer < cache.num_layers; layer++)
+                for (long h = 0; h < cache.kv_heads; h++) Head(cache, layer, h).move(slot(from), slot(to));
+        }
+    }
 }
 
 extern "C" void nanospec_linear(const Linear* given) {

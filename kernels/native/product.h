@@ -8,12 +8,6 @@
 
 constexpr long CHUNK = 8 * MOST;  // tokens to a task
 
-using Multiply = void (*)(const bf16*, long, const Words*, long, Sums&, const char*, long);
-constexpr Multiply MULTIPLY[] = {
-    nullptr,     multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,
-    multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
-};
-
 // Cuts `count` rows into as few parts of at most MOST as there can be, of nearly the same size: f(first, size, i).
 template <class F>
 void in_parts(long count, F f) {
@@ -40,7 +34,8 @@ void product(Team& team, const Weight& w, const bf16* x, long tokens, Done done)
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
-                MULTIPLY[m](rows, w.columns, w.strip(s + half * strips), pairs, sums[half], ahead, bytes / pairs / parts);
+                const Strip strip{w.strip(s + half * strips), ahead, bytes / pairs / parts};
+                MULTIPLY<Strip>[m](rows, w.columns, strip, pairs, sums[half]);
             }
             done(from + first, m, s * WIDTH, sums);
         });

@@ -29,8 +29,3 @@ struct Model {
     const bf16* norm;       // the final one
     const Layer* layers;
 };
-
-struct Cache {  // [num_layers, 2, kv_heads, num_blocks, block_size, head_dim]
-    bf16* data;
-    long num_blocks, block_size;
-};

@@ -1,6 +1,6 @@
 """Move the keys and values of accepted tree nodes into place, in all layers at once.
 
-    kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D]   updated in place
+    kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D], or in tiles   updated in place
 
 A tree's node i wrote its key and value to cache index base_len + i. When the path of accepted nodes (see
 `verify.py`) is 0, 3, 7, the committed text needs node 3 at base_len + 1 and node 7 at base_len + 2. A
@@ -19,12 +19,17 @@ from torch import Tensor
 from ..batch import Batch, slots_of
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
+from ..native import tiles
+from ..native.tiles import is_tiled
 from .verify import Verdict
 
 
 def kv_move(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
     """Move the entries of each row's path to consecutive cache indices from base_len on."""
-    (launch if use_triton(kv_cache) else naive)(kv_cache, verdict, batch)
+    if is_tiled(kv_cache):
+        tiles.kv_move(kv_cache, verdict, batch)
+    else:
+        (launch if use_triton(kv_cache) else naive)(kv_cache, verdict, batch)
 
 
 def naive(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:

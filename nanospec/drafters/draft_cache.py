@@ -22,7 +22,7 @@ from torch import Tensor
 from ..device import to_host
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
-from ..memory import kv_shape, zero_blocks, zeros_on_demand
+from ..memory import empty_cache, zero_blocks
 from ..models.decoder import Model
 
 
@@ -45,7 +45,7 @@ class DraftCache:
 
     def __init__(self, model: Model, table: Table, num_blocks: int, max_tokens: int) -> None:
         self.model, self.table, self.max_tokens = model, table, max_tokens
-        self.kv = zeros_on_demand(kv_shape(model, num_blocks, table.block_size), model.dtype, model.device)
+        self.kv = empty_cache(model, num_blocks, table.block_size)
         self.computed = torch.zeros(table.num_rows + 1, dtype=torch.int32, device=model.device)
         self._texts: dict[int, _Text] = {}
         self._drafted: set[int] = set()
@@ -62,7 +62,7 @@ class DraftCache:
         """The row's request got blocks that may have been another's."""
         self._texts[row].blocks += blocks
         self._drafted.difference_update(blocks)
-        zero_blocks(self.model, self.kv, blocks)
+        zero_blocks(self.kv, blocks)
 
     def release(self, row: int) -> None:
         """The row's request has given its blocks back; what they hold stays until they are another's."""

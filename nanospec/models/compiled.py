@@ -13,11 +13,13 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.native.call import Word, batch_words, call, words
 from ..kernels.native.packed import WIDTH, Packed
+from ..kernels.native.tiles import cache_words
 
 if TYPE_CHECKING:
     from .decoder import Layer, Model
 
-MAX_GROUP, MAX_DIM = 64, 256  # query heads to a head of keys and values; numbers to a head
+MAX_GROUP = 64  # query heads to a head of keys and values
+MIN_DIM, MAX_DIM = 32, 256  # numbers to a head
 
 
 class CompiledDecoder:
@@ -44,7 +46,7 @@ class CompiledDecoder:
 
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
-            "nanospec_forward", _address(self._model), *batch_words(batch), kv_cache, *kv_cache.shape[3:5],
+            "nanospec_forward", _address(self._model), *batch_words(batch), *cache_words(kv_cache),
             hidden, torch.get_num_threads(),
         )  # fmt: skip
 
@@ -53,8 +55,9 @@ def compiled_decoder(model: Model) -> CompiledDecoder | None:
     """The compiled forward pass of a model whose weights are packed for it and whose shape it can take."""
     c = model.config
     packed = all(isinstance(p.weight, Packed) for layer in model.layers for p in layer.projections)
-    fits = c.num_heads // c.num_kv_heads <= MAX_GROUP and c.head_dim <= MAX_DIM and c.head_dim % 2 == 0
-    return CompiledDecoder(model) if packed and fits and c.intermediate_size % WIDTH == 0 else None
+    heads = c.num_heads // c.num_kv_heads <= MAX_GROUP and MIN_DIM <= c.head_dim <= MAX_DIM
+    fits = heads and c.head_dim % 2 == 0 and c.intermediate_size % WIDTH == 0
+    return CompiledDecoder(model) if packed and fits else None
 
 
 def _layer_words(layer: Layer) -> tuple[Word, ...]:

@@ -9,6 +9,8 @@ no state of its own besides the weights; the KV cache belongs to the caller:
 
     kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D]      2: keys, values
 
+or, where `forward` is one compiled call, as `kernels/native/tiles.py` lays it out (`memory.kv_shape`).
+
 Weights used together lie together (rows of q, k, v; rows of gate, up), in `linear.pack`'s layout.
 """
 
@@ -30,7 +32,8 @@ from ..kernels.layer.plan import Plan
 from ..kernels.layer.qkv_rope import qkv_rope
 from ..kernels.layer.rope_cache import Angles
 from ..kernels.layer.stream import Stream, embed
-from .compiled import CompiledDecoder, compiled_decoder
+from ..kernels.native.tiles import is_tiled
+from .compiled import compiled_decoder
 from .config import ModelConfig
 from .random_weights import random_weights
 from .rope import cos_sin_table
@@ -122,8 +125,8 @@ class Model:
         Returns:
             [T, H] after the final norm. Padding tokens get unspecified values.
         """
-        if compiled := self._compiled_for(kv_cache):
-            return compiled(batch, kv_cache)
+        if self._compiled and is_tiled(kv_cache):
+            return self._compiled(batch, kv_cache)
         config = self.config
         angles = Angles(self.cos_sin, batch.positions, self.dtype)
         plans = {w: Plan(batch, config.num_heads, kv_cache[0], w) for w in set(config.windows)}
@@ -135,17 +138,15 @@ class Model:
 
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
         """`forward` for the sake of the cache alone: what prefill needs."""
-        if compiled := self._compiled_for(kv_cache):
-            compiled.write_kv(batch, kv_cache)
+        if self._compiled and is_tiled(kv_cache):
+            self._compiled.write_kv(batch, kv_cache)
         else:
             self.forward(batch, kv_cache)
 
-    def runs_compiled(self, kv_cache: Tensor) -> bool:
-        """Whether `forward` is one compiled call, which loads no entry that its query does not see."""
-        return self._compiled_for(kv_cache) is not None
-
-    def _compiled_for(self, kv_cache: Tensor) -> CompiledDecoder | None:
-        return self._compiled if use_native(kv_cache) else None
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether `forward` is one compiled call, given a cache in tiles."""
+        return self._compiled is not None and use_native(self.embedding)
 
     def _layer_forward(
         self, layer: Layer, stream: Stream, cache: Tensor, angles: Angles, plan: Plan, norm: Norm

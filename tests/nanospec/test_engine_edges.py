@@ -402,7 +402,7 @@ def test_blocks_that_change_hands_are_zeroed(cyclic: Model) -> None:
     engine.step()
     assert torch.isfinite(engine.worker.kv_cache[:, :, :, request.blocks]).all()
     with dispatch.forced("triton"):  # which never loads what it masks
-        zero_blocks(engine.worker.model, engine.worker.kv_cache, [7])
+        zero_blocks(engine.worker.kv_cache, [7])
     assert torch.isnan(engine.worker.kv_cache[:, :, :, 7]).all()
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.dispatch import forced
+from nanospec.kernels.native.build import library
+from nanospec.kernels.native.tiles import tiled_shape
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 from tests.kernels.batches import make_batch
@@ -55,6 +57,32 @@ def test_kv_move(seed: int, head_dim: int, dtype: torch.dtype, backend: str) -> 
     with forced(backend):  # type: ignore[arg-type]
         kv_move.kv_move(cache, verdict, batch)
     assert torch.equal(cache, expected)
+
+
+def in_tiles(cache: Tensor) -> Tensor:
+    """A cache [layers, 2, heads, blocks, block_size, D] as `kernels/native/tiles.py` describes it."""
+    keys, values = cache.permute(1, 3, 0, 2, 4, 5).unflatten(
+        4, (-1, 16)
+    )  # [blocks, layers, heads, tiles, 16, D]
+    keys = keys.unflatten(5, (-1, 2)).transpose(4, 5)
+    values = values.unflatten(4, (8, 2)).transpose(5, 6)
+    shape = tiled_shape(cache.shape[3], cache.shape[0], cache.shape[2], *cache.shape[4:])
+    return torch.stack([keys.flatten(4), values.flatten(4)], 3).view(shape)
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("head_dim", [34, 64])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_in_tiles(head_dim: int, block_size: int) -> None:
+    cache, verdict, batch = make(1, head_dim, torch.bfloat16)
+    cache = cache.unflatten(3, (-1, block_size // 16)).flatten(4, 5)
+    pages = torch.randperm(cache.shape[3], generator=torch.Generator().manual_seed(2))
+    batch = replace(batch, block_table=pages.int().view(5, -1))
+    tiles = in_tiles(cache)
+    kv_move.kv_move(tiles, verdict, batch)
+    with forced("naive"):
+        kv_move.kv_move(cache, verdict, batch)
+    assert torch.equal(tiles, in_tiles(cache))
 
 
 def test_a_chain_moves_nothing() -> None:
