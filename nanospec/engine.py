@@ -172,7 +172,7 @@ class Engine:
         own = [request.params.num_speculative_tokens for request in requests]
         limits = [most if n is None else min(n, most) for n in own]
         context = sum(request.num_tokens for request in requests)
-        k = passes = self.policy.choose(rows, limits, context)
+        k = passes = self.policy.choose(rows, limits, context, bool(self.scheduler.waiting))
         if k and self.worker.weighs_passes:
             drafting = [row for row, limit in zip(rows, limits, strict=True) if limit]
             passes = self.policy.passes(drafting, len(rows) - len(drafting), k)

@@ -5,6 +5,10 @@ Steps come in two forms. A *captured* step has one K for all its rows, and each 
 are made, and `cut` takes some of each row's, knowing who guessed and how long the match was. Only a model's
 guesses cost time by themselves; for how many it is run is chosen beforehand, as K is (`passes`).
 
+Most tokens per ms is best where requests wait for a row: one that ends earlier makes room. Where none waits,
+steps are made until the slowest row has ended, and what makes them longer for the sake of others is lost to
+it. Then drafts may cost it OTHERS_BUDGET of its time (in packed steps; captured ones have one K for all).
+
 What drafts promise is estimated from what became of earlier ones (`estimator.py`), and costs are measured
 (`costs.py`). What is not drafted teaches nothing. So now and then a step takes more drafts than seem to pay,
 as often as that costs PROBE_BUDGET of the time. If a row had none, accepted ones pay for the next probe, so
@@ -21,6 +25,7 @@ from .estimator import UNKNOWN, Estimator, Situation
 from .kernels.codes import NOBODY
 
 PROBE_BUDGET = 0.005  # share of the time that may go into probes
+OTHERS_BUDGET = 0.005  # share of the time that the slowest row may lose to drafts of others
 MOST_SAVED = 4.0  # steps without drafts that a probe may cost; one that costs more cannot pay
 MARGIN = 0.002  # another K must promise so much more than the one in use: no flutter between equals
 
@@ -30,9 +35,11 @@ class Policy:
 
     costs: StepCosts | None = None  # nothing has to be measured
 
-    def choose(self, rows: Sequence[int], limits: Sequence[int], context: int = 0) -> int:
+    def choose(
+        self, rows: Sequence[int], limits: Sequence[int], context: int = 0, queue: bool = True
+    ) -> int:
         """K of the next step of these request rows, which may have so many drafts each; their texts have
-        `context` tokens together."""
+        `context` tokens together. `queue`: whether requests wait for a row."""
         return max(limits)
 
     def passes(self, rows: Sequence[int], others: int, most: int) -> int:
@@ -53,6 +60,24 @@ class Policy:
         """A new request took the row."""
 
 
+class _Slowest:
+    """What the row that ends last loses to the drafts of a step: what the step takes longer, less what they
+    save: a token more in a row its share of a later step, one more in every row all of a step."""
+
+    def __init__(self, rows: int, plain: float, alone: float) -> None:
+        """ms of a step without drafts, of these rows and of one row."""
+        self._plain, self._share = plain, (plain - alone) / max(rows - 1, 1)
+        self._common = plain - rows * self._share
+        self._tokens = [0.0] * rows
+        self._saved = 0.0
+
+    def loses(self, row: int, tokens: float, ms: float) -> float:
+        """ms, with one more draft, of this row, that promises so many tokens; the step takes `ms` then."""
+        self._tokens[row] += tokens
+        self._saved += tokens * self._share
+        return ms - self._plain - self._saved - min(self._tokens) * self._common
+
+
 class AutoPolicy(Policy):
     """What pays, by estimate and measured cost; see the module docstring."""
 
@@ -68,13 +93,18 @@ class AutoPolicy(Policy):
         self._turn = 0  # rows are probed in turn
         self._token_ms = 0.0  # without drafts
         self._credit = 0.0  # ms that may go into probes
+        self._allowance = 0.0  # ms that the slowest row may lose
+        self._queue = True
 
-    def choose(self, rows: Sequence[int], limits: Sequence[int], context: int = 0) -> int:
+    def choose(
+        self, rows: Sequence[int], limits: Sequence[int], context: int = 0, queue: bool = True
+    ) -> int:
         B, most = len(rows), max(limits)
-        self._context = context
+        self._context, self._queue = context, queue
         plain = self.costs.cost(B, B, context)
         self._token_ms = plain / B
         self._credit = min(self._credit + PROBE_BUDGET * plain, MOST_SAVED * plain)
+        self._allowance = min(self._allowance + OTHERS_BUDGET * plain, plain)
         if not self.costs.captured:
             return most
         k = self._pick(rows, limits, UNKNOWN, {k: ms for k, ms in self.costs.by_k(B).items() if k <= most})
@@ -129,10 +159,14 @@ class AutoPolicy(Policy):
                     gains.append((gain, b))
                     gain, n = gain * on, n - 1
         gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
-        for n, (gain, _) in enumerate(gains, 1):
+        lost, slowest = 0.0, _Slowest(B, cost(B), self.costs.cost(1, 1, context // B))
+        for n, (gain, b) in enumerate(gains, 1):
             total += gain
-            if (rate := total / cost(least + n)) > best:
-                best, number = rate, n
+            ms = cost(least + n)
+            loss = 0.0 if self._queue else slowest.loses(b, gain, ms)
+            if (rate := total / ms) > best and loss <= self._allowance:
+                best, number, lost = rate, n, loss
+        self._allowance -= lost
         for _, b in gains[:number]:
             taken[b] += 1
         idle = [b for b in range(B) if num_drafts[b] and not taken[b]]

@@ -44,8 +44,8 @@ def teach(policy: Policy, row: int, accepted: int, drafted: int = 4, steps: int 
         policy.observe(row, NGRAM if drafted else NOBODY, 3, drafted, accepted)
 
 
-def choose(policy: Policy, rows: Sequence[int], most: int = 16) -> int:
-    return policy.choose(rows, [most] * len(rows))
+def choose(policy: Policy, rows: Sequence[int], most: int = 16, queue: bool = True) -> int:
+    return policy.choose(rows, [most] * len(rows), queue=queue)
 
 
 def ks_over(policy: Policy, rows: range, steps: int) -> list[int]:
@@ -57,10 +57,10 @@ def usual(ks: list[int]) -> int:
     return max(set(ks), key=ks.count)
 
 
-def cut(policy: Policy, drafts: list[int], match: list[int] | None = None) -> list[int]:
+def cut(policy: Policy, drafts: list[int], match: list[int] | None = None, queue: bool = True) -> list[int]:
     """The drafts taken in a packed step of rows 0, 1, ..."""
     rows = range(len(drafts))
-    choose(policy, rows)
+    choose(policy, rows, queue=queue)
     drafter = [NGRAM if d else NOBODY for d in drafts]
     return policy.cut(rows, drafter, drafts, match or [3 if d else 0 for d in drafts])
 
@@ -410,6 +410,36 @@ def test_drafts_that_cannot_pay_may_be_left_out_beforehand(
     rate = [total / policy.costs.cost(B, B + n, context) for n, total in enumerate(totals)]
     taken = policy.cut(range(B), [NGRAM if n else NOBODY for n in drafts], drafts, match)
     assert rate[sum(taken)] == pytest.approx(max(rate))
+
+
+FREE_TO_4 = [10.0 + max(n - 4, 0) for n in SIZES]  # 10 ms, beyond 4 tokens 1 ms more for each
+
+
+@pytest.mark.parametrize("queue", [True, False])
+def test_where_nobody_waits_the_slowest_row_loses_little_to_others(queue: bool) -> None:
+    """Row 0 copies, 15 do not. A draft costs 1 ms, a row's share of a step is 0.8 ms, a token's 1.4."""
+    policy = packed(FREE_TO_4)
+    teach(policy, 0, 8, drafted=8)
+    costs, steps, B = policy.costs, 400, 16
+    taken = [sum(cut(policy, [8] + [0] * 15, queue=queue)) for _ in range(steps)]
+    lost = sum(costs.cost(B, B + n) - costs.cost(B, B) for n in taken)
+    saved = sum(taken) * (costs.cost(B, B) - costs.cost(1, 1)) / 15
+    share = (lost - saved) / (steps * costs.cost(B, B))
+    if queue:
+        assert set(taken) == {8}
+        assert share > 0.03
+    else:
+        assert 0.002 < share < 0.01  # both budgets, for others and for probes
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_that_copy_alike_are_nobodys_loss(rows: int) -> None:
+    policies = packed(FREE_TO_4), packed(FREE_TO_4)
+    for policy, row in product(policies, range(rows)):
+        teach(policy, row, 8, drafted=8)
+    for _ in range(20):
+        busy, quiet = (cut(policy, [8] * rows, queue=queue) for policy, queue in zip(policies, (True, False)))
+        assert busy == quiet == [8] * rows
 
 
 def test_long_texts_make_drafts_pay() -> None:
