@@ -33,10 +33,15 @@ def pack(weight: Tensor) -> Weight:
     """
     if use_native(weight) and weight.shape[1] % 2 == 0:
         return packed.pack(weight)
-    plain = use_triton(weight) or weight.is_cuda or weight.dtype == torch.float16
-    if plain or not torch.backends.mkldnn.is_available():
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+    plain = use_triton(weight) or weight.is_cuda or not _onednn_packs(weight.dtype)
+    return weight if plain else torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    """It refuses bfloat16 on processors without AVX-512."""
+    if not torch.backends.mkldnn.is_available() or dtype == torch.float16:
+        return False
+    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def plain(weight: Weight) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +104,17 @@ def test_bad_arguments_are_refused() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 call()
+
+
+def test_bfloat16_that_onednn_refuses_stays_plain() -> None:
+    """As on a processor without AVX-512 and without a compiler."""
+    code = (
+        "import torch; from nanospec.kernels.layer.linear import linear, pack; "
+        "w = torch.ones(8, 8).bfloat16(); assert linear(w, pack(w)).eq(8).all(); "
+        "assert pack(w.float()).is_mkldnn == torch.backends.mkldnn.is_available()"
+    )
+    environment = {**os.environ, "NANOSPEC_KERNELS": "naive", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_packed_weights_are_refused() -> None:
