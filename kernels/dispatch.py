@@ -1,7 +1,8 @@
 """The one rule for which implementation runs: tensors on a GPU take the Triton kernel, tensors on a CPU the
 compiled C++ of `native/` where an operation has it for their dtype, all others `naive`.
 `NANOSPEC_KERNELS=triton|native|naive` or `forced(...)` overrides it, so that tests can run the whole engine
-on the kernels in Triton's interpreter (`TRITON_INTERPRET=1`).
+on the kernels in Triton's interpreter (`TRITON_INTERPRET=1`). Who asks for `native` and has no compiler
+gets an error, not PyTorch.
 """
 
 import os
@@ -29,7 +30,9 @@ def use_triton(tensor: Tensor) -> bool:
 def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     """Whether an operation on `tensor` takes its C++, which it has for these dtypes (default: bfloat16)."""
     mine = _backend in ("auto", "native") and tensor.device.type == "cpu"
-    return mine and tensor.dtype in (dtypes or (torch.bfloat16,)) and library() is not None
+    if not mine or tensor.dtype not in (dtypes or (torch.bfloat16,)):
+        return False
+    return (library(insist=True) if _backend == "native" else library()) is not None
 
 
 @contextmanager

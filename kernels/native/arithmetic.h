@@ -136,14 +136,3 @@ static void multiply(const bf16* x, long stride, const Matrix& matrix, long pair
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) sums.of[m][0] = s[m][0], sums.of[m][1] = s[m][1];
 }
-
-template <class Matrix>
-using Multiply = void (*)(const bf16*, long, const Matrix&, long, Sums&);
-
-template <class Matrix>
-constexpr Multiply<Matrix> MULTIPLY[] = {  // by M
-    nullptr,
-    multiply<Matrix, 1>, multiply<Matrix, 2>, multiply<Matrix, 3>, multiply<Matrix, 4>,
-    multiply<Matrix, 5>, multiply<Matrix, 6>, multiply<Matrix, 7>, multiply<Matrix, 8>,
-    multiply<Matrix, 9>, multiply<Matrix, 10>, multiply<Matrix, 11>, multiply<Matrix, 12>,
-};

@@ -2,7 +2,8 @@
 
     library()   the loaded library, or None where it cannot be had; the reason is said once, as a warning
 
-It needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some ten seconds. The sources use nothing of
+It needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some ten seconds. It is for this processor,
+unless CXX names another, as CXX="g++ -march=x86-64-v3" does (any with AVX2). The sources use nothing of
 torch. The file's name is a hash of all that it depends on, so nothing needs to be cleaned up by hand.
 """
 
@@ -24,13 +25,13 @@ from pathlib import Path
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-shared", "-fPIC", "-Wno-psabi")
+FLAGS = ("-std=c++20", "-O3", "-pthread", "-shared", "-fPIC", "-Wno-psabi")
 COMPILERS = ("g++", "c++")
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """See the module docstring."""
+def library(insist: bool = False) -> ctypes.CDLL | None:
+    """See the module docstring. OSError if it cannot be had by who insists."""
     try:
         file = built(cache_folder())
         try:
@@ -39,11 +40,12 @@ def library() -> ctypes.CDLL | None:
             file.unlink()
             return ctypes.CDLL(str(built(cache_folder())))
     except (OSError, subprocess.CalledProcessError) as error:
-        warnings.warn(
-            "The C++ for CPUs could not be compiled, so PyTorch runs instead, at less than half the speed; "
-            f"install g++ 11 or newer, or name it in CXX ({_reason(error)}).",
-            stacklevel=2,
-        )
+        failure = "The C++ for CPUs could not be compiled"
+        remedy = f"install g++ 11 or newer, or name it in CXX ({_reason(error)})."
+        if insist:
+            raise OSError(f"{failure}, which NANOSPEC_KERNELS=native asks for; {remedy}") from None
+        slower = "so PyTorch runs instead, at less than half the speed"
+        warnings.warn(f"{failure}, {slower}; {remedy}", stacklevel=2)
         return None
 
 
@@ -63,7 +65,7 @@ def built(folder: Path) -> Path:
         print("Compiling the C++ for this processor, once ...", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             result = Path(partial) / file.name
-            command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(result)]
+            command = [*compiler, *processor_flag(compiler), *FLAGS, *map(str, SOURCES), "-o", str(result)]
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             os.replace(result, file)  # at once: another process may be doing the same
     return file
@@ -77,6 +79,11 @@ def find_compiler() -> list[str]:
         if found := shutil.which(program):
             return [found, *options]
     raise FileNotFoundError(f"there is no {' or '.join(names)}")
+
+
+def processor_flag(compiler: list[str]) -> list[str]:
+    """What a command that names no processor lacks."""
+    return [] if any(option.startswith("-march=") for option in compiler) else ["-march=native"]
 
 
 def fingerprint(compiler: list[str]) -> str:

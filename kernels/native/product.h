@@ -3,10 +3,25 @@
 #pragma once
 #include <algorithm>
 
+#include "narrow.h"
 #include "structs.h"
 #include "threads.h"
 
 constexpr long CHUNK = 8 * MOST;  // tokens to a task
+
+// Products of M rows, by M, with some kind of matrix.
+template <class Matrix>
+using Multiply = void (*)(const bf16*, long, const Matrix&, long, Sums&);
+#ifdef __AVX512F__
+template <class Matrix, int M> constexpr Multiply<Matrix> OF = multiply<Matrix, M>;
+#else
+template <class Matrix, int M> constexpr Multiply<Matrix> OF = multiply_narrow<Matrix, M>;
+#endif
+template <class Matrix>
+constexpr Multiply<Matrix> MULTIPLY[] = {
+    nullptr,       OF<Matrix, 1>, OF<Matrix, 2>, OF<Matrix, 3>,  OF<Matrix, 4>,  OF<Matrix, 5>,  OF<Matrix, 6>,
+    OF<Matrix, 7>, OF<Matrix, 8>, OF<Matrix, 9>, OF<Matrix, 10>, OF<Matrix, 11>, OF<Matrix, 12>,
+};
 
 // Cuts `count` rows into as few parts of at most MOST as there can be, of nearly the same size: f(first, size, i).
 template <class F>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_steps_without_drafts_teach_nothing(model: Model) -> None:
     seen: list[int] = []
     policy = engine.policy
     policy.observe = lambda *seen_: seen.append(seen_[3])  # type: ignore[method-assign]
-    policy.choose = lambda rows, limits, context=0: 0  # type: ignore[method-assign]
+    policy.choose = lambda rows, limits, context=0, queue=True: 0  # type: ignore[method-assign]
     run(engine, [Job([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=8))])
     assert not seen
 
@@ -71,13 +72,20 @@ def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
     assert request.stats.num_drafted < 2 * request.stats.num_tokens
 
 
-def test_the_policy_is_told_how_long_the_texts_are(model: Model) -> None:
+def test_the_policy_is_told_how_long_the_texts_are_and_who_waits(model: Model) -> None:
     engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=True)
     seen: list[int] = []
+    waited: list[bool] = []
     choose = engine.policy.choose
-    engine.policy.choose = lambda rows, limits, context=0: (  # type: ignore[method-assign]
-        seen.append(context) or choose(rows, limits, context)  # type: ignore[func-returns-value]
-    )
+
+    def note(rows: Sequence[int], limits: Sequence[int], context: int = 0, queue: bool = True) -> int:
+        seen.append(context)
+        waited.append(queue)
+        return choose(rows, limits, context, queue)
+
+    engine.policy.choose = note  # type: ignore[method-assign]
     use(engine, junk(model.config.vocab_size))
-    run(engine, [Job([1] * n, SamplingParams(temperature=0, max_tokens=2)) for n in (3, 20)])
+    run(engine, [Job([1] * n, SamplingParams(temperature=0, max_tokens=2)) for n in (3, 20, 5)])
     assert seen[0] == 23
+    assert waited[0]
+    assert not waited[-1]

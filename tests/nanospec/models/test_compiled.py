@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
+import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -310,9 +313,8 @@ def test_linear_refuses_what_does_not_fit() -> None:
 @pytest.fixture(scope="module")
 def for_avx2(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The library for a processor without bfloat16 instructions."""
-    flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "FLAGS", flags)
+        patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march=x86-64-v3")
         try:
             return ctypes.CDLL(str(build.built(tmp_path_factory.mktemp("avx2"))))
         except subprocess.CalledProcessError:
@@ -330,6 +332,21 @@ def other_library(for_avx2: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.usefixtures("other_library")
 def test_other_processors(model: Model) -> None:
     test_is_as_near_to_exact_arithmetic_as_pytorch(model)
+
+
+@pytest.mark.usefixtures("other_library")
+def test_bits_do_not_depend_on_the_batch_on_other_processors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((30, 200), (70, 200)))
+    expected = packed.linear(x, packed.pack(weight))
+    torch.testing.assert_close(expected.double(), x.double() @ weight.double().T, rtol=1 / 200, atol=4e-3)
+    for count in range(1, 13):
+        assert torch.equal(packed.linear(x[:count], packed.pack(weight)), expected[:count])
+
+
+def test_a_processor_named_in_cxx_is_compiled_for() -> None:
+    assert build.processor_flag(["g++", "-g"]) == ["-march=native"]
+    assert build.processor_flag(["ccache", "g++", "-march=x86-64-v3"]) == []
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -362,6 +379,23 @@ def test_without_a_compiler_pytorch_runs(
     pages = Pages(model, 1, 64)
     assert pages.step({0: tokens(model, 5)})[0].isfinite().all()
     assert not list(fresh.glob("*"))
+
+
+@pytest.mark.parametrize("how", ["forced", "NANOSPEC_KERNELS"])
+def test_who_asks_for_it_without_a_compiler_gets_an_error(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    message = r"could not be compiled, .*NANOSPEC_KERNELS=native.*; install g\+\+ 11.*no no-such-compiler"
+    if how == "forced":
+        with forced("native"), pytest.raises(OSError, match=message):
+            tiny_model(dtype=BF16, intermediate_size=96)
+        return
+    monkeypatch.setenv("NANOSPEC_KERNELS", "native")
+    code = "import torch; from nanospec.kernels.layer.linear import pack; pack(torch.ones(2, 2).bfloat16())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert re.search(message, result.stderr.splitlines()[-1])
+    assert "Warning" not in result.stderr
 
 
 @pytest.mark.parametrize("said", ["", r"\n", r"\344\n"], ids=["nothing", "newline", "latin-1"])
