@@ -6,6 +6,8 @@
 // neighbour takes as long as the scheduler likes, 4 ms and more.
 
 #pragma once
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -93,6 +95,8 @@ class Helpers {
 
 inline Helpers& helpers() {
     static Helpers* all = new Helpers;  // never deleted: they may be asleep in it when the process ends
+    // A forked process has no thread but the one that forked.
+    [[maybe_unused]] static const int known = pthread_atfork(nullptr, nullptr, [] { all = new Helpers; });
     return *all;
 }
 

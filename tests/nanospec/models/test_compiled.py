@@ -6,8 +6,10 @@ import ctypes
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -245,6 +247,31 @@ def test_bits_do_not_depend_on_the_batch(window_model: Model, seed: int) -> None
             logits = pages.step(chunks, pad_to=pad)[0]
             pages.length[1:] = [0, 100, 300]  # of whatever lies there
             assert torch.equal(logits, expected[start : start + n]), (start, n)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_helpers_of_its_own(window_model: Model) -> None:
+    """Small tensors only: PyTorch's own threads do not survive a fork."""
+    ids, threads = tokens(window_model, 9), torch.get_num_threads()
+    ours, childs = Pages(window_model, 1, 32), Pages(window_model, 1, 32)
+    torch.set_num_threads(3)
+    try:
+        expected = ours.step({0: ids})[0]  # from now on there are threads
+        if not (child := os.fork()):
+            right = torch.equal(childs.step({0: ids})[0], expected)
+            os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
+        for _ in range(600):
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("hangs")
+        assert os.waitstatus_to_exitcode(status) == 0
     finally:
         torch.set_num_threads(threads)
 
