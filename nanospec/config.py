@@ -163,7 +163,8 @@ class EngineConfig:
     Attributes:
         spec: speculation.
         dtype: "auto", "bfloat16", "float16" or "float32"; auto is the checkpoint's on a GPU, bfloat16
-            on a CPU that computes it fast, else float32.
+            on a CPU that computes it fast (with AVX2 and a C++ compiler, or with avx512_bf16 or AMX), else
+            float32.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_num_seqs: most requests that run at once (rows of the device state).
         max_model_len: longest prompt + output in tokens; None takes the model's own limit, lowered to

@@ -73,7 +73,7 @@ SAMPLING: Table = {  # SamplingParams
     "repetition_penalty": {"type": float},
 }
 ENGINE: Table = {  # EngineConfig
-    "dtype": {"help": "auto (default), bfloat16, float16 or float32"},
+    "dtype": {"help": "auto (default; on a CPU bfloat16 where that is fast), bfloat16, float16 or float32"},
     "device": {"help": "auto (default), cpu, cuda or cuda:N"},
     "max_num_seqs": {"type": int, "help": "most requests at once (default: 64)"},
     "max_model_len": {"type": int, "help": "longest prompt + output in tokens"},

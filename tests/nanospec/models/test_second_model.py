@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.models.weights import cpu_has_bfloat16
+from nanospec.models.weights import fast_in_bfloat16
 from tests.conftest import WEIGHTS
 
 pytestmark = [pytest.mark.model2, pytest.mark.timeout(900)]
@@ -41,7 +41,7 @@ def test_speculation_on_equals_off_and_edits_code(llm: LLM) -> None:
     on, off, sampled_on, sampled_off = llm.generate([prompt] * 4, params)
     assert "def area(w, " in on.text
     assert on.stats.tokens_per_step > 1.1
-    if cpu_has_bfloat16():  # in bf16 to the bit; in fp32 up to rounding
+    if fast_in_bfloat16():  # in bf16 to the bit; in fp32 up to rounding
         assert on.token_ids == off.token_ids
         assert sampled_on.token_ids == sampled_off.token_ids
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanospec.kernels import dispatch
 from nanospec.models import weights
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model, resolve_dtype
@@ -206,9 +208,9 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_dtype("float16", config, "cuda") == torch.float16
     assert resolve_dtype("auto", config, "cuda:1") == torch.float16
     assert resolve_dtype("auto", tiny_config(dtype="bfloat16"), "cuda") == torch.bfloat16
-    monkeypatch.setattr(weights, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(weights, "fast_in_bfloat16", lambda: True)
     assert resolve_dtype("auto", config, torch.device("cpu")) == torch.bfloat16
-    monkeypatch.setattr(weights, "cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr(weights, "fast_in_bfloat16", lambda: False)
     assert resolve_dtype("auto", config, "cpu") == torch.float32
     with pytest.raises(ValueError, match="not supported on a CPU"):
         resolve_dtype("float16", config, "cpu")
@@ -216,9 +218,26 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_dtype("int8", config, "cpu")
 
 
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT", "SVE256"])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_bfloat16_is_fast_where_the_c_plus_plus_runs_or_the_processor_has_it(
+    monkeypatch: pytest.MonkeyPatch, capability: str, compiles: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(dispatch, "library", lambda: object() if compiles else None)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    for native in (False, True):
+        probe = partial(bool, native)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", probe, raising=False)
+        assert weights.fast_in_bfloat16() == (native or (compiles and capability.startswith("AVX")))
+        with dispatch.forced("naive"):
+            assert weights.fast_in_bfloat16() == native
+
+
 def test_bfloat16_probe_survives_missing_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
-    assert weights.cpu_has_bfloat16() is False
+    assert weights.fast_in_bfloat16() is False
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
-    assert weights.cpu_has_bfloat16() is True
+    assert weights.fast_in_bfloat16() is True
