@@ -22,6 +22,7 @@ from .models.config import ModelConfig
 from .models.hub import resolve_model
 from .models.weights import load_model, resolve_dtype
 from .outputs import Completion, RequestOutput
+from .quota import heed_quota
 from .request import Piece, Request
 from .sharing import SharedEngine
 from .text.tokenizer import Tokenizer
@@ -44,6 +45,8 @@ class LLM:
         self.config = EngineConfig(spec=spec or SpecConfig(), **options)
         folder = resolve_model(model)
         device = resolve_device(self.config.device)
+        if device.type == "cpu":
+            heed_quota()
         tokenizer = Tokenizer(folder)
         dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
         with current(device):
