@@ -1,19 +1,22 @@
 """Decoding speed on a CPU against vLLM, transformers and llama.cpp, each in an environment of its own.
 
     make peers
-    python bench/cpu.py [--rounds 5] [--prompts 20] [--batch 1 4 16] [--contexts 200] [--peers vllm]
-                        [--kinds plain ngram] [--quick | --all] [--fresh] [--starts] [--out bench/results]
+    python bench/cpu.py [--parts short sampled] [--rounds 5] [--prompts 20] [--batch 1 4] [--peers vllm]
+                        [--quick | --all] [--fresh] [--plot MESSAGE] [--out bench/results]
 
 Every system runs in processes of its own, one without guessing and one with n-gram lookup, on the same
 prompts. They take turns, case by case, in an order that rotates from round to round, while the others
 sleep; `--fresh` starts every process anew in each round instead. Ratios are taken within a round; medians
-over the rounds are reported with their range. How many tokens a peer guesses is what was fastest for it,
-case by case, in a round before the first; nanospec chooses by itself.
+over the rounds are reported with their range. What a peer guesses is what was fastest for it, case by case,
+of all that its adapter lists, nothing included, before the first round; nanospec chooses by itself.
 
-Kinds: plain, ngram, sampled (temperature 1, seeded, EOS ignored), first (time to the first token), policy
-(ours with automatic K against K = 0 in one process, 1 to 64 at once). `--starts` times starts without
-compiler caches and with them. Context 200 is chat prompts of 81 to 265 tokens (code edits, function bodies,
-maths); 4000 is code and a play, with answers half as long.
+Parts, which replace themselves in the JSON that is there:
+    short    chat prompts of 81 to 265 tokens (code edits, function bodies, maths), greedy, 1 to 64 at once
+    sampled  the same at temperature 1, seeded, EOS ignored
+    long     prompts of 4000 tokens, code and a play, 1 to 16 at once, answers half as long
+    first    the time to the first token of prompts of 1000 and 4000 tokens
+    policy   ours with automatic K against K = 0 in one process, 1 to 64 at once
+    starts   seconds until the first answer, without compiler caches and with them
 
 Nothing else should run meanwhile. Needs the evaluation text; the environments are found in `.peers`, or in
 the folder that the environment variable PEERS names.
@@ -22,6 +25,8 @@ the folder that the environment variable PEERS names.
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import sys
 import tempfile
 import time
@@ -35,7 +40,7 @@ import torch
 
 from bench import common
 from bench.peers import tables
-from bench.peers.plan import KINDS, SHORT, Task, cases_of, make_groups, make_work
+from bench.peers.plan import BATCHES, PARTS, SHORT, Task, cases_of, make_groups, make_work
 from bench.peers.system import System, adapter
 from bench.peers.texts import long_prompts, short_prompts
 from nanospec.models.config import ModelConfig
@@ -44,75 +49,88 @@ from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 Lane = tuple[str, Any]  # a system and what it guesses
-SETTINGS = ("rounds", "prompts", "max_tokens", "batch", "contexts", "kinds", "fresh")
+SETTINGS = ("model", "rounds", "prompts", "max_tokens", "batch", "fresh")
 PEERS = ("vllm", "transformers", "llama.cpp")
+TRIES = 2  # of which the faster counts, when the best guess is looked for
 
 
 def main() -> None:
     args = parse()
-    folder = resolve_model(args.model).resolve()
-    systems = ["nanospec", *args.peers]
-    groups = make_groups(
-        args.kinds, systems, args.batch, args.contexts, args.prompts, args.max_tokens,
-        lambda system: int(adapter(system).LARGEST_BATCH),
-    )  # fmt: skip
-    settings = {"model": str(folder), "gguf": args.gguf}
-    race = Race(groups, read_prompts(folder, groups), settings, args.fresh)
-    result: Json = {
-        "machine": common.environment(),
-        "model": args.model,
-        "settings": {name: getattr(args, name) for name in SETTINGS},
-    }
-    rounds, reads = [], []
-    race.choose()
-    for i in range(args.rounds):
-        reads.append(read_rate())
-        print(f"\nround {i + 1}", flush=True)
-        rounds.append(race.round(i))
-    race.close()
-    result["systems"] = race.about
-    result["table"] = tables.rows(rounds)
-    result["policy"] = tables.policy_rows(rounds)
-    result["bandwidth"] = bandwidth(folder, max(reads), result["table"])
-    if args.starts:
-        result["starts"] = {system: starts(system, race) for system in systems}
-        print(f"\nseconds until the first answer: {result['starts']}")
-    print(f"\n{tables.markdown(result['table'])}\n\nbandwidth: {result['bandwidth']}")
-    for row in result["policy"]:
-        print(f"automatic K over K = 0, {row['batch']} at once: {row['ratio']}, equal {row['equal']}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / f"{args.name}.json"
+    result: Json = json.loads(file.read_text()) if file.is_file() else {}
+    for part in args.parts:
+        begun = time.perf_counter()
+        result[part] = {
+            "machine": common.environment(),
+            "settings": {name: getattr(args, name) for name in SETTINGS},
+            **(measure_starts(args) if part == "starts" else measure(part, args)),
+            "minutes": round((time.perf_counter() - begun) / 60, 1),
+        }
+        common.save(args.name, result, args.out)  # after each part: a later one may fail
+    print(f"\n{tables.markdown(tables.all_rows(result))}")
     if args.plot:
-        tables.plot(result["table"], args.out / f"{args.name}.png", args.plot)
-    common.save(args.name, result, args.out)
+        tables.plot(tables.all_rows(result), args.out / f"{args.name}.png", args.plot)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=["short"])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--gguf", help="what llama.cpp runs: the original file with 4-bit weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=20, help="at least, per case of short prompts")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[SHORT])
+    parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["vllm"])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain", "ngram"])
-    parser.add_argument("--quick", action="store_true", help="8 prompts: about ten minutes with vLLM")
-    parser.add_argument("--all", action="store_true", help="every kind, peer, batch size and context")
+    parser.add_argument("--quick", action="store_true", help="8 prompts, 1, 4 and 16 at once")
+    parser.add_argument("--all", action="store_true", help="every part and peer")
     parser.add_argument("--fresh", action="store_true", help="new processes in each round")
-    parser.add_argument("--starts", action="store_true")
-    parser.add_argument("--plot", metavar="MESSAGE", help="draw the ratios, and say this above them")
+    parser.add_argument("--plot", metavar="MESSAGE", help="draw all parts' ratios, and say this above them")
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
     if args.quick:
-        args.prompts = 8
+        args.prompts, args.batch = 8, [1, 4, 16]
     if args.all:
-        args.batch, args.contexts, args.starts = [1, 4, 16, 64], [SHORT, 4000], True
-        args.kinds, args.peers = list(KINDS), list(PEERS)
+        args.parts, args.peers = list(PARTS), list(PEERS)
+    args.systems = ["nanospec", *args.peers]
     return args
+
+
+def measure(part: str, args: argparse.Namespace) -> Json:
+    """All rounds of a part."""
+    folder = resolve_model(args.model).resolve()
+    groups = make_groups(
+        part, args.systems, args.batch, args.prompts, args.max_tokens,
+        lambda system: int(adapter(system).LARGEST_BATCH),
+    )  # fmt: skip
+    settings = {"model": str(folder), "gguf": args.gguf}
+    race = Race(groups, read_prompts(folder, groups), settings, args.fresh)
+    race.choose()
+    rounds = []
+    for i in range(args.rounds):
+        print(f"\n{part}, round {i + 1}", flush=True)
+        rounds.append(race.round(i))
+    race.close()
+    table = tables.rows(rounds, ModelConfig.from_path(folder).num_parameters * 2)
+    return {"systems": race.about, "tried": race.tried, "table": table, "policy": tables.policy_rows(rounds)}
+
+
+def measure_starts(args: argparse.Namespace) -> Json:
+    """Seconds until the first answer, of a start without compiler caches and of one with them."""
+    folder = resolve_model(args.model).resolve()
+    work = make_work([], read_prompts(folder, []), model=str(folder), gguf=args.gguf, guess=None)
+    found: Json = {}
+    for system in args.systems:
+        with tempfile.TemporaryDirectory() as caches:
+            for name in ("without_cache", "with_cache"):
+                process = System(system, work, Path(caches))
+                found.setdefault(system, {})[name] = process.run([])["first_answer_seconds"]
+                process.close()
+        print(f"{system} starts: {found[system]}", flush=True)
+    return {"seconds": found}
 
 
 def read_prompts(folder: Path, groups: Sequence[Sequence[Task]]) -> dict[str, list[list[int]]]:
@@ -143,30 +161,31 @@ class Race:
         self.groups, self.prompts, self.settings, self.fresh = groups, prompts, settings, fresh
         self.about: dict[str, Json] = {}
         self._running: dict[Lane, System] = {}
-        self._best: dict[tuple[str, str], Any] = {}  # (system, case): the number of drafts that is fastest
+        self.tried: dict[str, dict[str, float]] = {}  # system and case: tokens per second by what was guessed
+        self._best: dict[tuple[str, str], Any] = {}  # (system, case): the guess that is fastest
 
     def choose(self) -> None:
-        """Find the number of drafts that is fastest for each case of a system that leaves it to its user."""
+        """Find what is fastest to guess for each case of a system that leaves it to its user."""
         tasks = [task for group in self.groups for task in group if task.guessing]
         for system in dict.fromkeys(task.system for task in tasks):
-            cases = {task.case["name"]: task for task in tasks if task.system == system}
             guesses = adapter(system).GUESSES
+            cases = {task.case["name"]: task for task in tasks if task.system == system}
             self._best.update(((system, name), guesses[0]) for name in cases)
             if len(guesses) > 1:
                 self._try(system, guesses, cases)
 
-    def _try(self, system: str, guesses: Sequence[int], cases: dict[str, Task]) -> None:
-        runs: dict[str, dict[int, Json]] = {name: {} for name in cases}
+    def _try(self, system: str, guesses: Sequence[Any], cases: dict[str, Task]) -> None:
+        rates: dict[str, dict[Any, float]] = {name: {} for name in cases}
         for guess in guesses:
             for name, task in cases.items():
-                runs[name][guess] = self._run((system, guess), task)
-            if self.fresh:
-                self._end({(system, guess)})
-        for name, found in runs.items():
-            self._best[system, name] = tables.fastest(found)
-            said = ", ".join(f"K={guess} {tables.rate(run):.1f}" for guess, run in found.items())
-            print(f"{system} {name}: {said} tok/s", flush=True)
-        self._end({(system, guess) for guess in guesses} - set(map(self._lane, cases.values())))
+                runs = [self._run((system, guess), task) for _ in range(TRIES)]
+                rates[name][guess] = max(map(tables.rate, runs))
+                self._best[system, name] = max(guesses, key=lambda g: rates[name].get(g, 0.0))
+            used = set() if self.fresh else {(system, None), *map(self._lane, cases.values())}
+            self._end({(system, known) for known in guesses} - used)  # each takes gigabytes
+        for name, found in rates.items():
+            rounded = {tables.guess_name(guess): round(rate, 1) for guess, rate in found.items()}
+            self.tried[f"{system} {name}"] = rounded
 
     def round(self, number: int) -> tables.Round:
         """Every task once, in an order that rotates."""
@@ -188,18 +207,21 @@ class Race:
         return task.system, self._best.get((task.system, task.case["name"])) if task.guessing else None
 
     def _run(self, lane: Lane, task: Task) -> Json:
-        system = self._running.get(lane) or self.start(lane)
+        system = self._running.get(lane) or self._start(lane)
         self._running[lane] = system
+        limited = not task.guessing and task.case["name"] == f"B=1, {SHORT}"  # by reading the weights
+        rates = [read_rate()] if limited else []
         found = system.run([task.case["name"]])
         [run] = found.pop("runs").values()
-        print(f"  {task.case['name']:24} {task.label:24} {tables.rate(run):8.1f} tok/s", flush=True)
-        self.about[f"{lane[0]} {'plain' if lane[1] is None else f'K={lane[1]}'}"] = found
-        return {**run, "guess": lane[1], "waves": task.case["waves"]}
+        guess = "plain" if lane[1] is None else tables.guess_name(lane[1])
+        print(f"  {task.case['name']:20} {lane[0]:12} {guess:18} {tables.rate(run):8.1f} tok/s", flush=True)
+        self.about[f"{lane[0]} {guess}"] = found
+        more = {"read_rate": max([*rates, read_rate()])} if limited else {}
+        return {**run, **more, "guess": lane[1], "waves": task.case["waves"]}
 
-    def start(self, lane: Lane, caches: Path | None = None) -> System:
-        cases = cases_of(self.groups, (lane[0], lane[1] is not None))
-        work = make_work(cases, self.prompts, **self.settings, guess=lane[1])
-        return System(lane[0], work, caches)
+    def _start(self, lane: Lane) -> System:
+        work = make_work(cases_of(self.groups, lane[0]), self.prompts, **self.settings, guess=lane[1])
+        return System(lane[0], work)
 
     def _end(self, lanes: set[Lane]) -> None:
         for lane in lanes & self._running.keys():
@@ -209,36 +231,20 @@ class Race:
         self._end(set(self._running))
 
 
-def starts(system: str, race: Race) -> dict[str, float]:
-    """Seconds until the first answer, of a start without compiler caches and of one with them."""
-    found = {}
-    with tempfile.TemporaryDirectory() as caches:
-        for name in ("without_cache", "with_cache"):
-            process = race.start((system, None), Path(caches))
-            found[name] = process.run([])["first_answer_seconds"]
-            process.close()
-    return found
+@functools.cache
+def large_block() -> torch.Tensor:
+    """1 GiB: beyond any cache, and written once, so that no page is missing when it is read."""
+    return torch.ones(256 << 20, dtype=torch.float32)
 
 
 def read_rate() -> float:
-    """Bytes per second of reading memory, beyond any cache."""
-    block, best = torch.ones(256 << 20, dtype=torch.float32), 0.0
+    """Bytes per second of reading memory with all cores, the best of a few."""
+    block, best = large_block(), 0.0
     for _ in range(5):
         start = time.perf_counter()
         block.sum()
         best = max(best, block.nbytes / (time.perf_counter() - start))
     return best
-
-
-def bandwidth(folder: Path, rate: float, table: Sequence[Json]) -> Json:
-    """How near plain decoding of one request is to reading the bf16 weights once for each token."""
-    weights = ModelConfig.from_path(folder).num_parameters * 2
-    share = {
-        row["system"]: round(row["decode_tokens_per_second"]["median"] * weights / rate, 3)
-        for row in table
-        if row["case"] == f"B=1, {SHORT}" and row["way"] == "plain" and row["system"] != "llama.cpp"
-    }
-    return {"read_gb_per_s": round(rate / 1e9, 1), "weight_mb": round(weights / 1e6, 1), "share": share}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("transformers", "torch")
-GUESSES = (10,)
+GUESSES = (None, 4, 10)
 LARGEST_BATCH = 1
 
 

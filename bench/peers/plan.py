@@ -10,12 +10,14 @@ Json = dict[str, Any]
 ADAPTERS = {
     "nanospec": "nanospec_cpu", "vllm": "vllm_cpu", "transformers": "hf", "llama.cpp": "llama_cpp"
 }  # fmt: skip
-KINDS = ("plain", "ngram", "sampled", "first", "policy")
-SHORT = 200  # the context of short prompts, about
-LONG_WAVES = {1: 2}  # few waves of long prompts
+PARTS = ("short", "sampled", "long", "first", "policy", "starts")
+BATCHES = (1, 4, 16, 64)
+SHORT, LONG = 200, 4000  # tokens of context, about
+LONG_BATCH, LONG_WAVES = 16, {1: 2}  # reading the prompts of 64 takes minutes
 FIRST = (1000, 4000)  # tokens before the first token that is timed
 POLICY = (1, 2, 4, 8, 16, 32, 64)  # batch sizes at which automatic K is held against K = 0
 GREEDY: Json = {"temperature": 0.0}
+DRAWING = ("nanospec", "vllm")  # whose adapters draw with a seed
 SAMPLED: Json = {"temperature": 1.0, "seed": 7, "ignore_eos": True}
 
 
@@ -25,10 +27,6 @@ class Task(NamedTuple):
     system: str
     guessing: bool
     case: Json
-
-    @property
-    def lane(self) -> tuple[str, bool]:
-        return self.system, self.guessing
 
     @property
     def label(self) -> str:
@@ -44,32 +42,30 @@ def make_case(name: str, prompts: int, batch: int, waves: int, max_tokens: int, 
 
 
 def make_groups(
-    kinds: Sequence[str], systems: Sequence[str], batches: Sequence[int], contexts: Sequence[int],
-    prompts: int, max_tokens: int, largest: Callable[[str], int],
+    part: str, systems: Sequence[str], batches: Sequence[int], prompts: int, max_tokens: int,
+    largest: Callable[[str], int],
 ) -> list[list[Task]]:  # fmt: skip
     """Tasks to be held against each other, which follow one another. `largest`: a system's largest batch."""
-    groups: list[list[Task]] = []
-
-    def add(case: Json, guessing: Sequence[bool], only: Sequence[str] = systems) -> None:
-        able = [system for system in systems if system in only and case["batch"] <= largest(system)]
-        groups.extend([Task(system, guess, case) for system in able] for guess in guessing)
-
-    ways = [guess for kind, guess in (("plain", False), ("ngram", True)) if kind in kinds]
-    for context in contexts:
-        for batch in batches:
-            name, short = f"B={batch}, {context}", context == SHORT
-            waves = -(-prompts // batch) if short else LONG_WAVES.get(batch, 1)
-            tokens = max_tokens if short else max_tokens // 2
-            first = not short or batch == 1
-            add(make_case(name, context, batch, waves, tokens, **GREEDY, first=first), ways)
-            if "sampled" in kinds and short:
-                case = make_case(f"{name}, sampled", context, batch, waves, tokens, **SAMPLED)
-                add(case, [False], ("nanospec", "vllm"))
-                add(case, [True], ["nanospec"])
-    for tokens in FIRST if "first" in kinds else ():
-        add(make_case(f"first token, {tokens}", tokens, 1, 4, 1, **GREEDY), [False])
-    for batch in POLICY if "policy" in kinds and "nanospec" in systems else ():
-        groups.append(policy_tasks(batch, max(1, min(prompts, 16) // batch), max_tokens))
+    if part == "policy":
+        counts = [max(1, min(prompts, 16) // batch) for batch in POLICY]
+        return [policy_tasks(batch, waves, max_tokens) for batch, waves in zip(POLICY, counts)]
+    cases: list[Json] = []
+    if part == "first":
+        cases = [make_case(f"first token, {n}", n, 1, 4, 1, **GREEDY) for n in FIRST]
+    for batch in batches:
+        name, waves = f"B={batch}, {LONG if part == 'long' else SHORT}", -(-prompts // batch)
+        if part == "short":
+            cases.append(make_case(name, SHORT, batch, waves, max_tokens, **GREEDY, first=batch == 1))
+        elif part == "sampled":
+            cases.append(make_case(f"{name}, sampled", SHORT, batch, waves, max_tokens, **SAMPLED))
+        elif part == "long" and batch <= LONG_BATCH:
+            waves = LONG_WAVES.get(batch, 1)
+            cases.append(make_case(name, LONG, batch, waves, max_tokens // 2, **GREEDY, first=True))
+    takes_part = [s for s in systems if part != "sampled" or s in DRAWING]
+    groups = [
+        [Task(s, guessing, case) for s in takes_part if case["batch"] <= largest(s)]
+        for case in cases for guessing in ((False,) if part == "first" else (False, True))
+    ]  # fmt: skip
     return [group for group in groups if group]
 
 
@@ -82,10 +78,9 @@ def policy_tasks(batch: int, waves: int, max_tokens: int) -> list[Task]:
     ]
 
 
-def cases_of(groups: Sequence[Sequence[Task]], lane: tuple[str, bool]) -> list[Json]:
-    """What a system's process with guessing, or without, is to know."""
-    found = {task.case["name"]: task.case for group in groups for task in group if task.lane == lane}
-    return list(found.values())
+def cases_of(groups: Sequence[Sequence[Task]], system: str) -> list[Json]:
+    """What the processes of a system are to know: any of them may be asked for any case."""
+    return list({t.case["name"]: t.case for group in groups for t in group if t.system == system}.values())
 
 
 def make_work(cases: Sequence[Json], prompts: dict[str, list[list[int]]], **settings: Any) -> Json:

@@ -38,25 +38,31 @@ def ratios(rounds: Sequence[Round], ours: tuple[str, str], theirs: tuple[str, st
     return [rate(r[ours]) / rate(r[theirs]) for r in rounds if ours in r and theirs in r]
 
 
-def fastest(runs: dict[Any, Json]) -> Any:
-    """The key of the run with the highest rate."""
-    return max(runs, key=lambda key: rate(runs[key]))
+def guess_name(guess: Any) -> str:
+    """What was guessed: nothing, K, or K with the lengths of text that were looked up."""
+    if guess is None:
+        return "K = 0"
+    return f"K = {guess[0]}, {guess[1]}–{guess[2]}" if isinstance(guess, tuple) else f"K = {guess}"
 
 
-def rows(rounds: Sequence[Round]) -> list[Json]:
-    """One for each system, way and case."""
+def rows(rounds: Sequence[Round], weight_bytes: int = 0) -> list[Json]:
+    """One for each system, way and case. Where reading memory was timed beside a run (`read_rate`), with the
+    share of that rate at which the run read the weights, once for each token."""
     found = []
     for label, case in rounds[0]:
         runs = [r[label, case] for r in rounds]
         system, way = label.split(" ", 1)
         row: Json = {"case": case, "system": system, "way": way}
-        row["peak_mb"] = max(run["peak_mb"] for run in runs)
-        if runs[0].get("guess") is not None:
-            row["guess"] = runs[0]["guess"]
+        if way != "plain":
+            row["guess"] = guess_name(runs[0]["guess"])
         row["tokens_per_second"] = spread([rate(run) for run in runs])
         later = [decode_rate(run) for run in runs]
         if all(later):
             row["decode_tokens_per_second"] = spread([value for value in later if value])
+        if "read_rate" in runs[0] and all(later):
+            shares = [value * weight_bytes / run["read_rate"] for value, run in zip(later, runs) if value]
+            row["bandwidth_share"] = spread(shares)
+            row["read_gb_per_s"] = spread([run["read_rate"] / 1e9 for run in runs])
         if "first_seconds" in runs[0]:
             row["first_token_seconds"] = spread([run["first_seconds"] / run["waves"] for run in runs])
         if system != "nanospec":
@@ -68,6 +74,11 @@ def rows(rounds: Sequence[Round]) -> list[Json]:
             row["equal_to_plain"] = [min(same), len(runs[0]["outputs"])]
         found.append(row)
     return found
+
+
+def all_rows(result: Json) -> list[Json]:
+    """The tables of all parts, in turn."""
+    return [row for part in result.values() for row in part.get("table", [])]
 
 
 def policy_rows(rounds: Sequence[Round]) -> list[Json]:
@@ -107,8 +118,8 @@ def _cell(row: Json, case: str) -> str:
     if case.startswith("first token"):
         return f"{row['tokens_per_second']['median'] ** -1:.2f} s"
     said = f"{row['tokens_per_second']['median']:.0f}"
-    if "guess" in row and row["guess"] != "auto":
-        said += f" (K = {row['guess']})"
+    if "guess" in row and row["system"] != "nanospec":
+        said += f" ({row['guess']})"
     if "equal_to_plain" in row:
         said += ", equal {} of {}".format(*row["equal_to_plain"])
     return said

