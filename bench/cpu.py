@@ -15,7 +15,6 @@ Parts, which replace themselves in the JSON that is there:
     sampled  the same at temperature 1, seeded, EOS ignored
     long     prompts of 4000 tokens, code and a play, 1 to 16 at once, answers half as long
     first    the time to the first token of prompts of 1000 and 4000 tokens
-    policy   ours with automatic K against K = 0 in one process, 1 to 64 at once
     starts   seconds until the first answer, without compiler caches and with them
 
 Nothing else should run meanwhile. Needs the evaluation text; the environments are found in `.peers`, or in
@@ -49,7 +48,7 @@ from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 Lane = tuple[str, Any]  # a system and what it guesses
-SETTINGS = ("model", "rounds", "prompts", "max_tokens", "batch", "fresh")
+SETTINGS = ("rounds", "prompts", "max_tokens", "batch", "fresh")
 PEERS = ("vllm", "transformers", "llama.cpp")
 TRIES = 2  # of which the faster counts, when the best guess is looked for
 
@@ -62,12 +61,12 @@ def main() -> None:
         begun = time.perf_counter()
         result[part] = {
             "machine": common.environment(),
-            "settings": {name: getattr(args, name) for name in SETTINGS},
+            "settings": {"model": Path(args.model).name, **{name: getattr(args, name) for name in SETTINGS}},
             **(measure_starts(args) if part == "starts" else measure(part, args)),
             "minutes": round((time.perf_counter() - begun) / 60, 1),
         }
+        print(f"\n{tables.markdown(tables.all_rows(result))}\n")
         common.save(args.name, result, args.out)  # after each part: a later one may fail
-    print(f"\n{tables.markdown(tables.all_rows(result))}")
     if args.plot:
         tables.plot(tables.all_rows(result), args.out / f"{args.name}.png", args.plot)
 
@@ -115,7 +114,7 @@ def measure(part: str, args: argparse.Namespace) -> Json:
         rounds.append(race.round(i))
     race.close()
     table = tables.rows(rounds, ModelConfig.from_path(folder).num_parameters * 2)
-    return {"systems": race.about, "tried": race.tried, "table": table, "policy": tables.policy_rows(rounds)}
+    return {"systems": race.about, "tried": race.tried, "table": table}
 
 
 def measure_starts(args: argparse.Namespace) -> Json:
@@ -209,8 +208,8 @@ class Race:
     def _run(self, lane: Lane, task: Task) -> Json:
         system = self._running.get(lane) or self._start(lane)
         self._running[lane] = system
-        limited = not task.guessing and task.case["name"] == f"B=1, {SHORT}"  # by reading the weights
-        rates = [read_rate()] if limited else []
+        limited = task.case["name"] == f"B=1, {SHORT}" and not task.guessing and lane[0] != "llama.cpp"
+        rates = [read_rate()] if limited else []  # by reading the bf16 weights
         found = system.run([task.case["name"]])
         [run] = found.pop("runs").values()
         guess = "plain" if lane[1] is None else tables.guess_name(lane[1])

@@ -40,7 +40,6 @@ def start(work: dict[str, Any]) -> Callable[..., list[list[int]]]:
                 seed=None if seed is None else seed + i,
                 max_tokens=case["max_tokens"],
                 ignore_eos=case.get("ignore_eos", False),
-                num_speculative_tokens=case.get("guess"),
             )
             for i in range(len(prompts))
         ]

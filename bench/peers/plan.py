@@ -10,12 +10,11 @@ Json = dict[str, Any]
 ADAPTERS = {
     "nanospec": "nanospec_cpu", "vllm": "vllm_cpu", "transformers": "hf", "llama.cpp": "llama_cpp"
 }  # fmt: skip
-PARTS = ("short", "sampled", "long", "first", "policy", "starts")
+PARTS = ("short", "sampled", "long", "first", "starts")
 BATCHES = (1, 4, 16, 64)
 SHORT, LONG = 200, 4000  # tokens of context, about
 LONG_BATCH, LONG_WAVES = 16, {1: 2}  # reading the prompts of 64 takes minutes
 FIRST = (1000, 4000)  # tokens before the first token that is timed
-POLICY = (1, 2, 4, 8, 16, 32, 64)  # batch sizes at which automatic K is held against K = 0
 GREEDY: Json = {"temperature": 0.0}
 DRAWING = ("nanospec", "vllm")  # whose adapters draw with a seed
 SAMPLED: Json = {"temperature": 1.0, "seed": 7, "ignore_eos": True}
@@ -46,9 +45,6 @@ def make_groups(
     largest: Callable[[str], int],
 ) -> list[list[Task]]:  # fmt: skip
     """Tasks to be held against each other, which follow one another. `largest`: a system's largest batch."""
-    if part == "policy":
-        counts = [max(1, min(prompts, 16) // batch) for batch in POLICY]
-        return [policy_tasks(batch, waves, max_tokens) for batch, waves in zip(POLICY, counts)]
     cases: list[Json] = []
     if part == "first":
         cases = [make_case(f"first token, {n}", n, 1, 4, 1, **GREEDY) for n in FIRST]
@@ -67,15 +63,6 @@ def make_groups(
         for case in cases for guessing in ((False,) if part == "first" else (False, True))
     ]  # fmt: skip
     return [group for group in groups if group]
-
-
-def policy_tasks(batch: int, waves: int, max_tokens: int) -> list[Task]:
-    """The same engine with and without guessing."""
-    ways: dict[str, Json] = {"K=0": {**GREEDY, "guess": 0}, "automatic": GREEDY}
-    return [
-        Task("nanospec", True, make_case(f"{batch} at once, {name}", SHORT, batch, waves, max_tokens, **way))
-        for name, way in ways.items()
-    ]
 
 
 def cases_of(groups: Sequence[Sequence[Task]], system: str) -> list[Json]:

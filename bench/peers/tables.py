@@ -81,21 +81,6 @@ def all_rows(result: Json) -> list[Json]:
     return [row for part in result.values() for row in part.get("table", [])]
 
 
-def policy_rows(rounds: Sequence[Round]) -> list[Json]:
-    """Ours with automatic K over K = 0 in the same process, by batch size."""
-    found, label = [], "nanospec n-gram"
-    for known, case in rounds[0]:
-        if known == label and case.endswith(" at once, K=0"):
-            other = case.replace("K=0", "automatic")
-            same = [equal(r[label, case]["outputs"], r[label, other]["outputs"]) for r in rounds]
-            found.append({
-                "batch": int(case.split()[0]),
-                "ratio": spread(ratios(rounds, (label, other), (label, case))),
-                "equal": [min(same), len(rounds[0][label, case]["outputs"])],
-            })  # fmt: skip
-    return found
-
-
 def markdown(table: Sequence[Json]) -> str:
     """The table as README shows it: a line for each case and way, a column for each system."""
     systems = list(dict.fromkeys(row["system"] for row in table))
@@ -106,8 +91,6 @@ def markdown(table: Sequence[Json]) -> str:
     ]
     for case, way in dict.fromkeys((row["case"], row["way"]) for row in table):
         of = {row["system"]: row for row in table if (row["case"], row["way"]) == (case, way)}
-        if case.endswith(("K=0", "automatic")):
-            continue
         cells = [_cell(of[system], case) if system in of else "" for system in systems]
         cells += [_ratio(of[peer].get("nanospec_ratio")) if peer in of else "" for peer in peers]
         lines.append(f"| {way}, {case} | " + " | ".join(cells) + " |")

@@ -8,8 +8,8 @@ Needs nothing but the standard library; the adapter (see `__init__.py`) imports 
 WORK.json: `prompts` (name to lists of token ids), `warm_tokens`, `cases`, and what adapters read: `model`,
 `gguf`, `guess` (one of its GUESSES), `max_num_seqs`, `max_model_len`, `cache_tokens` (held at once, at most).
 A case: `name`, `prompts` (which), `batch`, `waves` (how many times so many prompts at once), `max_tokens`,
-`temperature`, and where wanted `seed`, `ignore_eos`, `guess` (0: none for these), `first` (the time to the
-first tokens is measured too, in calls of its own).
+`temperature`, and where wanted `seed`, `ignore_eos`, `first` (the time to the first tokens is measured too,
+in calls of its own).
 """
 
 from __future__ import annotations

@@ -120,14 +120,6 @@ def test_ratios_are_of_the_same_round() -> None:
     assert lines[3] == "| n-gram, a | 3, equal 1 of 1 | 1 (K = 4, 1–8), equal 0 of 1 | 4.00 (4.00–4.00) |"
 
 
-def test_policy_is_held_against_no_guessing() -> None:
-    pair = plan.policy_tasks(4, 1, 8)
-    taken = dict(zip((task.case["name"] for task in pair), (2.0, 1.0)))
-    rounds = [{("nanospec n-gram", name): ran([[1], [2]], seconds) for name, seconds in taken.items()}]
-    [row] = tables.policy_rows(rounds)
-    assert (row["batch"], row["ratio"]["median"], row["equal"]) == (4, 2, [2, 2])
-
-
 def test_bandwidth_is_of_the_same_round() -> None:
     def at(seconds: float, rate: float) -> dict[str, Any]:
         return ran([[1, 2, 3]], 1.0 + seconds, first_seconds=1.0, read_rate=rate)
