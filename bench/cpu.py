@@ -18,7 +18,8 @@ Parts, which replace themselves in the JSON that is there:
     starts   seconds until the first answer, without compiler caches and with them
 
 Nothing else should run meanwhile. Needs the evaluation text; the environments are found in `.peers`, or in
-the folder that the environment variable PEERS names.
+the folder that the environment variable PEERS names. Transformers and llama.cpp take part in `short` and
+`starts` alone.
 """
 
 from __future__ import annotations

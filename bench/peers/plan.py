@@ -13,10 +13,10 @@ ADAPTERS = {
 PARTS = ("short", "sampled", "long", "first", "starts")
 BATCHES = (1, 4, 16, 64)
 SHORT, LONG = 200, 4000  # tokens of context, about
+THOROUGH = ("nanospec", "vllm")  # the others take part where prompts are short and answers greedy
 LONG_BATCH, LONG_WAVES = 16, {1: 2}  # reading the prompts of 64 takes minutes
 FIRST = (1000, 4000)  # tokens before the first token that is timed
 GREEDY: Json = {"temperature": 0.0}
-DRAWING = ("nanospec", "vllm")  # whose adapters draw with a seed
 SAMPLED: Json = {"temperature": 1.0, "seed": 7, "ignore_eos": True}
 
 
@@ -57,7 +57,7 @@ def make_groups(
         elif part == "long" and batch <= LONG_BATCH:
             waves = LONG_WAVES.get(batch, 1)
             cases.append(make_case(name, LONG, batch, waves, max_tokens // 2, **GREEDY, first=True))
-    takes_part = [s for s in systems if part != "sampled" or s in DRAWING]
+    takes_part = [s for s in systems if part == "short" or s in THOROUGH]
     groups = [
         [Task(s, guessing, case) for s in takes_part if case["batch"] <= largest(s)]
         for case in cases for guessing in ((False,) if part == "first" else (False, True))
