@@ -14,7 +14,7 @@ LARGEST_BATCH = 1
 
 
 def environment(python: Path, cores: list[int]) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PROC_BIND": "true"}
+    return {"OMP_NUM_THREADS": str(len(cores))}  # OMP_PROC_BIND would leave it one core to see
 
 
 def start(work: dict[str, Any]) -> Callable[..., list[list[int]]]:
@@ -24,7 +24,7 @@ def start(work: dict[str, Any]) -> Callable[..., list[list[int]]]:
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    cores = len(os.sched_getaffinity(0))
+    cores = int(os.environ["OMP_NUM_THREADS"])
     threads = {"n_threads": cores, "n_threads_batch": cores}
     options = {"n_ctx": work["max_model_len"], "n_batch": 512, "flash_attn": True, "verbose": False}
     llm = Llama(work["gguf"] or packed_file(), **threads, **options)

@@ -124,7 +124,7 @@ def plot(table: Sequence[Json], file: Any, message: str) -> None:
     axis.set_yticks(range(len(bars)), [f"{row['system']}, {row['way']}, {row['case']}" for row in bars])
     axis.invert_yaxis()
     axis.axvline(1, color="black", linewidth=1)
-    axis.set_xlabel("nanospec's tokens per second over theirs: median and range over the rounds")
+    axis.set_xlabel("nanospec over them, in tokens per second: median and range of the rounds")
     axis.set_title(message, loc="left", fontsize=10)
     figure.tight_layout()
     figure.savefig(file, dpi=120)
