@@ -13,7 +13,7 @@ of all that its adapter lists, nothing included, before the first round; nanospe
 Parts, which replace themselves in the JSON that is there:
     short    chat prompts of 81 to 265 tokens (code edits, function bodies, maths), greedy, 1 to 64 at once
     sampled  the same at temperature 1, seeded, EOS ignored
-    long     prompts of 4000 tokens, code and a play, 1 to 16 at once, answers half as long
+    long     prompts of 4000 tokens, code and a play, 1 and 4 at once, answers half as long
     first    the time to the first token of prompts of 1000 and 4000 tokens
     starts   seconds until the first answer, without compiler caches and with them
 
