@@ -46,9 +46,13 @@ static inline Floats load(const bf16* from, long n = LANES) {
 }
 
 static inline void store(Floats values, bf16* to, long n = LANES) {
+#ifdef __AVX512BF16__
+    const Halves halves = (Halves)_mm512_cvtneps_pbh((__m512)values);
+#else
     Words bits = (Words)values, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     rounded = values == values ? rounded : Words{} + 0x7FC0;
     Halves halves = __builtin_convertvector(rounded, Halves);
+#endif
     if (n == LANES)
         memcpy(to, &halves, sizeof halves);
     else
@@ -62,6 +66,14 @@ static inline Floats swapped(Floats v, int step) {
     return __builtin_shuffle(v, lanes);
 }
 
+static inline Floats larger(Floats a, Floats b) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 static inline float sum(Floats v) {  // by a tree
     v += swapped(v, 8);
     v += swapped(v, 4);
@@ -72,13 +84,20 @@ static inline float sum(Floats v) {  // by a tree
 static inline float largest(Floats v) {
     for (int step = LANES / 2; step; step /= 2) {
         Floats other = swapped(v, step);
-        v = v > other ? v : other;
+        v = larger(v, other);
     }
     return v[0];
 }
 
 // 2^x to 3e-7 for x <= 0; exactly 0 below -126, NaN of NaN.
 static inline Floats exp2_of(Floats x) {
+#ifdef __AVX512BF16__
+    const __m512 v = _mm512_max_ps(_mm512_set1_ps(-1000), (__m512)x), w = _mm512_roundscale_ps(v, 0), g = v - w;
+    __m512 r = _mm512_set1_ps(1.5403530e-4f);
+    for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+        r = _mm512_fmadd_ps(r, g, _mm512_set1_ps(c));
+    return (Floats)_mm512_scalef_ps(r, w);
+#endif
     Floats whole = x < splat(-126) ? splat(-126) : x;
     whole = (whole + splat(12582912)) - splat(12582912);  // rounded: 1.5 * 2^23 has no bits for fractions
     Floats f = x - whole, y = splat(1.5403530e-4f);
@@ -122,16 +141,22 @@ struct Strip {
 template <class Matrix, int M>
 static void multiply(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums& sums) {
     Floats s[M][2] = {};  // in registers, if both loops over it are unrolled
+    const bf16* at[(M + 2) / 3];  // three rows to an address: the processor adds the stride once or twice
+    for (int i = 0; i < (M + 2) / 3; i++) at[i] = x + 3 * i * stride;
     for (long p = 0; p < pairs; p++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < (M + 2) / 3; i++) asm("" : "+r"(at[i]));
         const Words a = *(const Words*)matrix.left(p), b = *(const Words*)matrix.right(p);
         matrix.prefetch(p);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             uint32_t pair;
-            memcpy(&pair, x + m * stride + 2 * p, 4);
+            memcpy(&pair, at[m / 3] + m % 3 * stride, 4);
             s[m][0] = add_pairs(s[m][0], a, pair);
             s[m][1] = add_pairs(s[m][1], b, pair);
         }
+#pragma GCC unroll 4
+        for (int i = 0; i < (M + 2) / 3; i++) at[i] += 2;
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) sums.of[m][0] = s[m][0], sums.of[m][1] = s[m][1];

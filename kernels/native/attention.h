@@ -138,17 +138,20 @@ struct Attention {
                     float* to = at.scores[i + k] + s * LANES;
                     *(Floats*)to = sums.of[k][0] * scale;
                     *(Floats*)(to + LANES) = sums.of[k][1] * scale;
-                    at.seen[(i + k) / group].hide(to, begin + s * LANES);
+                    at.seen[i + k].hide(to, begin + s * LANES);
                 }
             });
         }
         for (long i = 0; i < rows; i++) {
-            Floats most = splat(-1e30f), total{};
+            Floats most = splat(-1e30f);
             for (long j = 0; j < tiles * LANES; j += LANES) {
                 Floats s = *(Floats*)(at.scores[i] + j);
-                most = s > most ? s : most;
+                most = larger(s, most);
             }
             result[i].largest = largest(most);
+        }
+        for (long i = 0; i < rows; i++) {
+            Floats total{};
             for (long j = 0; j < tiles * LANES; j += LANES) {
                 Floats weight = exp2_of(*(Floats*)(at.scores[i] + j) - result[i].largest);
                 total += weight;
@@ -171,7 +174,7 @@ struct Attention {
     void operator()(const Piece& p, const Piece& after, Scratch& at, Partial* result) const {
         const long rows = p.count * group, width = (model.heads + 2 * model.kv_heads) * dim, first = start(p);
         for (long i = 0; i < p.count; i++) {
-            at.seen[i] = seen_by(batch, p.row, p.first + i, window);
+            std::fill_n(at.seen + i * group, group, seen_by(batch, p.row, p.first + i, window));
             const bf16* q = qkv + (batch.q_start[p.row] + p.first + i) * width + p.head * group * dim;
             memcpy(at.q + i * group * dim, q, group * dim * sizeof(bf16));
         }
