@@ -7,7 +7,8 @@ guesses cost time by themselves; for how many it is run is chosen beforehand, as
 
 Most tokens per ms is best where requests wait for a row: one that ends earlier makes room. Where none waits,
 steps are made until the slowest row has ended, and what makes them longer for the sake of others is lost to
-it. Then drafts may cost it OTHERS_BUDGET of its time (in packed steps; captured ones have one K for all).
+it. Then looked-up drafts may cost it OTHERS_BUDGET of its time (in packed steps; captured ones have one K for
+all, and a model's drafts are paid for before it is known whose they are).
 
 What drafts promise is estimated from what became of earlier ones (`estimator.py`), and costs are measured
 (`costs.py`). What is not drafted teaches nothing. So now and then a step takes more drafts than seem to pay,
@@ -17,7 +18,9 @@ that text that becomes repetitive is noticed at once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from .costs import StepCosts
@@ -26,6 +29,7 @@ from .kernels.codes import NOBODY
 
 PROBE_BUDGET = 0.005  # share of the time that may go into probes
 OTHERS_BUDGET = 0.005  # share of the time that the slowest row may lose to drafts of others
+PROMISES_DECAY, ENOUGH = 0.98, 0.75  # for a row to be believed that its drafts keep what they promise
 MOST_SAVED = 4.0  # steps without drafts that a probe may cost; one that costs more cannot pay
 MARGIN = 0.002  # another K must promise so much more than the one in use: no flutter between equals
 
@@ -60,9 +64,30 @@ class Policy:
         """A new request took the row."""
 
 
+@dataclass
+class _Promises:
+    """What a row's drafts promised, in tokens, and what became of it; earlier steps count less. (An estimate
+    has the record of all rows in it: where nothing is ever accepted it promises something all the same.)"""
+
+    open: float = 0.0  # of the step under way
+    promised: float = 0.0
+    accepted: float = 0.0
+
+    def settle(self, accepted: int) -> None:
+        self.promised = PROMISES_DECAY * self.promised + self.open
+        self.accepted = PROMISES_DECAY * self.accepted + accepted
+        self.open = 0.0
+
+    @property
+    def kept(self) -> float:
+        """The share that was kept, all of it if it was nearly so, or if that is long ago."""
+        return min((self.accepted + 1) / (self.promised + 1) / ENOUGH, 1.0)
+
+
 class _Slowest:
     """What the row that ends last loses to the drafts of a step: what the step takes longer, less what they
-    save: a token more in a row its share of a later step, one more in every row all of a step."""
+    save: a token more in a row its share of a later step, one more in every row all of a step. To be sure of
+    that, rows are believed as far as they kept their promises."""
 
     def __init__(self, rows: int, plain: float, alone: float) -> None:
         """ms of a step without drafts, of these rows and of one row."""
@@ -71,9 +96,9 @@ class _Slowest:
         self._tokens = [0.0] * rows
         self._saved = 0.0
 
-    def loses(self, row: int, tokens: float, ms: float) -> float:
+    def loses(self, row: int, tokens: float, kept: float, ms: float) -> float:
         """ms, with one more draft, of this row, that promises so many tokens; the step takes `ms` then."""
-        self._tokens[row] += tokens
+        self._tokens[row] += tokens * kept
         self._saved += tokens * self._share
         return ms - self._plain - self._saved - min(self._tokens) * self._common
 
@@ -94,13 +119,14 @@ class AutoPolicy(Policy):
         self._token_ms = 0.0  # without drafts
         self._credit = 0.0  # ms that may go into probes
         self._allowance = 0.0  # ms that the slowest row may lose
-        self._queue = True
+        self._fair = False  # it may lose no more
+        self._promises: defaultdict[int, _Promises] = defaultdict(_Promises)  # by row
 
     def choose(
         self, rows: Sequence[int], limits: Sequence[int], context: int = 0, queue: bool = True
     ) -> int:
         B, most = len(rows), max(limits)
-        self._context, self._queue = context, queue
+        self._context, self._fair = context, not queue and self._model == NOBODY
         plain = self.costs.cost(B, B, context)
         self._token_ms = plain / B
         self._credit = min(self._credit + PROBE_BUDGET * plain, MOST_SAVED * plain)
@@ -160,16 +186,19 @@ class AutoPolicy(Policy):
                     gain, n = gain * on, n - 1
         gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
         lost, slowest = 0.0, _Slowest(B, cost(B), self.costs.cost(1, 1, context // B))
+        kept = [self._promises[row].kept for row in rows]
         for n, (gain, b) in enumerate(gains, 1):
             total += gain
             ms = cost(least + n)
-            loss = 0.0 if self._queue else slowest.loses(b, gain, ms)
+            loss = slowest.loses(b, gain, kept[b], ms) if self._fair else 0.0
             if (rate := total / ms) > best and loss <= self._allowance:
                 best, number, lost = rate, n, loss
         self._allowance -= lost
-        for _, b in gains[:number]:
+        for gain, b in gains[:number]:
             taken[b] += 1
-        idle = [b for b in range(B) if num_drafts[b] and not taken[b]]
+            self._promises[rows[b]].open += gain
+        known = {b for _, b in gains} if self._fair else set()  # to pay, if not for whom
+        idle = [b for b in range(B) if num_drafts[b] and not taken[b] and b not in known]
         if idle and self._affords(cost(least + number + 1) - cost(least + number)):
             self._turn += 1
             b = idle[self._turn % len(idle)]
@@ -185,6 +214,7 @@ class AutoPolicy(Policy):
         return True
 
     def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
+        self._promises[row].settle(accepted)
         if drafted or self.costs.captured:
             situation = UNKNOWN if self.costs.captured else (drafter, match_len)
             self.estimator.observe(row, situation, drafted, accepted)
@@ -194,4 +224,5 @@ class AutoPolicy(Policy):
 
     def reset(self, row: int) -> None:
         self.estimator.reset(row)
+        self._promises.pop(row, None)
         self._probed.discard(row)

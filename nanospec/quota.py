@@ -13,20 +13,17 @@ from pathlib import Path
 
 import torch
 
-_AT_IMPORT = torch.get_num_threads()
-
 
 def heed_quota() -> None:
-    """Lower PyTorch's number of threads, which is our C++'s too, to the quota, unless the user has set it."""
-    untouched = "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == _AT_IMPORT
-    if untouched and (quota := cpu_quota()) < _AT_IMPORT:
+    """Lower PyTorch's number of threads, and our C++'s, to the quota, unless OMP_NUM_THREADS is set."""
+    if "OMP_NUM_THREADS" not in os.environ and (quota := cpu_quota()) < torch.get_num_threads():
         torch.set_num_threads(max(math.ceil(quota), 1))
 
 
 def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
     """Processors' worth of time that control groups (version 2 or 1) grant this process, or infinity."""
     quotas = [math.inf]
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # no such file, or not of this form
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):

@@ -1,4 +1,4 @@
-// bfloat16 numbers, vectors of 16 lanes, and the one product that all others are made of.
+// bfloat16 numbers, vectors of 16 lanes, and the one product that all others are made of (without AVX-512: narrow.h).
 
 #pragma once
 #include <cstdint>
@@ -89,7 +89,7 @@ static inline float largest(Floats v) {
     return v[0];
 }
 
-// 2^x to 3e-7 for x <= 0; exactly 0 below -126, NaN of NaN.
+// 2^x to 3e-7 for -126 <= x <= 0; 0 of -infinity, NaN of NaN.
 static inline Floats exp2_of(Floats x) {
 #ifdef __AVX512BF16__
     const __m512 v = _mm512_max_ps(_mm512_set1_ps(-1000), (__m512)x), w = _mm512_roundscale_ps(v, 0), g = v - w;

@@ -13,7 +13,7 @@
 
 constexpr long SPAN = 256;     // positions whose softmax is computed at once; the spans of a query are joined in order
 constexpr long TOGETHER = 48;  // queries of all heads of a group that are treated together, if a group is not larger
-constexpr long MAX_GROUP = 64, MAX_DIM = 256;
+constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // as models/compiled.py has them
 
 // Some queries of one row, for one head of keys and values and the heads that share it.
 struct Piece {
@@ -115,14 +115,15 @@ struct Attention {
         }
     }
 
-    // The first index that a piece is to look at: a border of spans, which are the same for all pieces.
+    // The first index that a piece is to look at: a border of spans, which are the same for all pieces. Not below its
+    // end if all of it lies before the window.
     long start(const Piece& p) const {
         long low = p.end;
         for (long i = 0; i < p.count; i++) {  // in a tree, later queries may see earlier ones
             const Seen seen = seen_by(batch, p.row, p.first + i, window);
             low = std::min({low, seen.low, seen.own});
         }
-        return std::min(std::max(p.begin, low / SPAN * SPAN), (p.end - 1) / SPAN * SPAN);
+        return std::max(p.begin, low / SPAN * SPAN);
     }
 
     // Positions begin .. end - 1, at most SPAN, for `rows` of q.
@@ -178,6 +179,7 @@ struct Attention {
             const bf16* q = qkv + (batch.q_start[p.row] + p.first + i) * width + p.head * group * dim;
             memcpy(at.q + i * group * dim, q, group * dim * sizeof(bf16));
         }
+        if (first >= p.end) std::fill_n(result, rows, Partial{-1e30f, 0, {}});
         for (long begin = first; begin < p.end; begin += SPAN) {
             const bool last = begin + SPAN >= p.end;
             find(p, begin, at.keys);
@@ -211,8 +213,7 @@ struct Plan {
             for (long i = 0; i < batch.q_len[row]; i += most)
                 for (long head = 0; head < model.kv_heads; head++) {
                     const long count = std::min(most, batch.q_len[row] - i);
-                    const long seen = batch.ancestors ? batch.q_len[row] : i + count;
-                    whole.push_back({row, head, i, count, 0, batch.base_len[row] + seen});
+                    whole.push_back({row, head, i, count, 0, batch.base_len[row] + i + count});
                     long_one |= whole.back().end > SPAN;
                 }
         apart = long_one && long(whole.size()) < 4 * threads;

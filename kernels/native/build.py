@@ -39,7 +39,7 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
         except OSError:  # a broken file
             file.unlink()
             return ctypes.CDLL(str(built(cache_folder())))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:  # ValueError: of CXX
         failure = "The C++ for CPUs could not be compiled"
         remedy = f"install g++ 11 or newer, or name it in CXX ({_reason(error)})."
         if insist:

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <functional>
 #include <system_error>
 #include <thread>
@@ -33,16 +34,17 @@ struct Phase {
 };
 
 class Team {
-    Phase* phase;
+    Phase *phase, *end;
 
   public:
     // Each thread has its own Team over the same phases, and goes through them in the same order.
-    explicit Team(Phase* first) : phase(first) {}
+    explicit Team(std::vector<Phase>& all) : phase(all.data()), end(phase + all.size()) {}
 
     // Runs task(i, next) for each i below count, once in all; when it returns, all have run. `next` is the task
     // that this thread will run after i, or not below count.
     template <class Task>
     void each(long count, Task task) {
+        if (phase == end) abort();  // more phases than were said
         Phase& here = *phase++;
         for (long i = here.taken.fetch_add(1); i < count;) {
             const long next = here.taken.fetch_add(1);
@@ -105,7 +107,7 @@ template <class Work>
 void run(int threads, int phases, Work work) {
     std::vector<Phase> all(phases);
     helpers().run(threads, [&] {
-        Team team(all.data());
+        Team team(all);
         work(team);
     });
 }

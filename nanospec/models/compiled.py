@@ -18,7 +18,7 @@ from ..kernels.native.tiles import cache_words
 if TYPE_CHECKING:
     from .decoder import Layer, Model
 
-MAX_GROUP = 64  # query heads to a head of keys and values
+MAX_GROUP = 64  # query heads to a head of keys and values; as attention.h has it
 MIN_DIM, MAX_DIM = 32, 256  # numbers to a head
 
 

@@ -412,6 +412,7 @@ def test_drafts_that_cannot_pay_may_be_left_out_beforehand(
     assert rate[sum(taken)] == pytest.approx(max(rate))
 
 
+FLAT_03 = [10 + 0.3 * (n - 1) for n in SIZES]
 FREE_TO_4 = [10.0 + max(n - 4, 0) for n in SIZES]  # 10 ms, beyond 4 tokens 1 ms more for each
 
 
@@ -430,6 +431,25 @@ def test_where_nobody_waits_the_slowest_row_loses_little_to_others(queue: bool) 
         assert share > 0.03
     else:
         assert 0.002 < share < 0.01  # both budgets, for others and for probes
+
+
+@pytest.mark.parametrize(
+    ("ms", "chances"),
+    [(FREE_TO_4, (1, 1, 1, 0)), (FLAT_03, (0.8, 0)), (FLAT_03, (0.8, 0.8, 0.8, 0))],
+    ids=["probes", "one", "three"],
+)
+def test_a_row_of_which_nothing_is_accepted_loses_little(ms: list[float], chances: tuple[float, ...]) -> None:
+    """Though rows beside it make its drafts look promising, and others' are probed with success."""
+    policy, B, steps, rng = packed(ms), len(chances), 800, random.Random(0)
+    cost = partial(policy.costs.cost, B)
+    total = 0.0
+    for _ in range(steps):
+        taken = cut(policy, [8] * B, queue=False)
+        total += cost(B + sum(taken))
+        for row, n in enumerate(taken):
+            accepted = next((i for i in range(n) if rng.random() >= chances[row]), n)
+            policy.observe(row, NGRAM if n else NOBODY, 3, n, accepted)
+    assert total < 1.1 * steps * cost(B)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
