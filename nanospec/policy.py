@@ -7,8 +7,8 @@ guesses cost time by themselves; for how many it is run is chosen beforehand, as
 
 Most tokens per ms is best where requests wait for a row: one that ends earlier makes room. Where none waits,
 steps are made until the slowest row has ended, and what makes them longer for the sake of others is lost to
-it. Then looked-up drafts may cost it OTHERS_BUDGET of its time (in packed steps; captured ones have one K for
-all, and a model's drafts are paid for before it is known whose they are).
+it. Then looked-up drafts may delay it by OTHERS_BUDGET, by estimate (in packed steps; captured ones have one
+K for all, and a model's drafts are paid for before it is known whose they are).
 
 What drafts promise is estimated from what became of earlier ones (`estimator.py`), and costs are measured
 (`costs.py`). What is not drafted teaches nothing. So now and then a step takes more drafts than seem to pay,
@@ -185,12 +185,13 @@ class AutoPolicy(Policy):
                     gains.append((gain, b))
                     gain, n = gain * on, n - 1
         gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
-        lost, slowest = 0.0, _Slowest(B, cost(B), self.costs.cost(1, 1, context // B))
-        kept = [self._promises[row].kept for row in rows]
+        slowest = _Slowest(B, cost(B), self.costs.cost(1, 1, context // B)) if self._fair else None
+        lost = loss = 0.0
         for n, (gain, b) in enumerate(gains, 1):
             total += gain
             ms = cost(least + n)
-            loss = slowest.loses(b, gain, kept[b], ms) if self._fair else 0.0
+            if slowest:
+                loss = slowest.loses(b, gain, self._promises[rows[b]].kept, ms)
             if (rate := total / ms) > best and loss <= self._allowance:
                 best, number, lost = rate, n, loss
         self._allowance -= lost

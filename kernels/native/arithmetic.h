@@ -97,13 +97,14 @@ static inline Floats exp2_of(Floats x) {
     for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
         r = _mm512_fmadd_ps(r, g, _mm512_set1_ps(c));
     return (Floats)_mm512_scalef_ps(r, w);
-#endif
+#else
     Floats whole = x < splat(-126) ? splat(-126) : x;
     whole = (whole + splat(12582912)) - splat(12582912);  // rounded: 1.5 * 2^23 has no bits for fractions
     Floats f = x - whole, y = splat(1.5403530e-4f);
     for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = y * f + c;
     Words power = Words(__builtin_convertvector(whole, Ints) + 127) << 23;
     return x < splat(-126) ? Floats{} : y * (Floats)power;
+#endif
 }
 
 // sums[i] += low half of w[i] * low half of x + high half of w[i] * high half of x

@@ -161,12 +161,13 @@ struct Attention {
             result[i].total = sum(total);
         }
         for (long d = 0; d < dim; d += WIDTH) {
-            const Values values{at.keys, at.next, page, std::min(d, dim - WIDTH), dim};  // the last may begin within the one before
+            const long from = std::min(d, dim - WIDTH);  // the last columns may begin within those before
+            const Values values{at.keys, at.next, page, from, dim};
             in_parts(rows, [&](long i, long m, long) {
                 Sums sums;
                 MULTIPLY<Values>[m](at.weights[i], SPAN, values, tiles * LANES / 2, sums);
                 for (long k = 0; k < m; k++)
-                    memcpy(result[i + k].sums + values.first, sums.of[k], WIDTH * sizeof(float));
+                    memcpy(result[i + k].sums + from, sums.of[k], WIDTH * sizeof(float));
             });
         }
     }

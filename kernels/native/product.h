@@ -36,7 +36,8 @@ void in_parts(long count, F f) {
 // x [tokens, columns] times the rows of a weight: done(t, m, row, sums) gets the sums of m tokens from t on and 32 rows of
 // the weight from `row` on. With PAIR, those of the rows that lie half the weight further come with them.
 //
-// A task is a strip with up to CHUNK tokens. While it is computed, the strip that this thread will take next is on its way to the cache.
+// A task is a strip with up to CHUNK tokens. While it is computed, the strip that this thread will take next is on its
+// way to the cache.
 template <bool PAIR = false, class Done>
 void product(Team& team, const Weight& w, const bf16* x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, chunks = (tokens + CHUNK - 1) / CHUNK;

@@ -20,13 +20,12 @@ from ..batch import Batch, slots_of
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
 from ..native import tiles
-from ..native.tiles import is_tiled
 from .verify import Verdict
 
 
 def kv_move(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
     """Move the entries of each row's path to consecutive cache indices from base_len on."""
-    if is_tiled(kv_cache):
+    if tiles.is_tiled(kv_cache):
         tiles.kv_move(kv_cache, verdict, batch)
     else:
         (launch if use_triton(kv_cache) else naive)(kv_cache, verdict, batch)
