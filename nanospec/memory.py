@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +15,7 @@ from .kernels.dispatch import use_triton
 from .kernels.launch import arch
 from .kernels.layer.paged import cut
 from .kernels.layer.tiling import plan
+from .kernels.native.pages import pages
 from .kernels.native.tiles import is_tiled, tiled_shape
 from .kernels.table import Table
 from .models.config import ModelConfig
@@ -137,15 +136,11 @@ def _parts(c: ModelConfig, tokens: int, item: int, arch: str) -> int:
 def zeros_on_demand(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, large_pages: bool = False
 ) -> torch.Tensor:
-    """`torch.zeros` whose untouched pages cost neither time nor memory on a CPU: the system gives each page,
-    filled with zeros, when it is first written, and takes all back when the tensor dies. Large pages are read
-    faster; the first byte of each costs 2 MiB."""
+    """`torch.zeros` whose untouched pages cost neither time nor memory on a CPU."""
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without large pages
-        pages.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(*shape)
+    found = pages(math.prod(shape) * dtype.itemsize, large_pages)
+    return torch.frombuffer(found, dtype=dtype).view(*shape)
 
 
 def zero_blocks(kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:

@@ -3,5 +3,5 @@
 To be read in this order: `build` (how it is compiled), `call` and `step.h`, `structs.h` (what is passed);
 then the forward pass, `decoder.cpp`, and below it `attention.h`, `cache.h`, `product.h`, `arithmetic.h` (or
 `narrow.h`) and `threads.h`; beside it `sampling.cpp` and `speculation.cpp`. `packed` lays weights out,
-`tiles` the KV cache.
+`tiles` the KV cache, both on `pages`.
 """

@@ -233,8 +233,7 @@ struct Plan {
 inline void attention(Team& team, const Attention& attend, const Plan& plan, Attention::Scratch& at, Partial* parts) {
     const long rows = std::max(TOGETHER, attend.group);
     team.each(plan.pieces.size(), [&](long i, long next) {
-        const Piece& after = plan.pieces[std::min(next, long(plan.pieces.size()) - 1)];
-        attend(plan.pieces[i], after, at, plan.apart ? parts + i * rows : at.total);
+        attend(plan.pieces[i], plan.pieces[next], at, plan.apart ? parts + i * rows : at.total);
         if (!plan.apart) attend.write(plan.pieces[i], at.total);
     });
     if (!plan.apart) return;

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from .call import Word, call
+from .pages import Arena
 
 WIDTH = 32  # rows of a strip
+
+_arena = Arena()
 
 
 class Packed(NamedTuple):
@@ -33,7 +36,7 @@ class Packed(NamedTuple):
 def pack(weight: Tensor) -> Packed:
     """`weight` [N, K] as strips."""
     N, K = weight.shape
-    data = weight.new_empty(-(-N // WIDTH), K // 2, WIDTH, 2)
+    data = _arena.zeros((-(-N // WIDTH), K // 2, WIDTH, 2), weight.dtype)
     whole = N // WIDTH
     data[:whole] = _strips(weight[: whole * WIDTH])
     if N % WIDTH:

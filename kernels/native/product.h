@@ -8,6 +8,7 @@
 #include "threads.h"
 
 constexpr long CHUNK = 8 * MOST;  // tokens to a task
+constexpr long READ_BOUND = 4;    // tokens whose products take no longer than reading the weight
 
 // Products of M rows, by M, with some kind of matrix.
 template <class Matrix>
@@ -37,20 +38,22 @@ void in_parts(long count, F f) {
 // the weight from `row` on. With PAIR, those of the rows that lie half the weight further come with them.
 //
 // A task is a strip with up to CHUNK tokens. While it is computed, the strip that this thread will take next is on its
-// way to the cache.
+// way to the cache; where nothing but reading takes time, the processor's own prefetching is faster alone.
 template <bool PAIR = false, class Done>
 void product(Team& team, const Weight& w, const bf16* x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, chunks = (tokens + CHUNK - 1) / CHUNK;
     const long bytes = pairs * 2 * sizeof(Words);
+    const bool alone = tokens <= READ_BOUND;
     team.each(strips * chunks, [&](long task, long next) {
         const long s = task / chunks, from = task % chunks * CHUNK, count = std::min(CHUNK, tokens - from);
-        const long after = std::min(next / chunks, strips - 1), parts = (count + MOST - 1) / MOST;
+        const long after = next / chunks, parts = (count + MOST - 1) / MOST;
         in_parts(count, [&](long first, long m, long part) {
             const bf16* rows = x + (from + first) * w.columns;
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
+                const Words* data = w.strip(s + half * strips);
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
-                const Strip strip{w.strip(s + half * strips), ahead, bytes / pairs / parts};
+                const Strip strip{data, alone ? (const char*)data : ahead, alone ? 0 : bytes / pairs / parts};
                 MULTIPLY<Strip>[m](rows, w.columns, strip, pairs, sums[half]);
             }
             done(from + first, m, s * WIDTH, sums);

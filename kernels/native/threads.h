@@ -28,31 +28,53 @@ void wait_for_change(const std::atomic<T>& value, T old) {
     value.wait(old);
 }
 
-struct Phase {
-    alignas(64) std::atomic<int> taken{0};
-    alignas(64) std::atomic<int> done{0};  // int is what the system can wait for
+struct alignas(64) Count {
+    std::atomic<uint64_t> taken{0};  // tasks of a run: low half from its front, high half from its back
+    std::atomic<int> done{0};        // tasks of a phase; int is what the system can wait for
 };
 
 class Team {
-    Phase *phase, *end;
+    const long threads, own;
+    Count *phase, *end;
+
+    // Runs what is left of a run of tasks, first .. first + size - 1, and returns how many that were.
+    template <class Task>
+    static int finish(std::atomic<uint64_t>& taken, long first, long size, bool forwards, Task& task) {
+        const auto left = [size](uint64_t t) { return long(uint32_t(t)) + long(t >> 32) < size; };
+        int ran = 0;
+        while (left(taken.load())) {
+            const uint64_t was = taken.fetch_add(forwards ? 1 : uint64_t(1) << 32);
+            if (!left(was)) break;
+            const long i = forwards ? uint32_t(was) : size - 1 - long(was >> 32), next = forwards ? i + 1 : i - 1;
+            task(first + i, first + (0 <= next && next < size ? next : i));
+            ran++;
+        }
+        return ran;
+    }
 
   public:
-    // Each thread has its own Team over the same phases, and goes through them in the same order.
-    explicit Team(std::vector<Phase>& all) : phase(all.data()), end(phase + all.size()) {}
+    // Each thread has its own Team over the same counts, and goes through the phases in the same order.
+    Team(std::vector<Count>& all, long threads, long own)
+        : threads(threads), own(own), phase(all.data()), end(phase + all.size()) {}
+
+    static long counts(long phases, long threads) { return phases * (threads + 1); }
 
     // Runs task(i, next) for each i below count, once in all; when it returns, all have run. `next` is the task
-    // that this thread will run after i, or not below count.
+    // that this thread will probably run after i, or i. Each thread begins with a run of its own, as what lies in
+    // order in memory is read fastest; then it helps others, from the ends of theirs.
     template <class Task>
     void each(long count, Task task) {
         if (phase == end) abort();  // more phases than were said
-        Phase& here = *phase++;
-        for (long i = here.taken.fetch_add(1); i < count;) {
-            const long next = here.taken.fetch_add(1);
-            task(i, next);
-            if (here.done.fetch_add(1) + 1 == count) here.done.notify_all();
-            i = next;
+        Count* runs = phase;
+        std::atomic<int>& done = runs[threads].done;
+        phase += threads + 1;
+        for (long n = 0; n < threads; n++) {
+            const long k = (own + n) % threads;
+            const auto border = [&](long k) { return (count * k + threads - 1) / threads; };
+            const int ran = finish(runs[k].taken, border(k), border(k + 1) - border(k), k == own, task);
+            if (ran && done.fetch_add(ran) + ran == count) done.notify_all();
         }
-        for (int done; (done = here.done.load()) < count;) wait_for_change(here.done, done);
+        for (int so_far; (so_far = done.load()) < count;) wait_for_change(done, so_far);
     }
 };
 
@@ -61,7 +83,7 @@ class Helpers {
     std::atomic<bool> busy{false}, open{false};
     std::atomic<unsigned> jobs{0};
     std::atomic<int> inside{0};  // helpers that may be at work on the job
-    std::function<void()> job;
+    std::function<void(int)> job;  // given the number of a thread, 0 of who calls
     int wanted = 0, started = 0;
 
     void serve(int i) {
@@ -69,16 +91,16 @@ class Helpers {
             wait_for_change(jobs, seen);
             seen = jobs;
             inside++;
-            if (open && i < wanted) job();
+            if (open && i < wanted) job(i + 1);
             if (--inside == 0) inside.notify_all();
         }
     }
 
   public:
-    // Runs work() here and, as soon as they are awake, on threads - 1 helpers.
+    // Runs work(0) here and, as soon as they are awake, work(i) on helpers 1 .. threads - 1.
     template <class Work>
     void run(int threads, Work work) {
-        if (threads < 2 || busy.exchange(true)) return work();  // alone, if they help somebody else
+        if (threads < 2 || busy.exchange(true)) return work(0);  // alone, if they help somebody else
         try {
             for (; started < threads - 1; started++) std::thread(&Helpers::serve, this, started).detach();
         } catch (const std::system_error&) {  // so there are fewer
@@ -88,7 +110,7 @@ class Helpers {
         open = true;
         jobs++;
         jobs.notify_all();
-        work();
+        work(0);
         open = false;
         for (int left; (left = inside.load());) wait_for_change(inside, left);
         busy = false;
@@ -105,9 +127,9 @@ inline Helpers& helpers() {
 // Runs work(team) on so many threads, which go through at most so many phases.
 template <class Work>
 void run(int threads, int phases, Work work) {
-    std::vector<Phase> all(phases);
-    helpers().run(threads, [&] {
-        Team team(all);
+    std::vector<Count> all(Team::counts(phases, threads));
+    helpers().run(threads, [&](int own) {
+        Team team(all, threads, own);
         work(team);
     });
 }
