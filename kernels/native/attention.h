@@ -90,8 +90,8 @@ struct Attention {
     const Batch& batch;
     const Cache& cache;
     long layer, window;
-    const bf16* qkv;  // q rotated
-    bf16* out;        // [tokens, heads * dim]
+    Rows qkv;  // q rotated
+    Rows out;  // heads * dim numbers each
 
     const long dim = model.head_dim, group = model.heads / model.kv_heads;
 
@@ -174,10 +174,10 @@ struct Attention {
 
     // All positions of a piece, in spans; to `result` [count * group]. `after` is what will be computed then.
     void operator()(const Piece& p, const Piece& after, Scratch& at, Partial* result) const {
-        const long rows = p.count * group, width = (model.heads + 2 * model.kv_heads) * dim, first = start(p);
+        const long rows = p.count * group, first = start(p);
         for (long i = 0; i < p.count; i++) {
             std::fill_n(at.seen + i * group, group, seen_by(batch, p.row, p.first + i, window));
-            const bf16* q = qkv + (batch.q_start[p.row] + p.first + i) * width + p.head * group * dim;
+            const bf16* q = qkv[batch.q_start[p.row] + p.first + i] + p.head * group * dim;
             memcpy(at.q + i * group * dim, q, group * dim * sizeof(bf16));
         }
         if (first >= p.end) std::fill_n(result, rows, Partial{-1e30f, 0, {}});
@@ -193,7 +193,7 @@ struct Attention {
 
     void write(const Piece& p, const Partial* result) const {
         for (long i = 0; i < p.count; i++) {
-            bf16* to = out + (batch.q_start[p.row] + p.first + i) * model.heads * dim + p.head * group * dim;
+            bf16* to = out[batch.q_start[p.row] + p.first + i] + p.head * group * dim;
             for (long g = 0; g < group; g++, result++)
                 for (long d = 0; d < dim; d++) *to++ = to_bf16(result->sums[d] / result->total);
         }

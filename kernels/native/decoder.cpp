@@ -24,9 +24,8 @@ void normalise(const bf16* x, long n, const bf16* weight, float eps, bf16* out) 
     for (long i = 0; i < n; i++) out[i] = to_bf16(to_float(x[i]) * factor * to_float(weight[i]));
 }
 
-void rms_norm(Team& team, const Model& m, const bf16* x, long tokens, const bf16* weight, bf16* out) {
-    const long n = m.hidden;
-    team.each(tokens, [&](long t, long) { normalise(x + t * n, n, weight, m.eps, out + t * n); });
+void rms_norm(Team& team, const Model& m, Rows x, long tokens, const bf16* weight, Rows out) {
+    team.each(tokens, [&](long t, long) { normalise(x[t], m.hidden, weight, m.eps, out[t]); });
 }
 
 // A head after its norm, if there is one, turned by the angles of its position.
@@ -40,12 +39,12 @@ void rotate(const Model& m, bf16* x, const bf16* norm, const float* cos_sin) {
     }
 }
 
-// Rotates q and k in place in qkv [tokens, (heads + 2 kv_heads) * dim]; k and v go to the layer's cache.
-void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& batch, bf16* qkv, const Cache& cache, long i) {
-    const long dim = m.head_dim, width = (m.heads + 2 * m.kv_heads) * dim;
+// Rotates q and k in place, which lie beside v in a row of qkv; k and v go to the layer's cache.
+void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& batch, Rows qkv, const Cache& cache, long i) {
+    const long dim = m.head_dim;
     team.each(batch.num_tokens, [&](long t, long) {
         const float* angles = m.cos_sin + batch.positions[t] * dim;
-        bf16 *q = qkv + t * width, *k = q + m.heads * dim, *v = k + m.kv_heads * dim;
+        bf16 *q = qkv[t], *k = q + m.heads * dim, *v = k + m.kv_heads * dim;
         for (long h = 0; h < m.heads; h++) rotate(m, q + h * dim, layer.q_norm, angles);
         if (batch.slots[t] < 0) return;
         for (long h = 0; h < m.kv_heads; h++) {
@@ -57,25 +56,29 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
 
 constexpr int PHASES = 9;  // of a layer, at most
 
-template <class T>
-std::unique_ptr<T[]> room(long n) {
-    return std::unique_ptr<T[]>(new T[n]);  // not initialised
-}
+// Rows a multiple of 4 KB apart would all fall into the same few lines of the first-level cache.
+constexpr long ALIKE = 4096 / sizeof(bf16);
+
+struct Room : Rows {
+    std::unique_ptr<bf16[]> all;
+
+    Room(long rows, long columns) : Rows{nullptr, columns % ALIKE ? columns : columns + 32} {
+        all.reset(data = new bf16[rows * stride]);  // not initialised
+    }
+};
 
 struct Forward {
     const Model* model;
     Batch batch;
     Cache cache;
-    bf16* hidden;  // [tokens, hidden], after the final norm; null if only keys and values are wanted
+    Rows hidden;  // after the final norm; null if only keys and values are wanted
     long threads;
 };
 
 struct Linear {
     Weight weight;
-    const bf16* x;  // [tokens, columns]
-    long tokens;
-    bf16* out;      // [tokens, rows]
-    long threads;
+    Rows x, out;
+    long tokens, threads;
 };
 
 struct Move {
@@ -91,30 +94,30 @@ extern "C" void nanospec_forward(const Forward* given) {
     const Model& m = *given->model;
     const Batch& batch = given->batch;
     const Cache& cache = given->cache;
-    const long T = batch.num_tokens, H = m.hidden, D = m.head_dim, width = (m.heads + 2 * m.kv_heads) * D;
-    auto x = room<bf16>(T * H), normed = room<bf16>(T * H), qkv = room<bf16>(T * width);
-    auto out = room<bf16>(T * m.heads * D), inner = room<bf16>(T * m.inner);
+    const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
+    const Room x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
     const Plan plan(m, batch, given->threads);
-    auto parts = room<Partial>(plan.apart ? plan.pieces.size() * std::max(TOGETHER, m.heads / m.kv_heads) : 0);
+    const long most = std::max(TOGETHER, m.heads / m.kv_heads);
+    const std::unique_ptr<Partial[]> parts(plan.apart ? new Partial[plan.pieces.size() * most] : nullptr);
     run(given->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
         team.each(T, [&](long t, long) {
-            memcpy(&x[t * H], m.embedding + batch.input_ids[t] * H, H * sizeof(bf16));
+            memcpy(x[t], m.embedding + batch.input_ids[t] * H, H * sizeof(bf16));
         });
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
-            rms_norm(team, m, x.get(), T, layer.input_norm, normed.get());
-            linear(team, layer.qkv, normed.get(), T, qkv.get());
-            rope_cache(team, m, layer, batch, qkv.get(), cache, i);
-            if (!given->hidden && i + 1 == m.num_layers) return;
-            const Attention attend{m, batch, cache, i, layer.window, qkv.get(), out.get()};
+            rms_norm(team, m, x, T, layer.input_norm, normed);
+            linear(team, layer.qkv, normed, T, qkv);
+            rope_cache(team, m, layer, batch, qkv, cache, i);
+            if (!given->hidden.data && i + 1 == m.num_layers) return;
+            const Attention attend{m, batch, cache, i, layer.window, qkv, out};
             attention(team, attend, plan, scratch, parts.get());
-            linear_add(team, layer.o, out.get(), T, x.get());
-            rms_norm(team, m, x.get(), T, layer.post_norm, normed.get());
-            swiglu(team, layer.gate_up, normed.get(), T, inner.get());
-            linear_add(team, layer.down, inner.get(), T, x.get());
+            linear_add(team, layer.o, out, T, x);
+            rms_norm(team, m, x, T, layer.post_norm, normed);
+            swiglu(team, layer.gate_up, normed, T, inner);
+            linear_add(team, layer.down, inner, T, x);
         }
-        rms_norm(team, m, x.get(), T, m.norm, given->hidden);
+        rms_norm(team, m, x, T, m.norm, given->hidden);
     });
 }
 

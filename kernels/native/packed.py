@@ -18,6 +18,7 @@ from .call import Word, call
 from .pages import Arena
 
 WIDTH = 32  # rows of a strip
+ALIKE = 2048  # numbers; as decoder.cpp has it
 
 _arena = Arena()
 
@@ -53,11 +54,23 @@ def _strips(weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in bfloat16, summed in float32; to `out` [T, N] if it is given."""
     N, K = weight.shape
-    x = x.contiguous()
+    x = x if x.stride(-1) == 1 else x.contiguous()
     if x.dtype != torch.bfloat16 or x.shape[1:] != (K,) or (bias is not None and bias.shape != (N,)):
         raise ValueError(f"A weight [{N}, {K}] does not multiply {x.dtype} {list(x.shape)}.")
     result = x.new_empty(len(x), N) if out is None else out
     if result.shape != (len(x), N) or result.dtype != x.dtype or not result.is_contiguous():
         raise ValueError(f"The result must be [{len(x)}, {N}] and contiguous, not {list(result.shape)}.")
-    call("nanospec_linear", *weight.words(bias), x, len(x), result, torch.get_num_threads())
+    words = *weight.words(bias), *row_words(x), *row_words(result), len(x), torch.get_num_threads()
+    call("nanospec_linear", *words)
     return result
+
+
+def empty_rows(T: int, K: int) -> Tensor:
+    """[T, K] bfloat16, not contiguous where rows would be a multiple of 4 KB apart: all of them would fall
+    into the same few lines of the first-level cache, and a product of many would wait for the second."""
+    return torch.empty(T, K if K % ALIKE else K + WIDTH, dtype=torch.bfloat16)[:, :K]
+
+
+def row_words(x: Tensor | None) -> tuple[Word, ...]:
+    """`Rows` of structs.h."""
+    return (None, 0) if x is None else (x, x.stride(0))

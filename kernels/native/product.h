@@ -34,13 +34,13 @@ void in_parts(long count, F f) {
     }
 }
 
-// x [tokens, columns] times the rows of a weight: done(t, m, row, sums) gets the sums of m tokens from t on and 32 rows of
+// The rows of x, one for each token, times those of a weight: done(t, m, row, sums) gets the sums of m tokens from t on and 32 rows of
 // the weight from `row` on. With PAIR, those of the rows that lie half the weight further come with them.
 //
 // A task is a strip with up to CHUNK tokens. While it is computed, the strip that this thread will take next is on its
 // way to the cache; where nothing but reading takes time, the processor's own prefetching is faster alone.
 template <bool PAIR = false, class Done>
-void product(Team& team, const Weight& w, const bf16* x, long tokens, Done done) {
+void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, chunks = (tokens + CHUNK - 1) / CHUNK;
     const long bytes = pairs * 2 * sizeof(Words);
     const bool alone = tokens <= READ_BOUND;
@@ -48,13 +48,12 @@ void product(Team& team, const Weight& w, const bf16* x, long tokens, Done done)
         const long s = task / chunks, from = task % chunks * CHUNK, count = std::min(CHUNK, tokens - from);
         const long after = next / chunks, parts = (count + MOST - 1) / MOST;
         in_parts(count, [&](long first, long m, long part) {
-            const bf16* rows = x + (from + first) * w.columns;
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
                 const Words* data = w.strip(s + half * strips);
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
                 const Strip strip{data, alone ? (const char*)data : ahead, alone ? 0 : bytes / pairs / parts};
-                MULTIPLY<Strip>[m](rows, w.columns, strip, pairs, sums[half]);
+                MULTIPLY<Strip>[m](x[from + first], x.stride, strip, pairs, sums[half]);
             }
             done(from + first, m, s * WIDTH, sums);
         });
@@ -72,27 +71,27 @@ void with_bias(const Weight& w, long t, long m, long row, const Sums& sums, F f)
     }
 }
 
-// out [tokens, rows] = x @ weight.T + bias
-inline void linear(Team& team, const Weight& w, const bf16* x, long tokens, bf16* out) {
+// out = x @ weight.T + bias
+inline void linear(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
     product(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
         with_bias(w, t, m, row, *sums, [&](long t, long row, Floats values, long n) {
-            store(values, out + t * w.rows + row, n);
+            store(values, out[t] + row, n);
         });
     });
 }
 
-// to [tokens, rows] += x @ weight.T + bias
-inline void linear_add(Team& team, const Weight& w, const bf16* x, long tokens, bf16* to) {
+// to += x @ weight.T + bias
+inline void linear_add(Team& team, const Weight& w, Rows x, long tokens, Rows to) {
     product(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
         with_bias(w, t, m, row, *sums, [&](long t, long row, Floats values, long n) {
-            bf16* at = to + t * w.rows + row;
+            bf16* at = to[t] + row;
             store(load(at, n) + values, at, n);
         });
     });
 }
 
-// out [tokens, rows / 2] = silu(gate) * up of x @ [gate; up].T + bias; rows / 2 a multiple of 32
-inline void swiglu(Team& team, const Weight& w, const bf16* x, long tokens, bf16* out) {
+// out = silu(gate) * up of x @ [gate; up].T + bias; half the weight's rows a multiple of 32
+inline void swiglu(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
     const long inner = w.rows / 2;
     product<true>(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
         for (int half = 0; half < 2; half++, row += LANES)
@@ -101,7 +100,7 @@ inline void swiglu(Team& team, const Weight& w, const bf16* x, long tokens, bf16
                 if (w.bias) gate += load(w.bias + row), up += load(w.bias + inner + row);
                 // silu(x) = x / (1 + e^-x); from e^-|x|, which does not overflow
                 const Floats small = exp2_of((gate < 0 ? gate : -gate) * LOG2_E);
-                store(gate * (gate < 0 ? small : splat(1)) / (1 + small) * up, out + (t + i) * inner + row);
+                store(gate * (gate < 0 ? small : splat(1)) / (1 + small) * up, out[t + i] + row);
             }
     });
 }

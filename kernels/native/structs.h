@@ -15,6 +15,14 @@ struct Weight {
     long strips() const { return (rows + WIDTH - 1) / WIDTH; }
 };
 
+// A row of numbers for each token.
+struct Rows {
+    bf16* data;
+    long stride;  // numbers from one row to the next
+
+    bf16* operator[](long t) const { return data + t * stride; }
+};
+
 struct Layer {
     const bf16 *input_norm, *q_norm, *k_norm, *post_norm;  // of q and k: null if there are none
     Weight qkv, o, gate_up, down;

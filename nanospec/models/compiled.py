@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.native.call import Word, batch_words, call, words
-from ..kernels.native.packed import WIDTH, Packed
+from ..kernels.native.packed import WIDTH, Packed, empty_rows, row_words
 from ..kernels.native.tiles import cache_words
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class CompiledDecoder:
         )  # fmt: skip
 
     def __call__(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        hidden = torch.empty(batch.num_tokens, self._hidden_size, dtype=torch.bfloat16)
+        hidden = empty_rows(batch.num_tokens, self._hidden_size)
         self._run(batch, kv_cache, hidden)
         return hidden
 
@@ -47,7 +47,7 @@ class CompiledDecoder:
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
             "nanospec_forward", _address(self._model), *batch_words(batch), *cache_words(kv_cache),
-            hidden, torch.get_num_threads(),
+            *row_words(hidden), torch.get_num_threads(),
         )  # fmt: skip
 
 

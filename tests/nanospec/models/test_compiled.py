@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qk-norm-window9": {"qk_norm": True, "windows": (9, None), "head_dim": 64},
     "window300": {"windows": (300, 300), "head_dim": 32},
+    "rows-4-kb-apart": {"hidden_size": 2048, "intermediate_size": 2048, "head_dim": 32},
     "group20-d256": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 256, "num_layers": 1},
 }
 
@@ -335,6 +336,12 @@ def test_linear(T: int, N: int, K: int) -> None:
         expected = x.double() @ weight.double().T + (0 if b is None else b.double())
         torch.testing.assert_close(out[:T].double(), expected, rtol=1 / 200, atol=2e-5 * K)
         assert out[T].isnan().all()
+
+
+def test_linear_of_rows_apart() -> None:
+    weight, wide = packed.pack(torch.randn(70, 16).to(BF16)), torch.randn(30, 40).to(BF16)
+    for x in (wide[:, 3:19], wide[::2, :16], wide[:16].T[:20], wide[:1, :16].expand(14, 16)):
+        assert torch.equal(packed.linear(x, weight), packed.linear(x.contiguous(), weight))
 
 
 def test_linear_refuses_what_does_not_fit() -> None:
