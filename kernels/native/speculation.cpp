@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "step.h"
-#include "threads.h"
 
 namespace {
 
@@ -127,7 +126,7 @@ struct Lookup {
     Table table;
     Proposal out;  // with parents: a tree
     const int* rows;
-    int64_t max_n, max_width, threads;
+    int64_t max_n, max_width;
 };
 
 struct Layout {
@@ -156,7 +155,7 @@ extern "C" {
 void nanospec_ngram(const Lookup* given) {
     const Proposal& out = given->out;
     const long k = out.k;
-    for_each(out.num_rows > 8 ? given->threads : 1, out.num_rows, [&](long b) {
+    for (long b = 0; b < out.num_rows; b++) {
         std::vector<Node> nodes;
         int n = 0;
         if (given->rows[b] >= 0) {
@@ -178,7 +177,7 @@ void nanospec_ngram(const Lookup* given) {
             out.source[b * k + i] = nodes[i].source;
             if (out.parents) out.parents[b * k + i] = nodes[i].parent;
         }
-    });
+    }
 }
 
 // layout.py: k + 1 places to a row, or packed.

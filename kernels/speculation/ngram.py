@@ -69,8 +69,7 @@ def native(table: Table, rows: Tensor, k: int, max_n: int, max_width: int | None
     B, new = rows.shape[0], rows.new_empty
     parents = None if max_width is None else new(B, k)
     result = Proposal(new(B, k), new(B), new(B, k), new(B), new(B), parents)
-    words = *proposal_words(result), rows, max_n, max_width
-    call("nanospec_ngram", *table, *words, torch.get_num_threads())
+    call("nanospec_ngram", *table, *proposal_words(result), rows, max_n, max_width)
     return result
 
 
