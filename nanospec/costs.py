@@ -80,7 +80,7 @@ class StepCosts:
 
     def least_slope(self, batch: int, tokens: int, context: int = 0) -> float:
         """ms that every token beyond so many adds to a packed step at least."""
-        return min(self._slopes[self._segment(tokens) :]) + context * self.attention.query / batch
+        return min(self._slopes[self._segment(tokens + 1) :]) + context * self.attention.query / batch
 
     def _segment(self, tokens: int) -> int:
         return min(max(bisect_left(self._tokens, tokens) - 1, 0), len(self._slopes) - 1)

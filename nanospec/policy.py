@@ -29,6 +29,7 @@ from .kernels.codes import NOBODY
 
 PROBE_BUDGET = 0.005  # share of the time that may go into probes
 OTHERS_BUDGET = 0.005  # share of the time that the slowest row may lose to drafts of others
+CAUTION = 0.75  # of what a row's end seems to save; it is a small difference of measured times
 PROMISES_DECAY, ENOUGH = 0.98, 0.75  # for a row to be believed that its drafts keep what they promise
 MOST_SAVED = 4.0  # steps without drafts that a probe may cost; one that costs more cannot pay
 MARGIN = 0.002  # another K must promise so much more than the one in use: no flutter between equals
@@ -91,7 +92,7 @@ class _Slowest:
 
     def __init__(self, rows: int, plain: float, alone: float) -> None:
         """ms of a step without drafts, of these rows and of one row."""
-        self._plain, self._share = plain, (plain - alone) / max(rows - 1, 1)
+        self._plain, self._share = plain, CAUTION * (plain - alone) / max(rows - 1, 1)
         self._common = plain - rows * self._share
         self._tokens = [0.0] * rows
         self._saved = 0.0

@@ -27,7 +27,9 @@ from .models.decoder import Model
 # Tokens per pass at which the time is measured: also on both sides of 12, up to which a compiled product
 # reads a weight once, and as many that the time grows evenly from there on.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 24, 32, 64, 128)
-REPEATS = 3
+# What a draft costs a step of some rows is a small difference of the times of short passes, whose sign noise
+# of 5 % would turn.
+LONG, REPEATS, REPEATS_OF_LONG = 64, 9, 3
 # Of the passes that show what attention takes: rows, and tokens of each; bytes of keys and values, too many
 # for a processor's cache to keep them while the weights are read.
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
@@ -83,7 +85,9 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     that no busy moment of the machine falls on one alone."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    for _, (key, batch) in product(range(REPEATS), batches.items()):
+    for i, (key, batch) in product(range(REPEATS), batches.items()):
+        if i >= REPEATS_OF_LONG and batch.num_tokens >= LONG:
+            continue
         start = time.perf_counter()
         sample(model.logits(model.forward(batch, kv_cache)), table, batch)
         synchronize(model.device)

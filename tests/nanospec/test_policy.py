@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanospec.costs import Attention, StepCosts
@@ -136,6 +136,7 @@ def test_noise_makes_no_attention_cheaper_than_none(ms: dict[int, float]) -> Non
 
 
 @settings(deadline=None)
+@example(ms=[1.0] * 6 + [2.0], tokens=32, context=0)
 @given(
     st.lists(st.floats(0.01, 1e4), min_size=len(SIZES), max_size=len(SIZES)),
     st.integers(1, 80),
