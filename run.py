@@ -6,4 +6,9 @@ import sys
 from nanospec.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "triton", "safetensors", "tokenizers"):
+            raise
+        sys.exit(f"{error}; `make run` installs what is needed into .venv, then: . .venv/bin/activate")

@@ -43,6 +43,7 @@ from bench.peers import tables
 from bench.peers.plan import BATCHES, PARTS, SHORT, Task, cases_of, make_groups, make_work
 from bench.peers.system import System, adapter
 from bench.peers.texts import long_prompts, short_prompts
+from nanospec.memory import zeros_on_demand
 from nanospec.models.config import ModelConfig
 from nanospec.models.hub import resolve_model
 from nanospec.text.tokenizer import Tokenizer
@@ -233,8 +234,8 @@ class Race:
 
 @functools.cache
 def large_block() -> torch.Tensor:
-    """1 GiB: beyond any cache, and written once, so that no page is missing when it is read."""
-    return torch.ones(256 << 20, dtype=torch.float32)
+    """1 GiB: beyond any cache, on large pages, and written once, so that none is missing when it is read."""
+    return zeros_on_demand((256 << 20,), torch.float32, torch.device("cpu"), large_pages=True).fill_(1)
 
 
 def read_rate() -> float:

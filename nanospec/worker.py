@@ -33,6 +33,7 @@ from .kernels.speculation.report import RowReport
 from .kernels.table import Table
 from .memory import empty_cache, plan_cache, step_memory, zero_blocks
 from .metrics import Stopwatch
+from .models.compiled import computed_by
 from .models.decoder import Model
 from .request import Logprob, as_dict
 from .step import Cut, Step
@@ -235,10 +236,17 @@ class Worker:
             self.graphs.capture_all()
         return StepCosts(captured=captured_ms(self.graphs, self.rehearsal))
 
+    def runs(self) -> dict[str, str | int]:
+        """How the model is computed."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        found: dict[str, str | int] = {"device": str(self.device), "dtype": dtype}
+        found["by"] = computed_by(self.model)
+        return found | ({"threads": torch.get_num_threads()} if self.device.type == "cpu" else {})
+
     def report(self) -> dict[str, object]:
-        """What capture took."""
+        """How the model is computed, and what capture took."""
         if self.graphs is None:
-            return {}
+            return {"runs": self.runs()}
         found = {
             "count": len(self.graphs.captures),
             "seconds": round(self.graphs.seconds, 3),
@@ -246,7 +254,7 @@ class Worker:
             "fallbacks": self.graphs.fallbacks,
             "planned_bytes": step_memory(self.config, self.model, self.max_model_len, self.drafter)._asdict(),
         }
-        return {"recorded_steps": found}
+        return {"runs": self.runs(), "recorded_steps": found}
 
     @contextmanager
     def rehearsal(self, count: int, context: int = TIMED_CONTEXT) -> Iterator[None]:

@@ -127,11 +127,12 @@ struct Sums {
 struct Strip {
     const Words* data;  // [pairs][32]
     const char* ahead;  // two lines of memory there, then two lines `step` bytes further, and so on
-    long step;
+    long step;          // 0: nothing is fetched
 
     const void* left(long p) const { return data + 2 * p; }
     const void* right(long p) const { return data + 2 * p + 1; }
     void prefetch(long p) const {  // to the second-level cache: a strip may be larger than the first
+        if (!step) return;
         __builtin_prefetch(ahead + p * step, 0, 2);
         __builtin_prefetch(ahead + p * step + sizeof(Words), 0, 2);
     }

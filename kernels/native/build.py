@@ -4,7 +4,8 @@
 
 It needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some ten seconds. It is for this processor,
 unless CXX names another, as CXX="g++ -march=x86-64-v3" does (any with AVX2). The sources use nothing of
-torch. The file's name is a hash of all that it depends on, so nothing needs to be cleaned up by hand.
+torch. The file's name has hashes of all that it depends on, so nothing needs to be cleaned up by hand; where
+the compiler has gone since, its last library of these sources, options and processor is taken.
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
         return None
 
 
+def target() -> str:
+    """The instructions that the library was compiled for."""
+    found = library()
+    assert found is not None
+    found.nanospec_target.restype = ctypes.c_char_p
+    return str(found.nanospec_target().decode())
+
+
 def _reason(error: Exception) -> str:
     """The first line of a compiler's output that tells of an error, at most 200 characters of it."""
     lines = (getattr(error, "stderr", None) or "").strip().splitlines() or [str(error)]
@@ -58,8 +67,16 @@ def _reason(error: Exception) -> str:
 def built(folder: Path) -> Path:
     """The library's file in `folder`, compiled if it is not there yet. OSError or CalledProcessError if that
     fails."""
-    compiler = find_compiler()
-    file = folder / f"native-{fingerprint(compiler)}.so"
+    name = f"native-{fingerprint()}"
+    try:
+        compiler = find_compiler()
+    except FileNotFoundError:
+        kept = sorted(folder.glob(f"{name}-*.so"), key=os.path.getmtime)
+        if not kept:
+            raise
+        return kept[-1]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, text=True).stdout
+    file = folder / f"{name}-{_hash(compiler[0], version)}.so"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         print("Compiling the C++ for this processor, once ...", file=sys.stderr)
@@ -73,11 +90,11 @@ def built(folder: Path) -> Path:
 
 def find_compiler() -> list[str]:
     """The command of a C++ compiler."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
+    named = shlex.split(os.environ.get("CXX", ""))
+    names = named[:1] or COMPILERS
     for name in names:
-        program, *options = shlex.split(name)
-        if found := shutil.which(program):
-            return [found, *options]
+        if found := shutil.which(name):
+            return [found, *named[1:]]
     raise FileNotFoundError(f"there is no {' or '.join(names)}")
 
 
@@ -86,12 +103,15 @@ def processor_flag(compiler: list[str]) -> list[str]:
     return [] if any(option.startswith("-march=") for option in compiler) else ["-march=native"]
 
 
-def fingerprint(compiler: list[str]) -> str:
-    """Changes whenever another library would come out."""
-    parts = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    parts += [" ".join((*FLAGS, *compiler)).encode(), version.encode(), _processor().encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+def fingerprint() -> str:
+    """Changes whenever the same compiler would make another library."""
+    options = shlex.split(os.environ.get("CXX", ""))[1:]
+    sources = (path.read_text() for path in (*SOURCES, *HEADERS))
+    return _hash(*sources, " ".join((*FLAGS, *options)), _processor())
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -1,7 +1,7 @@
 """How the functions of this folder's C++ are called: with one structure of words of 8 bytes, each the address
 of a tensor or a number. `step.h` has the structures that tables, batches and proposals are.
 
-All tensors must be contiguous, as tables, batches and proposals are.
+All tensors must be contiguous, as tables, batches and proposals are, but for `Rows` of structs.h.
 """
 
 from __future__ import annotations

@@ -57,12 +57,12 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
 constexpr int PHASES = 9;  // of a layer, at most
 
 // Rows a multiple of 4 KB apart would all fall into the same few lines of the first-level cache.
-constexpr long ALIKE = 4096 / sizeof(bf16);
+constexpr long FOUR_KB = 4096 / sizeof(bf16);
 
 struct Room : Rows {
     std::unique_ptr<bf16[]> all;
 
-    Room(long rows, long columns) : Rows{nullptr, columns % ALIKE ? columns : columns + 32} {
+    Room(long rows, long columns) : Rows{nullptr, columns % FOUR_KB ? columns : columns + WIDTH} {
         all.reset(data = new bf16[rows * stride]);  // not initialised
     }
 };
@@ -119,6 +119,19 @@ extern "C" void nanospec_forward(const Forward* given) {
         }
         rms_norm(team, m, x, T, m.norm, given->hidden);
     });
+}
+
+// What this was compiled for.
+extern "C" const char* nanospec_target() {
+#ifdef __AVX512BF16__
+    return "avx512_bf16";
+#elif defined __AVX512F__
+    return "AVX-512";
+#elif defined __AVX2__
+    return "AVX2";
+#else
+    return "no AVX";
+#endif
 }
 
 // kernels/speculation/kv_move.py

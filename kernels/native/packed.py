@@ -18,7 +18,7 @@ from .call import Word, call
 from .pages import Arena
 
 WIDTH = 32  # rows of a strip
-ALIKE = 2048  # numbers; as decoder.cpp has it
+FOUR_KB = 2048  # numbers; as decoder.cpp has it
 
 _arena = Arena()
 
@@ -68,7 +68,7 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, out: Tensor | 
 def empty_rows(T: int, K: int) -> Tensor:
     """[T, K] bfloat16, not contiguous where rows would be a multiple of 4 KB apart: all of them would fall
     into the same few lines of the first-level cache, and a product of many would wait for the second."""
-    return torch.empty(T, K if K % ALIKE else K + WIDTH, dtype=torch.bfloat16)[:, :K]
+    return torch.empty(T, K if K % FOUR_KB else K + WIDTH, dtype=torch.bfloat16)[:, :K]
 
 
 def row_words(x: Tensor | None) -> tuple[Word, ...]:

@@ -1,4 +1,4 @@
-"""Memory as the system gives it: pages of zeros, each when it is first written."""
+"""Memory as the system gives it: pages of zeros, which take room once they are written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ LINE = 64  # bytes
 
 def pages(size: int, large: bool) -> mmap.mmap:
     """So many bytes, of which untouched pages cost neither time nor memory. The system takes all back when
-    the last tensor in them dies. Large pages are read faster; the first byte of each costs 2 MiB."""
-    found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    the last tensor in them dies. Large pages are read faster; the first byte of each costs 2 MiB. OSError
+    where there is no room."""
+    try:
+        found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OSError(f"The system gives no {size / 2**20:.0f} MiB of memory ({error.strerror}).") from None
     with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without large pages
         found.madvise(mmap.MADV_HUGEPAGE if large else mmap.MADV_NOHUGEPAGE)
     return found

@@ -34,25 +34,23 @@ void in_parts(long count, F f) {
     }
 }
 
-// The rows of x, one for each token, times those of a weight: done(t, m, row, sums) gets the sums of m tokens from t on and 32 rows of
-// the weight from `row` on. With PAIR, those of the rows that lie half the weight further come with them.
+// The rows of x, one for each token, times those of a weight: done(t, m, row, sums) gets the sums of m tokens from t on
+// and 32 rows of the weight from `row` on. With PAIR, those of the rows that lie half the weight further come with them.
 //
 // A task is a strip with up to CHUNK tokens. While it is computed, the strip that this thread will take next is on its
-// way to the cache; where nothing but reading takes time, the processor's own prefetching is faster alone.
+// way to the cache. Where nothing but reading takes time, the processor's own prefetching is faster alone.
 template <bool PAIR = false, class Done>
 void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, chunks = (tokens + CHUNK - 1) / CHUNK;
     const long bytes = pairs * 2 * sizeof(Words);
-    const bool alone = tokens <= READ_BOUND;
     team.each(strips * chunks, [&](long task, long next) {
         const long s = task / chunks, from = task % chunks * CHUNK, count = std::min(CHUNK, tokens - from);
         const long after = next / chunks, parts = (count + MOST - 1) / MOST;
         in_parts(count, [&](long first, long m, long part) {
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
-                const Words* data = w.strip(s + half * strips);
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
-                const Strip strip{data, alone ? (const char*)data : ahead, alone ? 0 : bytes / pairs / parts};
+                const Strip strip{w.strip(s + half * strips), ahead, tokens > READ_BOUND ? bytes / pairs / parts : 0};
                 MULTIPLY<Strip>[m](x[from + first], x.stride, strip, pairs, sums[half]);
             }
             done(from + first, m, s * WIDTH, sums);

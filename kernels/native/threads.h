@@ -1,9 +1,9 @@
-// Several threads go through the same phases, each phase cut into tasks that whoever is free takes.
+// Several threads go through the same phases. Each begins with tasks of its own, then takes over those of others.
 //
-// No thread waits for another to arrive, only for tasks to be done: one that the system has put to sleep beside
-// a busy neighbour is overtaken, and skips what it finds done. Who waits spins briefly, then sleeps, so that a
-// sleeper can have its core. Threads of OpenMP would have to meet at the end of every call, which beside such a
-// neighbour takes as long as the scheduler likes, 4 ms and more.
+// No thread waits for another to arrive, only for tasks to be done: one that the system has not woken yet, beside
+// a busy neighbour, is not missed, and skips what it finds done. Who waits spins briefly, then sleeps, so that a
+// sleeper can have its core. Threads of OpenMP would all have to come to every call, which beside such a neighbour
+// takes as long as the scheduler likes, 4 ms and more.
 
 #pragma once
 #include <pthread.h>
@@ -60,15 +60,15 @@ class Team {
     static long counts(long phases, long threads) { return phases * (threads + 1); }
 
     // Runs task(i, next) for each i below count, once in all; when it returns, all have run. `next` is the task
-    // that this thread will probably run after i, or i. Each thread begins with a run of its own, as what lies in
-    // order in memory is read fastest; then it helps others, from the ends of theirs.
+    // that this thread will probably run after i, or i. A thread's own tasks follow each other, as memory is read
+    // fastest in order; those of others it takes from their end.
     template <class Task>
     void each(long count, Task task) {
         if (phase == end) abort();  // more phases than were said
         Count* runs = phase;
         std::atomic<int>& done = runs[threads].done;
         phase += threads + 1;
-        for (long n = 0; n < threads; n++) {
+        for (long n = 0; n < threads && done.load() < count; n++) {
             const long k = (own + n) % threads;
             const auto border = [&](long k) { return (count * k + threads - 1) / threads; };
             const int ran = finish(runs[k].taken, border(k), border(k + 1) - border(k), k == own, task);

@@ -5,8 +5,8 @@
     tokens  [N] int       whose log-probability is asked; -1 (no token) counts as 0
     own     [N] float32   log softmax(logits[index])[tokens]
     rank    [N] int32     1 + the number of tokens with a larger logit
-    top     [N, n] float32, top_ids [N, n] int32    the n likeliest tokens; which of equal ones come
-                          first is unspecified in `naive`, the lowest ids in the kernel
+    top     [N, n] float32, top_ids [N, n] int32    the n likeliest tokens, of equal ones those with the
+                          lowest ids first
 
 Kernel: two launches, and no float32 copy of the logits. `_scan` reads them once, each program a chunk
 of 4096 tokens of one row, and leaves the chunk's n largest, found one after another in registers;
@@ -59,9 +59,19 @@ def naive(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logpro
     x = logits[index.long()].float()
     chosen = x.gather(1, tokens.long().clamp(min=0)[:, None])
     total = x.logsumexp(-1, keepdim=True)
-    top, top_ids = x.topk(num_top, -1)
+    top_ids = _largest(x, num_top)
+    top = x.gather(1, top_ids)
     rank = (x > chosen).sum(1) + 1
     return Logprobs((chosen - total)[:, 0], rank.int(), top - total, top_ids.int())
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """[N, count] the indices of the largest numbers of float32 rows, of equal ones the first first (`topk`
+    takes any of them, depending on `count`): by a key of 64 bits, the number's and then the index's."""
+    bits = (x + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ascending = bits ^ (bits >> 31 & 0x7FFFFFFF)
+    key = (ascending.long() << 32) - torch.arange(x.shape[1], device=x.device)
+    return key.topk(count, -1).indices
 
 
 @triton.jit(do_not_specialize=["num_top"])

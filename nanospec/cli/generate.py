@@ -93,11 +93,13 @@ def explain_costs(llm: LLM) -> str:
     engine = llm.engine
     model = engine.worker.model
     machine = roofline.measure(model.device, model.dtype)
+    context = min(1024, engine.max_model_len)
     lines = [
-        f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in {model.dtype}",
-        roofline.explain(model.config, machine, context=min(1024, engine.max_model_len)),
+        f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in {model.dtype}; "
+        f"one request after {context} tokens",
+        roofline.explain(model.config, machine, context),
         "",
-        "tokens per step: at least ms, measured ms, measured relative to one token",
+        "tokens per step: ms at these rates without a text, measured ms, measured relative to one token",
     ]
     costs = (engine.policy.costs or engine.worker.measure()).of_one_row()
     for tokens, ms in costs.items():
@@ -116,8 +118,12 @@ def report(
         if output is not None:
             result["outputs"] = [completion.to_dict() for completion in output.outputs]
         print(json.dumps(result))
-    elif output is not None and len(output.outputs) == 1:
-        console.line(summary(output), DIM)
+    elif output is not None:
+        if len(output.outputs) == 1:
+            console.line(summary(output), DIM)
+        runs = llm.engine.worker.runs()
+        threads = f", {runs['threads']} threads" if "threads" in runs else ""
+        console.line(f"[{runs['dtype']} on {runs['device']} by {runs['by']}{threads}]", DIM)
 
 
 def summary(output: RequestOutput) -> str:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
+from ..kernels.dispatch import use_triton
+from ..kernels.native.build import target
 from ..kernels.native.call import Word, batch_words, call, words
 from ..kernels.native.packed import WIDTH, Packed, empty_rows, row_words
 from ..kernels.native.tiles import cache_words
@@ -58,6 +60,16 @@ def compiled_decoder(model: Model) -> CompiledDecoder | None:
     heads = c.num_heads // c.num_kv_heads <= MAX_GROUP and MIN_DIM <= c.head_dim <= MAX_DIM
     fits = heads and c.head_dim % 2 == 0 and c.intermediate_size % WIDTH == 0
     return CompiledDecoder(model) if packed and fits else None
+
+
+def computed_by(model: Model) -> str:
+    """Whose code the forward pass of a model on this machine is, in words."""
+    if use_triton(model.embedding):
+        return "Triton"
+    packed = isinstance(model.lm_head, Packed)
+    if not packed:
+        return "PyTorch"
+    return ("C++" if model.runs_compiled else "PyTorch, products in C++") + f" ({target()})"
 
 
 def _layer_words(layer: Layer) -> tuple[Word, ...]:

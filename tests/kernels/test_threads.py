@@ -1,4 +1,4 @@
-"""threads.h alone: every task runs once, whoever is late, and `next` is a task."""
+"""threads.h alone: every task runs once, whoever is late; who is done helps others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from nanospec.kernels.native.build import find_compiler, library
 PROGRAM = r"""
 #include "threads.h"
 #include <cstdio>
+#include <mutex>
 #include <random>
+#include <set>
 
-int main() {
+void expect(bool right, const char* what) {
+    if (!right) std::printf("not so: %s\n", what), std::fflush(stdout), abort();
+}
+
+void pause(int microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
+
+void every_task_runs_once() {
     std::mt19937 random(1);
-    std::atomic<long> in_order{0}, moves{0};
     for (int turn = 0; turn < 100; turn++) {
         const int threads = 1 + random() % 5, phases = 1 + random() % 20;
         std::vector<long> counts(phases);
@@ -29,31 +36,73 @@ int main() {
         run(threads, phases, [&](Team& team) {
             const int me = who++;
             for (int p = 0; p < phases; p++) {
-                long expected = -1, last = -1;
                 team.each(counts[p], [&](long i, long next) {
-                    if (i < 0 || i >= counts[p] || next < 0 || next >= counts[p]) abort();
+                    expect(i >= 0 && i < counts[p] && next >= 0 && next < counts[p], "tasks are below count");
                     ran[p][i]++;
-                    if (expected >= 0) moves++, in_order += i == expected || expected == last;
-                    last = i, expected = next;
-                    if (me == late) std::this_thread::sleep_for(std::chrono::microseconds(200));
+                    if (me == late) pause(200);
                 });
-                for (auto& times : ran[p])
-                    if (times != 1) return void(std::printf("a task ran %d times\n", times.load())), abort();
+                for (auto& times : ran[p]) expect(times == 1, "every task runs once");
             }
         });
     }
-    std::printf("%ld of %ld\n", in_order.load(), moves.load());
+}
+
+void alone_in_order() {
+    long expected = 0;
+    run(1, 1, [&](Team& team) {
+        team.each(30, [&](long i, long next) {
+            expect(i == expected++, "one thread runs tasks in order");
+            expect(next == std::min(i + 1, 29L), "and is told the next one");
+        });
+    });
+    expect(expected == 30, "all of them");
+}
+
+// Helpers are asleep when it begins, but for the first time.
+void others_help(bool caller_is_slow) {
+    const auto caller = std::this_thread::get_id();
+    std::atomic<int> taken_over{0};
+    run(2, 1, [&](Team& team) {
+        team.each(40, [&](long i, long) {
+            const bool own = std::this_thread::get_id() == caller;
+            taken_over += own != caller_is_slow && own == (i >= 20);
+            pause(own == caller_is_slow ? 2000 : 10);
+        });
+    });
+    expect(taken_over > 0, "who is done helps others");
+    pause(5000);
+}
+
+void no_more_than_wanted() {
+    std::set<std::thread::id> who;
+    std::mutex lock;
+    const auto note = [&](Team& team) {
+        team.each(20, [&](long, long) {
+            pause(1000);
+            std::lock_guard guard(lock);
+            who.insert(std::this_thread::get_id());
+        });
+    };
+    run(5, 1, note);
+    who.clear();
+    run(2, 1, note);
+    expect(who.size() <= 2, "two threads were asked for");
+}
+
+int main() {
+    every_task_runs_once();
+    alone_in_order();
+    for (bool slow : {true, false, true, false}) others_help(slow);
+    no_more_than_wanted();
 }
 """
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-def test_every_task_runs_once(tmp_path: Path) -> None:
+def test_threads(tmp_path: Path) -> None:
     source, program = tmp_path / "threads.cpp", tmp_path / "threads"
     source.write_text(PROGRAM)
     options = ["-std=c++20", "-O1", "-pthread", "-I", str(Path(native.__file__).parent)]
     subprocess.run([*find_compiler(), *options, str(source), "-o", str(program)], check=True)
     result = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
-    as_announced, moves = map(int, result.stdout.split(" of "))
-    assert as_announced > 0.8 * moves  # else somebody had taken the next one

@@ -56,11 +56,16 @@ def test_a_certain_token_has_logprob_zero(token: int, implementation: str) -> No
     assert len(set(result.top_ids[0].tolist())) == 3
 
 
-def test_kernel_names_the_lowest_of_equal_tokens() -> None:
-    logits = torch.zeros(1, 5000)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_the_lowest_of_equal_tokens_come_first(implementation: str) -> None:
+    logits = torch.zeros(2, 5000)
     logits[0, [11, 4500]] = 1.0
-    result = logprobs.launch(logits, torch.zeros(1, dtype=torch.int32), torch.tensor([0]), 4)
-    assert result.top_ids.tolist() == [[11, 4500, 0, 1]]
+    logits[1] = -3.0
+    logits[1, [4999, 3, 70]] = torch.tensor([-0.0, 0.0, -0.5])
+    index = torch.arange(2, dtype=torch.int32)
+    for n in (1, 2, 3, 4):  # the first ones do not depend on their number
+        result = IMPLEMENTATIONS[implementation](logits, index, torch.tensor([0, 0]), n)
+        assert result.top_ids.tolist() == [[11, 4500, 0, 1][:n], [3, 4999, 70, 0][:n]]
 
 
 def test_kernel_refuses_too_many() -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.dispatch import forced
 from nanospec.kernels.native import build, call, packed
+from nanospec.models.compiled import computed_by
 from nanospec.models.decoder import Model
 from nanospec.models.random_weights import random_weights
 from tests.tiny import Pages, tiny_config, tiny_model
@@ -292,6 +293,23 @@ def test_a_forked_process_has_helpers_of_its_own(window_model: Model) -> None:
         torch.set_num_threads(threads)
 
 
+def test_hidden_states_are_never_4_kb_apart() -> None:
+    """Nor are rows of other sizes padded."""
+    for size, stride in ((2048, 2080), (96, 96)):
+        model = tiny_model(dtype=BF16, hidden_size=size, intermediate_size=96, head_dim=32)
+        pages = Pages(model, 1, 64)
+        batch = Batch.of_chunks(pages.table, [Chunk(0, 0, 3)])
+        assert model.forward(batch, pages.cache).stride() == (stride, 1)
+
+
+def test_whose_code_runs_is_said(model: Model) -> None:
+    assert re.fullmatch(r"C\+\+ \((avx512_bf16|AVX-512|AVX2|no AVX)\)", computed_by(model))
+    assert computed_by(tiny_model()) == "PyTorch"  # in float32
+    assert "products in C++ (" in computed_by(tiny_model(dtype=BF16, intermediate_size=90))
+    with forced("triton"):
+        assert computed_by(model) == "Triton"
+
+
 def test_keys_and_values_alone(model: Model) -> None:
     caches = []
     for run in (model.forward, model.write_kv):
@@ -494,3 +512,8 @@ def test_what_was_compiled_is_kept_and_broken_files_are_compiled_again(
     build.library.cache_clear()
     assert build.library() is not None
     assert not any("-o" in command for command in calls[count:])
+    monkeypatch.setenv("CXX", "no-such-compiler")  # it may have been removed
+    assert build.built(fresh) == file
+    monkeypatch.setenv("CXX", "no-such-compiler -march=x86-64-v3")
+    with pytest.raises(FileNotFoundError, match="there is no no-such-compiler"):
+        build.built(fresh)
