@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from nanospec.models.config import ModelConfig
+
 ROOT = Path(__file__).resolve().parent.parent
 CARRY = ROOT / "carry"  # what `bench/gpu.py pack` collects for a machine without a network
 # Evaluation text, not part of the repository: beside it, or inside as an untracked folder.
@@ -100,6 +102,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "min": round(min(values), 4),
         "max": round(max(values), 4),
     }
+
+
+def streamed_bytes(config: ModelConfig) -> int:
+    """Bytes of bf16 weights that a step reads whole: not the embedding, unless it is the head too."""
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return 2 * (config.num_parameters - embedding)
 
 
 def is_looping(tokens: Sequence[int], period: int = 32, repeats: int = 4) -> bool:

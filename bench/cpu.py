@@ -17,9 +17,11 @@ Parts, which replace themselves in the JSON that is there:
     first    the time to the first token of prompts of 1000 and 4000 tokens
     starts   seconds until the first answer, without compiler caches and with them
 
-Nothing else should run meanwhile. Needs the evaluation text; the environments are found in `.peers`, or in
-the folder that the environment variable PEERS names. Transformers and llama.cpp take part in `short` and
-`starts` alone.
+Nothing else should run meanwhile. Needs evaluation text that is not part of the repository, in `shared/data`
+inside it or beside it: `code_edits.jsonl` (lines with `instruction`, `input`, `output`), `spec_bench.jsonl`
+(Spec-Bench's `question.jsonl`) and for `long` and `first` `shakespeare.txt`. The environments are found in
+`.peers`, or in the folder that the environment variable PEERS names. Transformers and llama.cpp take part in
+`short` and `starts` alone; `--peers` without a name measures nanospec alone.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -41,7 +44,7 @@ import torch
 from bench import common
 from bench.peers import tables
 from bench.peers.plan import BATCHES, PARTS, SHORT, Task, cases_of, make_groups, make_work
-from bench.peers.system import System, adapter
+from bench.peers.system import System, adapter, python_of
 from bench.peers.texts import long_prompts, short_prompts
 from nanospec.memory import zeros_on_demand
 from nanospec.models.config import ModelConfig
@@ -85,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["vllm"])
-    parser.add_argument("--quick", action="store_true", help="8 prompts, 1, 4 and 16 at once")
+    parser.add_argument("--quick", action="store_true", help="--prompts 8 --batch 1 4 16")
     parser.add_argument("--all", action="store_true", help="every part and peer")
     parser.add_argument("--fresh", action="store_true", help="new processes in each round")
     parser.add_argument("--plot", metavar="MESSAGE", help="draw all parts' ratios, and say this above them")
@@ -97,6 +100,8 @@ def parse() -> argparse.Namespace:
     if args.all:
         args.parts, args.peers = list(PARTS), list(PEERS)
     args.systems = ["nanospec", *args.peers]
+    for system in args.systems:  # before anything is measured
+        python_of(system)
     return args
 
 
@@ -115,7 +120,7 @@ def measure(part: str, args: argparse.Namespace) -> Json:
         print(f"\n{part}, round {i + 1}", flush=True)
         rounds.append(race.round(i))
     race.close()
-    table = tables.rows(rounds, ModelConfig.from_path(folder).num_parameters * 2)
+    table = tables.rows(rounds, common.streamed_bytes(ModelConfig.from_path(folder)))
     return {"systems": race.about, "tried": race.tried, "table": table}
 
 
@@ -217,7 +222,7 @@ class Race:
         guess = "plain" if lane[1] is None else tables.guess_name(lane[1])
         print(f"  {task.case['name']:20} {lane[0]:12} {guess:18} {tables.rate(run):8.1f} tok/s", flush=True)
         self.about[f"{lane[0]} {guess}"] = found
-        more = {"read_rate": max([*rates, read_rate()])} if limited else {}
+        more = {"read_rate": statistics.mean([*rates, read_rate()])} if limited else {}
         return {**run, **more, "guess": lane[1], "waves": task.case["waves"]}
 
     def _start(self, lane: Lane) -> System:
@@ -239,13 +244,13 @@ def large_block() -> torch.Tensor:
 
 
 def read_rate() -> float:
-    """Bytes per second of reading memory with all cores, the best of a few."""
-    block, best = large_block(), 0.0
+    """Bytes per second of reading memory with all cores, the median of a few."""
+    block, rates = large_block(), []
     for _ in range(5):
         start = time.perf_counter()
         block.sum()
-        best = max(best, block.nbytes / (time.perf_counter() - start))
-    return best
+        rates.append(block.nbytes / (time.perf_counter() - start))
+    return statistics.median(rates)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     options = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_num_seqs": 1}
     llm = LLM(args.model, spec=SpecConfig(method="none"), **options)
-    weights = llm.engine.worker.model.config.num_parameters * 2
+    weights = common.streamed_bytes(llm.engine.worker.model.config)
     block = zeros_on_demand((SUMMED // 4,), torch.float32, torch.device("cpu"), large_pages=True).fill_(1)
     steps: list[float] = []
     sums: list[float] = []

@@ -30,7 +30,10 @@ def python_of(system: str) -> Path:
     """The interpreter of a system's environment: the environment variable PEERS may name another place."""
     if system == "nanospec":
         return Path(sys.executable)
-    return Path(os.environ.get("PEERS", PLACE)) / FOLDERS[system] / "bin" / "python"
+    python = Path(os.environ.get("PEERS", PLACE)) / FOLDERS[system] / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"{python} is not there; `make peers PEER={FOLDERS[system]}` installs {system}.")
+    return python
 
 
 class System:

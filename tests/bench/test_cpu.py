@@ -164,11 +164,21 @@ def test_parts_replace_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cpu, "measure", run)
     for parts in (["short", "long"], ["long"]):
-        monkeypatch.setattr(sys, "argv", ["cpu.py", "--out", str(tmp_path), "--parts", *parts])
+        monkeypatch.setattr(sys, "argv", ["cpu.py", "--out", str(tmp_path), "--peers", "--parts", *parts])
         cpu.main()
     found = json.loads((tmp_path / "cpu.json").read_text())
     assert list(found) == ["short", "long"]
     assert [row["case"] for row in tables.all_rows(found)] == ["short", "long"]
+
+
+def test_a_peer_that_is_missing_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEERS", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["cpu.py", "--out", str(tmp_path), "--peers", "transformers"])
+    with pytest.raises(SystemExit, match="`make peers PEER=hf` installs transformers"):
+        cpu.main()
+    assert not list(tmp_path.iterdir())
 
 
 # ---- our own adapter, in a process ---------------------------------------------------------------
