@@ -1,4 +1,5 @@
-// bfloat16 numbers, vectors of 16 lanes, and the one product that all others are made of (without AVX-512: narrow.h).
+// bfloat16 numbers, vectors of 16 lanes, and the one product that all others are made of (without AVX-512: narrow.h;
+// by a matrix unit: amx.h).
 
 #pragma once
 #include <cstdint>
@@ -16,7 +17,6 @@ typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 constexpr float LOG2_E = 1.44269504f;
 constexpr int LANES = 16;
 constexpr int WIDTH = 2 * LANES;  // columns of a strip
-constexpr int MOST = 12;          // rows that are multiplied with a strip at once: 24 sums in registers
 
 static inline float to_float(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -82,11 +82,13 @@ static inline float sum(Floats v) {  // by a tree
 }
 
 static inline float largest(Floats v) {
-    for (int step = LANES / 2; step; step /= 2) {
-        Floats other = swapped(v, step);
-        v = larger(v, other);
-    }
-    return v[0];
+    Floats other = swapped(v, 8);
+    v = larger(v, other);
+    other = swapped(v, 4);
+    v = larger(v, other);
+    other = swapped(v, 2);
+    v = larger(v, other);
+    return v[0] > v[1] ? v[0] : v[1];
 }
 
 // 2^x to 3e-7 for -126 <= x <= 0; 0 of -infinity, NaN of NaN.
@@ -118,30 +120,35 @@ static inline Floats add_pairs(Floats sums, Words w, uint32_t x) {
 #endif
 }
 
+// Where 32 sums go for each of some rows.
 struct Sums {
-    Floats of[MOST][2];
+    float* data;
+    long stride;  // numbers from one row to the next
+
+    float* operator[](long m) const { return data + m * stride; }
 };
 
 // 32 columns of a matrix as `multiply` reads them: two rows at a time, of which a word holds one column. Pair p of the
-// rows has its columns 0..15 at left(p) and 16..31 at right(p); prefetch(p) asks for what will be needed later.
+// rows has its columns 0..15 at left(p) and 16..31 at right(p). Of RUN pairs, counted from the first, the columns lie
+// stride() bytes apart from one pair to the next. prefetch(p, n) asks for what will be needed n pairs long later.
 struct Strip {
     const Words* data;  // [pairs][32]
-    const char* ahead;  // two lines of memory there, then two lines `step` bytes further, and so on
-    long step;          // 0: nothing is fetched
+    const char* ahead;  // fetched, `step` bytes for a pair
+    long step;
+    static constexpr long RUN = 16;
 
+    static long stride() { return WIDTH * sizeof(uint32_t); }
     const void* left(long p) const { return data + 2 * p; }
     const void* right(long p) const { return data + 2 * p + 1; }
-    void prefetch(long p) const {  // to the second-level cache: a strip may be larger than the first
-        if (!step) return;
-        __builtin_prefetch(ahead + p * step, 0, 2);
-        __builtin_prefetch(ahead + p * step + sizeof(Words), 0, 2);
+    void prefetch(long p, long count) const {  // to the second-level cache: a strip may be larger than the first
+        for (long i = p * step; i < (p + count) * step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
     }
 };
 
 // sums[m] = x[m] @ matrix for M rows x of 2 * pairs numbers, `stride` apart, and 32 columns of a matrix. Each sum runs
 // through the pairs in ascending order, whatever M is: so a row's bits do not depend on the rows beside it.
 template <class Matrix, int M>
-static void multiply(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums& sums) {
+static void multiply(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     Floats s[M][2] = {};  // in registers, if both loops over it are unrolled
     const bf16* at[(M + 2) / 3];  // three rows to an address: the processor adds the stride once or twice
     for (int i = 0; i < (M + 2) / 3; i++) at[i] = x + 3 * i * stride;
@@ -149,7 +156,7 @@ static void multiply(const bf16* x, long stride, const Matrix& matrix, long pair
 #pragma GCC unroll 4
         for (int i = 0; i < (M + 2) / 3; i++) asm("" : "+r"(at[i]));
         const Words a = *(const Words*)matrix.left(p), b = *(const Words*)matrix.right(p);
-        matrix.prefetch(p);
+        matrix.prefetch(p, 1);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             uint32_t pair;
@@ -161,5 +168,5 @@ static void multiply(const bf16* x, long stride, const Matrix& matrix, long pair
         for (int i = 0; i < (M + 2) / 3; i++) at[i] += 2;
     }
 #pragma GCC unroll 12
-    for (int m = 0; m < M; m++) sums.of[m][0] = s[m][0], sums.of[m][1] = s[m][1];
+    for (int m = 0; m < M; m++) *(Floats*)sums[m] = s[m][0], *(Floats*)(sums[m] + LANES) = s[m][1];
 }

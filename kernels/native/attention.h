@@ -12,7 +12,7 @@
 #include "product.h"
 
 constexpr long SPAN = 256;     // positions whose softmax is computed at once; the spans of a query are joined in order
-constexpr long TOGETHER = 48;  // queries of all heads of a group that are treated together, if a group is not larger
+constexpr long TOGETHER = 96;  // queries of all heads of a group that are treated together, if a group is not larger
 constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // as models/compiled.py has them
 
 // Some queries of one row, for one head of keys and values and the heads that share it.
@@ -52,7 +52,8 @@ struct Partial {
     void join(const Partial& next, long dim) {
         const float most = std::max(largest, next.largest);
         const float before = exp2_of(splat(largest - most))[0], after = exp2_of(splat(next.largest - most))[0];
-        for (long d = 0; d < dim; d++) sums[d] = sums[d] * before + next.sums[d] * after;
+        for (long d = 0; d < dim; d += LANES)
+            *(Floats*)(sums + d) = load(sums + d) * before + load(next.sums + d) * after;
         total = total * before + next.total * after;
         largest = most;
     }
@@ -62,12 +63,16 @@ struct Partial {
 struct Keys {
     const bf16 *tile, *other;
     long page;
+    static constexpr long RUN = 16;
 
+    static long stride() { return LANES * sizeof(uint32_t); }
     const bf16* left(long p) const { return tile + p * WIDTH; }
     const bf16* right(long p) const { return other + p * WIDTH; }
-    void prefetch(long p) const {
-        __builtin_prefetch(left(p) + page, 0, 2);
-        __builtin_prefetch(right(p) + page, 0, 2);
+    void prefetch(long p, long count) const {
+        for (; count--; p++) {
+            __builtin_prefetch(left(p) + page, 0, 2);
+            __builtin_prefetch(right(p) + page, 0, 2);
+        }
     }
 };
 
@@ -75,13 +80,17 @@ struct Keys {
 struct Values {
     const bf16 *const *keys, *const *next;  // tiles of keys that will be needed later
     long page, first, dim;
+    static constexpr long RUN = 8;
 
+    long stride() const { return dim * sizeof(uint32_t); }
     const bf16* left(long p) const { return keys[p / 8] + page + (p % 8 * dim + first) * 2; }
     const bf16* right(long p) const { return left(p) + WIDTH; }
-    void prefetch(long p) const {
-        const bf16* ahead = next[p / 8] + (first / WIDTH * 8 + p % 8) * 2 * WIDTH;
-        __builtin_prefetch(ahead, 0, 2);
-        __builtin_prefetch(ahead + WIDTH, 0, 2);
+    void prefetch(long p, long count) const {
+        for (; count--; p++) {
+            const bf16* ahead = next[p / 8] + (first / WIDTH * 8 + p % 8) * 2 * WIDTH;
+            __builtin_prefetch(ahead, 0, 2);
+            __builtin_prefetch(ahead + WIDTH, 0, 2);
+        }
     }
 };
 
@@ -97,11 +106,13 @@ struct Attention {
 
     // What one thread needs to compute.
     struct Scratch {
-        alignas(64) float scores[MAX_GROUP][SPAN];
-        alignas(64) bf16 weights[MAX_GROUP][SPAN], q[MAX_GROUP * MAX_DIM];
+        // Rows a multiple of 512 bytes apart would share lines of the first-level cache.
+        static constexpr long ROWS = std::max(TOGETHER, MAX_GROUP), SCORES = SPAN + LANES, WEIGHTS = SPAN + WIDTH;
+        alignas(64) float scores[ROWS][SCORES];
+        alignas(64) bf16 weights[ROWS][WEIGHTS], q[ROWS * MAX_DIM];
         const bf16 *keys[SPAN / LANES], *next[SPAN / LANES];  // tiles of this span and the next one
-        Seen seen[MAX_GROUP];
-        Partial part[MAX_GROUP], total[MAX_GROUP];
+        Seen seen[ROWS];
+        Partial part[ROWS], total[ROWS];
     };
 
     // The tiles of keys that hold the SPAN cache indices from `begin` on, a multiple of 16; the last of a piece again
@@ -109,9 +120,10 @@ struct Attention {
     void find(const Piece& p, long begin, const bf16** tiles) const {
         const Head head(cache, layer, p.head);
         const int* blocks = batch.block_table + p.row * batch.max_blocks;
+        const int shift = __builtin_ctzl(cache.block_size);  // a power of two
         for (long n = 0; n < SPAN; n += LANES) {
             const long j = std::min(begin + n, p.end - 1);
-            *tiles++ = head.tile(blocks[j / cache.block_size], j % cache.block_size);
+            *tiles++ = head.tile(blocks[j >> shift], j & (cache.block_size - 1));
         }
     }
 
@@ -132,29 +144,20 @@ struct Attention {
         const long tiles = (end - begin + LANES - 1) / LANES, page = cache.block_size * dim;
         for (long s = 0; s < tiles; s += 2) {
             const Keys keys{at.keys[s], at.keys[s + 1], page};
-            in_parts(rows, [&](long i, long m, long) {
-                Sums sums;
-                MULTIPLY<Keys>[m](at.q + i * dim, dim, keys, dim / 2, sums);
-                for (long k = 0; k < m; k++) {
-                    float* to = at.scores[i + k] + s * LANES;
-                    *(Floats*)to = sums.of[k][0] * scale;
-                    *(Floats*)(to + LANES) = sums.of[k][1] * scale;
-                    at.seen[i + k].hide(to, begin + s * LANES);
-                }
+            in_parts(rows, most_rows<Keys>(dim / 2), [&](long i, long m, long) {
+                multiply_rows(m, at.q + i * dim, dim, keys, dim / 2, {at.scores[i] + s * LANES, at.SCORES});
             });
+            for (long i = 0; i < rows; i++) at.seen[i].hide(at.scores[i] + s * LANES, begin + s * LANES);
         }
         for (long i = 0; i < rows; i++) {
             Floats most = splat(-1e30f);
-            for (long j = 0; j < tiles * LANES; j += LANES) {
-                Floats s = *(Floats*)(at.scores[i] + j);
-                most = larger(s, most);
-            }
-            result[i].largest = largest(most);
+            for (long j = 0; j < tiles * LANES; j += LANES) most = larger(load(at.scores[i] + j), most);
+            result[i].largest = largest(most) * scale;
         }
         for (long i = 0; i < rows; i++) {
             Floats total{};
             for (long j = 0; j < tiles * LANES; j += LANES) {
-                Floats weight = exp2_of(*(Floats*)(at.scores[i] + j) - result[i].largest);
+                const Floats weight = exp2_of(load(at.scores[i] + j) * scale - result[i].largest);
                 total += weight;
                 store(weight, at.weights[i] + j);
             }
@@ -163,11 +166,9 @@ struct Attention {
         for (long d = 0; d < dim; d += WIDTH) {
             const long from = std::min(d, dim - WIDTH);  // the last columns may begin within those before
             const Values values{at.keys, at.next, page, from, dim};
-            in_parts(rows, [&](long i, long m, long) {
-                Sums sums;
-                MULTIPLY<Values>[m](at.weights[i], SPAN, values, tiles * LANES / 2, sums);
-                for (long k = 0; k < m; k++)
-                    memcpy(result[i + k].sums + from, sums.of[k], WIDTH * sizeof(float));
+            in_parts(rows, most_rows<Values>(tiles * LANES / 2), [&](long i, long m, long) {
+                const Sums sums{result[i].sums + from, sizeof(Partial) / sizeof(float)};
+                multiply_rows(m, at.weights[i], at.WEIGHTS, values, tiles * LANES / 2, sums);
             });
         }
     }
@@ -194,8 +195,9 @@ struct Attention {
     void write(const Piece& p, const Partial* result) const {
         for (long i = 0; i < p.count; i++) {
             bf16* to = out[batch.q_start[p.row] + p.first + i] + p.head * group * dim;
-            for (long g = 0; g < group; g++, result++)
-                for (long d = 0; d < dim; d++) *to++ = to_bf16(result->sums[d] / result->total);
+            for (long g = 0; g < group; g++, result++, to += dim)
+                for (long d = 0; d < dim; d += LANES)
+                    store(load(result->sums + d) / result->total, to + d, std::min<long>(LANES, dim - d));
         }
     }
 };
@@ -205,17 +207,19 @@ struct Plan {
     std::vector<Piece> pieces;  // whole, or each span apart where there are too few of them for all threads
     std::vector<long> first;    // of each whole piece, its first one in `pieces`; and their number
     bool apart;
+    long rows = 0;  // that a piece has at most
 
     Plan(const Model& model, const Batch& batch, int threads) {
         const long group = model.heads / model.kv_heads, most = std::max(TOGETHER / group, 1L);
         std::vector<Piece> whole;
         bool long_one = false;
         for (long row = 0; row < batch.num_rows; row++)
-            for (long i = 0; i < batch.q_len[row]; i += most)
-                for (long head = 0; head < model.kv_heads; head++) {
+            for (long head = 0; head < model.kv_heads; head++)  // whose keys and values stay in the cache
+                for (long i = 0; i < batch.q_len[row]; i += most) {
                     const long count = std::min(most, batch.q_len[row] - i);
                     whole.push_back({row, head, i, count, 0, batch.base_len[row] + i + count});
                     long_one |= whole.back().end > SPAN;
+                    rows = std::max(rows, count * group);
                 }
         apart = long_one && long(whole.size()) < 4 * threads;
         for (Piece p : whole) {
@@ -231,17 +235,16 @@ struct Plan {
 };
 
 inline void attention(Team& team, const Attention& attend, const Plan& plan, Attention::Scratch& at, Partial* parts) {
-    const long rows = std::max(TOGETHER, attend.group);
     team.each(plan.pieces.size(), [&](long i, long next) {
-        attend(plan.pieces[i], plan.pieces[next], at, plan.apart ? parts + i * rows : at.total);
+        attend(plan.pieces[i], plan.pieces[next], at, plan.apart ? parts + i * plan.rows : at.total);
         if (!plan.apart) attend.write(plan.pieces[i], at.total);
     });
     if (!plan.apart) return;
     team.each(plan.first.size() - 1, [&](long i, long) {
-        Partial* total = parts + plan.first[i] * rows;
+        Partial* total = parts + plan.first[i] * plan.rows;
         const Piece& p = plan.pieces[plan.first[i]];
         for (long j = plan.first[i] + 1; j < plan.first[i + 1]; j++)
-            for (long k = 0; k < p.count * attend.group; k++) total[k].join(parts[j * rows + k], attend.dim);
+            for (long k = 0; k < p.count * attend.group; k++) total[k].join(parts[j * plan.rows + k], attend.dim);
         attend.write(p, total);
     });
 }

@@ -4,7 +4,9 @@
 // The bits of a token depend on itself and what it sees, never on the tokens or rows beside it, on the number of
 // threads or on who computes what: every sum has one order, given by the shape of a weight or by absolute positions.
 
+#include <cstdlib>
 #include <memory>
+#include <new>
 
 #include "attention.h"
 
@@ -12,16 +14,19 @@ namespace {
 
 float inverse_rms(const bf16* x, long n, float eps) {
     Floats squares{};
-    long i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int j = 0; j < LANES; j++) squares[j] += to_float(x[i + j]) * to_float(x[i + j]);
-    for (int j = 0; i + j < n; j++) squares[j] += to_float(x[i + j]) * to_float(x[i + j]);
+    for (long i = 0; i < n; i += LANES) {
+        const Floats some = load(x + i, std::min<long>(LANES, n - i));
+        squares += some * some;
+    }
     return 1 / std::sqrt(sum(squares) / n + eps);
 }
 
 void normalise(const bf16* x, long n, const bf16* weight, float eps, bf16* out) {
     const float factor = inverse_rms(x, n, eps);
-    for (long i = 0; i < n; i++) out[i] = to_bf16(to_float(x[i]) * factor * to_float(weight[i]));
+    for (long i = 0; i < n; i += LANES) {
+        const long m = std::min<long>(LANES, n - i);
+        store(load(x + i, m) * factor * load(weight + i, m), out + i, m);
+    }
 }
 
 void rms_norm(Team& team, const Model& m, Rows x, long tokens, const bf16* weight, Rows out) {
@@ -56,14 +61,17 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
 
 constexpr int PHASES = 9;  // of a layer, at most
 
-// Rows a multiple of 4 KB apart would all fall into the same few lines of the first-level cache.
+// Rows a multiple of 4 KB apart would all fall into the same few lines of the first-level cache; rows that begin within a
+// line would be read in twice as many.
 constexpr long FOUR_KB = 4096 / sizeof(bf16);
 
 struct Room : Rows {
-    std::unique_ptr<bf16[]> all;
+    std::unique_ptr<bf16[], decltype(&std::free)> all{nullptr, std::free};
 
     Room(long rows, long columns) : Rows{nullptr, columns % FOUR_KB ? columns : columns + WIDTH} {
-        all.reset(data = new bf16[rows * stride]);  // not initialised
+        const long lines = rows * stride * sizeof(bf16) / 64 + 1;
+        all.reset(data = (bf16*)std::aligned_alloc(64, lines * 64));  // not initialised
+        if (!data) throw std::bad_alloc();
     }
 };
 
@@ -97,10 +105,10 @@ extern "C" void nanospec_forward(const Forward* given) {
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
     const Room x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
     const Plan plan(m, batch, given->threads);
-    const long most = std::max(TOGETHER, m.heads / m.kv_heads);
-    const std::unique_ptr<Partial[]> parts(plan.apart ? new Partial[plan.pieces.size() * most] : nullptr);
+    const std::unique_ptr<Partial[]> parts(plan.apart ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
     run(given->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
+        const Unit unit;
         team.each(T, [&](long t, long) {
             memcpy(x[t], m.embedding + batch.input_ids[t] * H, H * sizeof(bf16));
         });
@@ -123,6 +131,9 @@ extern "C" void nanospec_forward(const Forward* given) {
 
 // What this was compiled for.
 extern "C" const char* nanospec_target() {
+#ifdef __AMX_BF16__
+    if (has_amx()) return "AMX";
+#endif
 #ifdef __AVX512BF16__
     return "avx512_bf16";
 #elif defined __AVX512F__
@@ -154,5 +165,8 @@ extern "C" void nanospec_kv_move(const Move* given) {
 }
 
 extern "C" void nanospec_linear(const Linear* given) {
-    run(given->threads, 1, [&](Team& team) { linear(team, given->weight, given->x, given->tokens, given->out); });
+    run(given->threads, 1, [&](Team& team) {
+        const Unit unit;
+        linear(team, given->weight, given->x, given->tokens, given->out);
+    });
 }

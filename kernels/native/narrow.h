@@ -14,12 +14,12 @@ typedef float Part __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef uint32_t PartWords __attribute__((vector_size(BYTES), aligned(4), may_alias));
 
 template <class Matrix, int M>
-static void multiply_narrow(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums& sums) {
+static void multiply_narrow(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     constexpr int ROWS = M < FEW ? M : FEW, HALF = sizeof(Floats) / BYTES;
     Part s[ROWS][2 * HALF] = {};
     for (long p = 0; p < pairs; p++) {
         const PartWords *left = (const PartWords*)matrix.left(p), *right = (const PartWords*)matrix.right(p);
-        matrix.prefetch(p);
+        matrix.prefetch(p, 1);
         Part low[ROWS], high[ROWS];
 #pragma GCC unroll 4
         for (int m = 0; m < ROWS; m++) {
@@ -36,10 +36,7 @@ static void multiply_narrow(const bf16* x, long stride, const Matrix& matrix, lo
             for (int m = 0; m < ROWS; m++) s[m][i] += a * low[m], s[m][i] += b * high[m];
         }
     }
-    memcpy(&sums.of, &s, sizeof s);
-    if constexpr (M > ROWS) {
-        Sums rest;
-        multiply_narrow<Matrix, M - ROWS>(x + ROWS * stride, stride, matrix, pairs, rest);
-        memcpy(&sums.of[ROWS], &rest, (M - ROWS) * sizeof sums.of[0]);
-    }
+    for (int m = 0; m < ROWS; m++) memcpy(sums[m], s[m], sizeof s[m]);
+    if constexpr (M > ROWS)
+        multiply_narrow<Matrix, M - ROWS>(x + ROWS * stride, stride, matrix, pairs, {sums[ROWS], sums.stride});
 }

@@ -3,16 +3,14 @@
 #pragma once
 #include <algorithm>
 
+#include "amx.h"
 #include "narrow.h"
 #include "structs.h"
 #include "threads.h"
 
-constexpr long CHUNK = 8 * MOST;  // tokens to a task
-constexpr long READ_BOUND = 4;    // tokens whose products take no longer than reading the weight
-
 // Products of M rows, by M, with some kind of matrix.
 template <class Matrix>
-using Multiply = void (*)(const bf16*, long, const Matrix&, long, Sums&);
+using Multiply = void (*)(const bf16*, long, const Matrix&, long, Sums);
 #ifdef __AVX512F__
 template <class Matrix, int M> constexpr Multiply<Matrix> OF = multiply<Matrix, M>;
 #else
@@ -24,10 +22,37 @@ constexpr Multiply<Matrix> MULTIPLY[] = {
     OF<Matrix, 7>, OF<Matrix, 8>, OF<Matrix, 9>, OF<Matrix, 10>, OF<Matrix, 11>, OF<Matrix, 12>,
 };
 
-// Cuts `count` rows into as few parts of at most MOST as there can be, of nearly the same size: f(first, size, i).
+constexpr long IN_REGISTERS = std::size(MULTIPLY<Strip>) - 1;  // rows whose sums, two vectors each, fit into registers
+
+// Whether the matrix unit multiplies with so many pairs of rows of a matrix. It then does so for any number of rows.
+template <class Matrix>
+bool by_amx([[maybe_unused]] long pairs) {
+#ifdef __AMX_BF16__
+    return has_amx() && pairs % Matrix::RUN == 0;
+#else
+    return false;
+#endif
+}
+
+// How many rows are multiplied with such a matrix at once.
+template <class Matrix>
+long most_rows(long pairs) {
+    return by_amx<Matrix>(pairs) ? AT_ONCE : IN_REGISTERS;
+}
+
+// Products of m <= most_rows rows.
+template <class Matrix>
+void multiply_rows(long m, const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
+#ifdef __AMX_BF16__
+    if (by_amx<Matrix>(pairs)) return multiply_amx(m, x, stride, matrix, pairs, sums);
+#endif
+    MULTIPLY<Matrix>[m](x, stride, matrix, pairs, sums);
+}
+
+// Cuts `count` rows into as few parts of at most `most` as there can be, of nearly the same size: f(first, size, i).
 template <class F>
-void in_parts(long count, F f) {
-    const long parts = (count + MOST - 1) / MOST;
+void in_parts(long count, long most, F f) {
+    const long parts = (count + most - 1) / most;
     for (long i = 0; i < parts; i++) {
         const long first = count * i / parts;
         f(first, count * (i + 1) / parts - first, i);
@@ -37,21 +62,26 @@ void in_parts(long count, F f) {
 // The rows of x, one for each token, times those of a weight: done(t, m, row, sums) gets the sums of m tokens from t on
 // and 32 rows of the weight from `row` on. With PAIR, those of the rows that lie half the weight further come with them.
 //
-// A task is a strip with up to CHUNK tokens. While it is computed, the strip that this thread will take next is on its
-// way to the cache. Where nothing but reading takes time, the processor's own prefetching is faster alone.
+// A task is a strip with some tokens: so many that reading the strip is worth it, so few that they stay in the cache and
+// that there are tasks for all threads. While it is computed, the strip that this thread will take next is on its way to
+// the cache. Where nothing but reading takes time, the processor's own prefetching is faster alone.
 template <bool PAIR = false, class Done>
 void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
-    const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, chunks = (tokens + CHUNK - 1) / CHUNK;
-    const long bytes = pairs * 2 * sizeof(Words);
-    team.each(strips * chunks, [&](long task, long next) {
-        const long s = task / chunks, from = task % chunks * CHUNK, count = std::min(CHUNK, tokens - from);
-        const long after = next / chunks, parts = (count + MOST - 1) / MOST;
-        in_parts(count, [&](long first, long m, long part) {
+    const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, bytes = pairs * 2 * sizeof(Words);
+    const long most = most_rows<Strip>(pairs), all = (tokens + most - 1) / most * strips;
+    const long chunk = most * std::clamp(all / (4 * team.threads), 1L, 8L), chunks = (tokens + chunk - 1) / chunk;
+    const bool read_bound = tokens <= (by_amx<Strip>(pairs) ? AT_ONCE / 2 : IN_REGISTERS / 3);
+    team.each(chunks * strips, [&](long task, long next) {
+        const long s = task % strips, from = task / strips * chunk, count = std::min(chunk, tokens - from);
+        const long after = next % strips, parts = (count + most - 1) / most;
+        in_parts(count, most, [&](long first, long m, long part) {
+            alignas(64) float room[1 + PAIR][AT_ONCE * WIDTH];
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
-                const Strip strip{w.strip(s + half * strips), ahead, tokens > READ_BOUND ? bytes / pairs / parts : 0};
-                MULTIPLY<Strip>[m](x[from + first], x.stride, strip, pairs, sums[half]);
+                const Strip strip{w.strip(s + half * strips), ahead, read_bound ? 0 : bytes / pairs / parts};
+                sums[half] = {room[half], WIDTH};
+                multiply_rows(m, x[from + first], x.stride, strip, pairs, sums[half]);
             }
             done(from + first, m, s * WIDTH, sums);
         });
@@ -60,12 +90,12 @@ void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
 
 // Calls f(t, row, values, n) with the sums of token t and n <= 16 rows of the weight from `row` on, bias included.
 template <class F>
-void with_bias(const Weight& w, long t, long m, long row, const Sums& sums, F f) {
+void with_bias(const Weight& w, long t, long m, long row, Sums sums, F f) {
     for (int half = 0; half < 2; half++, row += LANES) {
         const long n = std::min<long>(LANES, w.rows - row);
         if (n <= 0) return;
         const Floats bias = w.bias ? load(w.bias + row, n) : Floats{};
-        for (long i = 0; i < m; i++) f(t + i, row, sums.of[i][half] + bias, n);
+        for (long i = 0; i < m; i++) f(t + i, row, load(sums[i] + half * LANES) + bias, n);
     }
 }
 
@@ -94,7 +124,7 @@ inline void swiglu(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
     product<true>(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
         for (int half = 0; half < 2; half++, row += LANES)
             for (long i = 0; i < m; i++) {
-                Floats gate = sums[0].of[i][half], up = sums[1].of[i][half];
+                Floats gate = load(sums[0][i] + half * LANES), up = load(sums[1][i] + half * LANES);
                 if (w.bias) gate += load(w.bias + row), up += load(w.bias + inner + row);
                 // silu(x) = x / (1 + e^-x); from e^-|x|, which does not overflow
                 const Floats small = exp2_of((gate < 0 ? gate : -gate) * LOG2_E);

@@ -34,7 +34,7 @@ struct alignas(64) Count {
 };
 
 class Team {
-    const long threads, own;
+    const long own;
     Count *phase, *end;
 
     // Runs what is left of a run of tasks, first .. first + size - 1, and returns how many that were.
@@ -53,9 +53,11 @@ class Team {
     }
 
   public:
+    const long threads;
+
     // Each thread has its own Team over the same counts, and goes through the phases in the same order.
     Team(std::vector<Count>& all, long threads, long own)
-        : threads(threads), own(own), phase(all.data()), end(phase + all.size()) {}
+        : own(own), phase(all.data()), end(phase + all.size()), threads(threads) {}
 
     static long counts(long phases, long threads) { return phases * (threads + 1); }
 

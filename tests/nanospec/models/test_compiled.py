@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import random
 import re
 import signal
@@ -303,7 +304,7 @@ def test_hidden_states_are_never_4_kb_apart() -> None:
 
 
 def test_whose_code_runs_is_said(model: Model) -> None:
-    assert re.fullmatch(r"C\+\+ \((avx512_bf16|AVX-512|AVX2|no AVX)\)", computed_by(model))
+    assert re.fullmatch(r"C\+\+ \((AMX|avx512_bf16|AVX-512|AVX2|no AVX)\)", computed_by(model))
     assert computed_by(tiny_model()) == "PyTorch"  # in float32
     assert "products in C++ (" in computed_by(tiny_model(dtype=BF16, intermediate_size=90))
     with forced("triton"):
@@ -344,7 +345,7 @@ def test_nothing_that_a_query_does_not_see_reaches_it(model: Model) -> None:
 
 @pytest.mark.parametrize("K", [2, 50, 576])
 @pytest.mark.parametrize("N", [1, 31, 32, 33, 200])
-@pytest.mark.parametrize("T", [1, 2, 11, 12, 13, 25, 97, 200])
+@pytest.mark.parametrize("T", [1, 2, 11, 12, 13, 16, 17, 33, 97, 200])
 def test_linear(T: int, N: int, K: int) -> None:
     generator = torch.Generator().manual_seed(T * N + K)
     x, weight, bias = (torch.randn(*s, generator=generator).to(BF16) for s in ((T, K), (N, K), (N,)))
@@ -377,20 +378,34 @@ def test_linear_refuses_what_does_not_fit() -> None:
             call_()
 
 
-@pytest.fixture(scope="module")
-def for_avx2(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The library for a processor without bfloat16 instructions."""
+# Processors by what the library says of itself: how GCC is told, and what the system calls the instructions.
+PROCESSORS = {
+    "AVX2": ("x86-64-v3", "avx2"),
+    "AVX-512": ("x86-64-v4", "avx512vl"),
+    "avx512_bf16": ("x86-64-v4 -mavx512bf16", "avx512_bf16"),
+    "AMX": ("x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", "amx_bf16"),
+}
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def compiled_for(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library for a kind of processor, which also compiles where there is none."""
+    if platform.machine() != "x86_64":
+        pytest.skip("not an x86 processor")
+    option, flag = PROCESSORS[request.param]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march=x86-64-v3")
-        try:
-            return ctypes.CDLL(str(build.built(tmp_path_factory.mktemp("avx2"))))
-        except subprocess.CalledProcessError:
-            pytest.skip("not an x86 processor")
+        patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march={option}")
+        library = ctypes.CDLL(str(build.built(tmp_path_factory.mktemp("other"))))
+    if flag not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip(f"not a processor with {flag}")
+    library.nanospec_target.restype = ctypes.c_char_p
+    assert library.nanospec_target().decode() == request.param
+    return library
 
 
 @pytest.fixture
-def other_library(for_avx2: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(call, "library", lambda: for_avx2)
+def other_library(compiled_for: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(call, "library", lambda: compiled_for)
     call._function.cache_clear()
     yield
     call._function.cache_clear()
@@ -402,13 +417,25 @@ def test_other_processors(model: Model) -> None:
 
 
 @pytest.mark.usefixtures("other_library")
-def test_bits_do_not_depend_on_the_batch_on_other_processors() -> None:
+@pytest.mark.parametrize("K", [200, 224])
+def test_bits_do_not_depend_on_the_batch_on_other_processors(K: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((30, 200), (70, 200)))
-    expected = packed.linear(x, packed.pack(weight))
+    x, weight = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((300, K), (70, K)))
+    strips = packed.pack(weight)
+    expected = packed.linear(x, strips)
     torch.testing.assert_close(expected.double(), x.double() @ weight.double().T, rtol=1 / 200, atol=4e-3)
-    for count in range(1, 13):
-        assert torch.equal(packed.linear(x[:count], packed.pack(weight)), expected[:count])
+    for count in (*range(1, 35), 63, 64, 65, 96, 97, 257):
+        assert torch.equal(packed.linear(x[:count], strips), expected[:count])
+        assert torch.equal(packed.linear(x[-count:], strips), expected[-count:])
+
+
+def test_products_of_pytorch_are_not_disturbed() -> None:
+    """Which may use the same registers, of a shape of its own."""
+    x, weight = torch.randn(40, 64).to(BF16), torch.randn(96, 64).to(BF16)
+    ours, theirs = packed.linear(x, packed.pack(weight)), x @ weight.T
+    for count in (1, 40, 17):
+        assert torch.equal(packed.linear(x[:count], packed.pack(weight)), ours[:count])
+        assert torch.equal(x @ weight.T, theirs)
 
 
 def test_a_processor_named_in_cxx_is_compiled_for() -> None:

@@ -1,0 +1,97 @@
+// `multiply` of arithmetic.h by the matrix unit of Intel's processors (AMX). One of its instructions multiplies 16 rows of
+// 32 numbers with 16 columns, in an order of its own: it adds up the even and the odd numbers, and their sums to what
+// there was. So that a row's bits do not depend on the rows beside it, it also multiplies single rows.
+
+#pragma once
+#include "arithmetic.h"
+
+constexpr long AT_ONCE = 2 * LANES;  // rows
+
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+// Whether the system lets this process use the unit's registers.
+inline bool has_amx() {
+    static const bool permitted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+    return permitted;
+}
+
+// What a thread has told its unit: that registers 0 and 1 hold sums of `upper` rows, 2 and 3 of `lower` ones, 4 and 5
+// such rows of x, and 6 and 7 so many pairs of rows of the matrix.
+struct Shape {
+    int upper = 0, lower = 0, pairs = 0;
+
+    void set(int upper, int lower, int pairs) {
+        if (upper == this->upper && lower == this->lower && pairs == this->pairs) return;
+        *this = {upper, lower, pairs};
+        const uint8_t line = LANES * 4, run = pairs * 4;  // bytes of a register's row
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16];
+            uint8_t rows[16];
+        } all{.bytes = {line, line, line, line, run, run, line, line}};
+        const int more = std::max(lower, 1);  // a register without rows is an error
+        const int rows[] = {upper, upper, more, more, upper, more, pairs, pairs};
+        std::copy(rows, rows + 8, all.rows);
+        _tile_loadconfig(&all);
+    }
+
+    void forget() {
+        if (pairs) _tile_release();
+        *this = {};
+    }
+};
+
+inline constinit thread_local Shape shape;
+
+// `multiply` for m <= AT_ONCE rows, if RUN divides `pairs`.
+template <class Matrix>
+static void multiply_amx(long m, const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
+    constexpr long RUN = Matrix::RUN;
+    const long row = stride * sizeof(bf16), step = matrix.stride(), to = sums.stride * sizeof(float);
+    const int upper = std::min<long>(m, LANES);
+    shape.set(upper, m - upper, RUN);
+    _tile_zero(0);
+    _tile_zero(1);
+    if (m > LANES) {
+        _tile_zero(2);
+        _tile_zero(3);
+        for (long p = 0; p < pairs; p += RUN) {
+            matrix.prefetch(p, RUN);
+            _tile_loadd(6, matrix.left(p), step);
+            _tile_loadd(4, x + 2 * p, row);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, matrix.right(p), step);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, x + LANES * stride + 2 * p, row);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, sums[LANES], to);
+        _tile_stored(3, sums[LANES] + LANES, to);
+    } else {
+        for (long p = 0; p < pairs; p += RUN) {
+            matrix.prefetch(p, RUN);
+            _tile_loadd(4, x + 2 * p, row);
+            _tile_loadd(6, matrix.left(p), step);
+            _tile_loadd(7, matrix.right(p), step);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    }
+    _tile_stored(0, sums[0], to);
+    _tile_stored(1, sums[0] + LANES, to);
+}
+#endif
+
+// What a thread holds while it multiplies. (A thread is switched more slowly while the unit's registers are in use.)
+struct Unit {
+    ~Unit() {
+#ifdef __AMX_BF16__
+        shape.forget();
+#endif
+    }
+};
