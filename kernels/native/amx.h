@@ -36,6 +36,7 @@ struct Shape {
         const int more = std::max(lower, 1);  // a register without rows is an error
         const int rows[] = {upper, upper, more, more, upper, more, pairs, pairs};
         std::copy(rows, rows + 8, all.rows);
+        asm volatile("" ::: "memory");  // GCC does not know that all of it is read
         _tile_loadconfig(&all);
     }
 
@@ -54,6 +55,7 @@ static void multiply_amx(long m, const bf16* x, long stride, const Matrix& matri
     const long row = stride * sizeof(bf16), step = matrix.stride(), to = sums.stride * sizeof(float);
     const int upper = std::min<long>(m, LANES);
     shape.set(upper, m - upper, RUN);
+    asm volatile("" ::: "memory");  // nor that these instructions read memory at all
     _tile_zero(0);
     _tile_zero(1);
     if (m > LANES) {

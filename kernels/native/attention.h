@@ -14,6 +14,7 @@
 constexpr long SPAN = 256;     // positions whose softmax is computed at once; the spans of a query are joined in order
 constexpr long TOGETHER = 96;  // queries of all heads of a group that are treated together, if a group is not larger
 constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // as models/compiled.py has them
+constexpr long APART = 64 << 20;               // bytes that results of spans may take
 
 // Some queries of one row, for one head of keys and values and the heads that share it.
 struct Piece {
@@ -212,16 +213,17 @@ struct Plan {
     Plan(const Model& model, const Batch& batch, int threads) {
         const long group = model.heads / model.kv_heads, most = std::max(TOGETHER / group, 1L);
         std::vector<Piece> whole;
-        bool long_one = false;
+        long spans = 0;
         for (long row = 0; row < batch.num_rows; row++)
             for (long head = 0; head < model.kv_heads; head++)  // whose keys and values stay in the cache
                 for (long i = 0; i < batch.q_len[row]; i += most) {
                     const long count = std::min(most, batch.q_len[row] - i);
                     whole.push_back({row, head, i, count, 0, batch.base_len[row] + i + count});
-                    long_one |= whole.back().end > SPAN;
+                    spans += (whole.back().end + SPAN - 1) / SPAN;
                     rows = std::max(rows, count * group);
                 }
-        apart = long_one && long(whole.size()) < 4 * threads;
+        const long count = whole.size(), bytes = spans * rows * sizeof(Partial);
+        apart = count < spans && count < 4 * threads && bytes <= APART;
         for (Piece p : whole) {
             first.push_back(pieces.size());
             const long end = p.end, step = apart ? SPAN : end;
