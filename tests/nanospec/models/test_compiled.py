@@ -400,7 +400,10 @@ def compiled_for(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     if flag not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"not a processor with {flag}")
     library.nanospec_target.restype = ctypes.c_char_p
-    assert library.nanospec_target().decode() == request.param
+    said = library.nanospec_target().decode()
+    if (request.param, said) == ("AMX", "avx512_bf16"):
+        pytest.skip("the system refuses AMX")
+    assert said == request.param
     return library
 
 
