@@ -24,8 +24,8 @@ from .kernels.table import Table
 from .memory import kv_shape
 from .models.decoder import Model
 
-# Tokens per pass at which the time is measured: also on both sides of 12, up to which a compiled product
-# reads a weight once, and as many that the time grows evenly from there on.
+# Tokens per pass at which the time is measured: also on both sides of 12 (with AMX, 32), up to which a
+# compiled product reads a weight once, and as many that the time grows evenly from there on.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 24, 32, 64, 128)
 # What a draft costs a step of some rows is a small difference of the times of short passes, whose sign noise
 # of 5 % would turn.

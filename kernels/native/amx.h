@@ -53,39 +53,30 @@ template <class Matrix>
 static void multiply_amx(long m, const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     constexpr long RUN = Matrix::RUN;
     const long row = stride * sizeof(bf16), step = matrix.stride(), to = sums.stride * sizeof(float);
-    const int upper = std::min<long>(m, LANES);
-    shape.set(upper, m - upper, RUN);
+    const int upper = std::min<long>(m, LANES), lower = m - upper;
+    shape.set(upper, lower, RUN);
     asm volatile("" ::: "memory");  // nor that these instructions read memory at all
     _tile_zero(0);
     _tile_zero(1);
-    if (m > LANES) {
-        _tile_zero(2);
-        _tile_zero(3);
-        for (long p = 0; p < pairs; p += RUN) {
-            matrix.prefetch(p, RUN);
-            _tile_loadd(6, matrix.left(p), step);
-            _tile_loadd(4, x + 2 * p, row);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, matrix.right(p), step);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, x + LANES * stride + 2 * p, row);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(2, sums[LANES], to);
-        _tile_stored(3, sums[LANES] + LANES, to);
-    } else {
-        for (long p = 0; p < pairs; p += RUN) {
-            matrix.prefetch(p, RUN);
-            _tile_loadd(4, x + 2 * p, row);
-            _tile_loadd(6, matrix.left(p), step);
-            _tile_loadd(7, matrix.right(p), step);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-        }
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long p = 0; p < pairs; p += RUN) {
+        matrix.prefetch(p, RUN);
+        _tile_loadd(6, matrix.left(p), step);
+        _tile_loadd(4, x + 2 * p, row);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, matrix.right(p), step);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!lower) continue;
+        _tile_loadd(5, x + LANES * stride + 2 * p, row);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, sums[0], to);
     _tile_stored(1, sums[0] + LANES, to);
+    if (!lower) return;
+    _tile_stored(2, sums[LANES], to);
+    _tile_stored(3, sums[LANES] + LANES, to);
 }
 #endif
 

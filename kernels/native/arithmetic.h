@@ -130,7 +130,7 @@ struct Sums {
 
 // 32 columns of a matrix as `multiply` reads them: two rows at a time, of which a word holds one column. Pair p of the
 // rows has its columns 0..15 at left(p) and 16..31 at right(p). Of RUN pairs, counted from the first, the columns lie
-// stride() bytes apart from one pair to the next. prefetch(p, n) asks for what will be needed n pairs long later.
+// stride() bytes apart from one pair to the next. prefetch(p, n), beside n pairs from p on, asks for what comes later.
 struct Strip {
     const Words* data;  // [pairs][32]
     const char* ahead;  // fetched, `step` bytes for a pair
