@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,21 @@ def in_turn(engines: dict[str, Engine], prompts: list[list[int]], max_tokens: in
     return found
 
 
-def _chat(tokenizer: Tokenizer, text: str) -> list[int]:
+def make_engines(name: str, ks: Mapping[str, Any], **more: Any) -> tuple[dict[str, Engine], Tokenizer]:
+    """One for each K, by its name; all have the same weights. `more` are fields of `EngineConfig`."""
+    folder = resolve_model(name)
+    model, tokenizer = load_model(folder, torch.bfloat16, "cpu"), Tokenizer(folder)
+    engines: dict[str, Engine] = {}
+    for system, k in ks.items():
+        spec = SpecConfig(num_speculative_tokens=k)
+        config = EngineConfig(spec=spec, max_num_seqs=64, enable_prefix_caching=False, **more)
+        drafter = load_drafter(config.spec, Target(model, folder, tokenizer))
+        engines[system] = Engine(config, Worker(config, model, drafter), tokenizer)
+    return engines, tokenizer
+
+
+def chat(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A chat of this one message."""
     turn = [{"role": "user", "content": text}]
     return tokenizer.encode(
         tokenizer.apply_chat_template(turn, add_generation_prompt=True), add_special_tokens=False
@@ -99,20 +113,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
-    folder = resolve_model(args.model)
-    model, tokenizer = load_model(folder, torch.bfloat16, "cpu"), Tokenizer(folder)
-    engines: dict[str, Engine] = {}
-    for name, k in SYSTEMS.items():
-        config = EngineConfig(
-            spec=SpecConfig(num_speculative_tokens=k), max_num_seqs=64, enable_prefix_caching=False
-        )
-        drafter = load_drafter(config.spec, Target(model, folder, tokenizer))
-        engines[name] = Engine(config, Worker(config, model, drafter), tokenizer)
+    engines, tokenizer = make_engines(args.model, SYSTEMS)
     cases = []
     for kind in args.kinds:
         for B in args.batches:
             texts = KINDS[kind](min(B * args.rounds, 64))
-            prompts = [_chat(tokenizer, text) for text in texts]
+            prompts = [chat(tokenizer, text) for text in texts]
             rounds = []
             for i in range(args.rounds):
                 asked = [prompts[(i * B + j) % len(prompts)] for j in range(B)]
