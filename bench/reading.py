@@ -6,6 +6,7 @@ A step without drafts and a sum of 256 MiB by PyTorch, which lie on large pages 
 in one process, so that both meet the same neighbours; after each sum a pause lets PyTorch's threads go to
 sleep. The share is taken pair by pair: bytes of bf16 weights by the time of the whole step, host included,
 over the rate of the sum beside it. It would be 1 if a step did nothing but read weights as fast as that.
+The other limit is measured after that: products of square matrices, by what the engine uses.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import torch
 
 from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.kernels.layer.linear import linear, pack
 from nanospec.memory import zeros_on_demand
 
 SUMMED = 256 << 20  # bytes
 PAUSE = 0.01  # seconds
 PROMPT = 200  # tokens
 REQUEST = 300  # steps
+SQUARE = 1024  # rows and columns of both matrices of a product
 
 
 def main() -> None:
@@ -58,12 +61,25 @@ def main() -> None:
         sums.append(SUMMED / (end - middle) / 1e9)
         time.sleep(PAUSE)
     shares = [step / read for step, read in zip(steps, sums)]
-    for name, found in (("step, GB/s", steps), ("sum, GB/s", sums), ("share", shares)):
+    products = product_rates(args.steps)
+    lists = {"step, GB/s": steps, "sum, GB/s": sums, "share": shares, "product, GFLOP/s": products}
+    for name, found in lists.items():
         low, middle, high = statistics.quantiles(found, n=4)
-        print(f"{name:12} {middle:.3g} (a quarter below {low:.3g}, a quarter above {high:.3g})")
-    result = {"step_gb_per_s": steps, "sum_gb_per_s": sums, "share": shares}
+        print(f"{name:16} {middle:.3g} (a quarter below {low:.3g}, a quarter above {high:.3g})")
+    result = {"step_gb_per_s": steps, "sum_gb_per_s": sums, "share": shares, "product_gflop_per_s": products}
     rounded = {name: [round(x, 3) for x in found] for name, found in result.items()}
     common.save("reading", {"environment": common.environment(), **rounded}, args.out)
+
+
+def product_rates(count: int) -> list[float]:
+    """GFLOP/s of so many products in bf16."""
+    matrix = torch.randn(SQUARE, SQUARE).bfloat16()
+    weight, rates = pack(matrix), []
+    for _ in range(count):
+        start = time.perf_counter()
+        linear(matrix, weight)
+        rates.append(2e-9 * SQUARE**3 / (time.perf_counter() - start))
+    return rates
 
 
 if __name__ == "__main__":
