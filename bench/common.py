@@ -83,18 +83,6 @@ def save(name: str, result: dict[str, Any], out: Path = RESULTS) -> None:
     print(json.dumps(result))
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot, drawing to files. It is an optional extra, so only plots import it."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("Plots need matplotlib: pip install '.[plot]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, and the smallest and largest value."""
     return {

@@ -2,7 +2,7 @@
 
     make peers
     python bench/cpu.py [--parts short sampled] [--rounds 5] [--prompts 20] [--batch 1 4] [--peers vllm]
-                        [--quick | --all] [--fresh] [--plot MESSAGE] [--out bench/results]
+                        [--quick | --all] [--fresh] [--out bench/results]
 
 Every system runs in processes of its own, one without guessing and one with n-gram lookup, on the same
 prompts. They take turns, case by case, in an order that rotates from round to round, while the others
@@ -72,8 +72,6 @@ def main() -> None:
         }
         print(f"\n{tables.markdown(tables.all_rows(result))}\n")
         common.save(args.name, result, args.out)  # after each part: a later one may fail
-    if args.plot:
-        tables.plot(tables.all_rows(result), args.out / f"{args.name}.png", args.plot)
 
 
 def parse() -> argparse.Namespace:
@@ -91,7 +89,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="--prompts 8 --batch 1 4 16")
     parser.add_argument("--all", action="store_true", help="every part and peer")
     parser.add_argument("--fresh", action="store_true", help="new processes in each round")
-    parser.add_argument("--plot", metavar="MESSAGE", help="draw all parts' ratios, and say this above them")
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()

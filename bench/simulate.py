@@ -1,6 +1,6 @@
 """Is the automatic choice of K right? Policies against traces and costs, without a model.
 
-    python bench/simulate.py [--plot] [--costs steps.json] [--out bench/results]
+    python bench/simulate.py [--costs steps.json] [--out bench/results]
 
 B requests run at once, taking the next text when one ends. Each step a policy says how many drafts are
 verified; the traces (`traces.py`) say how many of them are right; the cost table says how long it took.
@@ -124,7 +124,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=int, default=40, help="per workload")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--costs", type=Path, help='measured: {"cost": {"B": {"K": ms}}}')
-    parser.add_argument("--plot", action="store_true", help="also draw simulate.png (needs matplotlib)")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
 
@@ -152,9 +151,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for system, by_name in result.items():
         show(system, by_name)
-    if args.plot:
-        args.out.mkdir(parents=True, exist_ok=True)
-        plot(result, args.out / "simulate.png")
     settings = {"environment": common.environment(), "min": args.min, "max": args.max}
     common.save("simulate", {**settings, "systems": result}, args.out)
 
@@ -174,40 +170,6 @@ def show(system: str, by_name: dict[str, dict[int, dict[str, Any]]]) -> None:
         f"  at least {min(r['auto_to_best_fixed'] for r in runs):.1%} of the best fixed K (limit 95 %), "
         f"{min(r['speedup']['auto'] for r in runs):.1%} of K=0 (limit 98 %)"
     )
-
-
-def plot(result: dict[str, dict[str, dict[int, dict[str, Any]]]], path: Path) -> None:
-    """Speed-up over batch size: fixed K thin, automatic thick, oracle dashed."""
-    plt = common.pyplot()
-    most = max(len(by_name["news"]) for by_name in result.values())
-    systems = [system for system in result if len(result[system]["news"]) == most]  # with all batch sizes
-    names = ("code edits", "quotation", "news", "mixed")
-    shape = (len(systems), len(names))
-    size = (3.2 * shape[1], 2.6 * shape[0])
-    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, sharex=True)
-    for row, system in zip(axes, systems):
-        for axis, name in zip(row, names):
-            by_batch = result[system][name]
-            batches = list(by_batch)
-            ks = [k for k in ("K=1", "K=2", "K=4", "K=8", "K=16") if k in by_batch[batches[0]]["speedup"]]
-            for k, color in zip(ks, plt.cm.viridis([0.0, 0.25, 0.5, 0.75, 0.92])):
-                speed = [by_batch[B]["speedup"][k] for B in batches]
-                axis.plot(batches, speed, color=color, lw=1, label=k)
-            auto = [by_batch[B]["speedup"]["auto"] for B in batches]
-            axis.plot(batches, auto, "r", lw=2.2, label="automatic")
-            axis.plot(batches, [by_batch[B]["oracle"] for B in batches], "k--", lw=1, label="oracle")
-            axis.axhline(1, color="grey", lw=0.7)
-            axis.set(xscale="log", ylim=(0, None))
-            axis.set_xticks(batches, [str(B) for B in batches])
-            axis.minorticks_off()
-            axis.set_title(f"{name}\n{system}", fontsize=8)
-            axis.tick_params(labelsize=7)
-        row[0].set_ylabel("speed-up over K = 0", fontsize=8)
-    axes[0][0].legend(fontsize=7)
-    for axis in axes[-1]:
-        axis.set_xlabel("batch size", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=75)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.common import pyplot, spread
+from bench.common import spread
 
 Json = dict[str, Any]
 Round = dict[tuple[str, str], Json]
@@ -110,21 +110,3 @@ def _cell(row: Json, case: str) -> str:
 
 def _ratio(found: Json | None) -> str:
     return f"{found['median']:.2f} ({found['min']:.2f}–{found['max']:.2f})" if found else ""
-
-
-def plot(table: Sequence[Json], file: Any, message: str) -> None:
-    """Our rate over the peers', case by case."""
-    plt = pyplot()
-    bars = [row for row in table if "nanospec_ratio" in row]
-    figure, axis = plt.subplots(figsize=(7, 0.8 + 0.32 * len(bars)))
-    middle = [row["nanospec_ratio"]["median"] for row in bars]
-    low = [row["nanospec_ratio"]["median"] - row["nanospec_ratio"]["min"] for row in bars]
-    high = [row["nanospec_ratio"]["max"] - row["nanospec_ratio"]["median"] for row in bars]
-    axis.barh(range(len(bars)), middle, xerr=(low, high), color="#4477aa", error_kw={"ecolor": "#444444"})
-    axis.set_yticks(range(len(bars)), [f"{row['system']}, {row['way']}, {row['case']}" for row in bars])
-    axis.invert_yaxis()
-    axis.axvline(1, color="black", linewidth=1)
-    axis.set_xlabel("nanospec over them, in tokens per second: median and range of the rounds")
-    axis.set_title(message, loc="left", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)

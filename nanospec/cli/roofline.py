@@ -168,11 +168,6 @@ def expected_tokens(acceptance: float, K: int) -> float:
     return sum(acceptance**j for j in range(K + 1))
 
 
-def speedup(config: ModelConfig, B: int, K: int, context: int, machine: Machine, acceptance: float) -> float:
-    """Tokens per second with K drafts over tokens per second without."""
-    return expected_tokens(acceptance, K) / break_even(config, B, K, context, machine)
-
-
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     """What PyTorch reads of 512 MiB, and a product of 1024 (GPU: 8192) square matrices."""
     on_gpu = device.type == "cuda"

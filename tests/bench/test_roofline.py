@@ -115,13 +115,6 @@ def test_expected_tokens() -> None:
     assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
 
 
-def test_speedup_is_one_where_tokens_break_even() -> None:
-    config = MODELS["qwen3-8b"]
-    gains = [roofline.speedup(config, 256, 4, 1024, H200, a) for a in (0.0, 0.5, 1.0)]
-    assert gains[0] < 0.5 < gains[1] < gains[2]
-    assert gains[2] == pytest.approx(5 / break_even(config, 256, 4, 1024, H200))
-
-
 def test_the_explanation_names_every_kernel_and_the_break_even_point() -> None:
     text = roofline.explain(MODELS["qwen3-8b"], H200, context=1024, B=64, K=4)
     for kernel in account(MODELS["qwen3-8b"], 1, 1).kernels:
