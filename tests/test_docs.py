@@ -1,7 +1,11 @@
-"""What the documents name is there: files, folders, names of the code, options, targets of make.
+"""What the documents name is there: files, folders, names of the code, options, targets of make; and their
+snippets run.
 
 Checked is what stands in backticks or in code blocks of README.md, CONTRIBUTING.md and docs/, and the
 files that docstrings name in backticks. Placeholders (NAME, `...`) and files of models are left out.
+
+The python blocks of a document are run in order, as one program. What one prints must be the ```output
+block behind it, if there is one. A block that begins with `# needs the model` is left out without it.
 """
 
 from __future__ import annotations
@@ -9,14 +13,20 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import nanospec
-from nanospec.cli.options import build_parser
+from nanospec import llm
+from nanospec.cli.options import build_parser, parse
+from nanospec.drafters import base
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("nanospec", "kernels", "bench", "tests", "docs")
@@ -33,6 +43,9 @@ CODE = [path for path in SOURCES if not path.is_relative_to(ROOT / "tests")]
 PLACEHOLDER = re.compile(r"\b(NAME|FILE|FOLDER|DRAFT|DIR|PATH|MODEL|OUT)\b|\.\.\.|[<{]|^~|^\./|^https?:")
 FILE = re.compile(r"[\w.-]+\.(py|md|png|toml|yml)|Makefile|LICENSE")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(.*\))?")
+DATA = re.compile(r".*\.(json|jsonl|html|svg|gguf|safetensors|whl|jinja|txt|h|cpp)")  # of users, or linked to
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:```output\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+NEEDS_MODEL = "# needs the model\n"
 
 
 @cache
@@ -60,6 +73,37 @@ def words() -> frozenset[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 100:
                 found.update(re.findall(r"\w+", node.value))
     return frozenset(found)
+
+
+@cache
+def definitions() -> dict[str, set[str]]:
+    """What each module defines, at any depth, by its bare name; what each package has in it; the members of
+    each class, its bases' included."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    found["nanospec"].add("kernels")
+    bases: dict[str, list[str]] = {}
+    for path in CODE:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found[path.parent.name if path.stem == "__init__" else path.stem] |= set(defined(tree))
+        found[path.parent.name].add(path.stem)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name] |= set(defined(node))
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    for _ in range(3):  # of classes that inherit from each other
+        for name, parents in bases.items():
+            found[name].update(*(found[parent] for parent in parents if parent in bases))
+    return dict(found)
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).split(".")[0]
 
 
 @cache
@@ -105,9 +149,13 @@ def missing(text: str, near: Path) -> list[str]:
         return [] if text.split("=")[0] in flags() else [text]
     if file_is_missing(text, near):
         return [text]
-    if FILE.fullmatch(text) or NAME.fullmatch(text) is None or PLACEHOLDER.search(text):
+    if FILE.fullmatch(text) or DATA.fullmatch(text) or not NAME.fullmatch(text) or PLACEHOLDER.search(text):
         return []
-    return [part for part in re.sub(r"\(.*", "", text).split(".") if part not in words()]
+    parts = re.sub(r"\(.*", "", text).split(".")
+    known = definitions()
+    return [part for part in parts if part not in words()] or [
+        f"{owner}.{name}" for owner, name in pairwise(parts) if owner in known and name not in known[owner]
+    ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -124,15 +172,79 @@ def test_what_a_document_names_is_there(document: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_and_python_of_a_document_work(document: Path) -> None:
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_links_and_pictures_of_a_document_are_there(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
-    assert [link for link in links if not (document.parent / link).exists()] == []
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
+    links = re.findall(r"\]\((?!https?:|mailto:)([^)\s]*)", text) + re.findall(r'<img src="([^"]+)"', text)
+    wrong = []
+    for link in links:
+        name, _, heading = link.partition("#")
+        target = document.parent / name if name else document
+        if not target.exists() or (heading and heading not in anchors(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def anchors(document: Path) -> list[str]:
+    """What links to the headings of a document end with."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+
+
+def test_the_tour_leads_to_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in (ROOT / "docs").glob("[!R]*.md") if f"({path.name})" not in index] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_command_lines_of_a_document_can_be_read(document: Path) -> None:
+    for line in re.findall(r"(?:python run\.py|nanospec) (-[^`\n]*)", document.read_text(encoding="utf-8")):
+        if not re.search(r"\[|\||-h\b|--help|--version", line):
+            parse(shlex.split(line, comments=True))
+
+
+def snippets(document: Path) -> list[tuple[str, str]]:
+    """The python blocks of a document, and the output behind each of them."""
+    return BLOCK.findall(document.read_text(encoding="utf-8"))
+
+
+WITH_SNIPPETS = [path for path in DOCUMENTS if snippets(path)]
+
+
+@pytest.mark.parametrize("document", WITH_SNIPPETS, ids=lambda path: path.name)
+def test_snippets_of_a_document_run(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in ROOT.glob("[!.]*"):  # what a snippet writes does not stay in the checkout
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(llm, "LLM", loaded_once)
+    monkeypatch.setattr(base, "METHODS", dict(base.registered()))
+    model_is_there = (ROOT / "weights/smollm2-135m-instruct/model.safetensors").is_file()
+    left_out, names = 0, dict[str, Any](__name__="__main__")
+    for code, output in snippets(document):
+        for node in ast.walk(ast.parse(code)):  # also of snippets that are left out
             if isinstance(node, ast.ImportFrom) and node.module == "nanospec":
                 assert {alias.name for alias in node.names} <= set(nanospec.__all__)
+        if code.startswith(NEEDS_MODEL) and not model_is_there:
+            left_out += 1
+            continue
+        exec(compile(code, document.name, "exec"), names)
+        printed = capsys.readouterr().out
+        assert not output or printed == output
+    if left_out:
+        pytest.skip(f"{left_out} snippets need smollm2-135m-instruct")
+
+
+_LLM, _loaded = llm.LLM, dict[str, llm.LLM]()
+
+
+def loaded_once(model: str, **options: Any) -> llm.LLM:
+    """Documents that ask for the same model share it."""
+    key = repr((model, sorted(options.items())))
+    if key not in _loaded:
+        _loaded[key] = _LLM(model, **options)
+    return _loaded[key]
 
 
 def test_files_that_docstrings_name_are_there() -> None:
@@ -159,6 +271,14 @@ def test_files_that_docstrings_name_are_there() -> None:
         ("SamplingParams", []),
         ("LLM.generate(prompts)", []),
         ("LLM.genarate(prompts)", ["genarate"]),
+        ("LLM.schedule", ["LLM.schedule"]),
+        ("Scheduler.schedule", []),
+        ("AutoPolicy.observe", []),
+        ("ModelDrafter.admit", []),  # its base's
+        ("verify.commit", []),
+        ("verify.lay_out", ["verify.lay_out"]),
+        ("nanospec.kernels", []),
+        ("results.jsonl", []),
         ("--tree-width", []),
         ("--three-width", ["--three-width"]),
         ("python run.py --prompt x --spec=none --tree 3", ["--tree"]),
