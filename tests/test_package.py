@@ -50,6 +50,14 @@ def test_the_command_is_there(wheel: dict[str, bytes]) -> None:
     assert "nanospec = nanospec.cli.main:main" in entry_points
 
 
+def test_the_version_is_written_once(wheel: dict[str, bytes]) -> None:
+    [line] = [line for line in wheel["nanospec/__init__.py"].decode().splitlines() if "__version__" in line]
+    version = line.removeprefix('__version__ = "').removesuffix('"')
+    [metadata] = [text.decode() for name, text in wheel.items() if name.endswith("/METADATA")]
+    assert f"\nVersion: {version}\n" in metadata
+    assert f"\n## [{version}] - 2" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 def test_the_sources_are_valid_for_the_oldest_python(wheel: dict[str, bytes]) -> None:
     for name, text in wheel.items():
         if name.endswith(".py"):

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from .. import __version__
+
 COMMANDS = {  # words -> the module whose main(argv) runs it
     "fetch": "nanospec.cli.fetch",
     "convert": "nanospec.cli.convert",
@@ -26,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     A command line that cannot be read ends the process, as argparse does.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv == ["--version"]:
+        print(f"nanospec {__version__}")
+        return 0
     try:
         for name, module in COMMANDS.items():
             words = name.split()

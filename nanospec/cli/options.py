@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from .. import __version__
 from ..config import SamplingParams, SpecConfig
 from ..drafters.base import method_names, registered
 from ..kernels.codes import RULES
@@ -164,6 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
     )
+    parser.add_argument("--version", action="version", version=f"nanospec {__version__}")
     add = parser.add_argument_group("what to do").add_argument
     add("--prompt", metavar="TEXT", help="answer one prompt")
     add("--chat", action="store_true", help="talk with the model")

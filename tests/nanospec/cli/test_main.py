@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import nanospec
 from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
 from nanospec.cli import generate, options
 from nanospec.cli.main import COMMANDS, main
@@ -220,6 +221,13 @@ def test_without_options_the_defaults_hold() -> None:
     assert options.spec_config(args) == SpecConfig()
     assert options.sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=256)
     assert options.engine_options(args) == {}
+
+
+def test_the_version_is_said_alone_and_among_other_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["--demo", "--version"])
+    assert capsys.readouterr().out == f"nanospec {nanospec.__version__}\n" * 2
 
 
 @pytest.mark.parametrize("module", ["", ".cli.main", ".cli.fetch", ".cli.convert"])
