@@ -82,7 +82,7 @@ def all_rows(result: Json) -> list[Json]:
 
 
 def markdown(table: Sequence[Json]) -> str:
-    """The table as README shows it: a line for each case and way, a column for each system."""
+    """The table as docs/speed.md shows it: a line for each case and way, a column for each system."""
     systems = list(dict.fromkeys(row["system"] for row in table))
     peers = [system for system in systems if system != "nanospec"]
     lines = [

@@ -1,0 +1,65 @@
+"""The tables of measurements that the documents show are those of the committed JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+AGAINST_VLLM = re.compile(
+    r"^\| (?P<batch>\d+)(?P<sampled>, sampled)?(?P<long>, after 4,000 tokens)?"
+    r"(?:, tokens per second|, no guesses)?(?P<ngram>, n-gram)?"
+    r" \| (?P<ours>\d+) \| (?P<theirs>\d+)[^|]*"
+    r" \| (?P<ratio>[^|]*) \|(?: (?P<zen4>[^|]*?) ?\|)?$",
+    re.MULTILINE,
+)
+GUESSING = re.compile(
+    r"^\| `([a-z+]+)`(?:, tree of (\d))?(?:, K = (\d))? \|((?: [\d.]+, [\d.]+x \|){7})", re.MULTILINE
+)
+GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag", "code edits")
+
+
+@cache
+def measured(*names: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The rows of these results of `bench/cpu.py`, by case, system and way."""
+    parts = [part for name in names for part in load(name).values()]
+    rows = [row for part in parts for row in part.get("table", ())]
+    return {(row["case"], row["system"], row["way"]): row for row in rows}
+
+
+def load(name: str) -> Any:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("document", "count"), [("README.md", 5), ("docs/speed.md", 16)])
+def test_tokens_per_second_beside_vllm(document: str, count: int) -> None:
+    found = list(AGAINST_VLLM.finditer((ROOT / document).read_text(encoding="utf-8")))
+    assert len(found) == count
+    for row in found:
+        case = f"B={row['batch']}, {'4000' if row['long'] else '200'}{row['sampled'] or ''}"
+        way = "n-gram" if row["ngram"] else "plain"
+        table = measured("cpu", "cpu_64")
+        ours, theirs = table[case, "nanospec", way], table[case, "vllm", way]
+        rates = [f"{side['tokens_per_second']['median']:.0f}" for side in (ours, theirs)]
+        assert [row["ours"], row["theirs"]] == rates, row[0]
+        low, middle, high = (f"{theirs['nanospec_ratio'][key]:.2f}" for key in ("min", "median", "max"))
+        assert row["ratio"] in (f"{middle}x ({low} to {high})", f"{middle}x"), row[0]
+        if row["zen4"]:
+            ratio = measured("cpu_zen4", "cpu_zen4_64")[case, "vllm", way]["nanospec_ratio"]["median"]
+            assert row["zen4"] == f"{ratio:.2f}x", row[0]
+
+
+def test_ways_of_guessing() -> None:
+    results = load("drafters")["greedy"]
+    rows = GUESSING.findall((ROOT / "docs" / "speed.md").read_text(encoding="utf-8"))
+    assert len(rows) == 11
+    for method, width, k, cells in rows:
+        name = method + (f" tree W={width}" if width else "") + (f" K={k}" if k else "")
+        own = [results[group][name] for group in GROUPS]
+        shown = [f"{way['tokens_per_step']:.2f}, {way['speedup']['median']:.2f}x" for way in own]
+        assert cells.strip(" |").split(" | ") == shown, name
