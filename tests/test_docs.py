@@ -158,7 +158,11 @@ def missing(text: str, near: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def where(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=where)
 def test_what_a_document_names_is_there(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -172,7 +176,7 @@ def test_what_a_document_names_is_there(document: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=where)
 def test_links_and_pictures_of_a_document_are_there(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:|mailto:)([^)\s]*)", text) + re.findall(r'<img src="([^"]+)"', text)
@@ -196,7 +200,7 @@ def test_the_tour_leads_to_every_page() -> None:
     assert [path.name for path in (ROOT / "docs").glob("[!R]*.md") if f"({path.name})" not in index] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=where)
 def test_command_lines_of_a_document_can_be_read(document: Path) -> None:
     for line in re.findall(r"(?:python run\.py|nanospec) (-[^`\n]*)", document.read_text(encoding="utf-8")):
         if not re.search(r"\[|\||-h\b|--help|--version", line):
@@ -211,7 +215,7 @@ def snippets(document: Path) -> list[tuple[str, str]]:
 WITH_SNIPPETS = [path for path in DOCUMENTS if snippets(path)]
 
 
-@pytest.mark.parametrize("document", WITH_SNIPPETS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", WITH_SNIPPETS, ids=where)
 def test_snippets_of_a_document_run(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
