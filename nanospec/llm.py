@@ -50,7 +50,7 @@ class LLM:
         tokenizer = Tokenizer(folder)
         dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
         with current(device):
-            target = load_model(folder, dtype, device)
+            target = load_model(folder, dtype, device, self.config.max_model_len)
             drafter = load_drafter(self.config.spec, Target(target, folder, tokenizer))
         self.engine = Engine(self.config, Worker(self.config, target, drafter), tokenizer)
         self._shared = SharedEngine(self.engine)

@@ -2,7 +2,7 @@
 
 * `tiny_model`: random weights, ready for the engine, nothing else needed.
 * `checkpoint`: a folder as it would be downloaded, written by `transformers` (a test dependency),
-  with biases, norms and RoPE that all matter, one for each entry of `VARIANTS`.
+  with biases, norms, caps and RoPE that all matter, one for each entry of `VARIANTS`.
 * `Pages`: a KV cache full of junk with shuffled pages, to drive a model without the engine.
 """
 
@@ -66,8 +66,17 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_THETA = {"rope_type": "default", "rope_theta": 100.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 12}
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.0 + 0.7 * i for i in range(8)],
+}
+_GEMMA = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
 
 # Name -> (family as transformers calls it, what differs from _SMALL).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,6 +101,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "phi3-window11": ("Phi3", {"sliding_window": 11, "pad_token_id": 0}),
+    "phi3-longrope": (
+        "Phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32, "pad_token_id": 0},
+    ),
+    "phi3-partly-rotated": (
+        "Phi3",
+        {
+            "hidden_size": 80,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "gemma2-caps": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2-biases": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": None, "attention_bias": True}),
+    "gemma3": (
+        "Gemma3",
+        {
+            **_GEMMA,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _THETA},
+        },
+    ),
 }
 
 
@@ -107,13 +140,14 @@ def checkpoint(
 
     family, fields = VARIANTS[variant]
     torch.manual_seed(sorted(VARIANTS).index(variant))
-    config = getattr(transformers, f"{family}Config")(**{**_SMALL, **fields, **changes})
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = kind(**{**_SMALL, **fields, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+            if name.endswith("norm.weight"):  # Gemma adds the 1 itself
+                parameter.copy_((not family.startswith("Gemma")) + 0.3 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
             else:

@@ -22,28 +22,29 @@ from . import paged
 from .plan import Part, Plan
 
 
-def attention(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
-    """Softmax(q k^T * scale) v for every query over the cache positions it may see.
+def attention(q: Tensor, cache: Tensor, plan: Plan, scale: float, softcap: float | None = None) -> Tensor:
+    """Softmax(q k^T * scale) v for every query over the cache positions it may see; with a `softcap` c, of
+    c * tanh(q k^T * scale / c).
 
     The keys and values of the step's own tokens must already be in the cache. Padding tokens get
     unspecified output.
     """
     if not use_triton(q):
-        return naive(q, cache, plan, scale)
-    return paged.launch(q, cache, plan, scale)
+        return naive(q, cache, plan, scale, softcap)
+    return paged.launch(q, cache, plan, scale, softcap)
 
 
-def naive(q: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
+def naive(q: Tensor, cache: Tensor, plan: Plan, scale: float, softcap: float | None = None) -> Tensor:
     parts = plan.parts
     if parts and parts[0].tokens is None:
-        return _naive(q, cache, parts[0], scale)
+        return _naive(q, cache, parts[0], scale, softcap)
     out = torch.empty_like(q)
     for part in parts:
-        out[part.tokens] = _naive(q[part.tokens], cache, part, scale)
+        out[part.tokens] = _naive(q[part.tokens], cache, part, scale, softcap)
     return out
 
 
-def _naive(q: Tensor, cache: Tensor, part: Part, scale: float) -> Tensor:
+def _naive(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: float | None) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     batch = part.batch
     B, Q, G = batch.num_rows, batch.max_q_len, q.shape[1] // num_kv_heads
@@ -52,7 +53,11 @@ def _naive(q: Tensor, cache: Tensor, part: Part, scale: float) -> Tensor:
     grid = q if batch.padded else q[batch.grid]
     grouped = grid.view(B, Q, num_kv_heads, G, head_dim).permute(2, 0, 3, 1, 4)
     grouped = grouped.reshape(num_kv_heads * B, G * Q, head_dim)
-    scores = torch.baddbmm(part.mask, grouped, k.transpose(1, 2), alpha=scale)
+    if softcap is None:
+        scores = torch.baddbmm(part.mask, grouped, k.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
+        scores = scores + part.mask
     out = torch.bmm(scores.softmax(-1), v).view(num_kv_heads, B, G, Q, head_dim)
     out = out.permute(1, 3, 0, 2, 4).reshape(B * Q, -1, head_dim)
     return out if batch.padded else out[batch.in_row]

@@ -11,6 +11,8 @@ Whoever writes x also writes x * norm_weight and sums of its squares (`stream.py
 is divided by the root of the second at its end. These sums have an order stated in the code.
 """
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -44,7 +46,10 @@ def _finish(
         acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
     if SWIGLU:
         gate, up = split_pairs(acc, ROWS, SLICE)
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        turn = gate  # silu(x) = x / (1 + e^-x)
+        if SWIGLU == "gelu":  # and gelu, by tanh: x / (1 + e^-y) with this y
+            turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        acc = gate / (1.0 + tl.exp(-turn)) * up
     n = block * COLUMNS + tl.arange(0, COLUMNS)
     t = first_t + tl.arange(0, SLICE)
     inside = (n < N)[:, None] & (t < T)[None, :]
@@ -107,10 +112,11 @@ def launch(
     source: Tensor | Stream,
     weight: Tensor,
     bias: Tensor | None = None,
-    swiglu: bool = False,
+    swiglu: bool | Literal["gelu"] = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`source` @ weight.T + bias, with SwiGLU if wanted, of a tensor or a stream's norm. See `linear.py`."""
+    """`source` @ weight.T + bias, with SwiGLU or GeGLU if wanted, of a tensor or a stream's norm. See
+    `linear.py`."""
     x, squares, groups, eps = operand(source)
     T, K = x.shape
     N = weight.shape[0] // 2 if swiglu else weight.shape[0]

@@ -4,13 +4,15 @@
 
 * `linear`: x @ weight.T + bias
 * `norm_linear`: linear of the residual stream, by the norm that it carries (`stream.py`)
-* `norm_swiglu`: silu(gate) * up, where [gate; up] = weight [2I, K] applied to the normed stream
-* `linear_add`: the residual stream plus a linear, for the norm that comes next
+* `norm_swiglu`: silu(gate) * up, where [gate; up] = weight [2I, K] applied to the normed stream; or with gelu
+* `linear_add`: the residual stream plus a linear, for the norm that comes next; or plus a linear's own norm
 
 On a CPU `pack` reorders a weight once, in bfloat16 for our own C++ (`native/packed.py`), else for oneDNN,
 which makes a product of few fp32 rows 3 times as fast as `F.linear`; every function takes packed and plain
 weights alike. The kernel, for any number of rows, is in `gemm.py`.
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from ..native import packed
 from ..native.packed import Packed
 from . import gemm
 from .norm import Norm, rms_norm
+from .norm_add import norm_add
 from .stream import Stream
 
 Weight = Tensor | Packed  # plain, or packed by `pack`
@@ -66,16 +69,22 @@ def norm_linear(stream: Stream, weight: Weight, bias: Tensor | None = None) -> T
     return naive(rms_norm(stream.x, stream.norm), weight, bias)
 
 
-def norm_swiglu(stream: Stream, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of RMSNorm(x); weight is [2I, K] and bias [2I], gate first; gives [T, I]."""
+def norm_swiglu(
+    stream: Stream, weight: Weight, bias: Tensor | None = None, gate: Literal["silu", "gelu"] = "silu"
+) -> Tensor:
+    """silu(g) * u of RMSNorm(x), or gelu by tanh; weight is [2I, K] and bias [2I], g first; gives [T, I]."""
     if use_triton(stream.x):
-        return gemm.launch(stream, plain(weight), bias, swiglu=True)
-    gate, up = norm_linear(stream, weight, bias).chunk(2, -1)
-    return F.silu(gate) * up
+        return gemm.launch(stream, plain(weight), bias, swiglu=True if gate == "silu" else gate)
+    g, u = norm_linear(stream, weight, bias).chunk(2, -1)
+    return (F.silu(g) if gate == "silu" else F.gelu(g, approximate="tanh")) * u
 
 
-def linear_add(h: Tensor, weight: Weight, stream: Stream, norm: Norm, bias: Tensor | None = None) -> Stream:
-    """The stream plus h @ weight.T + bias, for the `norm` that comes next."""
+def linear_add(
+    h: Tensor, weight: Weight, stream: Stream, norm: Norm, bias: Tensor | None = None, own: Norm | None = None
+) -> Stream:
+    """The stream plus h @ weight.T + bias, or plus its `own` norm, for the `norm` that comes next."""
+    if own is not None:
+        return norm_add(linear(h, weight, bias), own, stream, norm)
     if use_triton(h):
         return gemm.launch_add(h, plain(weight), bias, stream, norm)
     return Stream(naive_add(h, weight, stream.x, bias), norm)

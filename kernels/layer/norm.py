@@ -2,6 +2,8 @@
 
     x [..., H], weight [H]  ->  [..., H] in x's dtype         (Zhang & Sennrich, 2019)
 
+The weight is in x's dtype, or in float32 (1 + w of Gemma).
+
 Kernel: one program per row, which holds the whole row (H <= 65536). Launch and code depend on H
 only, so a row's bits do not depend on its neighbours.
 """
@@ -32,7 +34,9 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def naive(x: Tensor, norm: Norm) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), *norm)
+    if norm.weight.dtype == x.dtype:
+        return F.rms_norm(x, (x.shape[-1],), *norm)
+    return F.rms_norm(x.to(norm.weight.dtype), (x.shape[-1],), *norm).to(x.dtype)
 
 
 @triton.jit

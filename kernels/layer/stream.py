@@ -9,7 +9,7 @@ The sums of squares are those of x as rounded, by a tree over each group of 64 c
 over the groups: the same bits whatever tile wrote them. (A square of bf16 or fp16 is exact in float32,
 so it does not matter where the compiler fuses it with the addition.)
 
-`embed` makes the first one: x [T, H] = table [V, H] at ids [T].
+`embed` makes the first one: x [T, H] = table [V, H] at ids [T], times a number.
 """
 
 from typing import NamedTuple
@@ -51,13 +51,14 @@ class Stream(NamedTuple):
         return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares)
 
 
-def embed(ids: Tensor, table: Tensor, norm: Norm) -> Stream:
-    """The embeddings of `ids`, each in 0 .. V - 1, for the first norm."""
-    return launch(ids, table, norm) if use_triton(table) else Stream(naive(ids, table), norm)
+def embed(ids: Tensor, table: Tensor, norm: Norm, scale: float = 1.0) -> Stream:
+    """The embeddings of `ids`, each in 0 .. V - 1, times `scale`, for the first norm."""
+    return launch(ids, table, norm, scale) if use_triton(table) else Stream(naive(ids, table, scale), norm)
 
 
-def naive(ids: Tensor, table: Tensor) -> Tensor:
-    return F.embedding(ids, table)
+def naive(ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    x = F.embedding(ids, table)
+    return x if scale == 1 else x * scale
 
 
 @triton.jit
@@ -128,7 +129,10 @@ def _sum_of_squares(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _embed(ids, table, weight, x, scaled, squares, T, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _embed(
+    ids, table, weight, x, scaled, squares, T, H, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr = None,
+):  # fmt: skip
     release_next(PDL)
     token = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -137,6 +141,8 @@ def _embed(ids, table, weight, x, scaled, squares, T, H, BLOCK: tl.constexpr, PD
     wait_for_previous(PDL)
     row = tl.load(ids + token).to(tl.int64)
     value = tl.load(table + row * H + i, inside, other=0.0)
+    if SCALE is not None:
+        value = (value.to(tl.float32) * SCALE).to(value.dtype)
     at = token.to(tl.int64) * H + i
     tl.store(x + at, value, inside)
     wide = value.to(tl.float32)
@@ -147,7 +153,7 @@ def _embed(ids, table, weight, x, scaled, squares, T, H, BLOCK: tl.constexpr, PD
     tl.store(squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
 
 
-def launch(ids: Tensor, table: Tensor, norm: Norm) -> Stream:
+def launch(ids: Tensor, table: Tensor, norm: Norm, scale: float = 1.0) -> Stream:
     T, H = ids.shape[0], table.shape[1]
     if norm.weight.shape != (H,) or not norm.weight.is_contiguous() or not table.is_contiguous():
         raise ValueError(
@@ -158,6 +164,6 @@ def launch(ids: Tensor, table: Tensor, norm: Norm) -> Stream:
         block = max(next_power_of_2(H), GROUP.value)
         _embed[(T,)](
             ids, table, norm.weight, stream.x, stream.scaled, stream.squares, T, H, BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16), **options(table),
+            SCALE=None if scale == 1 else scale, num_warps=min(max(block // 512, 1), 16), **options(table),
         )  # fmt: skip
     return stream

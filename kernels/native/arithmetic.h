@@ -109,6 +109,11 @@ static inline Floats exp2_of(Floats x) {
 #endif
 }
 
+static inline Floats tanh_of(Floats x) {  // to 4e-7
+    const Floats small = exp2_of((x < 0 ? x : -x) * (2 * LOG2_E)), size = (1 - small) / (1 + small);
+    return x < 0 ? -size : size;
+}
+
 // sums[i] += low half of w[i] * low half of x + high half of w[i] * high half of x
 static inline Floats add_pairs(Floats sums, Words w, uint32_t x) {
 #ifdef __AVX512BF16__

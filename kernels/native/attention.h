@@ -104,6 +104,7 @@ struct Attention {
     Rows out;  // heads * dim numbers each
 
     const long dim = model.head_dim, group = model.heads / model.kv_heads;
+    const float cap = model.softcap, root = std::sqrt(float(model.query_scalar));
 
     // What one thread needs to compute.
     struct Scratch {
@@ -141,14 +142,19 @@ struct Attention {
 
     // Positions begin .. end - 1, at most SPAN, for `rows` of q.
     void span(long begin, long end, long rows, Scratch& at, Partial* result) const {
-        const float scale = LOG2_E / std::sqrt(float(dim));
+        const float scale = cap ? LOG2_E * cap : LOG2_E / root;
         const long tiles = (end - begin + LANES - 1) / LANES, page = cache.block_size * dim;
         for (long s = 0; s < tiles; s += 2) {
             const Keys keys{at.keys[s], at.keys[s + 1], page};
             in_parts(rows, most_rows<Keys>(dim / 2), [&](long i, long m, long) {
                 multiply_rows(m, at.q + i * dim, dim, keys, dim / 2, {at.scores[i] + s * LANES, at.SCORES});
             });
-            for (long i = 0; i < rows; i++) at.seen[i].hide(at.scores[i] + s * LANES, begin + s * LANES);
+            for (long i = 0; i < rows; i++) {
+                float* scores = at.scores[i] + s * LANES;
+                for (long j = 0; cap && j < WIDTH; j += LANES)
+                    *(Floats*)(scores + j) = tanh_of(load(scores + j) / (root * cap));
+                at.seen[i].hide(scores, begin + s * LANES);
+            }
         }
         for (long i = 0; i < rows; i++) {
             Floats most = splat(-1e30f);

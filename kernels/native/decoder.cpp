@@ -21,20 +21,33 @@ float inverse_rms(const bf16* x, long n, float eps) {
     return 1 / std::sqrt(sum(squares) / n + eps);
 }
 
-void normalise(const bf16* x, long n, const bf16* weight, float eps, bf16* out) {
+void normalise(const bf16* x, long n, Norm weight, float eps, bf16* out) {
     const float factor = inverse_rms(x, n, eps);
     for (long i = 0; i < n; i += LANES) {
         const long m = std::min<long>(LANES, n - i);
-        store(load(x + i, m) * factor * load(weight + i, m), out + i, m);
+        store(load(x + i, m) * factor * load(weight + i), out + i, m);
     }
 }
 
-void rms_norm(Team& team, const Model& m, Rows x, long tokens, const bf16* weight, Rows out) {
+void rms_norm(Team& team, const Model& m, Rows x, long tokens, Norm weight, Rows out) {
     team.each(tokens, [&](long t, long) { normalise(x[t], m.hidden, weight, m.eps, out[t]); });
 }
 
+// to += h @ weight.T + bias, or its norm if there is one
+void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, long tokens, Rows room, Rows to) {
+    if (!norm) return linear_add(team, w, h, tokens, to);
+    linear(team, w, h, tokens, room);
+    team.each(tokens, [&](long t, long) {
+        const float factor = inverse_rms(room[t], m.hidden, m.eps);
+        for (long i = 0; i < m.hidden; i += LANES) {
+            const long n = std::min<long>(LANES, m.hidden - i);
+            store(load(to[t] + i, n) + load(room[t] + i, n) * factor * load(norm + i), to[t] + i, n);
+        }
+    });
+}
+
 // A head after its norm, if there is one, turned by the angles of its position.
-void rotate(const Model& m, bf16* x, const bf16* norm, const float* cos_sin) {
+void rotate(const Model& m, bf16* x, Norm norm, const float* cos_sin) {
     if (norm) normalise(x, m.head_dim, norm, m.eps, x);
     const long half = m.head_dim / 2;
     for (long i = 0; i < half; i++) {
@@ -48,7 +61,7 @@ void rotate(const Model& m, bf16* x, const bf16* norm, const float* cos_sin) {
 void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& batch, Rows qkv, const Cache& cache, long i) {
     const long dim = m.head_dim;
     team.each(batch.num_tokens, [&](long t, long) {
-        const float* angles = m.cos_sin + batch.positions[t] * dim;
+        const float* angles = layer.cos_sin + batch.positions[t] * dim;
         bf16 *q = qkv[t], *k = q + m.heads * dim, *v = k + m.kv_heads * dim;
         for (long h = 0; h < m.heads; h++) rotate(m, q + h * dim, layer.q_norm, angles);
         if (batch.slots[t] < 0) return;
@@ -59,7 +72,7 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
     });
 }
 
-constexpr int PHASES = 9;  // of a layer, at most
+constexpr int PHASES = 11;  // of a layer, at most
 
 // Rows a multiple of 4 KB apart would all fall into the same few lines of the first-level cache; rows that begin within a
 // line would be read in twice as many.
@@ -110,7 +123,11 @@ extern "C" void nanospec_forward(const Forward* given) {
         static thread_local Attention::Scratch scratch;
         const Unit unit;
         team.each(T, [&](long t, long) {
-            memcpy(x[t], m.embedding + batch.input_ids[t] * H, H * sizeof(bf16));
+            const bf16* row = m.embedding + batch.input_ids[t] * H;
+            for (long i = 0; i < H; i += LANES) {
+                const long n = std::min<long>(LANES, H - i);
+                store(load(row + i, n) * float(m.embedding_scale), x[t] + i, n);
+            }
         });
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
@@ -120,10 +137,10 @@ extern "C" void nanospec_forward(const Forward* given) {
             if (!given->hidden.data && i + 1 == m.num_layers) return;
             const Attention attend{m, batch, cache, i, layer.window, qkv, out};
             attention(team, attend, plan, scratch, parts.get());
-            linear_add(team, layer.o, out, T, x);
+            linear_add(team, m, layer.o, layer.o_norm, out, T, normed, x);
             rms_norm(team, m, x, T, layer.post_norm, normed);
-            swiglu(team, layer.gate_up, normed, T, inner);
-            linear_add(team, layer.down, inner, T, x);
+            swiglu(team, layer.gate_up, m.gelu, normed, T, inner);
+            linear_add(team, m, layer.down, layer.down_norm, inner, T, normed, x);
         }
         rms_norm(team, m, x, T, m.norm, given->hidden);
     });

@@ -118,16 +118,17 @@ inline void linear_add(Team& team, const Weight& w, Rows x, long tokens, Rows to
     });
 }
 
-// out = silu(gate) * up of x @ [gate; up].T + bias; half the weight's rows a multiple of 32
-inline void swiglu(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
+// out = silu(gate) * up, or gelu by tanh, of x @ [gate; up].T + bias; half the weight's rows a multiple of 32
+inline void swiglu(Team& team, const Weight& w, bool gelu, Rows x, long tokens, Rows out) {
     const long inner = w.rows / 2;
     product<true>(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
         for (int half = 0; half < 2; half++, row += LANES)
             for (long i = 0; i < m; i++) {
                 Floats gate = load(sums[0][i] + half * LANES), up = load(sums[1][i] + half * LANES);
                 if (w.bias) gate += load(w.bias + row), up += load(w.bias + inner + row);
-                // silu(x) = x / (1 + e^-x); from e^-|x|, which does not overflow
-                const Floats small = exp2_of((gate < 0 ? gate : -gate) * LOG2_E);
+                // silu(x) = x / (1 + e^-x), gelu(x) = x / (1 + e^-y); from e^-|y|, which does not overflow
+                const Floats y = gelu ? 1.59576912f * (gate + 0.044715f * gate * gate * gate) : gate;
+                const Floats small = exp2_of((y < 0 ? y : -y) * LOG2_E);
                 store(gate * (gate < 0 ? small : splat(1)) / (1 + small) * up, out[t + i] + row);
             }
     });

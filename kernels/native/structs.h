@@ -23,17 +23,23 @@ struct Rows {
     bf16* operator[](long t) const { return data + t * stride; }
 };
 
+using Norm = const float*;  // with zeros behind it, up to a multiple of 16
+
 struct Layer {
-    const bf16 *input_norm, *q_norm, *k_norm, *post_norm;  // of q and k: null if there are none
+    Norm input_norm, q_norm, k_norm, o_norm, post_norm, down_norm;  // of q, k and what o and down give: null if none
     Weight qkv, o, gate_up, down;
-    long window;  // 0: none
+    long window;           // 0: none
+    const float* cos_sin;  // [positions, head_dim]
 };
 
 struct Model {
     long num_layers, hidden, heads, kv_heads, head_dim, inner;
-    double eps;             // of all norms
-    const bf16* embedding;  // [vocabulary, hidden]
-    const float* cos_sin;   // [positions, head_dim]
-    const bf16* norm;       // the final one
+    double eps;              // of all norms
+    double query_scalar;     // q . k is divided by its root
+    double softcap;          // of that, 0: none
+    double embedding_scale;
+    long gelu;               // the gate's function; 0: silu
+    const bf16* embedding;   // [vocabulary, hidden]
+    Norm norm;               // the final one
     const Layer* layers;
 };

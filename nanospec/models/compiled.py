@@ -8,10 +8,12 @@ from array import array
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.dispatch import use_triton
+from ..kernels.layer.norm import Norm
 from ..kernels.native.build import target
 from ..kernels.native.call import Word, batch_words, call, words
 from ..kernels.native.packed import WIDTH, Packed, empty_rows, row_words
@@ -20,6 +22,7 @@ from ..kernels.native.tiles import cache_words
 if TYPE_CHECKING:
     from .decoder import Layer, Model
 
+LANES = 16  # numbers to a vector
 MAX_GROUP = 64  # query heads to a head of keys and values; as attention.h has it
 MIN_DIM, MAX_DIM = 32, 256  # numbers to a head
 
@@ -30,11 +33,13 @@ class CompiledDecoder:
     def __init__(self, model: Model) -> None:
         c = model.config
         self._hidden_size = c.hidden_size
-        self._layers = words(*(word for layer in model.layers for word in _layer_words(layer)))
-        eps = struct.unpack("q", struct.pack("d", c.rms_norm_eps))[0]
+        self._norms: list[Tensor] = []
+        self._layers = words(*(word for layer in model.layers for word in self._layer_words(model, layer)))
+        scalar, cap = c.query_scalar or c.head_dim, c.attention_softcap or 0
         self._model = words(
-            c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, eps,
-            model.embedding, model.cos_sin, model.norm.weight, _address(self._layers),
+            c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
+            *map(_double, (c.rms_norm_eps, scalar, cap, model.embedding_scale)), c.gate == "gelu",
+            model.embedding, self._norm(model.norm), _address(self._layers),
         )  # fmt: skip
 
     def __call__(self, batch: Batch, kv_cache: Tensor) -> Tensor:
@@ -45,6 +50,21 @@ class CompiledDecoder:
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
         """The same without its result: the last layer ends with its keys and values."""
         self._run(batch, kv_cache, None)
+
+    def _layer_words(self, model: Model, layer: Layer) -> tuple[Word, ...]:
+        """`Layer` of structs.h."""
+        qk = layer.qk_norms or (None, None)
+        norms = layer.input_norm, *qk, layer.o_norm, layer.post_norm, layer.down_norm
+        weights = [p.weight.words(p.bias) for p in layer.projections if isinstance(p.weight, Packed)]
+        cos_sin = model.cos_sin if layer.window is None else model.local_cos_sin
+        return *map(self._norm, norms), *itertools.chain(*weights), layer.window, cos_sin
+
+    def _norm(self, norm: Norm | None) -> Tensor | None:
+        """`Norm` of structs.h."""
+        if norm is None:
+            return None
+        self._norms.append(F.pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
+        return self._norms[-1]
 
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
@@ -72,11 +92,9 @@ def computed_by(model: Model) -> str:
     return ("C++" if model.runs_compiled else "PyTorch, products in C++") + f" ({target()})"
 
 
-def _layer_words(layer: Layer) -> tuple[Word, ...]:
-    """`Layer` of structs.h."""
-    norms = layer.input_norm, *(layer.qk_norms or (None, None)), layer.post_norm
-    weights = [p.weight.words(p.bias) for p in layer.projections if isinstance(p.weight, Packed)]
-    return *(norm and norm.weight for norm in norms), *itertools.chain(*weights), layer.window
+def _double(number: float) -> int:
+    """The word of a double."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
 def _address(found: array[int]) -> int:

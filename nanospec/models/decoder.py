@@ -1,4 +1,4 @@
-"""One decoder for the Llama family, driven by `ModelConfig`.
+"""One decoder for all families of models, driven by `ModelConfig`.
 
     hidden = model.forward(batch, kv_cache)      T tokens -> [T, H]
     logits = model.logits(hidden)                [N, H]   -> [N, V]
@@ -54,6 +54,7 @@ class Layer:
     """The weights of one decoder layer.
 
     Attributes:
+        o_norm, down_norm: of what attention and the MLP give, if there are any.
         qkv: to (Hq + 2 Hkv) * D, with all q heads first, then all k heads, then all v heads.
         gate_up: to 2 I, gate first.
         window: sliding window in tokens, None for none.
@@ -63,9 +64,11 @@ class Layer:
     qkv: Projection
     qk_norms: tuple[Norm, Norm] | None
     o: Projection
+    o_norm: Norm | None
     post_norm: Norm
     gate_up: Projection
     down: Projection
+    down_norm: Norm | None
     window: int | None
 
     @property
@@ -83,6 +86,8 @@ class Model:
         norm: the final one.
         lm_head: [V, H], possibly packed; on a GPU the embedding itself where the two are tied.
         cos_sin: [max_position_embeddings, D] float32; positions must be below its length.
+        local_cos_sin: that of layers with a window, mostly the same.
+        embedding_scale: factor of the embeddings.
     """
 
     def __init__(
@@ -96,7 +101,11 @@ class Model:
         self.dtype = dtype
         self.device = torch.device(device)
         max_len = config.max_position_embeddings
-        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_len, self.device)
+        self.cos_sin = self.local_cos_sin = cos_sin_table(config.rope, config.head_dim, max_len, self.device)
+        if config.local_rope is not None:
+            self.local_cos_sin = cos_sin_table(config.local_rope, config.head_dim, max_len, self.device)
+        self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
+        self._scores = config.attention_scale, config.attention_softcap
         self.embedding = get("model.embed_tokens.weight")
         self.layers = [_layer(config, i, get) for i in range(config.num_layers)]
         self.norm = Norm(get("model.norm.weight"), config.rms_norm_eps)
@@ -128,12 +137,15 @@ class Model:
         if self._compiled and is_tiled(kv_cache):
             return self._compiled(batch, kv_cache)
         config = self.config
-        angles = Angles(self.cos_sin, batch.positions, self.dtype)
+        angles = local = Angles(self.cos_sin, batch.positions, self.dtype)
+        if config.local_rope is not None:
+            local = Angles(self.local_cos_sin, batch.positions, self.dtype)
         plans = {w: Plan(batch, config.num_heads, kv_cache[0], w) for w in set(config.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
-        stream = embed(batch.input_ids, self.embedding, norms[0])
+        stream = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
         for layer, cache, norm in zip(self.layers, kv_cache, norms[1:], strict=True):
-            stream = self._layer_forward(layer, stream, cache, angles, plans[layer.window], norm)
+            turns = angles if layer.window is None else local
+            stream = self._layer_forward(layer, stream, cache, turns, plans[layer.window], norm)
         return rms_norm(stream.x, self.norm)
 
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
@@ -156,14 +168,18 @@ class Model:
         A stream carries the norm that reads it next; `norm` is the one after this layer.
         """
         q = qkv_rope(stream, *layer.qkv, cache, plan.batch, angles, layer.qk_norms)
-        out = attention(q, cache, plan, self.config.head_dim**-0.5)  # [T, Hq, D]
-        stream = linear_add(out.flatten(1), layer.o.weight, stream, layer.post_norm, layer.o.bias)
-        h = norm_swiglu(stream, *layer.gate_up)  # [T, I]
-        return linear_add(h, layer.down.weight, stream, norm, layer.down.bias)
+        out = attention(q, cache, plan, *self._scores)  # [T, Hq, D]
+        out = out.flatten(1)
+        stream = linear_add(out, layer.o.weight, stream, layer.post_norm, layer.o.bias, layer.o_norm)
+        h = norm_swiglu(stream, *layer.gate_up, self.config.gate)  # [T, I]
+        return linear_add(h, layer.down.weight, stream, norm, layer.down.bias, layer.down_norm)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token for rows of `forward`'s result: [N, H] -> [N, V], `out` if it is given."""
-        return linear(hidden, self.lm_head, out=out)
+        logits = linear(hidden, self.lm_head, out=out)
+        if (cap := self.config.logit_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
 
 def _layer(config: ModelConfig, index: int, get: GetWeight) -> Layer:
@@ -182,8 +198,10 @@ def _layer(config: ModelConfig, index: int, get: GetWeight) -> Layer:
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         qk_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
         o=projection(config.o_bias, "self_attn.o_proj"),
+        o_norm=norm("self_attn.out_norm") if config.out_norms else None,
         post_norm=norm("post_attention_layernorm"),
         gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=projection(config.mlp_bias, "mlp.down_proj"),
+        down_norm=norm("mlp.out_norm") if config.out_norms else None,
         window=config.windows[index],
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..kernels.layer.linear import linear
 from .decoder import Model
 from .weights import open_safetensors
 
@@ -61,6 +62,6 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
     rows = torch.empty(len(tokens), hidden, dtype=model.dtype)
     units = torch.eye(hidden, dtype=model.dtype)
     for start in range(0, hidden, PIECE):
-        columns = model.logits(units[start : start + PIECE])[:, tokens]  # [PIECE, n]
+        columns = linear(units[start : start + PIECE], model.lm_head)[:, tokens]  # [PIECE, n]
         rows[:, start : start + PIECE] = columns.T
     return rows

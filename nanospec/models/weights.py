@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from ..kernels.dispatch import use_native
 from .config import DTYPES, ModelConfig, read_json
 from .decoder import Model
+from .families.base import family_of, stored_shapes
 
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch
@@ -61,8 +63,10 @@ def fast_in_bfloat16() -> bool:
     return False
 
 
-def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str) -> Model:
-    """Load the checkpoint in the folder `path`.
+def load_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None
+) -> Model:
+    """Load the checkpoint in the folder `path`, for texts of up to `max_len` tokens if that is given.
 
     Reads `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, or
     the only other `*.safetensors`.
@@ -75,17 +79,24 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give the folder of a downloaded model.")
     config = ModelConfig.from_path(folder)
+    family = family_of(read_json(folder / "config.json"))
+    if max_len is not None and max_len < config.max_position_embeddings:
+        config = replace(config, max_position_embeddings=max_len)
     with ExitStack() as stack:
         source: dict[str, Any] = {}  # tensor name -> the open file that has it
         for file in weight_files(folder):
             handle = stack.enter_context(open_safetensors(file))
             source.update(dict.fromkeys(handle.keys(), handle))
-        used = {name: file.get_slice(name) for name, file in source.items() if not _harmless(name, config)}
-        check_fit(used, config.parameter_shapes(), f"The weights in {folder} do not fit its config.json")
+        places = family.places(config, source)
+        used = {n: file.get_slice(n) for n, file in source.items() if not family.is_ignored(n, config)}
+        shapes = stored_shapes(config, places)
+        check_fit(used, shapes, f"The weights in {folder} do not fit its config.json")
 
         def get(name: str) -> Tensor:
+            whole, first, rows = places[name]
             # Always a copy: what aliases the file would change with it.
-            return source[name].get_tensor(name).to(device=device, dtype=dtype, copy=True)
+            stored = source[whole].get_tensor(whole)[first : first + rows]
+            return family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
 
         return Model(config, dtype, device, get)
 
@@ -165,12 +176,6 @@ def check_fit(
     found = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if found:
         raise ValueError(f"{what}: {'; '.join(found)}.")
-
-
-def _harmless(name: str, config: ModelConfig) -> bool:
-    """Extra tensors of real checkpoints that carry nothing: RoPE frequencies, a tied head."""
-    tied_head = name == "lm_head.weight" and config.tie_word_embeddings
-    return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def listed(names: Iterable[str]) -> str:

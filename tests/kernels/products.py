@@ -10,7 +10,9 @@ from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.stream import Stream, embed
 
-KINDS = ("linear", "linear_bias", "linear_add", "norm_linear", "norm_swiglu", "swiglu_bias")
+KINDS = (
+    "linear", "linear_bias", "linear_add", "norm_add", "norm_linear", "norm_swiglu", "swiglu_bias", "geglu",
+)  # fmt: skip
 
 
 class Products:
@@ -47,13 +49,17 @@ class Products:
             return linear(x, weight)
         if kind == "linear_bias":
             return linear(x, weight, bias)
-        if kind == "linear_add":
+        if kind in ("linear_add", "norm_add"):
             norm = Norm(bias, 1e-5)
-            new = linear_add(x, weight, stream_of(residual, norm), norm, bias)
+            own = Norm(1 + bias.to(torch.promote_types(dtype, torch.float32)), 1e-5)
+            more = {"own": own} if kind == "norm_add" else {}
+            new = linear_add(x, weight, stream_of(residual, norm), norm, bias, **more)
             return torch.cat((new.x, normed(new)), 1)
         stream = stream_of(x, Norm(scale, 1e-5))
         if kind == "norm_linear":
             return norm_linear(stream, weight, bias)
+        if kind == "geglu":
+            return norm_swiglu(stream, weight, bias, "gelu")
         return norm_swiglu(stream, weight, bias if kind == "swiglu_bias" else None)
 
 

@@ -30,6 +30,7 @@ class Texts:
     q: Tensor
     cache: Tensor
     block_table: Tensor
+    softcap: float | None = None
 
     @classmethod
     def random(
@@ -113,7 +114,7 @@ class Texts:
         batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
         plan = Plan(on(batch, device), q.shape[1], self.cache.to(device), window)
         with forced("triton"):
-            out = attention(q.to(device), plan.cache, plan, SCALE)
+            out = attention(q.to(device), plan.cache, plan, SCALE, self.softcap)
         return scored(batch, out.cpu())
 
     def expected(self, parts: Sequence[Part], window: int | None = None, **layout: object) -> Tensor:
@@ -121,7 +122,8 @@ class Texts:
         clean = Texts(self.q.double(), self.cache.double().nan_to_num(), self.block_table.clamp(min=0))
         batch, q = clean.batch(parts, **layout)  # type: ignore[arg-type]
         with forced("naive"):
-            out = attention(q.nan_to_num(), clean.cache, Plan(batch, q.shape[1], clean.cache, window), SCALE)
+            plan = Plan(batch, q.shape[1], clean.cache, window)
+            out = attention(q.nan_to_num(), clean.cache, plan, SCALE, self.softcap)
         return scored(batch, out)
 
 

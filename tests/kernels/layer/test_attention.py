@@ -13,7 +13,7 @@ from nanospec.kernels.layer.plan import Plan
 from nanospec.kernels.layer.tickets import tickets
 from nanospec.kernels.layer.units import Split, split
 from tests.kernels.texts import Texts, random_trees
-from tests.util import assert_close
+from tests.util import assert_close, error_ratio
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -64,6 +64,19 @@ def test_chain(name: str, padded: bool, window: int | None, dtype: torch.dtype) 
     assert_close(out, texts.expected(parts, window, padded=padded), TOLERANCE[dtype], name)
 
 
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize("name", ["B3-K4-H9-KV3-D64", "B1-K2-H8-KV1-D256"])
+def test_softcap(name: str, softcap: float, dtype: torch.dtype) -> None:
+    heads, block_size, shape = (FEW | PROMPTS)[name]
+    texts, parts = requests(shape, heads, block_size, dtype)
+    plain = texts.expected(parts, 90)
+    texts.softcap = softcap
+    wanted = texts.expected(parts, 90)
+    assert (error_ratio(plain, wanted) > 0.1) == (softcap < 4)
+    assert_close(texts.attend(parts, 90), wanted, max(TOLERANCE[dtype], 1e-7 * softcap), name)
+
+
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("window", [8, 63, 64, 65, 130])
 def test_window(window: int, tree: bool) -> None:
@@ -90,11 +103,14 @@ def test_pages_before_the_window_may_be_gone() -> None:
 
 
 @pytest.mark.usefixtures("ordered_dot")
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (90, None), (90, 3.0)])
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_bits_depend_on_the_text_alone(dtype: torch.dtype, window: int | None) -> None:
+def test_bits_depend_on_the_text_alone(
+    dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
     """Alone, in a batch, with K = 0, as a row of a verification, as a tree, on few or many programs."""
     texts = Texts.random([70, 330, 75], (4, 2, 64), 16, dtype)
+    texts.softcap = softcap
     verified = texts.attend([(1, 316, 8)], window)  # across the border of two tiles
     for i in range(8):  # plain decoding, token by token
         assert torch.equal(texts.attend([(1, 316 + i, 1)], window)[0], verified[i]), i

@@ -51,7 +51,7 @@ def any_tiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "geglu"])  # as norm_swiglu
 def test_bits_depend_on_nothing_but_the_row(
     kind: str, dtype: torch.dtype, any_tiling: Callable[..., None]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nanospec.models.config import ModelConfig
+from nanospec.models.families.base import family_of, stored_shapes
 from nanospec.models.rope import Rope
 from tests.tiny import VARIANTS, checkpoint, tiny_config
 
@@ -192,7 +193,8 @@ def test_shapes_equal_those_of_transformers(variant: str, tmp_path: Path) -> Non
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         count = sum(file.get_tensor(name).numel() for name in stored)
-    assert config.parameter_shapes() == stored
+    family = family_of(json.loads((folder / "config.json").read_text()))
+    assert stored_shapes(config, family.places(config, stored)) == stored
     assert config.num_parameters == count
 
 

@@ -1,0 +1,119 @@
+"""Gemma 2 and Gemma 3 (text): norms that scale by 1 + w, before and behind both halves of a layer, GeGLU and
+scaled embeddings. Gemma 2 has soft caps; Gemma 3 has norms of q and k, its layers with windows another RoPE.
+
+https://arxiv.org/abs/2408.00118, https://arxiv.org/abs/2503.19786
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..rope import Rope
+from .base import Family
+from .values import Raw, Windows, layer_windows, optional, read, rope, value
+
+# Llama's name for the norm before the MLP is Gemma's for the one behind attention.
+NORMS = {
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "self_attn.out_norm": "post_attention_layernorm",
+    "mlp.out_norm": "post_feedforward_layernorm",
+}
+DEFAULTS: dict[str, Any] = {  # released files leave out what transformers' own defaults say
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+
+
+class Gemma2(Family, architectures=("Gemma2ForCausalLM",)):
+    def config(self, raw: Raw) -> ModelConfig:
+        raw = {**DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192, **_given(raw)}
+        return _read(
+            raw,
+            windows=_windows(raw, pattern=2),
+            attention_softcap=optional(raw, "attn_logit_softcapping", 50.0),
+            logit_softcap=optional(raw, "final_logit_softcapping", 30.0),
+        )
+
+    def stored_name(self, name: str) -> str:
+        """The names change places, so each is looked up once."""
+        ours = next((part for part in NORMS if part in name), None)
+        return name if ours is None else name.replace(ours, NORMS[ours])
+
+    def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+        return 1 + tensor.float() if name.endswith("norm.weight") else tensor
+
+
+class Gemma3(Gemma2, architectures=("Gemma3ForCausalLM",)):
+    def config(self, raw: Raw) -> ModelConfig:
+        raw = {**DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, **_given(raw)}
+        wide, local = _ropes(raw)
+        return _read(
+            raw,
+            windows=_windows(raw, pattern=value(raw, "sliding_window_pattern", int, 6)),
+            rope=wide,
+            local_rope=local,
+            qk_norm=True,
+            logit_softcap=optional(raw, "final_logit_softcapping"),
+        )
+
+
+class Gemma3WithImages(Gemma3, architectures=("Gemma3ForConditionalGeneration",)):
+    """Its text model alone."""
+
+    roots = ("language_model.model.", "model.language_model.")
+    ignored = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_proj")
+
+    def config(self, raw: Raw) -> ModelConfig:
+        text = raw.get("text_config")
+        if not isinstance(text, dict):
+            raise ValueError("'text_config' is missing or not an object.")
+        above = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if raw.get(key)}
+        return super().config({**text, **above})
+
+
+def _given(raw: Raw) -> dict[str, Any]:
+    """What is not null: but for soft caps, null means the default."""
+    return {k: v for k, v in raw.items() if v is not None or k.endswith("softcapping")}
+
+
+def _read(raw: Raw, **fields: Any) -> ModelConfig:
+    if raw.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention is not supported; tokens see those before them.")
+    bias = value(raw, "attention_bias", bool, False)
+    return read(
+        raw,
+        activation="gelu_pytorch_tanh",
+        act_key="hidden_activation",
+        gate="gelu",
+        out_norms=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        embedding_scale=value(raw, "hidden_size", int) ** 0.5,
+        query_scalar=value(raw, "query_pre_attn_scalar", float),
+        **fields,
+    )
+
+
+def _windows(raw: Raw, pattern: int) -> Windows:
+    """By `layer_types`; without them every `pattern`-th layer sees all tokens."""
+    window = value(raw, "sliding_window", int)
+    if raw.get("layer_types") is not None:
+        return layer_windows(raw, window)
+    return tuple(window if i % pattern else None for i in range(1, value(raw, "num_hidden_layers", int) + 1))
+
+
+def _ropes(raw: Raw) -> tuple[Rope, Rope]:
+    """Of layers that see all tokens and of those with a window: transformers 5 has an entry for each kind."""
+    nested = raw.get("rope_parameters") or {}
+    if raw.get("rope_scaling") or "full_attention" not in nested:
+        return rope(raw, 1e6), Rope(theta=value(raw, "rope_local_base_freq", float, 1e4))
+    wide, local = nested["full_attention"], nested.get("sliding_attention")
+    return rope({**raw, "rope_parameters": wide}, 1e6), rope({**raw, "rope_parameters": local}, 1e4)

@@ -1,0 +1,34 @@
+"""Qwen2 and 2.5, with a bias on q, k, v; Qwen3, with RMSNorm per head on q and k. Windows on some layers."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from .base import Family
+from .llama import sliding_window
+from .values import Raw, Windows, layer_windows, read, value
+
+
+class Qwen2(Family, architectures=("Qwen2ForCausalLM",)):
+    def config(self, raw: Raw) -> ModelConfig:
+        return read(raw, windows=_windows(raw), qkv_bias=True)
+
+
+class Qwen3(Family, architectures=("Qwen3ForCausalLM",)):
+    def config(self, raw: Raw) -> ModelConfig:
+        bias, head_dim = value(raw, "attention_bias", bool, False), value(raw, "head_dim", int, 128)
+        return read(
+            raw, windows=_windows(raw), head_dim=head_dim, qkv_bias=bias, o_bias=bias, qk_norm=True
+        )
+
+
+def _windows(raw: Raw) -> Windows:
+    window = sliding_window(raw)
+    if not value(raw, "use_sliding_window", bool, False):
+        window = None
+    if raw.get("layer_types") is not None:
+        return layer_windows(raw, window)
+    first = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise ValueError(f"max_window_layers={first!r} must be an integer of at least 0.")
+    num_layers = value(raw, "num_hidden_layers", int)
+    return tuple(window if i >= first else None for i in range(num_layers))
