@@ -87,7 +87,7 @@ def load_model(
         for file in weight_files(folder):
             handle = stack.enter_context(open_safetensors(file))
             source.update(dict.fromkeys(handle.keys(), handle))
-        places = family.places(config, source)
+        places = family.places(config)
         used = {n: file.get_slice(n) for n, file in source.items() if not family.is_ignored(n, config)}
         shapes = stored_shapes(config, places)
         check_fit(used, shapes, f"The weights in {folder} do not fit its config.json")

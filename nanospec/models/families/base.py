@@ -33,11 +33,9 @@ class Family:
     """Only `config` must be defined.
 
     Attributes:
-        roots: what the names of a checkpoint's text model may begin with instead of `model.`.
         ignored: how the names of tensors begin that a text does not need, such as an image encoder's.
     """
 
-    roots: ClassVar[tuple[str, ...]] = ("model.",)
     ignored: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, architectures: Collection[str] = (), **further: Any) -> None:
@@ -49,22 +47,19 @@ class Family:
         raise NotImplementedError
 
     def stored_name(self, name: str) -> str:
-        """The stored tensor that has ours of `ModelConfig.parameter_shapes`, whose root is `model.`."""
+        """What the checkpoint calls the tensor that has ours of `ModelConfig.parameter_shapes` in it."""
         return name
 
     def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
         """Our tensor `name` from the stored rows, which are in the dtype to compute in, and a copy."""
         return tensor
 
-    def places(self, config: ModelConfig, stored: Collection[str]) -> dict[str, Place]:
-        """Where each of our tensors lies in a checkpoint with tensors of the names `stored`."""
-        found = (root for root in self.roots if any(name.startswith(root) for name in stored))
-        root = next(found, self.roots[0])
+    def places(self, config: ModelConfig) -> dict[str, Place]:
+        """Where each of our tensors lies in a checkpoint."""
         filled: dict[str, int] = {}
         places = {}
         for name, (rows, *_) in config.parameter_shapes().items():
             whole = self.stored_name(name)
-            whole = root + whole.removeprefix("model.") if whole.startswith("model.") else whole
             places[name] = Place(whole, filled.get(whole, 0), rows)
             filled[whole] = places[name].first + rows
         return places

@@ -68,8 +68,7 @@ class Gemma3(Gemma2, architectures=("Gemma3ForCausalLM",)):
 class Gemma3WithImages(Gemma3, architectures=("Gemma3ForConditionalGeneration",)):
     """Its text model alone."""
 
-    roots = ("language_model.model.", "model.language_model.")
-    ignored = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_proj")
+    ignored = ("vision_tower.", "multi_modal_projector.")
 
     def config(self, raw: Raw) -> ModelConfig:
         text = raw.get("text_config")
@@ -77,6 +76,9 @@ class Gemma3WithImages(Gemma3, architectures=("Gemma3ForConditionalGeneration",)
             raise ValueError("'text_config' is missing or not an object.")
         above = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if raw.get(key)}
         return super().config({**text, **above})
+
+    def stored_name(self, name: str) -> str:
+        return "language_model." + super().stored_name(name)
 
 
 def _given(raw: Raw) -> dict[str, Any]:

@@ -1,0 +1,294 @@
+"""What each family adds: as released files say it, by the logits of transformers, to the bit on a CPU.
+
+Prompts, chunks and drafts of every entry of `VARIANTS` in float32 are in `test_decoder.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanospec.config import SamplingParams
+from nanospec.kernels.dispatch import Backend, forced
+from nanospec.kernels.native.build import library
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
+from nanospec.models.families.base import FAMILIES, Family, family_of
+from nanospec.models.families.values import Raw, read
+from nanospec.models.token_map import lm_head_rows
+from nanospec.models.weights import load_model
+from tests.drive import Job, make_engine, outcome, run
+from tests.tiny import Pages, checkpoint, reference_logits, tiny_model
+from tests.util import assert_close, error_ratio
+
+BF16 = torch.bfloat16
+NEW: dict[str, dict[str, Any]] = {  # variants, and what makes their heads wide enough for the C++
+    "phi3-window11": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "phi3-partly-rotated": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "gemma2-caps": {},
+    "gemma3": {},
+}
+
+
+@pytest.fixture(scope="module", params=list(NEW))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp(request.param), request.param, BF16, **NEW[request.param])
+
+
+@pytest.fixture(params=["native", "naive"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "native" and library() is None:
+        pytest.skip("there is no C++ compiler")
+    with forced(request.param):
+        yield request.param
+
+
+def tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(199, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def test_bfloat16_is_as_near_as_that_of_transformers(folder: Path, backend: Backend) -> None:
+    model, ids = load_model(folder, BF16, "cpu"), tokens(90)
+    assert model.runs_compiled == (backend == "native")
+    exact, theirs = reference_logits(folder, ids), reference_logits(folder, ids, BF16)
+    pages = Pages(model, 1, 112)
+    ours = torch.cat([pages.step({0: chunk})[0] for chunk in ids.split([50, 1, 5, 34])])
+    assert error_ratio(ours, exact) < 1.3 * error_ratio(theirs, exact)
+
+
+def test_guesses_change_no_bit(folder: Path, backend: Backend) -> None:
+    """In bfloat16 on a CPU, by either implementation."""
+    model = load_model(folder, BF16, "cpu")
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=40, logprobs=2) for t in (0, 0, 0.7, 1.2)]
+    jobs = [Job([*range(5, 25), i] * 2, p) for i, p in enumerate(params)]
+    results = []
+    for k in (None, 4):
+        engine = make_engine(model, k, max_num_batched_tokens=32)
+        results.append([outcome(request) for request in run(engine, jobs)])
+    assert engine.metrics.spec.num_accepted > 0
+    assert results[0] == results[1]
+
+
+def test_softcaps_bite(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "gemma2-caps")
+    model = load_model(folder, torch.float32, "cpu")
+    assert model.config.attention_softcap == 2
+    assert Pages(model, 1, 64).step({0: tokens(50)})[0].abs().max() <= 3
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attn_logit_softcapping": 1e6}))
+    other = load_model(folder, torch.float32, "cpu")
+    logits = [Pages(m, 1, 64).step({0: tokens(50)})[0] for m in (model, other)]
+    assert error_ratio(logits[0], logits[1]) > 0.05
+
+
+def test_embeddings_are_scaled_by_a_rounded_number() -> None:
+    config: dict[str, Any] = {"embedding_scale": 2304**0.5 + 0.1, "tie_word_embeddings": True}
+    assert tiny_model(dtype=BF16, **config).embedding_scale == 48.0
+    model = tiny_model(**config, logit_softcap=1.0)
+    assert torch.equal(lm_head_rows(model, torch.arange(5)), model.embedding[:5])
+    untied = tiny_model(logit_softcap=1.0)
+    with forced("triton"):  # not packed
+        plain = tiny_model()
+    assert torch.equal(lm_head_rows(untied, torch.arange(64)), cast(Tensor, plain.lm_head))
+
+
+@pytest.mark.parametrize("longest", [64, 32])
+def test_longrope_is_chosen_by_the_longest_text(tmp_path: Path, longest: int) -> None:
+    """Beyond the 32 tokens of pretraining all texts are rotated as long ones are."""
+    folder = checkpoint(tmp_path, "phi3-longrope")
+    model, ids = load_model(folder, torch.float32, "cpu", longest), tokens(longest)
+    assert model.config.max_position_embeddings == longest
+    logits = Pages(model, 1, longest).step({0: ids})[0]
+    assert_close(logits, reference_logits(folder, ids), 1e-5)
+    if longest == 64:
+        short = reference_logits(folder, ids[:20])
+        assert error_ratio(logits[:20], short) > 0.01
+
+
+def test_gemma_3_with_images_reads_texts(tmp_path: Path) -> None:
+    import transformers
+
+    small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision = {**small, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    plain = checkpoint(tmp_path / "plain", "gemma3")
+    text = json.loads((plain / "config.json").read_text())
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "images")
+    stored = load_file(tmp_path / "images" / "model.safetensors")
+    own = load_file(plain / "model.safetensors")
+    stored |= {f"language_model.{name}": tensor for name, tensor in own.items()}
+    save_file(stored, tmp_path / "images" / "model.safetensors")
+    models = [load_model(folder, torch.float32, "cpu") for folder in (plain, tmp_path / "images")]
+    logits = [Pages(model, 1, 64).step({0: tokens(30)})[0] for model in models]
+    assert torch.equal(*logits)
+
+
+# ---- what is refused, by the checkpoint's own names ------------------------------------------------
+
+
+QKV = "model.layers.1.self_attn.qkv_proj.weight"
+NORM = "model.layers.1.pre_feedforward_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "words"),
+    [
+        ("phi3-window11", lambda t: t.pop(QKV), f"missing: {QKV}."),
+        (
+            "phi3-window11",
+            lambda t: t.update({QKV: torch.zeros(100, 64)}),
+            f"of the wrong shape: {QKV} [100, 64] instead of [128, 64].",
+        ),
+        ("gemma2-caps", lambda t: t.pop(NORM), f"missing: {NORM}."),
+    ],
+    ids=["missing", "shape", "norm"],
+)
+def test_tensors_are_named_as_the_checkpoint_does(
+    tmp_path: Path, variant: str, change: Callable[[dict[str, Tensor]], Any], words: str
+) -> None:
+    folder = checkpoint(tmp_path, variant)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="do not fit its config") as caught:
+        load_model(folder, torch.float32, "cpu")
+    assert str(caught.value).endswith(f"1 tensor(s) {words}")
+
+
+# ---- released files --------------------------------------------------------------------------------
+
+GEMMA2_2B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
+}
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+}
+PHI3: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "su"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "vocab_size": 32064,
+}
+
+
+def test_gemma_2_as_released() -> None:
+    config = ModelConfig.from_dict(GEMMA2_2B)
+    assert config.windows[:3] == (4096, None, 4096)
+    assert config.tie_word_embeddings
+    assert (config.attention_softcap, config.logit_softcap) == (50, 30)
+    assert config.attention_scale == 256**-0.5
+    assert config.num_parameters == 2_614_341_888
+
+
+def test_gemma_3_as_released() -> None:
+    """Most of what it needs is left to the defaults."""
+    config = ModelConfig.from_dict(GEMMA3_4B)
+    assert config.windows[:7] == (1024,) * 5 + (None, 1024)
+    assert (config.rope.kind, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8)
+    assert config.local_rope is not None
+    assert config.local_rope.theta == 1e4
+    assert (config.attention_softcap, config.logit_softcap) == (None, None)
+    assert config.num_parameters == 3_880_263_168
+    assert config.dtype == "bfloat16"
+
+
+def test_phi_3_as_released() -> None:
+    config = ModelConfig.from_dict(PHI3)
+    assert config.windows == (None,) * 32  # it is longer than any text
+    assert config.rope.kind == "longrope"
+    assert abs(config.rope.amplitude - 1.1902380714) < 1e-9
+    assert config.num_parameters == 3_821_079_552
+    mini = {**PHI3, "partial_rotary_factor": 0.75, "num_attention_heads": 24, "num_key_value_heads": 8}
+    with pytest.raises(ValueError, match=r"a short and a long factor for each of 48 pairs"):
+        ModelConfig.from_dict({**mini, "rope_scaling": {**PHI3["rope_scaling"], "short_factor": [1.0]}})
+    config = ModelConfig.from_dict(mini)
+    assert (config.head_dim, config.rope.rotated(128)) == (128, 96)
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "words"),
+    [
+        (GEMMA2_2B, {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; only 'gelu_"),
+        (GEMMA2_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        (GEMMA2_2B, {"attn_logit_softcapping": -1}, "attn_logit_softcapping=-1 must be a positive number"),
+        (GEMMA3_4B, {"text_config": None}, "'text_config' is missing"),
+        (PHI3, {"partial_rotary_factor": 2}, "partial_rotary_factor=2 must be a number above 0"),
+        (PHI3, {"rope_scaling": {"type": "longrope"}}, "'short_factor' of longrope must be a list"),
+    ],
+    ids=["activation", "bidirectional", "cap", "text", "part", "factors"],
+)
+def test_refuses(raw: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        ModelConfig.from_dict({**raw, **changes})
+    assert str(caught.value).endswith(".")
+
+
+# ---- a new family is one class -----------------------------------------------------------------------
+
+
+def test_a_family_registers_itself(tmp_path: Path) -> None:
+    class Toy(Family, architectures=("ToyForCausalLM",)):
+        def config(self, raw: Raw) -> ModelConfig:
+            return read(raw, qkv_bias=True)
+
+        def stored_name(self, name: str) -> str:
+            return name.replace("model.", "toy.")
+
+    try:
+        folder = checkpoint(tmp_path, "qwen2-tied")
+        expected = Pages(load_model(folder, torch.float32, "cpu"), 1, 32).step({0: tokens(20)})[0]
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["ToyForCausalLM"]}))
+        stored = load_file(folder / "model.safetensors")
+        save_file({n.replace("model.", "toy."): t for n, t in stored.items()}, folder / "model.safetensors")
+        model = load_model(folder, torch.float32, "cpu")
+        assert torch.equal(Pages(model, 1, 32).step({0: tokens(20)})[0], expected)
+        assert isinstance(family_of({"architectures": ["ToyForCausalLM"]}), Toy)
+        assert isinstance(model, Model)
+    finally:
+        del FAMILIES["ToyForCausalLM"]
