@@ -117,10 +117,11 @@ def _units(c: ModelConfig, rows: int, q_len: int, kv_len: int, tokens: int, targ
 
 def _activations(c: ModelConfig, tokens: int, item: int) -> int:
     """Bytes of what lives at once within a layer: the residual stream before and after, q, k and v, what
-    attention gives, the MLP's inner values."""
+    attention gives, the MLP's inner values, what waits for a norm of its own."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     stream = item * 2 * c.hidden_size + 4 * -(-c.hidden_size // 64)
-    return tokens * (2 * stream + item * (c.hidden_size + 3 * q + 2 * kv + c.intermediate_size))
+    hidden = c.hidden_size * (2 if c.out_norms else 1)
+    return tokens * (2 * stream + item * (hidden + 3 * q + 2 * kv + c.intermediate_size))
 
 
 def _parts(c: ModelConfig, tokens: int, item: int, arch: str) -> int:

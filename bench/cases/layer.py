@@ -14,6 +14,7 @@ from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import attention
 from nanospec.kernels.layer.linear import linear, linear_add, norm_swiglu
 from nanospec.kernels.layer.norm import Norm, rms_norm
+from nanospec.kernels.layer.norm_add import norm_add
 from nanospec.kernels.layer.plan import Plan
 from nanospec.kernels.layer.qkv_rope import qkv_rope
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
@@ -38,6 +39,7 @@ class Shape:
     vocab: int
     qk_norm: bool = False
     window: int | None = None
+    softcap: float | None = None
 
 
 SMOLLM2 = Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152)
@@ -51,12 +53,18 @@ PHI = Shape("phi-3-mini", 3072, 8192, 32, 32, 96, 32064, window=2047)
 STABLE = Shape("stablelm-d80", 2560, 6912, 32, 32, 80, 50304)
 GEMMA = Shape("gemma-2b-mqa-d256", 2048, 16384, 8, 1, 256, 256000)
 
+# Models with norms behind attention and MLP, GeGLU, float32 weights of norms, or caps.
+GEMMA2 = Shape("gemma-2-2b", 2304, 9216, 8, 4, 256, 256000, window=4096, softcap=50.0)
+GEMMA2_LARGE = Shape("gemma-2-27b", 4608, 36864, 32, 16, 128, 256000, softcap=50.0)
+GEMMA3 = Shape("gemma-3-4b", 2560, 10240, 8, 4, 256, 262208, qk_norm=True, window=1024)
+
 
 def cases() -> Iterator[Case]:
     yield from norm_cases()
     yield from attention_cases()
     yield from linear_cases()
     yield from rope_cases()
+    yield from gemma_cases()
     yield from move_cases()
 
 
@@ -141,8 +149,8 @@ def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False
         plan = Plan(batch, shape.heads, cache, shape.window)
         q = torch.randn(B * Q, shape.heads, shape.head_dim, device=device, dtype=BF16)
         return Built(
-            lambda: attention(q, cache, plan, scale),
-            {} if device == "meta" or tree or shape.window else sdpa(q, cache, batch, scale),
+            lambda: attention(q, cache, plan, scale, shape.softcap),
+            {} if device == "meta" or tree or shape.window or shape.softcap else sdpa(q, cache, batch, scale),
         )
 
     seen = min(length, (shape.window or length) + Q)
@@ -260,6 +268,47 @@ def rope_case(shape: Shape, B: int, Q: int) -> Case:
 
     moved = B * Q * (2 * width * 2 + shape.head_dim * 4)
     return Case("rope_cache", f"{shape.name}-B{B}-q{Q}", build, bytes=moved)
+
+
+def gemma_cases() -> Iterator[Case]:
+    for shape in (GEMMA2, GEMMA2_LARGE):
+        for B, Q in ((1, 1), (8, 5), (1, 2048)):
+            yield attention_case(shape, B, Q, 4096)
+    for T in (1, 5, 64, 2048):
+        for what in ("qkv_rope", "norm_swiglu", "norm_add", "embed"):
+            yield gemma_case(GEMMA3, what, T)
+
+
+def gemma_case(shape: Shape, what: str, T: int) -> Case:
+    """What Gemma's layers need beyond those of others."""
+    H, inner, D = shape.hidden, shape.intermediate, shape.head_dim
+    width = (shape.heads + 2 * shape.kv_heads) * D
+    moved, flops = {
+        "qkv_rope": (width * H + T * (H + width), 2 * T * width * H),
+        "norm_swiglu": (2 * inner * H + T * (H + inner), 4 * T * inner * H),
+        "norm_add": (4 * T * H, 0),
+        "embed": (3 * T * H, 0),
+    }[what]
+
+    def build(device: str) -> Built:
+        def normal(*size: int, dtype: torch.dtype = BF16) -> Tensor:
+            return torch.randn(size, device=device, dtype=dtype)
+
+        norm, head_norm = (Norm(normal(n, dtype=torch.float32), 1e-6) for n in (H, D))
+        ids, table, h = torch.arange(T, device=device), normal(T, H), normal(T, H)
+        x = embed(ids, table, norm, 50.5)
+        batch = make_batch(device, 1, T, T + 100)
+        cache, weight, gate_up = make_cache(device, shape, batch), normal(width, H), normal(2 * inner, H)
+        angles = Angles(normal(T + 100, D, dtype=torch.float32), batch.positions, BF16)
+        calls: dict[str, Call] = {
+            "qkv_rope": lambda: qkv_rope(x, weight, None, cache, batch, angles, (head_norm, head_norm)),
+            "norm_swiglu": lambda: norm_swiglu(x, gate_up, None, "gelu"),
+            "norm_add": lambda: norm_add(h, norm, x, norm),
+            "embed": lambda: embed(ids, table, norm, 50.5),
+        }
+        return Built(calls[what])
+
+    return Case(what, f"{shape.name}-T{T}", build, bytes=2 * moved, flops=flops, dots=flops > 0)
 
 
 def move_cases() -> Iterator[Case]:

@@ -130,6 +130,7 @@ def account(
     T, L, V = B * (K + 1), config.num_layers, config.vocab_size
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    own = L if config.out_norms else 0
     seen = sum(min(context, window or context) for window in config.windows)  # K/V rows, over layers
 
     def product(name: str, rows: int, columns: int, besides: int = 0) -> Kernel:
@@ -150,6 +151,7 @@ def account(
         product("linear_add o", H, q, besides=H),
         product("norm_swiglu", 2 * I, H),
         product("linear_add down", H, I, besides=H),
+        Kernel("norm_add", "products", 2 * own, itemsize * 2 * own * T * 4 * H),
         Kernel("final norm", "head", 1),
         Kernel("head", "head", 1, itemsize * (H * V + T * V), 2 * T * H * V),
         Kernel("sample", "sample", 2, itemsize * T * V),

@@ -103,3 +103,30 @@ def test_second_model_as_in_transformers() -> None:
         HI, tools=tools, tokenize=False, add_generation_prompt=True
     )
     assert tokenizer.eos_token_ids == (151645, 151643)
+
+
+def test_chats_of_gemma_end_with_a_token_that_only_generation_config_names(tmp_path: Path) -> None:
+    """Its BOS is added to a text, and written out by the template of a chat."""
+    backend = byte_level()
+    backend.add_special_tokens(["<start_of_turn>", "<end_of_turn>"])
+    turn, end = (backend.token_to_id(f"<{name}_of_turn>") for name in ("start", "end"))
+    message = "<start_of_turn>{{ m['role'] }}\n{{ m['content'] | trim }}<end_of_turn>\n"
+    folder = save(
+        backend,
+        tmp_path,
+        generation_config={"eos_token_id": [1, end], "bos_token_id": 0},
+        config={"eos_token_id": 1, "text_config": {"eos_token_id": 1}},
+        tokenizer_config={
+            "bos_token": "<s>",
+            "eos_token": {"content": "</s>"},
+            "chat_template": f"{{{{ bos_token }}}}{{% for m in messages %}}{message}{{% endfor %}}",
+        },
+    )
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.eos_token_ids == (1, end)
+    assert end in tokenizer.special_token_ids
+    assert tokenizer.encode("he")[0] == tokenizer.bos_token_id == 0
+    chat = tokenizer.encode(tokenizer.apply_chat_template(HI), add_special_tokens=False)
+    assert chat[:2] == [0, turn]
+    assert chat.count(0) == 1
+    assert chat[-2] == end
