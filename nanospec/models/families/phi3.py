@@ -14,13 +14,8 @@ from ..config import ModelConfig
 from .base import Family
 from .values import Raw, read, rope, rope_entry, value
 
-FUSED = {
-    "self_attn.q_proj": "self_attn.qkv_proj",
-    "self_attn.k_proj": "self_attn.qkv_proj",
-    "self_attn.v_proj": "self_attn.qkv_proj",
-    "mlp.gate_proj": "mlp.gate_up_proj",
-    "mlp.up_proj": "mlp.gate_up_proj",
-}
+FUSED = {f"self_attn.{part}_proj": "self_attn.qkv_proj" for part in "qkv"}
+FUSED |= {f"mlp.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")}
 
 
 class Phi3(Family, architectures=("Phi3ForCausalLM",)):
