@@ -7,6 +7,8 @@ without it.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "SpecConfig"]
 __version__ = "0.1.0"
 _MODULES = {"EngineConfig": "config", "SpecConfig": "config", "SamplingParams": "config"}  # others: llm
+
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # which reads it when it is loaded
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # turns that a thread waits awake; why: threads.py
 
 
 def __getattr__(name: str) -> Any:

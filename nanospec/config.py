@@ -166,6 +166,8 @@ class EngineConfig:
             on a CPU that computes it fast (with AVX2 and a C++ compiler, or with avx512_bf16 or AMX), else
             float32.
         device: "auto", "cpu", "cuda" or "cuda:N".
+        threads: how many compute on a CPU, in all of this process; "auto" takes what the machine has and
+            others leave.
         max_num_seqs: most requests that run at once (rows of the device state).
         max_model_len: longest prompt + output in tokens; None takes the model's own limit, lowered to
             what the KV cache holds.
@@ -183,6 +185,7 @@ class EngineConfig:
     spec: SpecConfig = field(default_factory=SpecConfig)
     dtype: str = "auto"
     device: str = "auto"
+    threads: int | Literal["auto"] = limited("auto", 1, 1024)
     max_num_seqs: int = limited(64, 1)
     max_model_len: int | None = limited(None, 2)  # one prompt token, one new one
     max_num_batched_tokens: int = limited(2048, 1)

@@ -22,10 +22,10 @@ from .models.config import ModelConfig
 from .models.hub import resolve_model
 from .models.weights import load_model, resolve_dtype
 from .outputs import Completion, RequestOutput
-from .quota import heed_quota
 from .request import Piece, Request
 from .sharing import SharedEngine
 from .text.tokenizer import Tokenizer
+from .threads import use_threads
 from .worker import Worker
 
 Prompt = str | Sequence[int]
@@ -46,7 +46,7 @@ class LLM:
         folder = resolve_model(model)
         device = resolve_device(self.config.device)
         if device.type == "cpu":
-            heed_quota()
+            use_threads(self.config.threads)
         tokenizer = Tokenizer(folder)
         dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
         with current(device):

@@ -37,6 +37,7 @@ from .models.compiled import computed_by
 from .models.decoder import Model
 from .request import Logprob, as_dict
 from .step import Cut, Step
+from .threads import look_around
 from .timing import attention_ms, captured_ms, forward_ms
 
 TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
@@ -189,6 +190,7 @@ class Worker:
                     part.catch_up(drafting)
             result = self.graphs.run(order.rows, order.k)
         else:
+            look_around(may_adapt=self.model.dtype == torch.float32)
             codes = self.table.finished.tolist()
             if all(codes[row] != RUNNING for row in order.rows):  # the host will soon know
                 return Flight(lambda: [NOTHING] * len(order.rows), [], None, order.logprobs)
@@ -226,6 +228,7 @@ class Worker:
     def measure(self) -> StepCosts:
         """Time steps by their size. To be called before the first request."""
         if self.graphs is None:
+            look_around(may_adapt=self.model.dtype == torch.float32)
             for part in self.drafters:
                 part.measure()
             most = self.table.num_rows * (self.max_k + 1)

@@ -76,6 +76,7 @@ SAMPLING: Table = {  # SamplingParams
 ENGINE: Table = {  # EngineConfig
     "dtype": {"help": "auto (default; on a CPU bfloat16 where that is fast), bfloat16, float16 or float32"},
     "device": {"help": "auto (default), cpu, cuda or cuda:N"},
+    "threads": {"type": auto_or_int, "metavar": "N", "help": "threads on a CPU, or auto (default)"},
     "max_num_seqs": {"type": int, "help": "most requests at once (default: 64)"},
     "max_model_len": {"type": int, "help": "longest prompt + output in tokens"},
     "max_num_batched_tokens": {"type": int, "help": "most tokens per step; longer prompts are split"},

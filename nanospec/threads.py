@@ -1,0 +1,107 @@
+"""How many threads compute on a CPU beside what else runs there.
+
+Our C++ shares a core with a neighbour well: its threads take over each other's tasks. PyTorch's get equal
+parts of every operation, so that all wait for the one with a neighbour on its core. How they wait is up to
+OpenMP: by default they spin for milliseconds, on the very core that the missing thread could have. Therefore
+the package (`__init__.py`) has them sleep after 2000 turns, as ours do, if PyTorch is not loaded before it.
+How many there are is decided here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from .quota import heed_quota
+
+PERIOD = 1.0  # seconds between looks
+BUSY = 0.5  # of a core's time: what others may take unnoticed
+SHARED = 0.6  # speed of threads that wait for one whose core others use, if they sleep meanwhile
+
+
+def fitting(most: int, cores: int, others: float, patient: bool) -> int:
+    """How many of at most `most` threads compute fastest where others use so many of the cores."""
+    free = max(round(cores - others), 1)
+    return most if free >= most or (patient and SHARED * most >= free) else free
+
+
+class Usage(NamedTuple):
+    """Seconds so far: that the processors which this process may use were busy, and it used of these."""
+
+    busy: float
+    own: float
+    at: float
+
+    @classmethod
+    def now(cls, stat: Path = Path("/proc/stat")) -> Usage:
+        """OSError or ValueError where the system does not say."""
+        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        columns = [line.split() for line in stat.read_text().splitlines()]
+        fields = [[int(ticks) for ticks in rest] for name, *rest in filter(None, columns) if name in mine]
+        idle_and_guests = 3, 4, 8, 9  # idle, waiting for disks; guests are counted under user and nice
+        ticks = sum(n for line in fields for i, n in enumerate(line) if i not in idle_and_guests)
+        return cls(ticks / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic())
+
+    def others_until(self, later: Usage) -> float:
+        """Cores' worth of time that other processes used."""
+        return max(later.busy - self.busy - (later.own - self.own), 0) / (later.at - self.at)
+
+
+class Crowd:
+    """Notices others, says so once, and, if it may, changes PyTorch's number of threads. Where the system
+    does not tell, and where there is one thread, or as many as the user has set, it does nothing."""
+
+    def __init__(self) -> None:
+        self._most, self._said = torch.get_num_threads(), False
+        self._patient = bool({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys())
+        self._seen: Usage | None = None
+        if self._most > 1 and "OMP_NUM_THREADS" not in os.environ:
+            with suppress(OSError, ValueError, AttributeError):  # not on Linux
+                self._seen = Usage.now()
+
+    def look(self, may_adapt: bool) -> None:
+        """What others used since the last look, if that is long enough ago."""
+        if self._seen is None or time.monotonic() < self._seen.at + PERIOD:
+            return
+        before, self._seen = self._seen, Usage.now()
+        cores, others = len(os.sched_getaffinity(0)), before.others_until(self._seen)
+        if may_adapt:
+            threads = fitting(self._most, cores, others, self._patient)
+            if threads != torch.get_num_threads():
+                torch.set_num_threads(threads)
+        if not self._said and others > BUSY and cores - others < self._most:
+            self._said = True
+            threads = torch.get_num_threads()
+            print(
+                f"Other programs use {others:.1f} of {cores} cores; going on beside them with {threads} "
+                f"thread{'s' * (threads > 1)}.",
+                file=sys.stderr,
+            )
+
+
+_crowd: Crowd | None = None
+
+
+def use_threads(wanted: int | Literal["auto"]) -> None:
+    """Compute with so many threads, PyTorch's and our C++'s, in this process; "auto": with one for each
+    processor that it may use, unless OMP_NUM_THREADS is set, and as `look_around` finds."""
+    global _crowd
+    if wanted != "auto":
+        _crowd = None
+        torch.set_num_threads(wanted)
+    elif _crowd is None:
+        heed_quota()
+        _crowd = Crowd()
+
+
+def look_around(may_adapt: bool) -> None:
+    """To be called now and then, before work begins. PyTorch's sums in fp32 depend in the last place on the
+    number of threads, as they do on that of rows; what is equal to the bit must not adapt."""
+    if _crowd is not None:
+        _crowd.look(may_adapt)
