@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import ast
-import shutil
-import subprocess
+import re
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.install import built
+
 ROOT = Path(__file__).resolve().parent.parent
-REQUIRED = {"torch", "triton", "safetensors", "tokenizers"}  # and what these require:
-BROUGHT = {"numpy", "jinja2", "huggingface_hub", "tqdm"}
-EXTRA = {"gguf", "transformers"}  # imported where they are needed
-INSTALLED = REQUIRED | BROUGHT | EXTRA
+FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras that the installed program does not import
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files in a wheel built from a copy of the sources: without a network, nor what builds leave."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in ("nanospec", "kernels", "weights/heads"):
-        ignored = shutil.ignore_patterns("__pycache__", ".*")
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*command, "--wheel-dir", folder, folder], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    [path] = folder.glob("*.whl")
+    """The files in a wheel, built without a network."""
+    path = built(tmp_path_factory.mktemp("wheel"), "--no-build-isolation", "--no-index")
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -64,13 +53,24 @@ def test_the_sources_are_valid_for_the_oldest_python(wheel: dict[str, bytes]) ->
             ast.parse(text, name, feature_version=(3, 10))
 
 
-def test_nothing_is_imported_that_is_not_installed(wheel: dict[str, bytes]) -> None:
-    names = {}
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported(wheel: dict[str, bytes]) -> None:
+    """What others bring today they may not bring tomorrow."""
+    imported = {}
     for name, text in wheel.items():
         for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
             if isinstance(node, ast.Import):
-                names.update(dict.fromkeys((alias.name.split(".")[0] for alias in node.names), name))
+                imported.update(dict.fromkeys((alias.name.split(".")[0] for alias in node.names), name))
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names[str(node.module).split(".")[0]] = name
-    foreign = {name: where for name, where in names.items() if name not in sys.stdlib_module_names}
-    assert {name: where for name, where in foreign.items() if name not in INSTALLED} == {}
+                imported[str(node.module).split(".")[0]] = name
+    foreign = {name: where for name, where in imported.items() if name not in sys.stdlib_module_names}
+    [metadata] = [text.decode() for name, text in wheel.items() if name.endswith("METADATA")]
+    always, extras = set(), set()
+    for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE):
+        name = re.split(r"[^\w.-]", line)[0].replace("-", "_")
+        extra = re.search(r"extra == [\"'](\w+)", line)
+        if extra is None:
+            always.add(name)
+        elif extra[1] not in FOR_WORK_ON_IT:
+            extras.add(name)
+    assert {name: where for name, where in foreign.items() if name not in always | extras} == {}
+    assert always <= foreign.keys()
