@@ -28,8 +28,9 @@ from .models.decoder import Model
 # compiled product reads a weight once, and as many that the time grows evenly from there on.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 24, 32, 64, 128)
 # What a draft costs a step of some rows is a small difference of the times of short passes, whose sign noise
-# of 5 % would turn.
-LONG, REPEATS, REPEATS_OF_LONG = 64, 9, 3
+# of 5 % would turn; for a single row less is enough.
+LONG, REPEATS, FEW_REPEATS = 64, 9, 3
+PATIENCE = 1.5  # seconds after which a slow machine has measured enough, once it has done so twice
 # Of the passes that show what attention takes: rows, and tokens of each; bytes of keys and values, too many
 # for a processor's cache to keep them while the weights are read.
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
@@ -85,10 +86,13 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     that no busy moment of the machine falls on one alone."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    for i, (key, batch) in product(range(REPEATS), batches.items()):
-        if i >= REPEATS_OF_LONG and batch.num_tokens >= LONG:
-            continue
+    began, most = time.perf_counter(), REPEATS if table.num_rows > 1 else FEW_REPEATS
+    for i, (key, batch) in product(range(most), batches.items()):
         start = time.perf_counter()
+        if i >= 2 and start > began + PATIENCE:
+            break
+        if i >= FEW_REPEATS and batch.num_tokens >= LONG:
+            continue
         sample(model.logits(model.forward(batch, kv_cache)), table, batch)
         synchronize(model.device)
         times[key] = min((time.perf_counter() - start) * 1e3, times[key])

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from ..config import SamplingParams
+from ..config import EngineConfig, SamplingParams
 from ..llm import LLM, RequestOutput
 from ..metrics import LOSSY
 from ..models.hub import program
@@ -25,6 +25,10 @@ def run(args: argparse.Namespace) -> None:
     if args.demo:
         run_demo(args.model, spec, console, options)
         return
+    if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
+        options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
+    if sys.stderr.isatty():
+        print(f"Loading {args.model} ...", file=sys.stderr)
     llm = LLM(args.model, spec=spec, **options)
     if args.chat:
         run_chat(llm, params, console, args)
