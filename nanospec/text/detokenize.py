@@ -1,6 +1,11 @@
 """Incremental detokenization: a growing list of ids becomes a growing text.
 
 The cost per token does not depend on how much came before.
+
+`tokenizers.DecodeStream` does the same but for tokenizers with byte tokens (as Llama 2's), where it breaks on
+bytes that are no UTF-8, which sampling may draw (tokenizers 0.23): `<0x3D> <0xAA> ▁` raises an exception, as
+the first byte reads otherwise alone than in its run; `<0x41> <0x80>` gives "A" where `decode` gives U+FFFD
+twice. Nor has it a `flush` for what it holds back.
 """
 
 from __future__ import annotations
