@@ -277,6 +277,7 @@ def gemma_cases() -> Iterator[Case]:
     for T in (1, 5, 64, 2048):
         for what in ("qkv_rope", "norm_swiglu", "norm_add", "embed"):
             yield gemma_case(GEMMA3, what, T)
+    yield gemma_case(GEMMA2_LARGE, "norm_add", 1)
 
 
 def gemma_case(shape: Shape, what: str, T: int) -> Case:

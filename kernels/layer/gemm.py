@@ -11,8 +11,6 @@ Whoever writes x also writes x * norm_weight and sums of its squares (`stream.py
 is divided by the root of the second at its end. These sums have an order stated in the code.
 """
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +32,8 @@ from .product import (
 )
 from .stream import Stream, inverse_rms, inverse_rms_of_many, load_squares, next_norm
 
+GELU = tl.constexpr(2)  # where SWIGLU may stand
+
 
 @triton.jit
 def _finish(
@@ -47,7 +47,7 @@ def _finish(
     if SWIGLU:
         gate, up = split_pairs(acc, ROWS, SLICE)
         turn = gate  # silu(x) = x / (1 + e^-x)
-        if SWIGLU == "gelu":  # and gelu, by tanh: x / (1 + e^-y) with this y
+        if SWIGLU == GELU:  # and gelu, by tanh: x / (1 + e^-y) with this y
             turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         acc = gate / (1.0 + tl.exp(-turn)) * up
     n = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -112,11 +112,11 @@ def launch(
     source: Tensor | Stream,
     weight: Tensor,
     bias: Tensor | None = None,
-    swiglu: bool | Literal["gelu"] = False,
+    swiglu: int = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`source` @ weight.T + bias, with SwiGLU or GeGLU if wanted, of a tensor or a stream's norm. See
-    `linear.py`."""
+    """`source` @ weight.T + bias, with SwiGLU, or GeGLU if that is GELU, of a tensor or a stream's
+    norm. See `linear.py`."""
     x, squares, groups, eps = operand(source)
     T, K = x.shape
     N = weight.shape[0] // 2 if swiglu else weight.shape[0]

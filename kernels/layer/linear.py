@@ -22,6 +22,7 @@ from ..dispatch import use_native, use_triton
 from ..native import packed
 from ..native.packed import Packed
 from . import gemm
+from .gemm import GELU
 from .norm import Norm, rms_norm
 from .norm_add import norm_add
 from .stream import Stream
@@ -74,7 +75,7 @@ def norm_swiglu(
 ) -> Tensor:
     """silu(g) * u of RMSNorm(x), or gelu by tanh; weight is [2I, K] and bias [2I], g first; gives [T, I]."""
     if use_triton(stream.x):
-        return gemm.launch(stream, plain(weight), bias, swiglu=True if gate == "silu" else gate)
+        return gemm.launch(stream, plain(weight), bias, swiglu=True if gate == "silu" else GELU.value)
     g, u = norm_linear(stream, weight, bias).chunk(2, -1)
     return (F.silu(g) if gate == "silu" else F.gelu(g, approximate="tanh")) * u
 

@@ -46,13 +46,12 @@ def _norm_add(
     at = token.to(tl.int64) * H + i
     wide = tl.load(h + at, inside, other=0.0).to(tl.float32)
     before = tl.load(x + at, inside, other=0.0).to(tl.float32)
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    sums = tree_sum(tl.reshape(wide * wide, [GROUPS, GROUP]), GROUPS, GROUP)
-    scale = tl.rsqrt(tl.sum(tree_sum(tl.reshape(sums, [1, GROUPS]), 1, GROUPS)) / H + eps)
+    scale = tl.rsqrt(tl.sum(wide * wide) / H + eps)
     value = tl.fma(wide * scale, by_own, before).to(new.dtype.element_ty)
     tl.store(new + at, value, inside)
     wide = value.to(tl.float32)
     tl.store(scaled + at, (wide * by).to(scaled.dtype.element_ty), inside)
+    GROUPS: tl.constexpr = BLOCK // GROUP
     sums = tree_sum(tl.reshape(wide * wide, [GROUPS, GROUP]), GROUPS, GROUP)
     group = tl.arange(0, GROUPS)
     tl.store(squares + group * T + token, sums, group < tl.cdiv(H, GROUP))

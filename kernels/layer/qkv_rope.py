@@ -34,6 +34,12 @@ from .stream import Stream, inverse_rms, inverse_rms_of_many, load_squares
 
 # Widths of heads by architecture, as far as they fit the registers. (sm_100 keeps sums by rows.)
 HEAD_DIMS = {"sm_80": (64,), "sm_90": (64, 128, 256), "sm_100": (), "gfx942": (64, 128)}
+WIDEST_NORMED = 128  # of heads with norms of their own
+
+
+def holds_heads(head_dim: int, normed: bool, target: str) -> bool:
+    """Whether the product finishes heads itself."""
+    return head_dim in HEAD_DIMS[target] and not (normed and head_dim > WIDEST_NORMED)
 
 
 def qkv_rope(
@@ -46,7 +52,7 @@ def qkv_rope(
     norms: Norms,
 ) -> Tensor:
     """Write k and v of the stream's norm to the `cache` [2, Hkv, num_blocks, block_size, D], return q."""
-    if use_triton(stream.x) and cache.shape[-1] in HEAD_DIMS[arch(stream.x)]:
+    if use_triton(stream.x) and holds_heads(cache.shape[-1], norms is not None, arch(stream.x)):
         return launch(stream, plain(weight), bias, cache, batch, angles, norms)
     return rope_cache(norm_linear(stream, weight, bias), cache, batch, angles, norms)
 

@@ -35,7 +35,7 @@ from math import ceil
 
 from ..kernels.launch import next_power_of_2
 from ..kernels.layer import paged
-from ..kernels.layer.qkv_rope import HEAD_DIMS
+from ..kernels.layer.qkv_rope import holds_heads
 from ..kernels.layer.tiling import plan
 from ..models.config import ModelConfig
 from ..models.hub import program, resolve_model
@@ -148,7 +148,7 @@ def estimate(config: ModelConfig, B: int, K: int, context: int, gpu: Gpu) -> lis
     """The kernels of a step in bf16: B requests of `context` cached tokens, K drafts each."""
     T, H, I = B * (K + 1), config.hidden_size, config.intermediate_size  # noqa: E741
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    unit = config.head_dim if config.head_dim in HEAD_DIMS[gpu.arch] else 1
+    unit = config.head_dim if holds_heads(config.head_dim, config.qk_norm, gpu.arch) else 1
     qkv = product(gpu, T, q + 2 * kv, H, unit=unit)
     known = {
         "qkv_rope": qkv,

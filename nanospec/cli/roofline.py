@@ -29,7 +29,7 @@ import torch
 
 from ..device import synchronize
 from ..kernels.layer.linear import linear, pack
-from ..kernels.layer.qkv_rope import HEAD_DIMS
+from ..kernels.layer.qkv_rope import holds_heads
 from ..models.config import ModelConfig
 
 ACCEPTANCES = (0.3, 0.5, 0.7, 0.9)
@@ -138,7 +138,7 @@ def account(
         moved = rows * columns + T * (columns + rows + besides)
         return Kernel(name, "products", L, itemsize * L * moved, 2 * T * L * rows * columns)
 
-    if config.head_dim in HEAD_DIMS[arch]:
+    if holds_heads(config.head_dim, config.qk_norm, arch):
         qkv = [product("qkv_rope", q + 2 * kv, H, besides=2 * kv)]
     else:
         rope = Kernel("rope_cache", "products", L, itemsize * T * L * 2 * kv)
