@@ -20,6 +20,7 @@ from nanospec.kernels.table import Table
 from nanospec.memory import kv_shape
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
+from nanospec.models.rope import Rope
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:
@@ -48,6 +49,32 @@ def tiny_model(
     """A model of `tiny_config` with random weights."""
     return Model.random(tiny_config(**overrides), dtype, device, seed)
 
+
+# What Gemma 2 and 3 do differently, as fields of `tiny_config`.
+GEMMA: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "head_dim": 48,
+        "windows": (9, None),
+        "out_norms": True,
+        "gate": "gelu",
+        "query_scalar": 20,
+        "attention_softcap": 1.5,
+        "logit_softcap": 4.0,
+        "embedding_scale": 5.5,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "hidden_size": 50,
+        "head_dim": 40,
+        "windows": (12, None),
+        "local_rope": Rope(theta=100.0),
+        "rope": Rope("linear", 1e6, factor=8.0),
+        "out_norms": True,
+        "gate": "gelu",
+        "qk_norm": True,
+        "embedding_scale": 7.0,
+    },
+}
 
 _SMALL = {
     "vocab_size": 199,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
 from nanospec.models.decoder import Model
-from tests.tiny import Pages, tiny_model
+from tests.tiny import GEMMA, Pages, tiny_model
 from tests.util import assert_close
 
 # What padding tokens compute is unspecified, NaN included, and numpy says so.
@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qk-norm-window9": {"qk_norm": True, "windows": (9, None)},
     "split-k": {"hidden_size": 512, "num_layers": 1},
+    **GEMMA,
 }
 
 
@@ -56,7 +57,7 @@ def test_kernels_agree_with_naive(name: str) -> None:
 
 
 @pytest.mark.usefixtures("ordered_dot")
-@pytest.mark.parametrize("name", ["qk-norm-window9", "split-k"])
+@pytest.mark.parametrize("name", ["qk-norm-window9", "split-k", "gemma2"])
 def test_speculation_does_not_change_a_bit(name: str) -> None:
     """One token at a time, as a verification, and beside another request: the same logits."""
     model = build(name)

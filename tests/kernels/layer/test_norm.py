@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.dispatch import Backend, forced
 from nanospec.kernels.layer import norm
 from nanospec.kernels.layer.norm import Norm
 from tests.util import assert_close
@@ -22,6 +22,17 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype, tol: float) -> None:
         out = norm.rms_norm(x, Norm(weight, 1e-5))
     assert out.dtype == dtype
     assert_close(out, norm.naive(x.double(), Norm(weight.double(), 1e-5)), tol)
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+def test_weights_may_be_in_float32(backend: Backend) -> None:
+    x, weight = torch.randn(5, 100).half(), 1 + torch.randn(100) / 1000  # which float16 cannot tell from 1
+    with forced(backend):
+        out = norm.rms_norm(x, Norm(weight, 1e-5))
+    assert out.dtype == torch.float16
+    expected = norm.naive(x.double(), Norm(weight.double(), 1e-5))
+    assert_close(out, expected, 3e-4)
+    assert (out == expected.half()).float().mean() > 0.97
 
 
 def test_rows_with_gaps() -> None:

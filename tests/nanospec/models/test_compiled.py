@@ -29,8 +29,7 @@ from nanospec.kernels.native import build, call, packed
 from nanospec.models.compiled import computed_by
 from nanospec.models.decoder import Model
 from nanospec.models.random_weights import random_weights
-from nanospec.models.rope import Rope
-from tests.tiny import Pages, tiny_config, tiny_model
+from tests.tiny import GEMMA, Pages, tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
 
@@ -49,28 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk-norm-window9": {"qk_norm": True, "windows": (9, None), "head_dim": 64, "num_heads": 2},
     "window300": {"windows": (300, 300), "head_dim": 32},
     "rows-4-kb-apart": {"hidden_size": 2048, "intermediate_size": 2048, "head_dim": 32},
-    "gemma2": {
-        "head_dim": 48,
-        "windows": (9, None),
-        "out_norms": True,
-        "gate": "gelu",
-        "query_scalar": 20,
-        "attention_softcap": 1.5,
-        "logit_softcap": 4.0,
-        "embedding_scale": 5.5,
-        "tie_word_embeddings": True,
-    },
-    "gemma3": {
-        "hidden_size": 50,
-        "head_dim": 32,
-        "windows": (12, None),
-        "local_rope": Rope(theta=100.0),
-        "rope": Rope("linear", 1e6, factor=8.0),
-        "out_norms": True,
-        "gate": "gelu",
-        "qk_norm": True,
-        "embedding_scale": 7.0,
-    },
+    **GEMMA,
     "group20-d256": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 256, "num_layers": 1},
 }
 
