@@ -12,3 +12,8 @@ triton only and knows nothing of the engine above it.
 * `native/`: the C++ for CPUs: the whole forward pass of bfloat16 models, drawing, lookup, layout, commit.
 * `dispatch`, `launch`: which implementation runs; what the launchers share.
 """
+
+import os
+
+# Products and sums are fused, as tritons up to 3.9 do; that one warns unless it is told, 3.10 will not fuse.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -14,9 +14,10 @@ if not torch.cuda.is_available():  # the kernels run in Triton's interpreter, se
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.interpreter import find_builtins_once
+    from tests.interpreter import find_builtins_once, keep_conditions
 
     find_builtins_once()
+    keep_conditions()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     torch.set_num_threads(1)

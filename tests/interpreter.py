@@ -1,4 +1,4 @@
-"""Triton's interpreter in about a fifth less time."""
+"""Triton's interpreter in about a fifth less time, and with masks of one scalar condition."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ def find_builtins_once() -> None:
                 replace(place, name, member, *rest)
 
     interpreter._patch_builtin = patch_builtin
+
+
+def keep_conditions() -> None:
+    """The interpreter notes a comparison of integers as an integer. Spread over a block it then is one, which
+    loads and stores refuse as a mask since triton 3.9 (compiled kernels know that it is a condition)."""
+    spread: Callable[..., Any] = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, shape: Any, value: Any) -> Any:
+        known = interpreter.TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value
+        return spread(self, shape, known)
+
+    interpreter.InterpreterBuilder.create_splat = create_splat
 
 
 def _builtins(place: Any) -> dict[str, Any]:
