@@ -24,7 +24,7 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.decoder import Model
-from ..models.hub import resolve_model
+from ..models.hub import new_models_folder, program, resolve_model
 from ..models.token_map import lm_head_rows, load_token_map
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
@@ -64,10 +64,15 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
+        name = target.folder.name if target.folder is not None else "MODEL"
+        train = f"{program()} train draft --model {name} --out {new_models_folder() / name}-draft"
         if spec.draft_model is None:
             how = "--draft-model MODEL, or SpecConfig(draft_model=...)"
-            raise ValueError(f"method={spec.method!r} needs a draft model: {how}.")
-        folder = resolve_model(spec.draft_model)
+            raise ValueError(f"method={spec.method!r} needs a draft model: {how}. To make one: {train}")
+        try:
+            folder = resolve_model(spec.draft_model)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error} Or make a draft model: {train}") from None
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
         model = load_model(folder, target.model.dtype, target.model.device)
