@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams, SpecConfig
-    from .llm import LLM, Completion, RequestOutput
+    from .llm import LLM
+    from .outputs import Completion, RequestOutput
 
 __all__ = ["LLM", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "SpecConfig"]
 __version__ = "0.1.0"
-_MODULES = {"EngineConfig": "config", "SpecConfig": "config", "SamplingParams": "config"}  # others: llm
+_MODULES = {"LLM": "llm", "Completion": "outputs", "RequestOutput": "outputs"}  # others: config
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # which reads it when it is loaded
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # turns that a thread waits awake; why: threads.py
@@ -26,7 +27,7 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # which 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'nanospec' has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES.get(name, 'llm')}", __name__), name)
+    return getattr(importlib.import_module(f".{_MODULES.get(name, 'config')}", __name__), name)
 
 
 def __dir__() -> list[str]:

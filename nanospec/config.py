@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -21,9 +22,22 @@ _MAX_INT = 2**31 - 1
 _SEEDS = (-(2**63), 2**63 - 1)
 
 
-def limited(default: Any, low: float, high: float = math.inf) -> Any:
-    """A number in a dataclass of settings: its default, its smallest and its largest value."""
-    return field(default=default, metadata={"limits": (low, high)})
+def limited(default: Any, low: float, high: float = math.inf, **more: Any) -> Any:
+    """A number in a dataclass of settings: its default, its smallest and its largest value; `more` is for
+    the command line (`cli/options.py`)."""
+    return field(default=default, metadata={"limits": (low, high), **more})
+
+
+def as_bytes(value: Any) -> Any:
+    """A number of bytes of a text such as "400M", "4G" or "1.5GiB" (powers of 1024), or "4GB" (of 1000).
+    What is no text stays as it is, for the checks to refuse."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B|)", value.strip())
+    if match is None:
+        raise ValueError(f"kv_cache_memory={value!r} is no number of bytes; write it as in '400M' or '4G'.")
+    number, unit, suffix = match.groups()
+    return int(float(number) * (1000 if unit and suffix == "B" else 1024) ** " KMGT".index(unit or " "))
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf, kind: type = int) -> None:
@@ -174,7 +188,8 @@ class EngineConfig:
         max_num_batched_tokens: most tokens scored in one step; longer prompts are split. Running requests
             come first, each with K + 1 tokens; beside them prompts get at least one block.
         block_size: tokens per page of the KV cache, a power of two from 16.
-        kv_cache_memory: bytes for the KV cache; None takes what the machine can spare.
+        kv_cache_memory: bytes for the KV cache, or a text such as "4G"; None takes what the
+            machine can spare.
         enable_prefix_caching: reuse the pages of earlier requests with the same beginning.
         async_scheduling: queue the next step before reading the results of the last; None: on a GPU.
         enforce_eager: no captured steps (CUDA graphs); None: on a CPU.
@@ -190,7 +205,7 @@ class EngineConfig:
     max_model_len: int | None = limited(None, 2)  # one prompt token, one new one
     max_num_batched_tokens: int = limited(2048, 1)
     block_size: int = limited(16, 16)
-    kv_cache_memory: int | None = limited(None, 1)
+    kv_cache_memory: int | None = limited(None, 1, read=as_bytes, metavar="SIZE")
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     enforce_eager: bool | None = None
@@ -198,6 +213,7 @@ class EngineConfig:
     seed: int = limited(0, *_SEEDS)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_cache_memory", as_bytes(self.kv_cache_memory))
         if not isinstance(self.spec, SpecConfig):
             raise ValueError(f"spec={self.spec!r} must be a SpecConfig, as in SpecConfig(method='ngram').")
         check_fields(self)

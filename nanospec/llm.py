@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from .config import EngineConfig, SamplingParams, SpecConfig, as_token_id
 from .device import current, resolve_device
 from .drafters.base import Target
@@ -21,14 +23,15 @@ from .engine import Engine
 from .models.config import ModelConfig
 from .models.hub import resolve_model
 from .models.weights import load_model, resolve_dtype
-from .outputs import Completion, RequestOutput
+from .outputs import RequestOutput
 from .request import Piece, Request
 from .sharing import SharedEngine
 from .text.tokenizer import Tokenizer
 from .threads import use_threads
+from .vllm_names import in_our_words
 from .worker import Worker
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -38,11 +41,12 @@ class LLM:
     Args:
         model: a folder, a name under `weights/`, or a Hugging Face hub id.
         spec: speculation; the default is n-gram lookup with an automatic number of drafts.
-        options: the fields of `EngineConfig`; an unknown one is a TypeError.
+        options: the fields of `EngineConfig`, and what `vllm_names.py` knows of vLLM's; an unknown one is
+            a TypeError.
     """
 
     def __init__(self, model: str | Path, *, spec: SpecConfig | None = None, **options: Any) -> None:
-        self.config = EngineConfig(spec=spec or SpecConfig(), **options)
+        self.config = EngineConfig(**in_our_words(spec, options))
         folder = resolve_model(model)
         device = resolve_device(self.config.device)
         if device.type == "cpu":
@@ -61,27 +65,36 @@ class LLM:
         assert self.engine.tokenizer is not None
         return self.engine.tokenizer
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode`, `decode`, `apply_chat_template`."""
+        return self.tokenizer
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_finish: Callable[[int, RequestOutput], None] | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete prompts, each a text or a list of token ids, all at once, with those of other threads.
+        """Complete prompts, all at once, with those of other threads.
 
         Args:
-            prompts: one or several.
-            params: for all prompts, or one for each.
+            prompts: one or several, each a text, a list of token ids, {"prompt": text} or
+                {"prompt_token_ids": ids}.
+            sampling_params: for all prompts, or one for each.
             on_finish: called with (index, output) as soon as a prompt's outputs are complete; it may
                 call the model.
+            use_tqdm: show a bar of finished prompts on standard error.
 
         Raises:
             ValueError: a prompt or its parameters cannot run. Nothing is run then.
         """
-        groups = self._submit(_as_list(prompts), params)
+        groups = self._submit(_as_list(prompts), sampling_params)
         outputs: list[RequestOutput | None] = [None] * len(groups)
         pending = {r: i for i, (_, group) in enumerate(groups) for r in group}
         missing = [len(group) for _, group in groups]
+        bar = tqdm(total=len(groups), unit="prompt", disable=not use_tqdm)
         try:
             while pending:
                 for request in self._shared.wait(pending):
@@ -89,53 +102,59 @@ class LLM:
                     missing[i] -= 1
                     if missing[i] == 0:
                         text, group = groups[i]
-                        done = [Completion.of(r) for r in group]
-                        outputs[i] = output = RequestOutput(text, group[0].prompt_ids, done)
+                        outputs[i] = output = RequestOutput.of(text, group)
+                        bar.update()
                         if on_finish is not None:
                             on_finish(i, output)
         finally:
             self._shared.abort(pending)
+            bar.close()
         return [output for output in outputs if output is not None]
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, a list of {"role", "content"}, or several."""
-        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.chat_prompt(m, **template_options) for m in several], params)  # type: ignore[arg-type]
+        """Answer one conversation, a list of {"role", "content"}, or several. Further options are the
+        template's (`text/chat.py`): `chat_template`, `add_generation_prompt`, `tools` and its own."""
+        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.chat_prompt(conversation, **template_options) for conversation in several]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template_options)
+        text = self.tokenizer.apply_chat_template(messages, **template_options)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[str]:
         """Complete one prompt, yielding its text as it appears. Ending the iteration early aborts it.
 
         Several streams may be read, in turn or by several threads; their requests run as one batch.
         """
-        for pieces in self.stream_pieces(prompt, params, on_finish):
+        for pieces in self.stream_pieces(prompt, sampling_params, on_finish):
             if text := "".join(piece.text for piece in pieces):
                 yield text
 
     def stream_pieces(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[list[Piece]]:
         """As `stream`, but yields the tokens of each step with where they were copied from."""
-        if params is not None and params.n != 1:
-            raise ValueError(f"n={params.n} outputs cannot be streamed as one; use n=1 or generate().")
-        [(text, [request])] = self._submit([prompt], params)
+        if sampling_params is not None and sampling_params.n != 1:
+            n = sampling_params.n
+            raise ValueError(f"n={n} outputs cannot be streamed as one; use n=1 or generate().")
+        [(text, [request])] = self._submit([prompt], sampling_params)
         ended = False
         try:
             while not ended:
@@ -149,7 +168,7 @@ class LLM:
         finally:
             self._shared.abort([request])
         if on_finish is not None:
-            on_finish(RequestOutput(text, request.prompt_ids, [Completion.of(request)]))
+            on_finish(RequestOutput.of(text, [request]))
 
     def metrics(self) -> dict[str, object]:
         """Engine-wide counters, seconds per stage, and the measured times of steps by their size."""
@@ -168,8 +187,8 @@ class LLM:
             raise ValueError(f"{wrong[0]!r} must be SamplingParams, as in SamplingParams(temperature=0).")
         ready = []
         for prompt, asked in zip(prompts, params, strict=True):
-            text = prompt if isinstance(prompt, str) else None
-            ids: Any = list(map(as_token_id, prompt)) if text is None else self.tokenizer.encode(text)
+            text, ids = _text_and_ids(prompt)
+            ids = self.tokenizer.encode(text or "") if ids is None else ids
             self.engine.check(ids, asked)
             ready.append((text, ids, asked))
         groups = []
@@ -182,7 +201,19 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt, text or ids, as a list of one."""
-    if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], Iterable)):
+    """A single prompt, in whatever form, as a list of one."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) and not isinstance(prompts[0], Iterable)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _text_and_ids(prompt: Prompt) -> tuple[str | None, Any]:
+    """The two forms of a prompt, as far as they are given; with both the ids count."""
+    if not isinstance(prompt, Mapping):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"})):
+        raise ValueError(f"a prompt holds {unknown[0]!r}; known are 'prompt' and 'prompt_token_ids'.")
+    if not (isinstance(text, str) or (text is None and ids is not None)):
+        raise ValueError(f"{prompt!r} needs a text as 'prompt' or token ids as 'prompt_token_ids'.")
+    return text, None if ids is None else list(map(as_token_id, ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,15 @@ class Completion:
     """One output of a prompt.
 
     Attributes:
+        index: its number among the `n` of its prompt.
         text, token_ids: the output. A stop string is not part of the text; the token that completed
             it, or a stop token, is part of token_ids.
         finish_reason: "stop", "length" or "abort".
+        stop_reason: the stop string or the token of `stop_token_ids` that ended it; None for the model's own
+            end of text.
         error: why it was aborted, if the engine did it.
-        logprobs: per output token, {id: Logprob(logprob, rank)} of it and the likeliest, if asked for.
+        logprobs: per output token, {id: Logprob(logprob, rank)} of it and the likeliest, if asked for;
+            cumulative_logprob is the sum of the output's own.
         pieces: the output token by token, showing which were drafted and from where they were copied.
         stats: what speculation did for it.
         seconds, first_token_seconds: from its arrival to its end, and to its first token.
@@ -30,6 +35,7 @@ class Completion:
     text: str
     token_ids: list[int]
     finish_reason: str
+    stop_reason: str | int | None
     error: str | None
     logprobs: list[dict[int, Logprob]] | None
     pieces: list[Piece]
@@ -39,9 +45,10 @@ class Completion:
     num_cached_tokens: int
     num_preemptions: int
     simulated: str | None = None
+    index: int = 0
 
     @classmethod
-    def of(cls, request: Request) -> Completion:
+    def of(cls, request: Request, index: int = 0) -> Completion:
         """The result of a finished request."""
         end = request.finish_time or time.perf_counter()
         texts = request.token_texts or [""] * len(request.output_ids)
@@ -49,6 +56,7 @@ class Completion:
             text=request.text,
             token_ids=request.output_ids,
             finish_reason=request.finish_reason or "abort",
+            stop_reason=request.stop_reason,
             error=request.error,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             pieces=[Piece(*pair) for pair in zip(texts, request.draft_sources, strict=True)],
@@ -58,11 +66,18 @@ class Completion:
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
             simulated=request.simulated,
+            index=index,
         )
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        if self.logprobs is None:
+            return None
+        return sum(at[token].logprob for token, at in zip(self.token_ids, self.logprobs, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the pieces, ready for JSON."""
-        names = ("text", "token_ids", "finish_reason", "error", "simulated")
+        names = ("text", "token_ids", "finish_reason", "stop_reason", "error", "simulated")
         shown = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logprobs is not None:
             shown["logprobs"] = [{str(t): list(value) for t, value in at.items()} for at in self.logprobs]
@@ -73,13 +88,22 @@ class Completion:
 
 @dataclass
 class RequestOutput:
-    """The `n` outputs of one prompt; `text`, `token_ids` and so on are the first one's."""
+    """The `n` outputs of one prompt; `text`, `token_ids` and so on are the first one's. It is made when all
+    of them have ended."""
 
+    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    finished: bool = True
+
+    @classmethod
+    def of(cls, prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
+        """The result of the finished requests of one prompt."""
+        done = [Completion.of(request, index) for index, request in enumerate(requests)]
+        return cls(requests[0].id, prompt, requests[0].prompt_ids, done)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in Completion.__dataclass_fields__:
+        if name != "cumulative_logprob" and name not in Completion.__dataclass_fields__:
             raise AttributeError(f"RequestOutput has no attribute {name!r}")
         return getattr(self.outputs[0], name)

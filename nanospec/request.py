@@ -71,6 +71,7 @@ class Request:
     num_computed: int = 0
     num_registered: int = 0  # blocks named in the prefix cache
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # what of its parameters ended it
     error: str | None = None
     simulated: str | None = None  # what made the output up, in a benchmark
     text: str = ""
@@ -162,10 +163,11 @@ class Request:
         self.text += new
         if not self.params.stop or self.num_tokens - len(self.prompt_ids) < self.params.min_tokens:
             return False
-        found = [self.text.find(s, max(old - len(s) + 1, 0)) for s in self.params.stop]
-        if max(found) < 0:
+        found = [(self.text.find(s, max(old - len(s) + 1, 0)), s) for s in self.params.stop]
+        if max(found)[0] < 0:
             return False
-        self.text = self.text[: min(at for at in found if at >= 0)]
+        cut, self.stop_reason = min((at, s) for at, s in found if at >= 0)
+        self.text = self.text[:cut]
         begin = 0
         for i, piece in enumerate(self.token_texts):
             self.token_texts[i] = piece[: max(len(self.text) - begin, 0)]
@@ -179,6 +181,8 @@ class Request:
         if self.detokenizer is not None and flush:
             at_string = self._append_text(self.detokenizer.flush())
             reason = "stop" if at_string and reason == "length" else reason
+        if reason == "stop" and self.stop_reason is None and self.tokens[-1] in self.params.stop_token_ids:
+            self.stop_reason = self.tokens[-1]
         self.status = Status.FINISHED
         self.finish_reason = reason
         self.finish_time = time.perf_counter()

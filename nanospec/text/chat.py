@@ -34,12 +34,13 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
     """The prompt for a conversation, as text, by the template that `chat_template` among the variables
-    (those of the template, such as `tools`) names, else by `tool_use` if there are tools, else by `default`.
+    (those of the template, such as `tools`) names or is, else by `tool_use` if there are tools, else by
+    `default`.
 
     Raises ValueError when there is no template or it refuses the messages.
     """
-    name = variables.pop("chat_template", "tool_use" if variables.get("tools") else "default")
-    source = templates.get(name, templates.get("default"))
+    name = variables.pop("chat_template", None) or ("tool_use" if variables.get("tools") else "default")
+    source = name if "{" in name else templates.get(name, templates.get("default"))
     if source is None:
         there = ", ".join(templates) or "none"
         raise ValueError(

@@ -14,7 +14,7 @@ from nanospec.drafters.base import Target
 from nanospec.drafters.loading import load_drafter
 from nanospec.engine import Engine
 from nanospec.kernels import dispatch
-from nanospec.llm import Completion
+from nanospec.outputs import Completion
 from tests.drive import Job, run
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model

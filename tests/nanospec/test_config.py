@@ -40,6 +40,7 @@ BAD_ENGINE = [
     ({"block_size": 16.0}, "block_size=16.0 must be an integer of at least 16."),
     ({"kv_cache_memory": 0}, "kv_cache_memory=0 must be an integer of at least 1."),
     ({"kv_cache_memory": 1e9}, "kv_cache_memory=1000000000.0 must be an integer"),
+    ({"kv_cache_memory": "4 gigs"}, "kv_cache_memory='4 gigs' is no number of bytes; write it as in"),
     ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False."),
     ({"seed": 2**63}, "seed=9223372036854775808 must be an integer from"),
 ]
@@ -113,3 +114,11 @@ def test_what_may_be_set_needs_neither_torch_nor_triton() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("7", 7), ("400M", 400 << 20), ("4G", 4 << 30), ("1.5 GiB", 3 << 29), ("4GB", 4 * 10**9), ("9B", 9)],
+)
+def test_memory_may_be_written_with_a_unit(text: str, size: int) -> None:
+    assert EngineConfig(kv_cache_memory=text).kv_cache_memory == size  # type: ignore[arg-type]

@@ -294,12 +294,44 @@ def test_an_output_has_the_fields_of_its_first_completion(llm: LLM) -> None:
         _ = output.txt
 
 
+def test_calls_are_written_as_for_vllm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = make(folder, 3)
+    params = greedy(max_tokens=3, logprobs=0, n=2)
+    ids = [0, 1]
+    prompts: list[dict[str, Any]] = [{"prompt": "ab"}, {"prompt_token_ids": ids}]
+    prompts += [{"prompt": "x", "prompt_token_ids": ids}]
+    outputs = llm.generate(prompts, sampling_params=params, use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err
+    assert [output.prompt for output in outputs] == ["ab", None, "x"]
+    assert [output.text for output in outputs] == ["cde"] * 3
+    assert llm.generate({"prompt": "ab"}, sampling_params=params)[0].text == "cde"
+    assert len({output.request_id for output in outputs}) == 3
+    assert all(output.finished for output in outputs)
+    assert [completion.index for completion in outputs[0].outputs] == [0, 1]
+    own = [at[token].logprob for token, at in zip(outputs[0].token_ids, outputs[0].logprobs)]
+    assert outputs[0].outputs[0].cumulative_logprob == sum(own)
+    assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("ab")) == "ab"
+    conversation = [{"role": "user", "content": "ab"}]
+    asked = {"add_generation_prompt": False, "chat_template": "{{ messages[0].content }}c"}
+    assert llm.chat(conversation, sampling_params=params, use_tqdm=False, **asked)[0].text == "def"
+
+
+def test_what_ended_an_output_is_named(llm: LLM) -> None:
+    asked = greedy(stop=["nop", "xyz"], stop_token_ids=[7])
+    assert llm.generate(after("abcd"), asked)[0].stop_reason == 7
+    assert llm.generate(after("klm"), asked)[0].stop_reason == "nop"
+    for params in (asked, greedy(max_tokens=2)):  # the model's own end; the length
+        assert llm.generate(after("z"), params)[0].stop_reason is None
+
+
 BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
     "empty-prompt": (["ab", ""], None, "The prompt is empty"),
     "long-prompt": (["ab", "ab" * 100], None, "The prompt has 200 tokens, but max_model_len=128"),
     "bad-id": ([[1], [2, 99]], None, "The prompt holds token id 99"),
     "fewer-params": (["ab", "cd"], [greedy()], "2 prompts need as many SamplingParams, not 1"),
     "not-params": ("ab", [{"temperature": 0}], "{'temperature': 0} must be SamplingParams"),
+    "no-text": ({"prompt": None}, None, "{'prompt': None} needs a text as 'prompt' or token ids"),
+    "media": ({"prompt": "a", "multi_modal_data": 1}, None, "a prompt holds 'multi_modal_data'; known are"),
     "bad-stop-id": (["ab"], greedy(stop_token_ids=[77]), "stop_token_ids holds token id 77"),
 }
 

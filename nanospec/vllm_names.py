@@ -1,0 +1,105 @@
+"""What users of vLLM are used to write when they make an `LLM`: in our words, or a sentence about ours.
+
+Most options have the same names and need nothing from here. An option that means nothing here is accepted
+where it asks for what is done anyway (`tensor_parallel_size=1`), and refused otherwise: never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from .config import EngineConfig, SpecConfig
+
+ONE_DEVICE = "nanospec runs on one device"
+NO_LORA = "LoRA is not there"
+NO_MEDIA = "models of text only are there"
+OLD_SPEC = "give speculative_config={...} or spec=SpecConfig(...)"
+
+# vLLM's option -> (the values that ask for nothing else than what is done anyway, what to say of others)
+FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((1,), ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), ONE_DEVICE),
+    "data_parallel_size": ((1,), ONE_DEVICE),
+    "distributed_executor_backend": ((None,), ONE_DEVICE),
+    "gpu_memory_utilization": ((), "kv_cache_memory='4G', say, sizes the KV cache"),
+    "kv_cache_memory_bytes": ((None,), "its name here is kv_cache_memory"),
+    "num_gpu_blocks_override": ((None,), "kv_cache_memory='4G', say, sizes the KV cache"),
+    "kv_cache_dtype": (("auto",), "the KV cache has the dtype of the model"),
+    "swap_space": ((0,), "nothing is swapped; a request that loses its cache is computed again"),
+    "cpu_offload_gb": ((0,), "weights stay on the device"),
+    "trust_remote_code": ((False, None), "code of a model's repository is never run; leave it out"),
+    "tokenizer": ((None,), "the tokenizer is that in the model's folder"),
+    "tokenizer_mode": (("auto",), "the tokenizer is that in the model's folder"),
+    "skip_tokenizer_init": ((False,), "the tokenizer is always loaded; prompts may be token ids"),
+    "revision": ((None,), "fetch the revision that you want, and give its folder"),
+    "download_dir": ((None,), "NANOSPEC_WEIGHTS in the environment names the folder of models"),
+    "load_format": (("auto", "safetensors"), "weights are safetensors; nanospec convert reads GGUF"),
+    "quantization": ((None,), "weights are as safetensors hold them; dtype says in what they are computed"),
+    "enable_chunked_prefill": ((True, None), "long prompts are always split, by max_num_batched_tokens"),
+    "max_seq_len_to_capture": ((), "max_model_len limits the texts; steps of all lengths are captured"),
+    "compilation_config": ((None,), "enforce_eager and lazy_capture are what can be chosen"),
+    "disable_log_stats": ((True, False), ""),  # nothing is logged; llm.metrics() tells
+    "disable_custom_all_reduce": ((True, False), ""),
+    "enable_lora": ((False,), NO_LORA),
+    "max_loras": ((), NO_LORA),
+    "max_lora_rank": ((), NO_LORA),
+    "limit_mm_per_prompt": ((None, {}), NO_MEDIA),
+    "mm_processor_kwargs": ((None, {}), NO_MEDIA),
+    "speculative_model": ((None,), OLD_SPEC),
+    "ngram_prompt_lookup_min": ((None,), OLD_SPEC),
+    "ngram_prompt_lookup_max": ((None,), OLD_SPEC),
+}
+# The methods of vLLM's speculative_config that are there: ours, and which option its "model" is.
+METHODS = {"ngram": ("ngram", ""), "draft_model": ("draft", "draft_model"), "medusa": ("medusa", "heads")}
+
+
+def in_our_words(spec: SpecConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `EngineConfig` for those of `LLM`. Raises TypeError for an option that is not there, with
+    the closest name that is, or with what is there instead."""
+    ours = dict(options)
+    asked = ours.pop("speculative_config", None)
+    if spec is not None and asked is not None:
+        raise TypeError("spec and speculative_config are the same in two words; give one of them.")
+    names = {field.name for field in fields(EngineConfig)}
+    for name in [name for name in ours if name not in names]:
+        harmless, instead = FOREIGN.get(name, ((), ""))
+        if ours[name] not in harmless:
+            raise TypeError(f"{name}={ours[name]!r} is no option here: {instead or _closest(name, names)}.")
+        del ours[name]
+    return {"spec": (spec or SpecConfig()) if asked is None else spec_config(asked), **ours}
+
+
+def spec_config(asked: Mapping[str, Any]) -> SpecConfig:
+    """vLLM's `speculative_config`, such as {"method": "ngram", "num_speculative_tokens": 4}; any field of
+    `SpecConfig` may stand in it. Raises TypeError or ValueError for what is not there."""
+    if not isinstance(asked, Mapping):
+        raise TypeError(f"speculative_config={asked!r} must be a dict, as in {{'method': 'ngram'}}.")
+    ours = dict(asked)
+    model = ours.pop("model", None)
+    if model in ("ngram", "[ngram]"):  # as older versions have it
+        model, ours["method"] = None, "ngram"
+    method = ours.pop("method", None) or ("ngram" if model is None else "draft_model")
+    method, named = METHODS.get(method, (method, "draft_model"))
+    if model is not None and named:
+        ours[named] = model
+    elif model is not None:
+        raise TypeError(f"speculative_config: model={model!r} is of no use to method={method!r}.")
+    if ours.pop("draft_tensor_parallel_size", None) not in (None, 1):
+        raise TypeError(f"speculative_config: draft_tensor_parallel_size must be 1: {ONE_DEVICE}.")
+    names = {field.name for field in fields(SpecConfig)}
+    if unknown := [name for name in ours if name not in names]:
+        what = f"{unknown[0]!r} is no option here: {_closest(unknown[0], names)}"
+        raise TypeError(f"speculative_config: {what}.")
+    return SpecConfig(method=method, **ours)
+
+
+def _closest(name: str, names: set[str]) -> str:
+    """What to write instead of an unknown name."""
+    if name in {field.name for field in fields(SpecConfig)}:
+        return f"it belongs to spec=SpecConfig({name}=...)"
+    if close := get_close_matches(name, names, 1):
+        return f"the closest is {close[0]}"
+    return f"known are {', '.join(sorted(names))}"

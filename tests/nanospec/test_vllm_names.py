@@ -1,0 +1,67 @@
+"""What vLLM's users write is understood, or answered with what to write here; nothing is dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanospec import EngineConfig, SpecConfig
+from nanospec.vllm_names import FOREIGN, in_our_words
+
+
+def test_what_asks_for_nothing_else_is_accepted() -> None:
+    asked = {"tensor_parallel_size": 1, "trust_remote_code": False, "quantization": None, "max_num_seqs": 3}
+    assert in_our_words(None, asked) == {"spec": SpecConfig(), "max_num_seqs": 3}
+    assert EngineConfig(**in_our_words(None, {"kv_cache_memory": "4G"})).kv_cache_memory == 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"tensor_parallel_size": 2}, "=2 is no option here: nanospec runs on one device"),
+        ({"gpu_memory_utilization": 0.9}, "kv_cache_memory='4G', say, sizes the KV cache"),
+        ({"max_seqs": 3}, "max_seqs=3 is no option here: the closest is max_num_seqs."),
+        ({"num_speculative_tokens": 3}, "it belongs to spec=SpecConfig(num_speculative_tokens=...)"),
+        ({"xyzzy": 1}, "known are async_scheduling, block_size"),
+        ({"speculative_config": "ngram"}, "must be a dict"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "model='x' is of no use to method="),
+        ({"speculative_config": {"method": "ngram", "prompt_lookup": 3}}, "the closest is prompt_lookup_m"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_is_not_there_is_a_type_error_that_says_what_is(asked: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        in_our_words(None, asked)
+    assert sentence in str(caught.value)
+
+
+def test_no_option_of_ours_is_refused_as_foreign() -> None:
+    assert not FOREIGN.keys() & set(EngineConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours"),
+    [
+        (
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+            SpecConfig(num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4),
+        ),
+        ({"model": "[ngram]", "num_speculative_tokens": 4}, SpecConfig(num_speculative_tokens=4)),
+        (
+            {"method": "draft_model", "model": "small", "draft_tensor_parallel_size": 1},
+            SpecConfig(method="draft", draft_model="small"),
+        ),
+        ({"model": "small"}, SpecConfig(method="draft", draft_model="small")),
+        ({"method": "medusa", "model": "file"}, SpecConfig(method="medusa", heads="file")),
+        (
+            {"method": "ngram+draft", "draft_model": "small", "tree_width": 2},
+            SpecConfig(method="ngram+draft", draft_model="small", tree_width=2),
+        ),
+    ],
+    ids=["ngram", "old-ngram", "draft", "model-alone", "medusa", "ours"],
+)
+def test_speculative_config_is_read(asked: dict[str, Any], ours: SpecConfig) -> None:
+    assert in_our_words(None, {"speculative_config": asked})["spec"] == ours
+    with pytest.raises(TypeError, match="the same in two words"):
+        in_our_words(SpecConfig(), {"speculative_config": asked})
