@@ -121,8 +121,8 @@ class SpecConfig:
         num_speculative_tokens: K, the most drafts verified per request and step; "auto" chooses by
             measured cost and observed acceptance.
         max_speculative_tokens: the bound of "auto".
-        prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that is looked up. Longer
-            suffixes match less often and more reliably.
+        prompt_lookup_min: shortest suffix that is looked up.
+        prompt_lookup_max: longest suffix that is looked up. Longer ones match less often and more reliably.
         speculation_lengths: the Ks for which steps are captured (GPU), as far as the bounds above allow.
         options: what further methods let one set, by name.
     """
@@ -228,15 +228,18 @@ class SamplingParams:
     Attributes:
         n: how many outputs to draw for the prompt.
         temperature: 0 is greedy.
-        top_p, top_k, min_p: keep the smallest set of likeliest tokens of mass top_p; the top_k
-            likeliest (0 or -1: all); those at least min_p times as likely as the likeliest.
+        top_p: keep the smallest set of likeliest tokens that has this mass.
+        top_k: keep so many likeliest tokens; 0 or -1: all.
+        min_p: keep tokens that are at least so many times as likely as the likeliest.
         seed: the same seed gives the same tokens, whatever else runs and with speculation on or off.
         max_tokens: most new tokens; None goes on to the end of the window.
         min_tokens: no stop token or stop string ends the output before.
-        stop, stop_token_ids: strings (not part of the output) and tokens that end it.
+        stop: strings that end the output, and are no part of it.
+        stop_token_ids: tokens that end the output.
         ignore_eos: go on after the model's own end-of-sequence tokens.
         logprobs: also give the log-probability of each output token and of this many likeliest.
-        presence_penalty, frequency_penalty: subtracted for tokens in the output, once or per count.
+        presence_penalty: subtracted once from the logits of tokens in the output.
+        frequency_penalty: subtracted as often as a token is in the output.
         repetition_penalty: divides the positive and multiplies the negative logits of tokens in
             prompt or output.
         logit_bias: token id -> number added to its logit.

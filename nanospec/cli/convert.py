@@ -6,17 +6,17 @@ nothing.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from ..models.hub import new_models_folder, program
 from .fetch import publish, scratch_folder
+from .parser import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"{program()} convert", description="Convert a GGUF file into a folder that can be loaded."
     )
     parser.add_argument("source", type=Path, metavar="FILE.gguf")

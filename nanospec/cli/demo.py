@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ..config import SamplingParams, SpecConfig
@@ -42,10 +43,9 @@ REQUESTS = {
 }
 
 
-def run_demo(model: str, spec: SpecConfig, console: Console, options: dict[str, Any]) -> None:
+def run_demo(model: str | Path, spec: SpecConfig, console: Console, options: dict[str, Any]) -> None:
     """Answer the built-in requests greedily, streaming them, and compare with speculation off."""
     options = {**options, "enable_prefix_caching": False}  # the second run must not profit from the first
-    console.line(f"Loading {model} ...", DIM)
     llm = LLM(model, spec=spec, **options)
     console.show_drafts = console.colour
     if console.colour:

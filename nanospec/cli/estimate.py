@@ -39,6 +39,7 @@ from ..kernels.layer.qkv_rope import holds_heads
 from ..kernels.layer.tiling import plan
 from ..models.config import ModelConfig
 from ..models.hub import program, resolve_model
+from .parser import Parser
 from .roofline import Kernel, Machine, account
 from .shapes import SHAPES
 
@@ -288,7 +289,7 @@ def find_config(model: str) -> ModelConfig:
 
 def main(argv: Sequence[str]) -> int:
     """`nanospec explain MODEL`: what its kernels would take on an H200. Only its config.json is read."""
-    parser = argparse.ArgumentParser(prog=f"{program()} explain", description=main.__doc__)
+    parser = Parser(prog=f"{program()} explain", description=main.__doc__)
     parser.add_argument("model", help=f"a model, or one of {', '.join(SHAPES)}")
     count, drafts = at_least(1), at_least(0)
     parser.add_argument("--batch", type=count, nargs="+", default=[1, 64], metavar="B", help="default: 1 64")

@@ -10,7 +10,6 @@ a fetch that fails or is interrupted changes nothing.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import fcntl
 import hashlib
@@ -30,6 +29,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..models.hub import HUB_FILES, HUB_ID, HUB_NOT_FILES, HUB_TIMEOUT, new_models_folder, program
+from .parser import Parser
 
 CHUNK = 1 << 20  # bytes per read
 
@@ -263,7 +263,7 @@ def download(model: Model, scratch: Path) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"{program()} fetch",
         description="Download a model, so that its name can be used.",
         epilog=f"Known names: {', '.join(MODELS)}; or any org/name of the Hugging Face hub.",

@@ -1,4 +1,5 @@
-"""What the command line generates: an answer, a chat, a batch, the demo, the costs of a step."""
+"""What the command line generates: an answer, the costs of a step, and by other files a chat, a batch and
+the demo."""
 
 from __future__ import annotations
 
@@ -12,39 +13,51 @@ from ..llm import LLM, RequestOutput
 from ..metrics import LOSSY
 from ..models.hub import program
 from . import roofline
+from .batch import Batch, batch_summary, run_batch
+from .batch_lines import as_message, with_system
+from .chat import Chat
 from .console import DIM, Console
 from .demo import run_demo
-from .jsonl import run_batch
-from .options import engine_options, sampling_params, spec_config
+from .options import engine_options, spec_config
+from .savings import faster
+from .typed import typed_messages
+
+WORTH_SAYING = 1.1  # times faster, an estimate
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = None) -> None:
     """Do what the options say. Raises ValueError, TypeError or OSError for what cannot be done."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
-    params, spec, options = sampling_params(args), spec_config(args), engine_options(args)
+    spec, options = spec_config(args), engine_options(args)
     if args.demo:
-        run_demo(args.model, spec, console, options)
+        run_demo(args.folder, spec, console, options)
         return
     if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
         options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
-    if sys.stderr.isatty():
-        print(f"Loading {args.model} ...", file=sys.stderr)
-    llm = LLM(args.model, spec=spec, **options)
-    if args.chat:
-        run_chat(llm, params, console, args)
-    elif args.prompt is not None:
-        run_prompt(llm, params, console, args)
-    else:
-        if args.explain:
-            console.line(explain_costs(llm))
-        else:
-            run_batch(llm, args.input, args.output, params)
+    llm = LLM(args.folder, spec=spec, **options)
+    if batch is not None:
+        figures = run_batch(llm, batch, args.model)
+        Console(sys.stderr).line(batch_summary(figures))
+        if args.json:
+            report(llm, args, console, batch=figures)
+    elif args.chat:
+        after = None if args.json else lambda output: console.line(summary(llm, output), DIM)
+        Chat(llm, params, console, args.system, after).run(typed_messages(console))
         report(llm, args, console)
+    elif args.explain:
+        console.line(explain_costs(llm))
+        report(llm, args, console)
+    else:
+        run_prompt(llm, params, console, args)
 
 
 def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argparse.Namespace) -> None:
     """Complete one prompt, streaming it."""
-    prompt = args.prompt if args.raw else llm.chat_prompt(messages_for(args.prompt, args.system))
+    prompt: str | list[int] = args.prompt
+    if not args.raw and (args.system or llm.tokenizer.has_chat_template):
+        prompt = llm.chat_prompt(with_system(as_message(args.prompt), args.system))
+    elif not args.raw:
+        Console(sys.stderr).line("The model has no chat template: it continues the prompt.", DIM)
     outputs: list[RequestOutput] = []
     if params.n > 1:
         outputs = llm.generate(prompt, params)
@@ -55,41 +68,6 @@ def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argpars
             console.pieces(pieces)
         console.line()
     report(llm, args, console, outputs[0])
-
-
-def run_chat(llm: LLM, params: SamplingParams, console: Console, args: argparse.Namespace) -> None:
-    """Talk until end of input; Ctrl-C ends an answer, and at the prompt the program."""
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    console.line("Type a message; /reset forgets the conversation; Ctrl-D ends it.", DIM)
-    while True:
-        try:
-            if args.json:  # standard output is for the statistics alone
-                console.write("> ")
-            text = input("" if args.json else "> ").strip()
-        except EOFError:
-            console.line()
-            break
-        if text == "/reset":
-            messages = messages[:1] if args.system else []
-        if not text or text == "/reset":
-            continue
-        turn = [*messages, {"role": "user", "content": text}]
-        outputs: list[RequestOutput] = []
-        answer = []
-        try:
-            for pieces in llm.stream_pieces(llm.chat_prompt(turn), params, outputs.append):
-                console.pieces(pieces)
-                answer += [piece.text for piece in pieces]
-        except KeyboardInterrupt:
-            console.line(" [stopped]", DIM)
-        except ValueError as error:  # the conversation has outgrown the window
-            console.line(f"{error} /reset starts anew.")
-            continue
-        console.line()
-        messages = [*turn, {"role": "assistant", "content": "".join(answer)}]
-        if outputs and not args.json:
-            console.line(summary(outputs[0]), DIM)
-    report(llm, args, console)
 
 
 def explain_costs(llm: LLM) -> str:
@@ -114,26 +92,27 @@ def explain_costs(llm: LLM) -> str:
 
 
 def report(
-    llm: LLM, args: argparse.Namespace, console: Console, output: RequestOutput | None = None
+    llm: LLM, args: argparse.Namespace, console: Console, output: RequestOutput | None = None, **more: Any
 ) -> None:
     """Statistics at the end: a line for people, or with --json an object on standard output."""
     if args.json:
-        result: dict[str, Any] = {"metrics": llm.metrics()}
+        result: dict[str, Any] = {"metrics": llm.metrics(), **more}
         if output is not None:
             result["outputs"] = [completion.to_dict() for completion in output.outputs]
         print(json.dumps(result))
     elif output is not None:
         if len(output.outputs) == 1:
-            console.line(summary(output), DIM)
+            console.line(summary(llm, output), DIM)
         runs = llm.engine.worker.runs()
         threads = f", {runs['threads']} threads" if "threads" in runs else ""
         console.line(f"[{runs['dtype']} on {runs['device']} by {runs['by']}{threads}]", DIM)
 
 
-def summary(output: RequestOutput) -> str:
+def summary(llm: LLM, output: RequestOutput) -> str:
     """One line about how an output came about."""
     stats = output.stats
-    text = f"[{len(output.token_ids)} tokens, {len(output.token_ids) / max(output.seconds, 1e-9):.1f} tok/s, "
+    count = len(output.token_ids)
+    text = f"[{count} token{'s' * (count != 1)}, {count / max(output.seconds, 1e-9):.1f} tok/s, "
     text += f"{stats.tokens_per_step:.2f} tokens per step"
     if stats.num_drafted:
         text += f", {stats.acceptance_rate:.0%} of {stats.num_drafted} drafts accepted"
@@ -141,10 +120,9 @@ def summary(output: RequestOutput) -> str:
         text += f" ({stats.acceptance} acceptance: not what the model alone would have written)"
     if output.error:
         text += f"; {output.error}"
-    return text + f", finished: {output.finish_reason}]"
-
-
-def messages_for(prompt: str, system: str | None) -> list[dict[str, str]]:
-    """A conversation of one user message."""
-    user = {"role": "user", "content": prompt}
-    return [{"role": "system", "content": system}, user] if system else [user]
+    text += f", finished: {output.finish_reason}]"
+    ratio = faster(llm, output.outputs[0], len(output.prompt_token_ids))
+    if ratio is not None and ratio >= WORTH_SAYING:
+        same = ", same text" if stats.acceptance == "exact" else ""
+        text += f"\n[about {ratio:.1f} × faster than without guessing, by measured step times{same}]"
+    return text

@@ -1,16 +1,18 @@
 """The command `nanospec`, also `python -m nanospec` and, in a checkout, `python run.py`.
 
 The first words may name a command of `COMMANDS`, which has options of its own; without one the options
-of `options.py` say what to do. What a command does not need is not imported: torch takes seconds.
+of `options.py` say what to do. What a command does not need is not imported: torch takes seconds. What needs
+no model is checked before one is loaded.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib import import_module
-
-from .. import __version__
+from pathlib import Path
 
 COMMANDS = {  # words -> the module whose main(argv) runs it
     "fetch": "nanospec.cli.fetch",
@@ -19,7 +21,7 @@ COMMANDS = {  # words -> the module whose main(argv) runs it
     "train heads": "nanospec.training.heads",
     "train draft": "nanospec.training.draft",
 }
-EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,27 +29,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A command line that cannot be read ends the process, as argparse does.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv == ["--version"]:
-        print(f"nanospec {__version__}")
-        return 0
     try:
-        for name, module in COMMANDS.items():
-            words = name.split()
-            if argv[: len(words)] == words:
-                return int(import_module(module).main(argv[len(words) :]))
-        from .options import parse
-
-        args = parse(argv)
-        from .generate import run
-
-        run(args)
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # here, where it can be caught that nobody reads any more
+    except BrokenPipeError:  # `| head` has seen enough; Python would flush again, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt as interrupt:
+        print(f"\nInterrupted{': ' if interrupt.args else ''}{interrupt}.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (ValueError, TypeError, OSError) as error:  # bad input, missing files, full disk
-        from ..models.hub import program
 
-        print(f"{program()}: {error}", file=sys.stderr)
+
+def announce(name: str, folder: Path) -> None:
+    """On a terminal, say what is being loaded, before it takes seconds."""
+    if sys.stderr.isatty():
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
+
+
+def _run(argv: list[str]) -> int:
+    for name, module in COMMANDS.items():
+        words = name.split()
+        if argv[: len(words)] == words:
+            return int(import_module(module).main(argv[len(words) :]))
+    from ..models.hub import program, resolve_model
+    from .batch_lines import LineError
+    from .options import in_flags, parse, sampling_params
+
+    args = parse(argv, COMMANDS)
+    try:
+        params = sampling_params(args)
+        args.folder = resolve_model(args.model)
+        with ExitStack() as files:
+            batch = None
+            if args.input:
+                from .batch import open_batch
+
+                batch = files.enter_context(open_batch(args, params))
+            announce(args.model, args.folder)
+            from .generate import run
+
+            run(args, params, batch)
+    except BrokenPipeError:
+        raise
+    except (ValueError, TypeError, OSError) as error:  # bad input, missing files, full disk
+        text = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        print(f"{program()}: {text if isinstance(error, LineError) else in_flags(text)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0

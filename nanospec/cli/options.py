@@ -1,168 +1,226 @@
 """The options of the command line that generates, and the settings that are made of them.
 
-Each table maps a field of a settings class to how argparse reads it: "flag" is its name if it is not the
-field's, the rest are arguments of `add_argument`. What the user does not give keeps the class's default,
-unless the table has one of its own.
+The fields of `SpecConfig`, `SamplingParams` and `EngineConfig` are options by themselves: the name is the
+field's, how it is read follows from its type, and its help stands in the docstring of the class. A name that
+is taken (`--seed` by sampling, say) is not taken again. What the user does not give keeps the default of the
+class, unless `DEFAULTS` has another one. Nothing here needs torch but the options of further drafters.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import fields
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, Field, fields
+from functools import cache
 from typing import Any
 
 from .. import __version__
-from ..config import SamplingParams, SpecConfig
-from ..drafters.base import method_names, registered
-from ..kernels.codes import RULES
+from ..config import EngineConfig, SamplingParams, SpecConfig
 from ..models.hub import program
-
-Table = dict[str, dict[str, Any]]
+from .parser import Parser, did_you_mean
 
 DESCRIPTION = """\
-nanospec on the command line: one prompt, a chat, a batch of requests, or a demo.
+nanospec on the command line: a prompt, a chat, a batch of requests, or a demo.
 
-    {0} --model smollm2-135m-instruct --prompt "Why is the sky blue?"
-    {0} --model smollm2-135m-instruct --chat --show-drafts
-    {0} --model smollm2-135m-instruct --input requests.jsonl --output results.jsonl
+    {0} --prompt "Why is the sky blue?"
+    {0} --chat --show-drafts
+    {0} --input requests.jsonl --output results.jsonl
     {0} --demo
 
-Other commands, each with --help:
+Other commands, as in `{0} fetch --help`:
 
-    {0} fetch NAME                    download a model
-    {0} convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
-    {0} explain MODEL                 estimate the time of each kernel on an H200
-    {0} train heads|draft ...         train what guesses tokens for a model
+    fetch NAME                    download a model
+    convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
+    explain MODEL                 estimate the time of each kernel on an H200
+    train heads|draft ...         train what guesses tokens for a model
 """
+SETTINGS: tuple[tuple[Any, str], ...] = (  # what can be set, and its title; first come first
+    (SpecConfig, "speculation"),
+    (SamplingParams, "sampling (defaults for all requests)"),
+    (EngineConfig, "engine"),
+)
+FLAGS = {"method": "--spec"}  # that are not called like their field
+NO_OPTIONS = ("options",)  # fields that others fill
+DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
+COMMON = ("method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed")  # in --help
+
+
+def flag_of(name: str) -> str:
+    return FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> str:
+    """A message about these settings in the words of the command line: --max-model-len for max_model_len."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, equals = match.groups()
+        return flag_of(name) + (" " if equals else "") if equals or "_" in name else match[0]
+
+    def in_class(match: re.Match[str]) -> str:
+        return in_flags(match[1])
+
+    message = re.sub(r"\b(?:SpecConfig|SamplingParams|EngineConfig)\(([^()]*)\)", in_class, message)
+    names = {field.name for each in settings for field in fields(each)}
+    return re.sub(rf"(?<![-\w])({'|'.join(sorted(names, key=len, reverse=True))})\b(=?)", flag, message)
 
 
 def auto_or_int(text: str) -> int | str:
     """A number of tokens, or "auto"."""
     if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number or 'auto'")
     return text if text == "auto" else int(text)
 
 
-SPECULATION: Table = {  # SpecConfig; further options are those of the methods
-    "tree_width": {"type": int, "metavar": "W", "help": "most continuations guessed at once (default: 1)"},
-    "acceptance": {
-        "choices": RULES,
-        "help": "exact (default): the output is what it is without speculation; rejection: its "
-        "distribution is; typical: the output changes, since tokens are accepted that are only likely "
-        "enough",
-    },
-    "num_speculative_tokens": {
-        "type": auto_or_int,
-        "metavar": "K",
-        "help": "most guesses per step; auto (default) chooses by measured cost and acceptance",
-    },
-}
-SAMPLING: Table = {  # SamplingParams
-    "temperature": {"type": float, "default": 0.0, "help": "0 (default) is greedy"},
-    "top_p": {"type": float},
-    "top_k": {"type": int},
-    "min_p": {"type": float},
-    "seed": {"type": int, "help": "same seed, same text"},
-    "max_tokens": {"type": int, "default": 256, "help": "most new tokens (default: 256)"},
-    "min_tokens": {"type": int},
-    "stop": {"action": "append", "metavar": "TEXT", "help": "end at this text; may be repeated"},
-    "ignore_eos": {"action": "store_true"},
-    "n": {"type": int, "help": "how many outputs per prompt"},
-    "presence_penalty": {"type": float},
-    "frequency_penalty": {"type": float},
-    "repetition_penalty": {"type": float},
-}
-ENGINE: Table = {  # EngineConfig
-    "dtype": {"help": "auto (default; on a CPU bfloat16 where that is fast), bfloat16, float16 or float32"},
-    "device": {"help": "auto (default), cpu, cuda or cuda:N"},
-    "threads": {"type": auto_or_int, "metavar": "N", "help": "threads on a CPU, or auto (default)"},
-    "max_num_seqs": {"type": int, "help": "most requests at once (default: 64)"},
-    "max_model_len": {"type": int, "help": "longest prompt + output in tokens"},
-    "max_num_batched_tokens": {"type": int, "help": "most tokens per step; longer prompts are split"},
-    "kv_cache_memory": {"type": int, "metavar": "BYTES", "help": "size of the KV cache"},
-    "enable_prefix_caching": {
-        "flag": "--no-prefix-caching",
-        "action": "store_false",
-        "help": "do not reuse the cache of equal beginnings",
-    },
-}
+def whole_number(text: str) -> int | None:
+    """A whole number, or "none"."""
+    return None if text == "none" else int(text)
 
 
-def add_options(parser: argparse.ArgumentParser, title: str, table: Table) -> None:
-    """Add a group of the table's options to the parser."""
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between them") from None
+
+
+def json_object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object ({error})") from None
+
+
+# By what is in the type of a field, first come first: how argparse reads it.
+READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bool", {"action": argparse.BooleanOptionalAction}),
+    ("auto", {"type": auto_or_int, "metavar": "N|auto"}),
+    ("Mapping", {"type": json_object, "metavar": "JSON"}),
+    ("dict", {"type": json_object, "metavar": "JSON"}),
+    ("Sequence[str]", {"action": "append", "metavar": "TEXT"}),
+    ("Sequence[int]", {"type": whole_numbers, "metavar": "N,N"}),
+    ("tuple[int", {"type": whole_numbers, "metavar": "N,N"}),
+    ("int | None", {"type": whole_number, "metavar": "N"}),
+    ("int", {"type": int, "metavar": "N"}),
+    ("float", {"type": float, "metavar": "X"}),
+    ("", {"metavar": "TEXT"}),
+)
+
+
+@cache
+def descriptions(settings: type) -> dict[str, str]:
+    """What the docstring of a class of settings says of each field."""
+    entries = re.findall(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", settings.__doc__ or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+
+
+def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, full: bool) -> None:
+    """Add the fields of a class of settings as options."""
     group = parser.add_argument_group(title)
-    for field, how in table.items():
-        how = {"flag": "--" + field.replace("_", "-"), "default": argparse.SUPPRESS, **how}
-        group.add_argument(how.pop("flag"), dest=field, **how)
+    for field in fields(settings):
+        name, flag = field.name, flag_of(field.name)
+        if name in NO_OPTIONS or flag in parser._option_string_actions:
+            continue
+        how = next(how for kind, how in READ_AS if kind in str(field.type))
+        if "read" in field.metadata:
+            how = {"type": _reader(field.metadata["read"]), "metavar": field.metadata["metavar"]}
+        text = descriptions(settings).get(name, "").replace("`", "") + _default(field)
+        text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
+        shown = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
+        dest = f"{settings.__name__}.{name}"
+        group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, help=shown, **how)
 
 
-def given(args: argparse.Namespace, table: Table) -> dict[str, Any]:
-    """The table's fields that were given or have a default."""
-    return {field: getattr(args, field) for field in table if hasattr(args, field)}
+def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).partition("=")[2]) from None
+
+    return value
 
 
-def speculation() -> Table:
-    """The options of speculation: which methods there are, what each of them lets one set, and the rest."""
-    methods = registered().values()
-    what = "; ".join(f"{method.method}: {method.help}" for method in methods)
-    table: Table = {
-        "method": {
-            "flag": "--spec",
-            "choices": method_names(),
-            "metavar": "METHOD",
-            "help": f"how to guess. {what}; A+B: B where A finds nothing; none (default: ngram)",
-        }
-    }
-    for method in methods:
+def _default(field: Field[Any]) -> str:
+    value = DEFAULTS.get(field.name, field.default)
+    return "" if value in (None, MISSING, ()) else f" (default: {value})"
+
+
+def add_methods(parser: argparse.ArgumentParser) -> None:
+    """Add what only some ways of guessing let one set. Imports torch, as all of them have to be read."""
+    from ..drafters.base import registered
+
+    for method in registered().values():
         for option in method.options:
-            what = f"for --spec {method.method}: {option.help}"
-            table[option.name] = {"type": option.kind, "metavar": option.metavar, "help": what}
-    return {**table, **SPECULATION}
+            if (flag := flag_of(option.name)) not in parser._option_string_actions:
+                parser.add_argument(
+                    flag,
+                    dest=f"options.{option.name}",
+                    default=argparse.SUPPRESS,
+                    type=option.kind,
+                    metavar=option.metavar,
+                    help=f"for --spec {method.method}: {option.help}",
+                )
+
+
+def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
+    """The fields of a class of settings that were given."""
+    prefix = settings + "."
+    return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}
 
 
 def spec_config(args: argparse.Namespace) -> SpecConfig:
-    """How to guess. Raises ValueError for what does not fit together."""
-    asked = given(args, speculation())
-    own = {field.name for field in fields(SpecConfig)}
-    return SpecConfig(
-        **{name: value for name, value in asked.items() if name in own},
-        options={name: value for name, value in asked.items() if name not in own},
-    )
+    """How to guess. Raises ValueError for what does not fit together. Imports torch."""
+    return SpecConfig(**given(args, "SpecConfig"), options=given(args, "options"))
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The parameters of requests that state none themselves."""
-    return SamplingParams(**given(args, SAMPLING))
+    return SamplingParams(**{**DEFAULTS, **given(args, "SamplingParams")})
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `LLM`."""
-    return given(args, ENGINE)
+    return given(args, "EngineConfig")
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespace:
     """Read a command line. One that does not say one thing to do ends the process, as argparse does."""
     parser = build_parser()
     if argv and not argv[0].startswith("-"):
-        parser.error(f"there is no command {' '.join(argv[:2])!r}; --help names them")
-    args = parser.parse_args(argv)
+        words = " ".join(argv[: 2 if "train".startswith(argv[0][:2]) else 1])
+        known = [*commands, *parser._option_string_actions]
+        parser.error(f"there is no command {words!r}{did_you_mean(words, known)}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        add_methods(parser)
+        args = parser.parse_args(argv)
+    if args.help_all:
+        build_parser(full=True).print_help()
+        parser.exit()
     if sum((args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)) != 1:
         parser.error("give one of --prompt TEXT, --chat, --input FILE, --demo or --explain")
     if bool(args.input) != bool(args.output):
-        parser.error("--input and --output go together")
+        parser.error("--input and --output go together; - is standard input or output")
+    if args.output == "-" and args.json:
+        parser.error("--output - and --json both write to standard output; give --output a file")
+    if args.raw and (args.system or args.chat):
+        parser.error(f"--raw is of no use with {'--chat' if args.chat else '--system'}")
     return args
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command line that generates."""
-    parser = argparse.ArgumentParser(
+def build_parser(full: bool = False) -> Parser:
+    """The parser of the command line that generates; `full`: its help names every option."""
+    parser = Parser(
         prog=program(),
-        usage="%(prog)s [--prompt TEXT | --chat | --input FILE --output FILE | --demo | --explain] [OPTIONS]",
+        usage=f"{program()} [--model MODEL] WHAT-TO-DO [OPTIONS]",
         description=DESCRIPTION.format(program()),
+        epilog="" if full else "--help-all names all options of speculation, sampling and the engine.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    parser.add_argument("--help-all", action="store_true", help="show every option and exit")
     parser.add_argument(
         "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
     )
@@ -170,15 +228,17 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("what to do").add_argument
     add("--prompt", metavar="TEXT", help="answer one prompt")
     add("--chat", action="store_true", help="talk with the model")
-    add("--input", metavar="FILE", help='requests, a JSON object a line: {"prompt"|"messages", ...sampling}')
+    add("--input", metavar="FILE", help="answer the requests of a file of JSON lines; -: standard input")
     add("--output", metavar="FILE", help="results, a line each; what it already holds is not done again")
     add("--demo", action="store_true", help="three requests with and without speculation")
     add("--explain", action="store_true", help="what a step costs by the number of tokens, and why")
-    add("--raw", action="store_true", help="continue the text of --prompt instead of chatting about it")
-    add("--system", metavar="TEXT", help="the system message of a chat")
+    add = parser.add_argument_group("how").add_argument
+    add("--raw", action="store_true", help="continue the text of a prompt instead of chatting about it")
+    add("--system", metavar="TEXT", help="the system message of chats that have none")
     add("--json", action="store_true", help="print statistics as JSON on standard output")
     add("--show-drafts", action="store_true", help="colour the tokens that were guessed right (terminal)")
-    add_options(parser, "speculation", speculation())
-    add_options(parser, "sampling (defaults for all requests)", SAMPLING)
-    add_options(parser, "engine", ENGINE)
+    for settings, title in SETTINGS:
+        add_settings(parser, settings, title, full)
+    if full:
+        add_methods(parser)
     return parser

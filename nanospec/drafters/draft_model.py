@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.decoder import Model
-from ..models.hub import new_models_folder, program, resolve_model
+from ..models.hub import available_models, new_models_folder, program, resolve_model
 from ..models.token_map import lm_head_rows, load_token_map
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
@@ -64,15 +65,13 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
-        name = target.folder.name if target.folder is not None else "MODEL"
-        train = f"{program()} train draft --model {name} --out {new_models_folder() / name}-draft"
         if spec.draft_model is None:
-            how = "--draft-model MODEL, or SpecConfig(draft_model=...)"
-            raise ValueError(f"method={spec.method!r} needs a draft model: {how}. To make one: {train}")
+            lacks = f"method={spec.method!r} needs a draft model: set draft_model to one."
+            raise ValueError(f"{lacks} {how_to_train(target.folder)}")
         try:
             folder = resolve_model(spec.draft_model)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error} Or make a draft model: {train}") from None
+            raise FileNotFoundError(f"{error}. {how_to_train(target.folder)}") from None
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
         model = load_model(folder, target.model.dtype, target.model.device)
@@ -164,3 +163,12 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
 
     def ms(self, batch: int, passes: int) -> float:
         return passes * self._costs.cost(batch, batch) if self._costs else 0.0
+
+
+def how_to_train(target: Path | None) -> str:
+    """The command that makes a draft model for a target."""
+    if target is None:
+        return ""
+    model = target.name if target.name in available_models() else str(target)
+    out = new_models_folder() / f"{target.name.removesuffix('-instruct')}-draft"
+    return f"To train one for this model: {program()} train draft --model {model} --out {out}"

@@ -56,6 +56,11 @@ class Tokenizer:
         self.byte_token_ids = _byte_token_ids(self.backend)
         self._templates = read_templates(folder, config)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model was made for conversations."""
+        return bool(self._templates)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written out in it, such as `<|im_end|>`, count as such.
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import LLM, SpecConfig
+from ..cli.parser import Parser
 from ..config import check_number
 from ..models.config import ModelConfig
 from ..models.decoder import Model
+from ..models.hub import program
 from .corpus import read_prompts, write_texts
 from .data import Data, cached_hidden, split
 from .loop import Settings, TrainError
@@ -39,7 +41,7 @@ class Material:
 def new_parser(name: str, text: str, settings: type[Settings]) -> argparse.ArgumentParser:
     """The options that all trainers have, and those of `settings`; `--out` is missing."""
     style = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(f"nanospec train {name}", description=text, formatter_class=style)
+    parser = Parser(f"{program()} train {name}", description=text, formatter_class=style)
     parser.add_argument("--model", required=True, help="a folder, a name below weights/, or a hub id")
     parser.add_argument("--work", type=Path, help="for resuming; default: a hidden folder beside --out")
     parser.add_argument("--prompts", type=Path, help="JSON lines to answer; default: the model invents them")

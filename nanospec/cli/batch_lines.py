@@ -1,0 +1,165 @@
+"""The lines of a batch: what each of them asks. `docs/batches.md` describes them.
+
+Lines end at "\\n" alone. All of them are read and checked before a model is loaded; nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import SamplingParams
+from .batch_openai import from_openai
+
+BLANK = b" \t\r\n"  # what JSON takes for white space
+PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
+NAMES = ("custom_id", "id")  # the user's own names of a request, carried through
+
+
+class LineError(ValueError):
+    """What is wrong with a line of a file, in the words of that file."""
+
+
+@dataclass
+class Task:
+    """What a line asks.
+
+    Attributes:
+        index: the number of the line, from 0.
+        prompt: a text or token ids, None if it has `messages`.
+        raw: a text is to be continued as it is, not answered by the model's chat template.
+        names: the user's own names of it.
+        url: of OpenAI's format, "" for ours; its result has the same format.
+        key: tells this line, with these parameters and this model, from others.
+    """
+
+    index: int
+    params: SamplingParams
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    raw: bool = False
+    names: Mapping[str, Any] | None = None
+    url: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What holds for lines that do not say otherwise.
+
+    Attributes:
+        params: of lines in our format.
+        given: the sampling that was asked for expressly; it alone holds for lines in OpenAI's format, besides
+            the defaults of that.
+        system: the system message of conversations that have none.
+        raw: texts are continued as they are.
+        model: tells the model and what else changes results from others.
+    """
+
+    params: SamplingParams
+    given: Mapping[str, Any]
+    system: str | None = None
+    raw: bool = False
+    model: str = ""
+
+
+def read_lines(source: str) -> bytes:
+    """The content of a file, or of standard input for "-"."""
+    return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+
+
+def read_tasks(source: str, defaults: Defaults) -> list[Task]:
+    """What the lines ask. A byte-order mark and blank lines at the end do no harm. Raises LineError."""
+    data = read_lines(source).removeprefix(codecs.BOM_UTF8).rstrip(BLANK)
+    tasks = []
+    for number, line in enumerate(data.split(b"\n") if data else (), 1):
+        where = f"{'standard input' if source == '-' else source} line {number}"
+        if not line.strip(BLANK):
+            raise LineError(f"{where} is empty; every line must be a JSON object.")
+        try:
+            tasks.append(_task(number - 1, json.loads(line.decode()), defaults))
+        except json.JSONDecodeError as error:
+            raise LineError(f"{where} is no JSON: {error.msg}, at column {error.colno}.") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise LineError(f"{where}: {error}") from None
+    return tasks
+
+
+def _task(index: int, line: Any, defaults: Defaults) -> Task:
+    if not isinstance(line, dict):
+        raise ValueError('a request is a JSON object with either "prompt" or "messages".')
+    names = {name: line[name] for name in NAMES if name in line}
+    if "body" in line or "url" in line:
+        url, request = from_openai(line)
+        given = {**({"max_tokens": None} if "chat" in url else {}), **defaults.given}
+        task = _asked(index, request, SamplingParams(**given), defaults)
+        task.url, task.raw = url, True
+    else:
+        request = {name: value for name, value in line.items() if name not in NAMES}
+        task = _asked(index, request, defaults.params, defaults)
+    task.names = names
+    asked = [defaults.model, index, task.raw, task.prompt, task.messages, asdict(task.params)]
+    task.key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    return task
+
+
+def _asked(index: int, request: Mapping[str, Any], params: SamplingParams, defaults: Defaults) -> Task:
+    if ("prompt" in request) == ("messages" in request):
+        raise ValueError('a request is a JSON object with either "prompt" or "messages".')
+    options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
+    if unknown := sorted(options.keys() - PARAMETERS):
+        known = ", ".join((*NAMES, *sorted(PARAMETERS)))
+        raise ValueError(f"unknown field {unknown[0]!r}; known are {known}.")
+    task = Task(index, replace(params, **options), raw=defaults.raw)
+    if "messages" in request:
+        task.messages = with_system(_checked(request["messages"]), defaults.system)
+    else:
+        task.prompt = prompt = request["prompt"]
+        if not isinstance(prompt, str) and not _are_ids(prompt):
+            raise ValueError('"prompt" must be a text or a list of token ids.')
+        if isinstance(prompt, str) and defaults.system and not defaults.raw:
+            task.prompt, task.messages = None, with_system(as_message(prompt), defaults.system)
+    return task
+
+
+def _are_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}.')
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f'{message!r} is no message; it needs a "role" and a "content".')
+    return messages
+
+
+def as_message(prompt: str) -> list[dict[str, Any]]:
+    """A text as the only message of a conversation."""
+    return [{"role": "user", "content": prompt}]
+
+
+def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """A conversation with this system message, unless it begins with one or there is none."""
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def identity(folder: Path, settings: Iterable[tuple[str, Any]]) -> str:
+    """What tells a model and the settings that change its results from others: its small files, and the
+    sizes of its weights."""
+    digest = hashlib.sha256(repr(sorted(settings)).encode())
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja"):
+            digest.update(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,108 @@
+"""The results of a batch: a line each, written as they complete, and what an earlier run has left there.
+
+A line begins with the key of its request (`batch_lines.Task`), by which it is known to belong to the same
+line, parameters and model. A file that holds anything else is refused and left alone; all that is ever
+removed is the beginning of a result behind the last line, torn when a run was killed. One process at a time
+writes a file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from .batch_lines import LineError, Task
+from .batch_openai import to_openai
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..outputs import RequestOutput
+
+RESULT = re.compile(rb'\{"index": \d+, "key": "[0-9a-f]{16}", |\{"id": "batch_req_[0-9a-f]{16}", ')
+
+
+def head_of(task: Task) -> bytes:
+    """How the line of a task's result begins."""
+    ours = f'{{"index": {task.index}, "key": "{task.key}", '
+    return (f'{{"id": "batch_req_{task.key}", ' if task.url else ours).encode()
+
+
+def result_line(task: Task, output: RequestOutput, llm: LLM, model: str) -> bytes:
+    """The line written for a finished request, in the format of the request."""
+    if task.url:
+        line = to_openai(task, output, llm, model)
+    else:
+        line = {"index": task.index, "key": task.key, **(task.names or {}), **output.outputs[0].to_dict()}
+        if len(output.outputs) > 1:
+            line["outputs"] = [completion.to_dict() for completion in output.outputs]
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+
+
+@contextmanager
+def results_file(target: str) -> Iterator[BinaryIO]:
+    """The file `target`, or standard output for "-", to append to. Raises ValueError while another process
+    has it. A file that was not there is not there either after an error before the first result."""
+    if target == "-":
+        yield sys.stdout.buffer
+        return
+    new = not os.path.exists(target)
+    with open(target, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = f"another process writes {target}; wait for it or name another output."
+            raise ValueError(busy) from None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            yield file
+        except BaseException:
+            if new and not os.path.getsize(target):
+                os.unlink(target)
+            raise
+
+
+def finished(path: Path, tasks: Sequence[Task]) -> set[int]:
+    """Indices of the tasks whose results the file holds. The beginning of a result behind the last line is
+    removed.
+
+    Raises LineError, and leaves the file as it is, if it holds anything else.
+    """
+    if not path.is_file():  # no file to be read again, such as a pipe
+        return set()
+    by_head = {head_of(task): task.index for task in tasks}
+    *lines, rest = path.read_bytes().split(b"\n")
+    done: set[int] = set()
+    for number, line in enumerate(lines, 1):
+        begin = RESULT.match(line)
+        if begin is None or not _is_whole(line):
+            raise LineError(f"{path} line {number} is no result of this program; name another output.")
+        index = by_head.get(begin[0])
+        if index is None:
+            raise LineError(
+                f"{path} line {number} is the result of another input, model or option; with those it can be "
+                "continued, else name another output."
+            )
+        if index in done:
+            raise LineError(f"{path} line {number} is a second result of one request; name another output.")
+        done.add(index)
+    if rest and not any(rest.startswith(head) or head.startswith(rest) for head in by_head):
+        raise LineError(f"{path} ends with what is no result of this input; name another output.")
+    if rest:
+        os.truncate(path, path.stat().st_size - len(rest))
+    return done
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        found: Any = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict)

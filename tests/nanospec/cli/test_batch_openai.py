@@ -1,0 +1,112 @@
+"""OpenAI's batch format: what is asked means here what it means there, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanospec.cli.batch_lines import LineError
+from nanospec.cli.batch_openai import to_openai
+from nanospec.config import SamplingParams
+from nanospec.metrics import SpecStats
+from nanospec.outputs import Completion, RequestOutput
+from nanospec.request import Logprob
+from tests.nanospec.cli.test_batch import of_lines
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    body = {"model": "gpt-5", "messages": HELLO, **body}
+    return {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def completions(**body: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Once", **body}}
+
+
+def test_what_a_line_leaves_out_is_as_it_is_there(tmp_path: Path) -> None:
+    a, b = of_lines(tmp_path, chat(), completions())
+    assert a.params == SamplingParams(temperature=1, max_tokens=None)
+    assert b.params == SamplingParams(temperature=1, max_tokens=16)
+    assert (a.messages, b.prompt, b.raw, b.names) == (HELLO, "Once", True, {"custom_id": "a"})
+    for task in of_lines(tmp_path, chat(), completions(), given={"temperature": 0, "max_tokens": 9}):
+        assert task.params == SamplingParams(temperature=0, max_tokens=9)
+
+
+def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Hel", "lo")]}]
+    body = {
+        "messages": parts, "max_completion_tokens": 5, "stop": "x", "temperature": 0.5, "top_p": 0.9, "n": 2,
+        "seed": 3, "logprobs": True, "top_logprobs": 2, "frequency_penalty": 1, "presence_penalty": -1,
+        "logit_bias": {"5": -100}, "user": "u", "stream": False, "tools": None, "top_k": 7,
+        "response_format": {"type": "text"},
+    }  # fmt: skip
+    [task] = of_lines(tmp_path, chat(**body))
+    assert task.messages == HELLO
+    assert task.params == SamplingParams(
+        max_tokens=5, stop="x", temperature=0.5, top_p=0.9, n=2, seed=3, logprobs=2, frequency_penalty=1,
+        presence_penalty=-1, logit_bias={5: -100}, top_k=7,
+    )  # fmt: skip
+    found = of_lines(tmp_path, completions(prompt=["x"], logprobs=3), completions(prompt=[1, 2]))
+    assert [(task.prompt, task.params.logprobs) for task in found] == [("x", 3), ([1, 2], None)]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (chat(tools=[{"type": "function"}]), '"tools" in "body" asks for what nanospec does not do'),
+        (chat(response_format={"type": "json_object"}), '"response_format" in "body" asks'),
+        (chat(stream=True), '"stream" in "body" asks'),
+        (chat(top_logprobs=3), 'true with "top_logprobs"'),
+        (chat(messages=None), '"body" needs "messages"'),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "nanospec reads texts only"),
+        (chat(reasoning_effort="low"), "unknown field 'reasoning_effort'"),
+        (completions(prompt=["x", "y"]), '"prompt" must be a text'),
+        (completions(echo=True), '"echo" in "body" asks'),
+        ({**chat(), "method": "GET"}, '"method" "POST"'),
+        ({**chat(), "temperature": 1}, 'what is asked stands in "body"'),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:30],
+)
+def test_what_is_not_there_is_refused(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LineError) as caught:
+        of_lines(tmp_path, chat(), line)
+    assert "line 2: " in str(caught.value)
+    assert sentence in str(caught.value)
+
+
+def output(error: str | None = None) -> RequestOutput:
+    places = [{7: Logprob(-1.0, 2), 5: Logprob(-0.5, 1)}]
+    reason = "abort" if error else "length"
+    done = Completion("g", [7], reason, None, error, places, [], SpecStats(), 1.0, 1.0, 0, 0)
+    return RequestOutput("request-3", None, [1, 2], [done])
+
+
+LLM: Any = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: f"<{ids[0]}>"))
+
+
+def test_results_have_its_form(tmp_path: Path) -> None:
+    a, b = of_lines(tmp_path, chat(logprobs=True, top_logprobs=2), completions(logprobs=1))
+    line = json.loads(json.dumps(to_openai(a, output(), LLM, "small")))
+    assert line.keys() == {"id", "custom_id", "response", "error"}
+    assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
+    body = line["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", "small")
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "g"}
+    assert choice["finish_reason"] == "length"
+    [place] = choice["logprobs"]["content"]
+    assert (place["token"], place["logprob"], place["bytes"]) == ("<7>", -1.0, list(b"<7>"))
+    assert [top["token"] for top in place["top_logprobs"]] == ["<5>", "<7>"]
+    [choice] = to_openai(b, output(), LLM, "small")["response"]["body"]["choices"]
+    assert choice["text"] == "g"
+    assert choice["logprobs"]["token_logprobs"] == [-1.0]
+    assert choice["logprobs"]["top_logprobs"] == [{"<5>": -0.5}]
+    failed = to_openai(a, output("NaN"), LLM, "small")
+    assert (failed["response"], failed["error"]["message"]) == (None, "NaN")
