@@ -44,6 +44,17 @@ def test_output_without_a_terminal_has_no_escape_codes() -> None:
     assert "tokens per step" in done.stdout
 
 
+def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "run.py"), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode in (141, 0)  # 0 where output is not buffered: argparse does not mind
+
+
 @pytest.fixture
 def sigint() -> Iterator[None]:
     """Ctrl-C reaches child processes, also where the tests' own parent ignores it, as `make test &` does."""
@@ -56,7 +67,7 @@ def sigint() -> Iterator[None]:
 def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     source, target = requests_file(tmp_path, 60, ignore_eos=True), tmp_path / "results.jsonl"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    args = command("--input", source, "--output", target, "--max-num-seqs", "2")
+    args = command("--input", source, "--output", target, "--raw", "--max-num-seqs", "2")
     with subprocess.Popen(args, stderr=subprocess.PIPE, text=True, env=env) as process:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and not (target.exists() and target.read_text().count("\n") >= 2):
@@ -66,9 +77,10 @@ def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) 
         errors = process.stderr.read()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+    assert "of 60 requests are done; the same command goes on from there." in errors
     before = results(target)
     assert 2 <= len(before) < 60
-    assert main(command("--input", source, "--output", target)[2:]) == 0
+    assert main(command("--input", source, "--output", target, "--raw")[2:]) == 0
     after = results(target)
     assert sorted(after) == list(range(60))
     assert all(after[i] == before[i] for i in before)

@@ -63,7 +63,8 @@ class Chat:
         elif name in ("reset", "clear"):
             self.messages, said = [], "The conversation is forgotten."
         elif name == "undo":
-            said = f"Taken back: {self.messages[-2]['content']}" if self.messages else "There is nothing."
+            last = self.messages[-2]["content"] if self.messages else ""
+            said = f"Taken back: {last}" if last else "There is nothing to take back."
             self.messages = self.messages[:-2]
         elif name == "system":
             self.system = text or self.system

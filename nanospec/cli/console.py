@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from ..kernels.codes import OWN
-from ..request import Piece
+
+if TYPE_CHECKING:
+    from ..request import Piece
 
 ACCEPTED = "\x1b[32m"  # green: drafted, and the target agreed
 DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"

@@ -93,8 +93,10 @@ def _with_prompt_toolkit(console: Console) -> Callable[[], str]:
 
 
 def _keys() -> KeyBindings:
-    """Enter sends a message; Alt-Enter, and Enter behind a backslash, begin a new line."""
-    from prompt_toolkit.filters import is_searching
+    """Enter sends a message; Alt-Enter, and Enter behind a backslash, begin a new line; Ctrl-C takes back
+    what was typed, if anything was."""
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.filters import Condition, is_searching
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -111,6 +113,10 @@ def _keys() -> KeyBindings:
     @keys.add("escape", "enter")
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
+
+    @keys.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
+    def clear(event: KeyPressEvent) -> None:
+        event.current_buffer.reset()
 
     return keys
 

@@ -119,12 +119,18 @@ def test_bad_input_gets_one_sentence(args: tuple[str, ...], sentence: str, run: 
 
 
 def test_batch_writes_every_result_and_a_second_run_does_nothing_twice(tmp_path: Path, run: Run) -> None:
-    source, target = requests_file(tmp_path, 5), tmp_path / "results.jsonl"
-    status, _, errors = run("--input", source, "--output", target)
+    source, target = requests_file(tmp_path, 5, custom_id="mine"), tmp_path / "results.jsonl"
+    status, output, errors = run("--input", source, "--output", target, "--json")
     assert status == 0, errors
+    assert "Prompts are answered as chats" in errors
+    assert "5 requests in " in errors
+    figures = json.loads(output)["batch"]
     whole = results(target)
     assert sorted(whole) == list(range(5))
     assert {"text", "token_ids", "finish_reason", "stats"} <= whole[0].keys()
+    assert whole[0]["custom_id"] == "mine"
+    tokens: Any = [row["token_ids"] for row in whole.values()]
+    assert (figures["requests"], figures["tokens"]) == (5, sum(map(len, tokens)))
     # Two results lost, one of them half written: the second run adds just these.
     lines = target.read_text().splitlines(keepends=True)
     target.write_text("".join(lines[:3]) + lines[3][:20])
@@ -133,6 +139,33 @@ def test_batch_writes_every_result_and_a_second_run_does_nothing_twice(tmp_path:
     assert target.read_text().startswith("".join(lines[:3]))
     for index, row in results(target).items():
         assert row["token_ids"] == whole[index]["token_ids"]
+    before = target.read_text()
+    for change in ("--raw", "--system=Be brief.", "--top-k=3", "--acceptance=typical"):
+        status, _, errors = run("--input", source, "--output", target, change)
+        assert status == 2
+        assert "line 1 is the result of another input, model or option" in errors
+    assert target.read_text() == before
+
+
+def test_a_batch_may_come_and_go_by_the_standard_streams(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4, "temperature": 0}
+    asked = [
+        {"prompt": "Say hi.", "max_tokens": 4},
+        {"messages": body["messages"], "max_tokens": 4},
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body},
+    ]
+    typed = "".join(json.dumps(line) + "\n" for line in asked)
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(typed.encode())))
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", io.TextIOWrapper(written))
+        status, _, errors = run("--input", "-", "--output", "-")
+        assert status == 0, errors
+        lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    texts = [line["text"] for line in lines if "text" in line]
+    [answer] = [line["response"]["body"] for line in lines if "response" in line]
+    assert {*texts, answer["choices"][0]["message"]["content"]} == {texts[0]}
+    assert answer["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize(
