@@ -6,6 +6,7 @@ Templates are Jinja and come with the model, so they run in a sandbox.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+ALWAYS = re.compile("add_generation_prompt|.*_token")  # given to all templates, used or not
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -37,8 +41,9 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
     (those of the template, such as `tools`) names or is, else by `tool_use` if there are tools, else by
     `default`.
 
-    Raises ValueError when there is no template or it refuses the messages.
+    Raises ValueError when there is no template, it refuses the messages, or has no use for what is given.
     """
+    variables.update(variables.pop("chat_template_kwargs", None) or {})
     name = variables.pop("chat_template", None) or ("tool_use" if variables.get("tools") else "default")
     source = name if "{" in name else templates.get(name, templates.get("default"))
     if source is None:
@@ -48,6 +53,10 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
             "chat_template.jinja is missing; give a plain prompt instead."
         )
     try:
+        used = _variables(source)
+        for option in (name for name, value in variables.items() if value is not None):
+            if option not in used and not ALWAYS.fullmatch(option):  # it would be dropped
+                raise ValueError(f"the chat template has no use for {option!r}; leave it out.")
         return _compiled(source).render(messages=messages, **{"tools": None, "documents": None, **variables})
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template refuses these messages: {error}.") from error
@@ -64,7 +73,18 @@ class GenerationTag(Extension):
 
 
 @lru_cache(maxsize=16)
+def _variables(source: str) -> frozenset[str]:
+    """What a template makes use of."""
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+
+
+@lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
     """Jinja as chat templates expect it."""
 
     def raise_exception(message: str) -> NoReturn:
@@ -79,4 +99,4 @@ def _compiled(source: str) -> jinja2.Template:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    return environment

@@ -37,11 +37,23 @@ def test_template_file_wins(tmp_path: Path) -> None:
 
 
 def test_named_templates(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    templates = {"default": "D", "tool_use": "{{ 'T' if tools else 'U' }}"}
+    named = [{"name": name, "template": template} for name, template in templates.items()]
     tokenizer = with_template(tmp_path, named)
     assert tokenizer.apply_chat_template(HI) == "D"
     assert tokenizer.apply_chat_template(HI, tools=[{}]) == "T"
-    assert tokenizer.apply_chat_template(HI, chat_template="tool_use") == "T"
+    assert tokenizer.apply_chat_template(HI, chat_template="tool_use") == "U"
+    assert tokenizer.apply_chat_template(HI, chat_template="{{ 'new' }}") == "new"
+
+
+def test_what_a_template_has_no_use_for_is_not_dropped(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TEMPLATE + "{{ thinking }}")
+    assert tokenizer.apply_chat_template(HI, thinking="!", tools=None).endswith("!")
+    assert tokenizer.apply_chat_template(HI, chat_template_kwargs={"thinking": "!"}).endswith("!")
+    unused: list[dict[str, Any]] = [{"tools": [{}]}, {"params": 1}]
+    for given in (*unused, {"chat_template_kwargs": {"thinkign": True}}):
+        with pytest.raises(ValueError, match="has no use for '(tools|params|thinkign)'; leave it out"):
+            tokenizer.apply_chat_template(HI, **given)
 
 
 def test_rendered_chat_has_one_bos(tmp_path: Path) -> None:
