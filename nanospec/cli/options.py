@@ -128,9 +128,10 @@ def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, fu
             how = {"type": _reader(field.metadata["read"]), "metavar": field.metadata["metavar"]}
         text = descriptions(settings).get(name, "").replace("`", "") + _default(field)
         text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
-        shown = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
         dest = f"{settings.__name__}.{name}"
-        group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, help=shown, **how)
+        action = group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, **how)
+        # Not as an argument: Python 3.10 and 3.11 add a default to the help of an option with a --no- form.
+        action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
 
 
 def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
