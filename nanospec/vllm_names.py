@@ -11,7 +11,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from .config import EngineConfig, SpecConfig
+from .config import EngineConfig, SamplingParams, SpecConfig
 
 ONE_DEVICE = "nanospec runs on one device"
 NO_LORA = "LoRA is not there"
@@ -98,8 +98,9 @@ def spec_config(asked: Mapping[str, Any]) -> SpecConfig:
 
 def _closest(name: str, names: set[str]) -> str:
     """What to write instead of an unknown name."""
-    if name in {field.name for field in fields(SpecConfig)}:
-        return f"it belongs to spec=SpecConfig({name}=...)"
+    for settings, said in ((SpecConfig, "spec=SpecConfig"), (SamplingParams, "SamplingParams")):
+        if name in {field.name for field in fields(settings)}:
+            return f"it belongs to {said}({name}=...)"
     if close := get_close_matches(name, names, 1):
         return f"the closest is {close[0]}"
     return f"known are {', '.join(sorted(names))}"

@@ -38,6 +38,11 @@ class Batch:
     done: set[int]
     file: BinaryIO
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return len(self.done) == len(self.tasks)
+
 
 @contextmanager
 def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Batch]:
@@ -105,7 +110,7 @@ def batch_summary(figures: dict[str, Any]) -> str:
     """One line about a batch."""
     todo = figures["requests"] - figures["done_before"]
     if not todo:
-        return f"All {figures['requests']} requests were done before."
+        return "All requests were done before."
     text = f"{todo} request{'s' * (todo != 1)} in {figures['seconds']:.1f} s, "
     text += f"{figures['tokens_per_second']:.0f} tok/s"
     if figures.get("saved_seconds_estimate", 0) >= 0.1:

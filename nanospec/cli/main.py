@@ -68,6 +68,9 @@ def _run(argv: list[str]) -> int:
                 from .batch import open_batch
 
                 batch = files.enter_context(open_batch(args, params))
+                if batch.is_done and not args.json:
+                    print("All requests were done before.", file=sys.stderr)
+                    return 0
             announce(args.model, args.folder)
             from .generate import run
 

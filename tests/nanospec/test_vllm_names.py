@@ -23,6 +23,7 @@ def test_what_asks_for_nothing_else_is_accepted() -> None:
         ({"gpu_memory_utilization": 0.9}, "kv_cache_memory='4G', say, sizes the KV cache"),
         ({"max_seqs": 3}, "max_seqs=3 is no option here: the closest is max_num_seqs."),
         ({"num_speculative_tokens": 3}, "it belongs to spec=SpecConfig(num_speculative_tokens=...)"),
+        ({"temperature": 0}, "it belongs to SamplingParams(temperature=...)"),
         ({"xyzzy": 1}, "known are async_scheduling, block_size"),
         ({"speculative_config": "ngram"}, "must be a dict"),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "model='x' is of no use to method="),

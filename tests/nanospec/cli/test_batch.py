@@ -208,7 +208,10 @@ def test_an_output_that_another_process_writes_is_refused(tmp_path: Path) -> Non
     with results_file(args.output), busy, open_batch(args, GREEDY):
         pass
     with open_batch(args, GREEDY) as batch:  # given back
-        assert (len(batch.tasks), batch.done) == (1, set())
+        assert (len(batch.tasks), batch.done, batch.is_done) == (1, set(), False)
+        batch.file.write(result(batch.tasks[0]).encode())
+    with open_batch(args, GREEDY) as batch:
+        assert batch.is_done
 
 
 @pytest.mark.parametrize("wrote", [b"", b"x"], ids=["nothing", "something"])
@@ -241,4 +244,4 @@ def test_a_summary_says_what_was_done_and_what_was_saved() -> None:
     assert batch_summary(figures) == "20 requests in 9.9 s, 160 tok/s; 1 were done before"
     saved = batch_summary({**figures, "done_before": 0, "saved_seconds_estimate": 41.04})
     assert saved == "21 requests in 9.9 s, 160 tok/s, saved about 41.0 s by guessing (an estimate)"
-    assert batch_summary({**figures, "done_before": 21}) == "All 21 requests were done before."
+    assert batch_summary({**figures, "done_before": 21}) == "All requests were done before."
