@@ -84,7 +84,7 @@ def _with_prompt_toolkit(console: Console) -> Callable[[], str]:
     session: PromptSession[str] = PromptSession(
         PROMPT,
         multiline=True,
-        prompt_continuation=CONTINUED,
+        prompt_continuation=lambda width, line, wrapped: "" if wrapped else CONTINUED,
         key_bindings=_keys(),
         history=_history(cache_folder() / "chat_history"),
         output=create_output(console.stream),
