@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
-    options = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_num_seqs": 1}
+    options: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_num_seqs": 1}
     llm = LLM(args.model, spec=SpecConfig(method="none"), **options)
     weights = common.streamed_bytes(llm.engine.worker.model.config)
     block = zeros_on_demand((SUMMED // 4,), torch.float32, torch.device("cpu"), large_pages=True).fill_(1)

@@ -13,12 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams, SpecConfig
+    from .drafters.base import Drafter
+    from .drafters.simple import SimpleDrafter
     from .llm import LLM
     from .outputs import Completion, RequestOutput
 
-__all__ = ["LLM", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "SpecConfig"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Drafter",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "SimpleDrafter",
+    "SpecConfig",
+]
 __version__ = "0.1.0"
-_MODULES = {"LLM": "llm", "Completion": "outputs", "RequestOutput": "outputs"}  # others: config
+_MODULES = {  # others: config
+    "LLM": "llm",
+    "Completion": "outputs",
+    "RequestOutput": "outputs",
+    "Drafter": "drafters.base",
+    "SimpleDrafter": "drafters.simple",
+}
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # which reads it when it is loaded
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # turns that a thread waits awake; why: threads.py

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from .config import EngineConfig, SamplingParams, SpecConfig, as_token_id
 from .device import current, resolve_device
 from .drafters.base import Target
-from .drafters.loading import load_drafter
+from .drafters.loading import Guessers, load_drafter, who_guesses
 from .engine import Engine
 from .models.config import ModelConfig
 from .models.hub import resolve_model
@@ -41,12 +41,22 @@ class LLM:
     Args:
         model: a folder, a name under `weights/`, or a Hugging Face hub id.
         spec: speculation; the default is n-gram lookup with an automatic number of drafts.
+        drafter: who guesses in place of `spec.method`: a `Drafter`, or a list such as ["ngram", drafter], of
+            which each guesses where those before it found nothing. It serves one `LLM` at a time.
         options: the fields of `EngineConfig`, and what `vllm_names.py` knows of vLLM's; an unknown one is
             a TypeError.
     """
 
-    def __init__(self, model: str | Path, *, spec: SpecConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        spec: SpecConfig | None = None,
+        drafter: Guessers | None = None,
+        **options: Any,
+    ) -> None:
         self.config = EngineConfig(**in_our_words(spec, options))
+        who_guesses(self.config.spec, drafter)  # bad ones are refused before the model is loaded
         folder = resolve_model(model)
         device = resolve_device(self.config.device)
         if device.type == "cpu":
@@ -55,8 +65,8 @@ class LLM:
         dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
         with current(device):
             target = load_model(folder, dtype, device, self.config.max_model_len)
-            drafter = load_drafter(self.config.spec, Target(target, folder, tokenizer))
-        self.engine = Engine(self.config, Worker(self.config, target, drafter), tokenizer)
+            made = load_drafter(self.config.spec, Target(target, folder, tokenizer), given=drafter)
+        self.engine = Engine(self.config, Worker(self.config, target, made), tokenizer)
         self._shared = SharedEngine(self.engine)
         self._groups = itertools.count()
 

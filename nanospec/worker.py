@@ -44,6 +44,18 @@ TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
 NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
 
 
+def captures_steps(config: EngineConfig, model: Model, drafter: Drafter | None) -> bool:
+    """Whether steps are captured. Raises ValueError if they are to be and the drafter cannot."""
+    on_host = drafter is not None and drafter.reads_on_host
+    if on_host and config.enforce_eager is False:
+        raise ValueError(
+            "enforce_eager=False asks for captured steps, in which no drafter can read texts on the host; "
+            "leave it out, or give a Drafter that defines propose() instead of guess()."
+        )
+    on_gpu = model.device.type == "cuda"
+    return on_gpu and not on_host if config.enforce_eager is None else not config.enforce_eager
+
+
 class Pages(NamedTuple):
     """The pages of a request row, of which those from `num_kept` on are new to it."""
 
@@ -115,8 +127,7 @@ class Worker:
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
         )
         self.kv_cache = empty_cache(model, self.num_blocks, config.block_size)
-        on_gpu = model.device.type == "cuda"
-        captured = on_gpu if config.enforce_eager is None else not config.enforce_eager
+        captured = captures_steps(config, model, drafter)
         self.drafters = () if drafter is None else drafter.parts
         for part in self.drafters:
             part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)

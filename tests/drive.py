@@ -12,7 +12,7 @@ from torch import Tensor
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.drafters.base import Drafter, Target, guesses
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.loading import Guessers, load_drafter
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.engine import Engine
 from nanospec.kernels.speculation.proposal import Proposal
@@ -61,10 +61,11 @@ def make_engine(
     draft_model: Model | None = None,
     heads: Heads | None = None,
     token_map: Tensor | None = None,
+    drafter: Guessers | None = None,
     **options: Any,
 ) -> Engine:
     """An engine without tokenizer; k drafts per step (None: method "none"), `num_blocks` pages; `guess`
-    are further fields of its `SpecConfig`."""
+    are further fields of its `SpecConfig`; `drafter` as `LLM` has it."""
     if k is None:
         spec = SpecConfig(method="none")
     else:
@@ -81,8 +82,8 @@ def make_engine(
         ready["draft"] = ModelDrafter(spec, draft_model, model.config.vocab_size, token_map)
     if heads is not None:
         ready["medusa"] = MedusaDrafter(spec, heads, model)
-    drafter = load_drafter(spec, Target(model), ready)
-    return Engine(config, Worker(config, model, drafter))
+    made = load_drafter(spec, Target(model), ready, drafter)
+    return Engine(config, Worker(config, model, made))
 
 
 def use(engine: Engine, drafter: Drafter | None) -> None:

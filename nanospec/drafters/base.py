@@ -6,17 +6,17 @@ Both run inside the captured step, so nothing in them waits for the device unles
 What a drafter remembers of a request lies in device rows of its own, one per request row, and a last one
 that padding rows may write to.
 
-A new method is one file in this folder with a subclass of `Drafter`:
+A new way of guessing is a subclass of `Drafter`, or of `SimpleDrafter` (`simple.py`) for plain Python:
 
-    from .base import Drafter, guesses, room
-
-    class Echo(Drafter, method="echo", help="the last token again"):
+    class Echo(Drafter):
         def propose(self, table, rows, k):
             index = rows.clamp(min=0)
             last = table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]
             return guesses(last[:, None].repeat(1, k), room(table, rows, k))
 
-`--spec echo` and `SpecConfig(method="echo")` then work, also behind another: `ngram+echo`.
+`LLM(model, drafter=Echo())` uses it, `drafter=["ngram", Echo()]` only where lookup finds nothing. In a file
+of this folder, as `class Echo(Drafter, method="echo", help="the last token again")`, it is a method like the
+others: `--spec echo`, `SpecConfig(method="ngram+echo")`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Drafter:
         runs_model: whether its guesses cost time before it is known what they are worth.
         passes: for how many drafts its model is run in the next step without a graph; None: for all.
         kv_bytes_per_token, max_context: what a cache of its own takes, and how far it reaches.
+        reads_on_host: whether it must wait for the device, so that steps with it cannot be captured.
         may_wait: whether steps are not captured, so that it may wait for the device.
     """
 
@@ -78,6 +79,7 @@ class Drafter:
     options: ClassVar[tuple[Option, ...]] = ()
     makes_trees: ClassVar[bool] = False
     runs_model: bool = False
+    reads_on_host: bool = False
     max_drafts: int = MAX_DRAFTS
     passes: int | None = None
     kv_bytes_per_token: int = 0
@@ -103,7 +105,7 @@ class Drafter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.method,)
+        return (self.method or type(self).__name__,)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         """Make device rows and caches, at addresses that stay. `max_tokens`: the most to compute before a

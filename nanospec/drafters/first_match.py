@@ -22,6 +22,7 @@ class FirstMatch(Drafter):
         both = first, second
         self.max_drafts = max(part.max_drafts for part in both)
         self.runs_model = any(part.runs_model for part in both)
+        self.reads_on_host = any(part.reads_on_host for part in both)
         self.kv_bytes_per_token = sum(part.kv_bytes_per_token for part in both)
         self.max_context = min((part.max_context for part in both if part.max_context), default=None)
 

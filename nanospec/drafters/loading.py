@@ -1,19 +1,52 @@
-"""The drafter that a `SpecConfig` asks for."""
+"""The drafter that a `SpecConfig` asks for, or that the user has made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..config import SpecConfig
 from .base import Drafter, Target, registered
 from .first_match import FirstMatch
 
+Guessers = Drafter | str | Sequence[Drafter | str]
+"""Who guesses: a drafter or the name of a method, or several, first come first."""
+
+
+def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str, ...]:
+    """The drafters `given`, the methods of `spec` if None; ValueError if they do not fit together."""
+    if given is None:
+        return spec.methods
+    found = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    known = registered()
+    for who in found:
+        if isinstance(who, type):
+            raise ValueError(f"drafter={who.__name__} is a class; make one of it: {who.__name__}().")
+        if not isinstance(who, Drafter) and who not in known:
+            raise ValueError(f"drafter={who!r} is neither a Drafter nor one of {', '.join(known)}.")
+    if not found or spec.method != SpecConfig.method:
+        raise ValueError(
+            f"drafter={given!r} and method={spec.method!r} do not go together: leave the method out and "
+            'name all who guess, as in drafter=["ngram", MyDrafter()].'
+        )
+    kinds = [known[who] if isinstance(who, str) else who for who in found]
+    if costly := [kind for kind in kinds[:-1] if kind.runs_model]:
+        name = costly[0].method or type(costly[0]).__name__
+        raise ValueError(f"{name} takes time to guess, so it must come last: drafter=[..., {name}].")
+    if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
+        raise ValueError(f"tree_width={spec.tree_width} is of no use to drafters that guess chains; use 1.")
+    return found
+
 
 def load_drafter(
-    spec: SpecConfig, target: Target, ready: Mapping[str, Drafter] | None = None
+    spec: SpecConfig,
+    target: Target,
+    ready: Mapping[str, Drafter] | None = None,
+    given: Guessers | None = None,
 ) -> Drafter | None:
-    """The drafter of `spec.method`, None if it never drafts; ValueError or FileNotFoundError if what it
-    needs is missing or does not fit. `ready`: by method, those that need no loading."""
+    """The drafter of `spec.method`, or `given` ones in its place; None if it never drafts. ValueError or
+    FileNotFoundError if what it needs is missing or does not fit. `ready`: by method, those that need no
+    loading."""
+    guessers = who_guesses(spec, given)
     windows = [window for window in target.model.config.windows if window is not None]
     if spec.tree_width > 1 and windows and min(windows) <= spec.max_k:
         raise ValueError(
@@ -21,7 +54,7 @@ def load_drafter(
             "tokens; lower num_speculative_tokens or use tree_width=1."
         )
     drafter: Drafter | None = None
-    for method in reversed(spec.methods if spec.max_k else ()):
-        made = (ready or {}).get(method) or registered()[method].load(spec, target)
+    for who in reversed(guessers if spec.max_k else ()):
+        made = (ready or {}).get(who) or registered()[who].load(spec, target) if isinstance(who, str) else who
         drafter = made if drafter is None else FirstMatch(made, drafter)
     return drafter

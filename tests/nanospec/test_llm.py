@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from nanospec import LLM, RequestOutput, SamplingParams, SpecConfig
+from nanospec import LLM, RequestOutput, SamplingParams, SimpleDrafter, SpecConfig
 from nanospec.drafters.base import Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import load_drafter
@@ -393,7 +393,7 @@ def test_metrics_are_those_of_all_requests(folder: Path) -> None:
 def test_a_draft_model_is_loaded_by_name_and_must_have_the_same_vocabulary(
     folder: Path, tmp_path: Path
 ) -> None:
-    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
     spec = SpecConfig(method="draft", draft_model=str(folder), num_speculative_tokens=3)
     [output] = LLM(folder, spec=spec, **options).generate(after("abcd"), greedy(max_tokens=16))
     assert output.text == ALPHABET[4:20]
@@ -411,11 +411,25 @@ def test_a_draft_model_is_loaded_by_name_and_must_have_the_same_vocabulary(
         LLM(folder, spec=SpecConfig(method="draft", draft_model="nowhere"), **options)
 
 
+def test_a_drafter_may_be_given(folder: Path) -> None:
+    class Alphabet(SimpleDrafter):
+        def guess(self, tokens: list[int], k: int) -> range:
+            return range(tokens[-1] + 1, TOKENS.index(EOS))
+
+    with pytest.raises(ValueError, match="drafter=Alphabet is a class"):
+        LLM("nowhere", drafter=Alphabet)  # type: ignore[arg-type]
+    [output] = make(folder, drafter=Alphabet()).generate("abcd", greedy(max_tokens=16))
+    assert output.text == ALPHABET[4:20]
+    assert output.stats.by_drafter == {"Alphabet": [3, 13, 13]}
+    [output] = make(folder, drafter=["ngram", Alphabet()]).generate(after("abcd"), greedy(max_tokens=16))
+    assert [*output.stats.by_drafter] == ["ngram"]
+
+
 def test_heads_are_found_by_the_models_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path))
-    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
     with pytest.raises(FileNotFoundError, match="train some: .* train heads --model"):
         LLM(folder, spec=SpecConfig(method="medusa"), **options)
     size, heads = len(TOKENS), {}

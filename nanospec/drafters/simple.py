@@ -1,0 +1,106 @@
+"""Guess in plain Python: a subclass of `SimpleDrafter` defines `guess`, tokens in, tokens out.
+
+    class Again(SimpleDrafter):
+        def guess(self, tokens, k):
+            return tokens[-1:] * k
+
+    llm = LLM(model, drafter=Again())          # or behind lookup: drafter=["ngram", Again()]
+
+It reads texts on the host, so steps with it are not captured: natural on a CPU, on a GPU slower than a
+`Drafter` that proposes on the device. What it does wrong costs speed or gives an error, never another
+output: guesses are checked here, and verified as everybody's.
+
+Invariant: `_texts[row]` begins the row's committed text; what is missing is read before it is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import as_token_id
+from ..kernels.speculation.proposal import Proposal
+from ..kernels.table import Table
+from .base import Drafter, guesses, nothing, room
+
+TIMED, ENOUGH = 32, 3  # of the latest calls tell what one takes; with fewer than some it counts as nothing
+
+
+class SimpleDrafter(Drafter):
+    """Guesses on the host. Only `guess` must be defined; `__init__` is the subclass's own.
+
+    Attributes:
+        max_drafts: the most it ever guesses; may be set lower by the subclass.
+        notes: a dict for what `guess` remembers of the request that it is asked about; empty when the request
+            begins, or begins again after it had to make room for others.
+    """
+
+    runs_model = True  # time passes before it is known what the guesses are worth
+    reads_on_host = True
+    notes: dict[str, Any]
+
+    def guess(self, tokens: list[int], k: int) -> Iterable[int]:
+        """Up to `k` >= 1 tokens that may follow `tokens`, prompt and output so far; [] if it has no guess.
+
+        Any iterable of integers will do; what is beyond k is not read. With an automatic number of drafts it
+        is not asked in every step, and seldom if asking takes longer than it saves.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define guess(self, tokens, k).")
+
+    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+        super().attach(table, num_blocks, max_tokens, may_wait)
+        self._texts: dict[int, list[int]] = {}
+        self._notes: dict[int, dict[str, Any]] = {}
+        self._calls: deque[tuple[float, bool]] = deque(maxlen=TIMED)  # ms, and whether it had a guess
+
+    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
+        self._texts[row], self._notes[row] = [], {}
+
+    def release(self, row: int) -> None:
+        self._texts.pop(row, None)
+        self._notes.pop(row, None)
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        most = k if self.passes is None else min(k, self.passes)
+        wanted = room(table, rows, min(most, self.max_drafts)).tolist()
+        if not any(wanted):
+            return nothing(rows, k)
+        found = [self._ask(table, row, n) if n else [] for row, n in zip(rows.tolist(), wanted, strict=True)]
+        counts = torch.tensor([len(drafts) for drafts in found], dtype=torch.int32, device=rows.device)
+        padded = [drafts + [0] * (k - len(drafts)) for drafts in found]
+        return guesses(torch.tensor(padded, dtype=torch.int32, device=rows.device), counts)
+
+    def _ask(self, table: Table, row: int, most: int) -> list[int]:
+        """The guesses for one row, checked."""
+        start = time.perf_counter()
+        text, self.notes = self._texts.setdefault(row, []), self._notes.setdefault(row, {})
+        text += table.tokens[row, len(text) : int(table.num_tokens[row])].tolist()
+        name = type(self).__name__
+        try:
+            given = self.guess(text.copy(), most)
+            found: list[Any] = [as_token_id(token) for token in islice(given, most)]
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"{name}.guess failed on {len(text)} tokens, k={most}: {what}") from error
+        for token in found:
+            if type(token) is not int or not 0 <= token < table.vocab_size:
+                last = table.vocab_size - 1
+                raise ValueError(f"{name}.guess gave {token!r}; token ids are integers from 0 to {last}.")
+        self._calls.append(((time.perf_counter() - start) * 1e3, bool(found)))
+        return found
+
+    def ms(self, batch: int, passes: int) -> float:
+        """As measured of the latest calls; those that had no guess count to those that had."""
+        if not passes or len(self._calls) < ENOUGH:
+            return 0.0
+        times, had = zip(*self._calls, strict=True)
+        return batch * median(times) * (len(had) + 1) / (sum(had) + 1)

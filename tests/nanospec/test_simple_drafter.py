@@ -1,0 +1,213 @@
+"""Drafters given as objects: on the device (`Drafter`) and in plain Python (`SimpleDrafter`)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from itertools import count, pairwise, repeat
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
+from nanospec.drafters.base import METHODS, guesses, room
+from nanospec.drafters.loading import Guessers, who_guesses
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
+from nanospec.models.decoder import Model
+from tests.drive import (
+    MODES,
+    Job,
+    alone,
+    assert_same,
+    cycle,
+    cycle_model,
+    finish,
+    make_engine,
+    outcome,
+    random_jobs,
+    run,
+)
+from tests.tiny import tiny_model
+
+JOB = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
+
+
+class Echo(Drafter):
+    """The last token again."""
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        index = rows.clamp(min=0)
+        last = table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]
+        return guesses(last[:, None].repeat(1, k), room(table, rows, k))
+
+
+class Learner(SimpleDrafter):
+    """What followed the last token in any text so far; checks all that it is told on the way."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, int] = {}
+
+    def guess(self, tokens: list[int], k: int) -> list[int]:
+        seen = self.notes.get("seen", [])
+        assert tokens[: len(seen)] == seen  # what is committed stays, and notes are the request's own
+        assert k >= 1
+        self.notes["seen"] = tokens.copy()
+        self.after.update(pairwise(tokens))
+        found = [tokens[-1]]
+        while len(found) <= k and found[-1] in self.after:
+            found.append(self.after[found[-1]])
+        tokens.clear()  # its own copy
+        return found[1:]
+
+
+class Says(SimpleDrafter):
+    """Whatever a function gives."""
+
+    def __init__(self, answer: Callable[[list[int], int], Any]) -> None:
+        self.answer = answer
+
+    def guess(self, tokens: list[int], k: int) -> Iterable[int]:
+        given: Iterable[int] = self.answer(tokens, k)
+        return given
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+@pytest.mark.parametrize(("k", "lag"), [(4, False), ("auto", False), (4, True)])
+@pytest.mark.parametrize("lookup", [False, True], ids=["alone", "behind-lookup"])
+def test_plain_python_changes_no_output(model: Model, lookup: bool, lag: bool, k: Any) -> None:
+    """Mixed batches, with fewer rows and pages than requests, so that some are preempted."""
+    jobs = random_jobs(random.Random("plain"), 64, 10)
+    drafter: Any = ["ngram", Learner()] if lookup else Learner()
+    engine = make_engine(model, k, drafter=drafter, max_num_seqs=4, num_blocks=16, async_scheduling=lag)
+    for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
+        assert_same(outcome(request), wanted)
+    assert engine.metrics.num_preemptions > 0
+    assert engine.metrics.spec.by_drafter["Learner"][1] > 0
+    assert ("ngram" in engine.metrics.spec.by_drafter) == lookup
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_object_on_the_device_needs_no_registration(model: Model, mode: str) -> None:
+    jobs = random_jobs(random.Random(mode), 64, 6)
+    known, expected = dict(METHODS), alone(model, jobs)
+    ways: list[Guessers] = [Echo(), ["ngram", Echo()], [Echo(), "ngram"]]
+    for drafter in ways:
+        engine = make_engine(model, 4, drafter=drafter, **MODES[mode])
+        for request, wanted in zip(run(engine, jobs), expected, strict=True):
+            assert_same(outcome(request), wanted)
+        assert engine.metrics.spec.by_drafter["Echo"][1] > 0
+    assert known == METHODS
+
+
+def test_a_good_guess_is_accepted() -> None:
+    model, drafter = cycle_model(), Says(lambda tokens, k: cycle(tokens[-1] + 1, k))
+    request = run(make_engine(model, 4, drafter=drafter), [JOB])[0]
+    assert request.stats.tokens_per_step == 5
+    assert request.stats.by_drafter == {"Says": [4, 16, 16]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda tokens, k: repeat(7),
+        lambda tokens, k: count(tokens[-1] + 1),
+        lambda tokens, k: np.arange(50, dtype=np.uint8),
+        lambda tokens, k: torch.arange(50),
+        lambda tokens, k: range(9),
+        lambda tokens, k: (token for token in [5] * 90),
+        lambda tokens, k: (),
+    ],
+    ids=["endless", "counting", "numpy", "torch", "range", "generator", "nothing"],
+)
+def test_any_iterable_of_integers_will_do(answer: Callable[[list[int], int], Any]) -> None:
+    request = run(make_engine(cycle_model(), 4, drafter=Says(answer)), [JOB])[0]
+    assert request.output_ids == cycle(4, 20)
+    assert request.stats.num_drafted <= 4 * request.stats.num_steps
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "what"),
+    [
+        (lambda *_: [31, 32], ValueError, "Says.guess gave 32; token ids are integers from 0 to 31"),
+        (lambda *_: [-1], ValueError, "gave -1"),
+        (lambda *_: [1.0], ValueError, "gave 1.0"),
+        (lambda *_: [True], ValueError, "gave True"),
+        (lambda *_: "abc", ValueError, "gave 'a'"),
+        (lambda *_: [None], ValueError, "gave None"),
+        (lambda *_: None, RuntimeError, "failed on 3 tokens, k=4: TypeError: 'NoneType' object is not iter"),
+        (lambda *_: 1 // 0, RuntimeError, "Says.guess failed on 3 tokens, k=4: ZeroDivisionError"),
+        (lambda *_: (1 // n for n in (1, 0)), RuntimeError, "ZeroDivisionError"),
+    ],
+)
+def test_a_bad_guess_gives_a_sentence(answer: Any, error: type[Exception], what: str) -> None:
+    engine = make_engine(cycle_model(), 4, drafter=Says(answer))
+    request = engine.add(*JOB)
+    with pytest.raises(error, match=what):
+        finish(engine)
+    assert request.output_ids == []
+
+
+def test_it_is_asked_for_what_can_be_used() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def answer(tokens: list[int], k: int) -> list[int]:
+        asked.append((len(tokens), k))
+        return cycle(tokens[-1] + 1, k)
+
+    drafter = Says(answer)
+    engine = make_engine(cycle_model(), 6, drafter=drafter)
+    run(engine, [JOB, Job([1], SamplingParams(max_tokens=9, num_speculative_tokens=0))])
+    assert asked == [(3, 6), (10, 6), (17, 5)]  # the last step has room for five and the target's own
+    drafter.max_drafts = 2
+    assert make_engine(cycle_model(), 6, drafter=drafter).worker.max_k == 2
+
+
+def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for() -> None:
+    """Neither if it is always right; nor for the few guesses of many calls, all of which take time."""
+    calls = []
+
+    def slow(tokens: list[int], k: int) -> list[int]:
+        calls.append(len(tokens))
+        time.sleep(0.05)
+        return cycle(tokens[-1] + 1, k)
+
+    engine = make_engine(cycle_model(), "auto", drafter=Says(slow))
+    request = run(engine, [Job([1, 2], SamplingParams(temperature=0, max_tokens=120))])[0]
+    assert request.output_ids == cycle(3, 120)
+    assert 3 <= len(calls) <= 6
+    drafter = Says(lambda tokens, k: [])
+    make_engine(cycle_model(), 4, drafter=drafter)
+    drafter._calls.extend([(2.0, False)] * 9 + [(2.0, True)])
+    assert drafter.ms(3, 4) == pytest.approx(3 * 2.0 * 11 / 2)
+    assert drafter.ms(3, 0) == 0
+
+
+def test_who_guesses_is_checked(model: Model) -> None:
+    spec = SpecConfig()
+    for given, what in (
+        (Learner, r"drafter=Learner is a class; make one of it: Learner\(\)"),
+        ("ngam", "drafter='ngam' is neither a Drafter nor one of draft, medusa, ngram"),
+        ([], r"drafter=\[\] and method='ngram' do not go together"),
+        ([Learner(), "ngram"], "Learner takes time to guess, so it must come last"),
+        (7, "drafter=7 is neither"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            who_guesses(spec, given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="method='none' do not go together"):
+        who_guesses(SpecConfig(method="none"), Learner())
+    with pytest.raises(ValueError, match="tree_width=2 is of no use"):
+        who_guesses(SpecConfig(tree_width=2), Learner())
+    assert make_engine(model, 4, guess={"tree_width": 2}, drafter=["ngram", Learner()]).worker.max_k == 4
+    with pytest.raises(ValueError, match="enforce_eager=False asks for captured steps"):
+        make_engine(model, 4, drafter=["ngram", Learner()], enforce_eager=False)
+    with pytest.raises(NotImplementedError, match=r"SimpleDrafter must define guess\(self, tokens, k\)"):
+        run(make_engine(model, 4, drafter=SimpleDrafter()), [JOB])
