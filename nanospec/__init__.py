@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .drafters.simple import SimpleDrafter
     from .llm import LLM
     from .outputs import Completion, RequestOutput
+    from .sampling.base import SamplingParameter
 
 __all__ = [
     "LLM",
@@ -24,6 +25,7 @@ __all__ = [
     "Drafter",
     "EngineConfig",
     "RequestOutput",
+    "SamplingParameter",
     "SamplingParams",
     "SimpleDrafter",
     "SpecConfig",
@@ -35,6 +37,7 @@ _MODULES = {  # others: config
     "RequestOutput": "outputs",
     "Drafter": "drafters.base",
     "SimpleDrafter": "drafters.simple",
+    "SamplingParameter": "sampling.base",
 }
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # which reads it when it is loaded

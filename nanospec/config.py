@@ -243,6 +243,8 @@ class SamplingParams:
         repetition_penalty: divides the positive and multiplies the negative logits of tokens in
             prompt or output.
         logit_bias: token id -> number added to its logit.
+        extra_args: values of the parameters of `nanospec/sampling` and of one's own, by name. They change
+            the model's logits before all else does, so that `logprobs` show it.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, for this request alone; None
             is the engine's. 0 drafts do not speculate.
     """
@@ -263,6 +265,7 @@ class SamplingParams:
     frequency_penalty: float = limited(0.0, -2, 2)
     repetition_penalty: float = limited(1.0, 0, 100)
     logit_bias: dict[int, float] = field(default_factory=dict)
+    extra_args: dict[str, float] = field(default_factory=dict)
     num_speculative_tokens: int | None = limited(None, 0, MAX_DRAFTS)
     tree_width: int | None = limited(None, 1, MAX_TREE_WIDTH)
     acceptance: str | None = None
@@ -281,6 +284,10 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             check_number("logit_bias: token", token, 0, _MAX_INT)
             check_number(f"logit_bias[{token}]", bias, -1_000_000, 1_000_000, float)
+        if self.extra_args:
+            from .sampling.base import check_extra_args  # here, as it needs torch
+
+            check_extra_args(self.extra_args)
 
     def _normalise(self) -> None:
         """Turn what may be given as any sequence, or as None, into tuples and a dict of our own."""
@@ -302,6 +309,10 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(as_token_id, ids)))
         object.__setattr__(self, "logit_bias", by_id)
+        extra: Any = {} if self.extra_args is None else self.extra_args
+        if not isinstance(extra, Mapping):
+            raise ValueError(f"extra_args={extra!r} must map names of sampling parameters to numbers.")
+        object.__setattr__(self, "extra_args", dict(extra))
 
     @property
     def changes_logits(self) -> bool:

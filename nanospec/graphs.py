@@ -83,7 +83,8 @@ class StepGraphs:
     Attributes:
         batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
         captures: by bucket.
-        fallbacks: steps whose bucket was not captured when it was needed. Stays 0 unless `lazy`.
+        fallbacks: steps whose bucket was not captured when it was needed. Stays 0; where captures are `lazy`,
+            and for further sampling parameters, they are made then.
         seconds, bytes: what capture took.
     """
 
@@ -99,6 +100,7 @@ class StepGraphs:
         self.ks = sorted({0, *ks})
         self.batches = batch_sizes(max_batch)
         self.captures: dict[Bucket, Capture] = {}
+        self._with_extras: dict[int, dict[Bucket, Capture]] = {}
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # what `rows` begins with, as far as is known
         self.fallbacks = 0
@@ -131,16 +133,18 @@ class StepGraphs:
         self.seconds = time.perf_counter() - start
         self.bytes = _allocated(self.device) - before
 
-    def run(self, rows: Sequence[int], k: int) -> StepResult:
-        """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each.
+    def run(self, rows: Sequence[int], k: int, extras: int = 0) -> StepResult:
+        """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each. A step that
+        applies so many further sampling parameters is captured when it is first needed.
 
         The result's tensors are overwritten by the next replay of the same bucket.
         """
         bucket = self.bucket_for(len(rows), k)
-        capture = self.captures.get(bucket)
+        captures = self._with_extras.setdefault(extras, {}) if extras else self.captures
+        capture = captures.get(bucket)
         if capture is None:
-            self.fallbacks += not self.lazy
-            capture = self.capture(bucket)
+            self.fallbacks += not self.lazy and not extras
+            capture = captures[bucket] = self._record(bucket)
         self._send([*rows, *[PADDING] * (bucket.batch - len(rows))])
         capture.replay()
         return capture.result.first(len(rows))
@@ -163,10 +167,13 @@ class StepGraphs:
 
     def capture(self, bucket: Bucket) -> Capture:
         """Capture one bucket."""
+        self.captures[bucket] = self._record(bucket)
+        return self.captures[bucket]
+
+    def _record(self, bucket: Bucket) -> Capture:
         self.forget_rows()
         rows = self.rows[: bucket.batch].fill_(PADDING)  # nobody's, as capturing runs the step
-        self.captures[bucket] = self._make(lambda r: self.step(r, bucket.k), rows)
-        return self.captures[bucket]
+        return self._make(lambda r: self.step(r, bucket.k), rows)
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -153,6 +153,8 @@ class Request:
         if finish == "error":
             finish, at = "abort", self.num_tokens
             self.error = f"The model gave NaN logits at position {at}; check its weights and dtype."
+            if extra := self.params.extra_args:
+                self.error = f"extra_args={extra!r} left nothing to draw from at position {at}; change them."
         if finish is not None:
             self.finish(finish, flush=not at_string)
         return finish is not None
@@ -257,5 +259,7 @@ def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_to
     own, rank, top, ids = entry
     found = {token: Logprob(own, rank)}
     for i in range(num_top):
+        if top[i] == float("-inf"):  # left out by a sampling parameter, as are all that follow
+            break
         found.setdefault(ids[i], Logprob(top[i], i + 1))
     return found

@@ -93,6 +93,7 @@ class Step:
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafter, self.exact, self.stages = drafter, exact, stages
         self._logits = torch.empty(0)
+        self.change_logits: Callable[[Tensor, Batch], None] | None = None  # as rows of this step ask
 
     def share_logits(self, num_tokens: int) -> None:
         """Let all steps of up to `num_tokens` write their logits to one buffer from now on: each captured
@@ -116,6 +117,8 @@ class Step:
             T, shared = hidden.shape[0], self._logits
             logits = model.logits(hidden, shared[:T] if shared.shape[0] >= T else None)
         with self.stages("verify"):
+            if self.change_logits is not None:
+                self.change_logits(logits, batch)
             targets = self.draw(logits, batch, proposal)
             verdict = commit(targets, batch, table, proposal)
             if batch.parents is not None:

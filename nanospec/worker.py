@@ -36,6 +36,7 @@ from .metrics import Stopwatch
 from .models.compiled import computed_by
 from .models.decoder import Model
 from .request import Logprob, as_dict
+from .sampling.rows import ExtraRows
 from .step import Cut, Step
 from .threads import look_around
 from .timing import attention_ms, captured_ms, forward_ms
@@ -131,6 +132,7 @@ class Worker:
         self.drafters = () if drafter is None else drafter.parts
         for part in self.drafters:
             part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
+        self.extras = ExtraRows(self.table, may_wait=not captured)
         self._step = self.make_step()
         self._rows = torch.empty(0, dtype=torch.int32)  # of the last step that was not captured
         self.graphs: StepGraphs | None = None
@@ -168,6 +170,7 @@ class Worker:
         """Give requests their rows."""
         for request in requests:
             admission.write_row(self.writes, self.table, request, self.config.spec)
+            self.extras.admit(self.writes, request.row, request.params.extra_args)
             zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
             for part in self.drafters:
                 part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
@@ -194,12 +197,14 @@ class Worker:
             for part in self.drafters:
                 part.grow(row, blocks[num_kept:])
         self.writes.flush()
+        extras = self.extras.asked_by(order.rows)
+        self._step.change_logits = self.extras.change if extras else None
         if self.graphs is not None:
             drafting = [row for row, n in zip(order.rows, order.limits, strict=True) if n and order.k]
             with self.stages("propose"):
                 for part in self.drafters:
                     part.catch_up(drafting)
-            result = self.graphs.run(order.rows, order.k)
+            result = self.graphs.run(order.rows, order.k, extras)
         else:
             look_around(may_adapt=self.model.dtype == torch.float32)
             codes = self.table.finished.tolist()

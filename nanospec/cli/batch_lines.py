@@ -1,6 +1,7 @@
 """The lines of a batch: what each of them asks. `docs/batches.md` describes them.
 
-Lines end at "\\n" alone. All of them are read and checked before a model is loaded; nothing here needs torch.
+Lines end at "\\n" alone. All of them are read and checked before a model is loaded; only fields that are
+files of `nanospec/sampling` need torch for it.
 """
 
 from __future__ import annotations
@@ -113,9 +114,8 @@ def _asked(index: int, request: Mapping[str, Any], params: SamplingParams, defau
     if ("prompt" in request) == ("messages" in request):
         raise ValueError('a request is a JSON object with either "prompt" or "messages".')
     options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
-    if unknown := sorted(options.keys() - PARAMETERS):
-        known = ", ".join((*NAMES, *sorted(PARAMETERS)))
-        raise ValueError(f"unknown field {unknown[0]!r}; known are {known}.")
+    if options.keys() - PARAMETERS:
+        options = _with_further(options, params)
     task = Task(index, replace(params, **options), raw=defaults.raw)
     if "messages" in request:
         task.messages = with_system(_checked(request["messages"]), defaults.system)
@@ -126,6 +126,17 @@ def _asked(index: int, request: Mapping[str, Any], params: SamplingParams, defau
         if isinstance(prompt, str) and defaults.system and not defaults.raw:
             task.prompt, task.messages = None, with_system(as_message(prompt), defaults.system)
     return task
+
+
+def _with_further(options: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
+    """The fields that are parameters of `nanospec/sampling` put where they belong. Imports torch."""
+    from ..sampling.base import gather, registered
+
+    options = gather(options, params.extra_args)
+    if unknown := sorted(options.keys() - PARAMETERS):
+        known = ", ".join((*NAMES, *sorted({*PARAMETERS, *registered()})))
+        raise ValueError(f"unknown field {unknown[0]!r}; known are {known}.")
+    return options
 
 
 def _are_ids(prompt: Any) -> bool:

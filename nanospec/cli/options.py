@@ -42,7 +42,7 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # what can be set, and its title; fir
     (EngineConfig, "engine"),
 )
 FLAGS = {"method": "--spec"}  # that are not called like their field
-NO_OPTIONS = ("options",)  # fields that others fill
+NO_OPTIONS = ("options", "extra_args")  # fields that others fill
 DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
 COMMON = ("method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed")  # in --help
 
@@ -149,11 +149,13 @@ def _default(field: Field[Any]) -> str:
     return "" if value in (None, MISSING, ()) else f" (default: {value})"
 
 
-def add_methods(parser: argparse.ArgumentParser) -> None:
-    """Add what only some ways of guessing let one set. Imports torch, as all of them have to be read."""
-    from ..drafters.base import registered
+def add_further(parser: argparse.ArgumentParser) -> None:
+    """Add what single ways of guessing let one set, and the sampling parameters that are files of their own.
+    Imports torch, as all of them have to be read."""
+    from ..drafters.base import registered as methods
+    from ..sampling.base import registered as parameters
 
-    for method in registered().values():
+    for method in methods().values():
         for option in method.options:
             if (flag := flag_of(option.name)) not in parser._option_string_actions:
                 parser.add_argument(
@@ -164,6 +166,10 @@ def add_methods(parser: argparse.ArgumentParser) -> None:
                     metavar=option.metavar,
                     help=f"for --spec {method.method}: {option.help}",
                 )
+    for name, parameter in parameters().items():
+        dest = f"extra_args.{name}"
+        how: dict[str, Any] = {"type": float, "metavar": "X", "help": parameter.help}
+        parser.add_argument(flag_of(name), dest=dest, default=argparse.SUPPRESS, **how)
 
 
 def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
@@ -179,7 +185,8 @@ def spec_config(args: argparse.Namespace) -> SpecConfig:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The parameters of requests that state none themselves."""
-    return SamplingParams(**{**DEFAULTS, **given(args, "SamplingParams")})
+    asked = {**DEFAULTS, **given(args, "SamplingParams")}
+    return SamplingParams(**asked, extra_args=given(args, "extra_args"))
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -196,7 +203,7 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         parser.error(f"there is no command {words!r}{did_you_mean(words, known)}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        add_methods(parser)
+        add_further(parser)
         args = parser.parse_args(argv)
     if args.help_all:
         build_parser(full=True).print_help()
@@ -241,5 +248,5 @@ def build_parser(full: bool = False) -> Parser:
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full)
     if full:
-        add_methods(parser)
+        add_further(parser)
     return parser
