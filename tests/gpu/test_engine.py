@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from nanospec import SimpleDrafter
 from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
@@ -95,6 +97,37 @@ def test_preempted_requests_go_on_to_the_bit(model: Model) -> None:
         engine = make_engine(model, k, num_blocks=22, enable_prefix_caching=False, **options)
         assert [request.output_ids for request in run(engine, jobs)] == expected, k
         assert engine.metrics.num_preemptions > 0
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
+def test_sampling_parameters_give_the_same_bits_with_guessing(model: Model, eager: bool) -> None:
+    """Beside requests that do not ask, in recordings of their own."""
+    ways: tuple[dict[str, float], ...] = ({"top_n_sigma": 1.5}, {}, {"top_n_sigma": 0.5})
+    jobs = [
+        Job(job.prompt, replace(job.params, extra_args=ways[i % 3])) for i, job in enumerate(make_jobs(3))
+    ]
+    expected = [outputs(model, 0, [job], max_num_seqs=1, max_model_len=256)[0] for job in jobs]
+    engine = make_engine(model, 6, max_num_seqs=6, max_model_len=256, enforce_eager=eager)
+    assert [request.output_ids for request in run(engine, jobs)] == expected
+    assert engine.worker.graphs is None or engine.worker.graphs.fallbacks == 0
+    plain = [replace(job.params, extra_args={}) for job in jobs]
+    assert expected != [
+        outputs(model, 0, [Job(job.prompt, params)], max_num_seqs=1, max_model_len=256)[0]
+        for job, params in zip(jobs, plain, strict=True)
+    ]
+
+
+def test_a_drafter_in_plain_python_runs_without_recordings(model: Model) -> None:
+    class Again(SimpleDrafter):
+        def guess(self, tokens: list[int], k: int) -> list[int]:
+            return tokens[-1:] * k
+
+    jobs = make_jobs(5)
+    expected = outputs(model, 0, jobs, max_num_seqs=6, max_model_len=256)
+    engine = make_engine(model, 4, drafter=["ngram", Again()], max_num_seqs=6, max_model_len=256)
+    assert [request.output_ids for request in run(engine, jobs)] == expected
+    assert engine.worker.graphs is None
+    assert engine.metrics.spec.by_drafter["Again"][2] > 0
 
 
 def test_dependent_launch_changes_no_bit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
@@ -93,6 +95,22 @@ def test_plain_python_changes_no_output(model: Model, lookup: bool, lag: bool, k
     assert engine.metrics.num_preemptions > 0
     assert engine.metrics.spec.by_drafter["Learner"][1] > 0
     assert ("ngram" in engine.metrics.spec.by_drafter) == lookup
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 63), max_size=7), min_size=1, max_size=5),
+    st.sampled_from([0.0, 0.8]),
+    st.integers(1, 6),
+)
+def test_whatever_is_guessed_the_output_stays(
+    model: Model, answers: list[list[int]], heat: float, k: int
+) -> None:
+    params = SamplingParams(temperature=heat, seed=k, max_tokens=12, stop_token_ids=answers[0][:1])
+    jobs = [Job([1, 2, 3], params), Job([4], params)]
+    engine = make_engine(model, k, drafter=Says(lambda tokens, _: answers[len(tokens) % len(answers)]))
+    for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
+        assert_same(outcome(request), wanted)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -193,7 +211,7 @@ def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for() -> None:
 
 def test_who_guesses_is_checked(model: Model) -> None:
     spec = SpecConfig()
-    for given, what in (
+    for guessers, what in (
         (Learner, r"drafter=Learner is a class; make one of it: Learner\(\)"),
         ("ngam", "drafter='ngam' is neither a Drafter nor one of draft, medusa, ngram"),
         ([], r"drafter=\[\] and method='ngram' do not go together"),
@@ -201,7 +219,7 @@ def test_who_guesses_is_checked(model: Model) -> None:
         (7, "drafter=7 is neither"),
     ):
         with pytest.raises(ValueError, match=what):
-            who_guesses(spec, given)  # type: ignore[arg-type]
+            who_guesses(spec, guessers)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method='none' do not go together"):
         who_guesses(SpecConfig(method="none"), Learner())
     with pytest.raises(ValueError, match="tree_width=2 is of no use"):
