@@ -53,7 +53,7 @@ class ExtraRows:
 
     def asked_by(self, rows: Sequence[int]) -> int:
         """How many parameters a step of these rows applies: all there are, or 0 if none of the rows asks."""
-        return 0 if self._asking.isdisjoint(rows) else len(self.columns)
+        return len(self.columns) if self._asking and not self._asking.isdisjoint(rows) else 0
 
     def change(self, logits: Tensor, batch: Batch) -> None:
         """Change logits [T, V] in place, in their own dtype, where the rows of the batch ask."""

@@ -88,6 +88,18 @@ def test_bad_lines_are_named(tmp_path: Path, line: bytes, sentence: str) -> None
         tasks(path)
 
 
+def test_sampling_parameters_of_files_are_fields_too(tmp_path: Path) -> None:
+    defaults = SamplingParams(temperature=0.5, extra_args={"top_n_sigma": 2})
+    lines = ({"prompt": "x", "top_n_sigma": 1, "seed": 3}, {"prompt": "x", "seed": 4})
+    first, second = (task.params for task in of_lines(tmp_path, *lines, params=defaults))
+    assert (first.extra_args, first.seed, first.temperature) == ({"top_n_sigma": 1}, 3, 0.5)
+    assert (second.extra_args, second.seed) == ({"top_n_sigma": 2}, 4)
+    with pytest.raises(LineError, match="line 1: extra_args: top_n_sigma=-1 must be a number"):
+        of_lines(tmp_path, {"prompt": "x", "top_n_sigma": -1})
+    with pytest.raises(LineError, match="unknown field 'top_m_sigma'; known are .*top_n_sigma"):
+        of_lines(tmp_path, {"prompt": "x", "top_m_sigma": 1})
+
+
 def test_a_system_message_is_for_conversations_that_have_none(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
     lines = ({"prompt": "x"}, {"prompt": [1]}, {"messages": own[1:]}, {"messages": own})
