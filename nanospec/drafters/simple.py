@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -59,9 +59,6 @@ class SimpleDrafter(Drafter):
         self._texts: dict[int, list[int]] = {}
         self._notes: dict[int, dict[str, Any]] = {}
         self._calls: deque[tuple[float, bool]] = deque(maxlen=TIMED)  # ms, and whether it had a guess
-
-    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
-        self._texts[row], self._notes[row] = [], {}
 
     def release(self, row: int) -> None:
         self._texts.pop(row, None)

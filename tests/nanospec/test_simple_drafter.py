@@ -63,7 +63,7 @@ class Learner(SimpleDrafter):
         found = [tokens[-1]]
         while len(found) <= k and found[-1] in self.after:
             found.append(self.after[found[-1]])
-        tokens.clear()  # its own copy
+        tokens[-1] = -1  # its own copy
         return found[1:]
 
 
@@ -175,16 +175,18 @@ def test_a_bad_guess_gives_a_sentence(answer: Any, error: type[Exception], what:
 
 
 def test_it_is_asked_for_what_can_be_used() -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, int]] = []
 
     def answer(tokens: list[int], k: int) -> list[int]:
-        asked.append((len(tokens), k))
+        asked.append((tokens[0], len(tokens), k))
         return cycle(tokens[-1] + 1, k)
 
     drafter = Says(answer)
-    engine = make_engine(cycle_model(), 6, drafter=drafter)
-    run(engine, [JOB, Job([1], SamplingParams(max_tokens=9, num_speculative_tokens=0))])
-    assert asked == [(3, 6), (10, 6), (17, 5)]  # the last step has room for five and the target's own
+    engine = make_engine(cycle_model(), 6, drafter=drafter, max_num_seqs=1)
+    never = SamplingParams(max_tokens=9, num_speculative_tokens=0)
+    run(engine, [JOB, Job([5], never), Job([9], SamplingParams(temperature=0, max_tokens=3))])
+    # The last step of a request has room for the target's own token, too; another takes the row then.
+    assert asked == [(1, 3, 6), (1, 10, 6), (1, 17, 5), (9, 1, 2)]
     drafter.max_drafts = 2
     assert make_engine(cycle_model(), 6, drafter=drafter).worker.max_k == 2
 
