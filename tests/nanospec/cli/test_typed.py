@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ print("ENDED", flush=True)
 """
 WITHOUT = "sys.modules['prompt_toolkit'] = None"
 PASTE = "def f():\n    return '日本語'\n" + "x" * 6000
+with_toolkit = pytest.mark.skipif(not find_spec("prompt_toolkit"), reason="needs the extra [chat]")
 
 
 class Terminal:
@@ -86,6 +88,7 @@ def pasted(text: str) -> str:
     return f"\x1b[200~{text}\x1b[201~\r".replace("\n", "\r")
 
 
+@with_toolkit
 def test_prompt_toolkit_takes_lines_pastes_and_history(tmp_path: Path, terminals: list[Terminal]) -> None:
     terminals.append(Terminal(tmp_path))
     first = terminals[0]
@@ -104,6 +107,7 @@ def test_prompt_toolkit_takes_lines_pastes_and_history(tmp_path: Path, terminals
     terminals[1].wait("ENDED")
 
 
+@with_toolkit
 def test_history_that_cannot_be_written_is_no_obstacle(terminals: list[Terminal]) -> None:
     terminals.append(Terminal("/dev/null"))
     assert terminals[0].message("a\r") == "a"
