@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,32 @@ def test_a_large_cache_costs_what_is_used_of_it() -> None:
     engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
     finish(engine)
     assert resident() - before < 200 * MIB
+
+
+ANSWER = """
+import sys
+from nanospec import LLM, SamplingParams, SpecConfig
+none = SpecConfig(method="none")
+size, dtype = int(sys.argv[1]), sys.argv[2]
+llm = LLM("smollm2-135m-instruct", spec=none, kv_cache_memory=size, dtype=dtype, max_num_seqs=8)
+llm.generate("Once", SamplingParams(temperature=0, max_tokens=4))
+blocks = llm.engine.worker.num_blocks
+print(blocks, [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_an_answer_takes_no_more_memory_beside_a_larger_cache(smollm2: Path, dtype: str) -> None:
+    """The most that a process had in memory, all in all: by PyTorch, and by C++ where that runs."""
+    env = {**os.environ, "NANOSPEC_WEIGHTS": str(smollm2.parent), "OMP_NUM_THREADS": "1"}
+    found = []
+    for size in (512 * MIB, 2048 * MIB):
+        command = [sys.executable, "-c", ANSWER, str(size), dtype]
+        blocks, peak = map(int, subprocess.check_output(command, env=env, text=True).split())
+        found.append((blocks, peak << 10))
+    (few, less), (many, more) = found
+    assert many > 2 * few
+    assert more - less < 200 * MIB
 
 
 MODELS: dict[str, dict[str, Any]] = {
