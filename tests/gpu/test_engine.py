@@ -15,23 +15,22 @@ from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from tests.drive import Job, make_engine, outcome, random_jobs, run
-from tests.tiny import tiny_model
+from tests.tiny import GEMMA, tiny_model
 
 VOCAB = 512
 
 
-def make_model(device: torch.device | str) -> Model:
-    return tiny_model(
-        dtype=torch.bfloat16,
-        device=device,
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-    )
+def make_model(device: torch.device | str, **changes: Any) -> Model:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+    }
+    return tiny_model(dtype=torch.bfloat16, device=device, **{**fields, **changes})
 
 
 @pytest.fixture
@@ -65,6 +64,13 @@ def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) 
 def outputs(model: Model, k: int, jobs: list[Job], **options: Any) -> list[list[int]]:
     engine = make_engine(model, k, enable_prefix_caching=False, **options)
     return [request.output_ids for request in run(engine, jobs)]
+
+
+@pytest.mark.parametrize("name", GEMMA)
+def test_models_with_more_maths_too(gpu: torch.device, name: str) -> None:
+    model, jobs = make_model(gpu, **{**GEMMA[name], "hidden_size": 256, "head_dim": 256}), make_jobs(5)
+    options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256}
+    assert outputs(model, 4, jobs, **options) == outputs(model, 0, jobs, **options)
 
 
 def long_jobs() -> list[Job]:

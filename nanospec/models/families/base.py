@@ -87,6 +87,6 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     names, supported = raw.get("architectures"), ", ".join(sorted(FAMILIES))
     if not isinstance(names, list) or not names:
         raise ValueError(f"'architectures' is missing or not a list; supported are {supported}.")
-    if names[0] not in FAMILIES:
+    if not isinstance(names[0], str) or names[0] not in FAMILIES:
         raise ValueError(f"Architecture {names[0]!r} is not supported; supported are {supported}.")
     return FAMILIES[names[0]]

@@ -91,7 +91,8 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
     """RoPE from `rope_theta` with `rope_scaling`, or from `rope_parameters` (transformers 5). `partial`:
     whether the family knows what to do with heads that are rotated in part."""
     given = rope_entry(raw)
-    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
+    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    part = 1.0 if part is None else part
     if part != 1 and not partial:
         raise ValueError(f"partial_rotary_factor={part!r} is not supported here; only 1 is.")
     if type(part) not in (int, float) or not 0 < part <= 1:

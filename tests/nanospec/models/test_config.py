@@ -126,6 +126,7 @@ def test_head_dim() -> None:
         ({"architectures": None}, "'architectures' is missing"),
         ({"architectures": []}, "'architectures' is missing"),
         ({"architectures": [None]}, "None is not supported"),
+        ({"architectures": [["a"]]}, r"\['a'\] is not supported"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a positive integer"),
@@ -145,7 +146,8 @@ def test_head_dim() -> None:
             "low_freq_factor=1.0 must be below",
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "only one for all"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported here"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor=0 is not supported here"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
