@@ -195,6 +195,7 @@ class EngineConfig:
         enforce_eager: no captured steps (CUDA graphs); None: on a CPU.
         lazy_capture: record a step when it is first needed, for a fast start.
         seed: base of the seeds of requests that set none.
+        trace: keep what `RequestOutput.trace()` shows of each step, rejected guesses and times among it.
     """
 
     spec: SpecConfig = field(default_factory=SpecConfig)
@@ -211,6 +212,7 @@ class EngineConfig:
     enforce_eager: bool | None = None
     lazy_capture: bool = False
     seed: int = limited(0, *_SEEDS)
+    trace: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_cache_memory", as_bytes(self.kv_cache_memory))

@@ -23,16 +23,18 @@ from .request import Limits, Request, check_request, seed_of
 from .scheduler import Plan, Scheduler
 from .text.detokenize import Detokenizer
 from .text.tokenizer import Tokenizer
+from .tracing.recorder import Recorder, Weighed, watch
 from .worker import Flight, Pages, RowResult, StepOrder, Worker
 
 
 class Queued(NamedTuple):
-    """A step that has not been collected: who takes part, their rows at that time, and its K."""
+    """A step that has not been collected: who takes part, their rows at that time, its K, and why so."""
 
     requests: list[Request]
     rows: list[int]
     k: int
     flight: Flight
+    weighed: Weighed | None
 
 
 class Engine:
@@ -47,6 +49,7 @@ class Engine:
         self.metrics.spec.acceptance = config.spec.acceptance
         auto = worker.drafter is not None and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
+        self.recorder: Recorder | None = watch(self) if config.trace else None
         on_gpu = worker.model.device.type == "cuda"
         self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
         self.scheduler = Scheduler(
@@ -101,6 +104,8 @@ class Engine:
         request.simulated = self.metrics.simulated
         request.stats.acceptance = params.acceptance or self.config.spec.acceptance
         self.scheduler.add(request)
+        if self.recorder is not None:
+            self.recorder.added(request)
         return request
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -153,6 +158,8 @@ class Engine:
             results = self.worker.fetch(queued.flight)
             with self.worker.stages("host"):
                 touched += self._collect(queued, results)
+            if self.recorder is not None:
+                self.recorder.collected(queued, results)
         return touched
 
     def _admit(self, plan: Plan) -> None:
@@ -180,7 +187,8 @@ class Engine:
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
         order = StepOrder(rows, limits, k, passes, grown, logprobs)
         self.metrics.num_forward_steps += 1
-        return Queued(requests, rows, k, self.worker.step(order, self.policy.cut))
+        flight = self.worker.step(order, self.policy.cut)
+        return Queued(requests, rows, k, flight, self.recorder and self.recorder.queued())
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from .metrics import SpecStats
 from .request import Logprob, Piece, Request
+
+if TYPE_CHECKING:
+    from .tracing.recorder import Record
+    from .tracing.trace import Trace
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Completion:
         seconds, first_token_seconds: from its arrival to its end, and to its first token.
         num_cached_tokens, num_preemptions: what the cache and the scheduler did with it.
         simulated: what made the output up, in a benchmark; None for output of the model.
+        record: what an engine with `trace=True` kept of its steps; `trace()` shows it.
     """
 
     text: str
@@ -46,6 +51,7 @@ class Completion:
     num_preemptions: int
     simulated: str | None = None
     index: int = 0
+    record: Record | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, request: Request, index: int = 0) -> Completion:
@@ -67,6 +73,7 @@ class Completion:
             num_preemptions=request.num_preemptions,
             simulated=request.simulated,
             index=index,
+            record=request.record,
         )
 
     @property
@@ -74,6 +81,12 @@ class Completion:
         if self.logprobs is None:
             return None
         return sum(at[token].logprob for token, at in zip(self.token_ids, self.logprobs, strict=True))
+
+    def trace(self) -> Trace:
+        """How it came about, step by step. Raises ValueError unless the engine has `trace=True`."""
+        from .tracing.trace import Trace  # here, as it is rarely asked for
+
+        return Trace.of([self])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the pieces, ready for JSON."""
@@ -102,6 +115,12 @@ class RequestOutput:
         """The result of the finished requests of one prompt."""
         done = [Completion.of(request, index) for index, request in enumerate(requests)]
         return cls(requests[0].id, prompt, requests[0].prompt_ids, done)
+
+    def trace(self) -> Trace:
+        """How all outputs came about, step by step; see `Completion.trace`."""
+        from .tracing.trace import Trace
+
+        return Trace.of(self.outputs)
 
     def __getattr__(self, name: str) -> Any:
         if name != "cumulative_logprob" and name not in Completion.__dataclass_fields__:

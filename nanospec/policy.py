@@ -112,6 +112,7 @@ class AutoPolicy(Policy):
         self.costs: StepCosts = costs
         self._model = model
         self.estimator = Estimator()
+        self.rates: dict[int, float] = {}  # tokens per ms by K, as `_pick` weighed them last
         self._best = 0  # what `_pick` found, without the probe
         self._probing = False  # it took more
         self._probed: set[int] = set()  # rows that draft as a probe only
@@ -157,7 +158,7 @@ class AutoPolicy(Policy):
         `others` are rows without drafts."""
         ks = tuple(ms)
         tokens = self.estimator.tokens(rows, limits, situation, ks)
-        rate = {k: (total + others) / ms[k] for k, total in zip(ks, tokens)}
+        self.rates = rate = {k: (total + others) / ms[k] for k, total in zip(ks, tokens)}
         best = max(rate, key=rate.__getitem__)
         if self._best in rate and rate[best] < rate[self._best] * (1 + MARGIN):
             best = self._best
@@ -214,6 +215,10 @@ class AutoPolicy(Policy):
             return False
         self._credit -= ms
         return True
+
+    def probes(self, row: int, drafter: int = NOBODY) -> bool:
+        """Whether a row that this drafter guesses for drafts, or drafts more, as a probe."""
+        return row in self._probed or (self._probing and drafter in (self._model, NOBODY))
 
     def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
         self._promises[row].settle(accepted)

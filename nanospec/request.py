@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .admission import Admission
 from .blocks import block_hash
@@ -20,6 +20,9 @@ from .kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from .kernels.speculation.report import RowReport
 from .metrics import SpecStats
 from .text.detokenize import Detokenizer
+
+if TYPE_CHECKING:
+    from .tracing.recorder import Record
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
 FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "error"}
@@ -84,6 +87,7 @@ class Request:
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
     finish_time: float | None = None
+    record: Record | None = None  # of a traced engine
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)

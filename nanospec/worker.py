@@ -40,6 +40,7 @@ from .sampling.rows import ExtraRows
 from .step import Cut, Step
 from .threads import look_around
 from .timing import attention_ms, captured_ms, forward_ms
+from .tracing.drafts import Guesses, WatchedDrafter
 
 TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
 NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
@@ -84,10 +85,12 @@ class StepOrder(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What a step gave one row; log-probabilities of its tokens, if they were asked for."""
+    """What a step gave one row; log-probabilities of its tokens, if they were asked for; all that was
+    guessed, in a traced engine."""
 
     report: RowReport
     logprobs: list[dict[int, Logprob]] | None
+    guesses: Guesses | None
 
 
 class Flight(NamedTuple):
@@ -114,7 +117,9 @@ class Worker:
     simulated: str | None = None
 
     def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None = None) -> None:
-        self.config, self.model, self.drafter, self.device = config, model, drafter, model.device
+        self.config, self.model, self.device = config, model, model.device
+        self.watched = WatchedDrafter(drafter) if config.trace and drafter is not None else None
+        self.drafter = self.watched or drafter
         self._build()
 
     @on_own_device
@@ -228,9 +233,10 @@ class Worker:
                 take_in()
         columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
         entries: Iterator[Any] = zip(*columns, strict=True)
+        made = [None] * len(reports) if self.watched is None else self.watched.take(len(reports))
         return [
-            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens])
-            for report, n in zip(reports, flight.wanted, strict=True)
+            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens], own)
+            for report, n, own in zip(reports, flight.wanted, made, strict=True)
         ]
 
     @on_own_device

@@ -20,6 +20,7 @@ class Tokenizer:
     """The tokenizer of a model folder.
 
     Attributes:
+        name: the folder's.
         vocab_size: number of tokens, added ones included. A model may have more rows (padding).
         bos_token_id: the token that begins a text, None if the model has none.
         eos_token_ids: every token that ends an output, the usual one first: those that
@@ -30,6 +31,7 @@ class Tokenizer:
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
+        self.name = folder.resolve().name
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(

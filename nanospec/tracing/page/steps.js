@@ -1,0 +1,145 @@
+// One row per step: what was looked up, the guesses, why so many, and where the time went.
+
+const REASONS = {
+  off: "no guessing",
+  end: "the last token",
+  "no match": "nothing to guess",
+  fixed: "fixed K",
+  pays: "pays",
+  "does not pay": "does not pay",
+  probe: "a probe",
+};
+
+function drawSteps(lane) {
+  const longest = Math.max(...lane.steps.map((step) => step.total - (step.ms.prefill ?? 0)), 1e-3);
+  $("steps").replaceChildren(...lane.steps.map((step) => drawStep(lane, step, longest)));
+}
+
+function drawStep(lane, step, longest) {
+  const row = make("li", "step");
+  row.id = `step-${step.index}`;
+  row.dataset.step = step.index;
+  row.setAttribute("role", "option");
+  row.setAttribute("aria-selected", "false");
+  const gain = step.tokens.length;
+  row.append(
+    make(
+      "div", "head",
+      make("span", "n", `${step.index + 1}`), lookedUp(lane, step),
+      make("span", "why", shortReason(step)),
+      make("span", gain > 1 ? "gain" : "gain one", count(gain, "token")),
+      make("span", "ms", stageBar(step, 58 / longest), `${few(step.total - (step.ms.prefill ?? 0))} ms`),
+    ),
+    drawGuesses(step),
+  );
+  return row;
+}
+
+/** The text that was looked up, or who guessed without. */
+function lookedUp(lane, step) {
+  const box = make("span", "looked");
+  if (step.match_len) {
+    const begin = lane.offset + step.first, query = lane.texts.slice(begin - step.match_len, begin).join("");
+    box.append("found again: ", make("code", "", printable(query.slice(-36))));
+  } else if (step.drafts.length) {
+    box.append(step.method === "medusa" ? "guessed by Medusa heads" : `guessed by the ${step.method} model`);
+  } else {
+    box.append(step.reason === "no match" ? "nothing like it before" : REASONS[step.reason]);
+  }
+  return box;
+}
+
+function shortReason(step) {
+  if (!step.drafts.length) return "";
+  const left = step.drafts.length - step.verified;
+  return `K ${step.verified}${left ? ` of ${step.drafts.length}` : ""}, ${REASONS[step.reason]}`;
+}
+
+/** A bar of all stages but the prompt, so many pixels to a ms, or as wide as it may be. */
+function stageBar(step, perMs = 0) {
+  const bar = make("span", "stages");
+  for (const [stage, ms] of Object.entries(step.ms)) {
+    if ((perMs && stage === "prefill") || ms <= 0) continue;
+    const part = make("i", `s-${stage}`);
+    part.style[perMs ? "width" : "flexGrow"] = perMs ? `${ms * perMs}px` : ms;
+    bar.append(part);
+  }
+  return bar;
+}
+
+/** What happened in a step, in words. */
+function story(lane, step) {
+  const n = step.accepted.length, own = step.own === null ? "" : `“${tokenText(step.own)}”`;
+  const gave = `So this run of the model gave ${count(step.tokens.length, "token")} instead of 1.`;
+  if (!step.drafts.length) return `${NOTHING[step.reason] ?? NOTHING["no match"]} The model wrote one token itself: ${own}.`;
+  let words = step.match_len
+    ? `The last ${step.match_len === 1 ? "token" : `${step.match_len} tokens`} had occurred before, and what ` +
+      `followed there was taken as the guess: ${count(step.drafts.length, "token")}.`
+    : `${count(step.drafts.length, "token")} ${step.drafts.length === 1 ? "was" : "were"} ${guesser(step, 1).replace(/ head \d+/, " heads")}.`;
+  if (!step.verified) return `${words} Checking them did not promise to pay, so the model wrote one token: ${own}.`;
+  if (step.verified < step.drafts.length) words += ` The first ${step.verified} were checked.`;
+  if (own && n === 0) return `${words} The model saw it otherwise and wrote ${own}; the guesses were thrown away.`;
+  if (own && n < step.verified) return `${words} The first ${n === 1 ? "one was" : `${n} were`} what the model would have written; then it wrote ${own} itself. ${gave}`;
+  if (own) return `${words} All were what the model would have written, and ${own} it added itself. ${gave}`;
+  return `${words} ${n === 1 ? "One was" : `${n} were`} what the model would have written; there the output ends. ${gave}`;
+}
+
+const NOTHING = {
+  off: "Nobody was asked to guess.",
+  end: "Only one token was left to write, so nothing was guessed.",
+  "no match": "The last token had not occurred before, so there was nothing to copy.",
+  "does not pay": "Guessing did not promise to pay.",
+};
+
+/** Why so many guesses were checked, in words. */
+function why(step) {
+  const rates = Object.entries(step.rates), plain = step.rates[0], promised = step.rates[step.verified];
+  if (step.reason === "fixed") return `K is fixed: all ${step.verified} guesses are checked.`;
+  if (step.reason === "probe") return "Checked only to learn whether guesses have become better: a probe.";
+  if (rates.length < 2 || promised === undefined) return "";
+  if (step.verified === 0) return `Without guesses ${plain} tokens per ms were promised; no number of guesses promised more.`;
+  return `${count(step.verified, "guess", "guesses")} promised ${promised} tokens per ms, none ${plain}.`;
+}
+
+/** What is shown of the selected step beside its row. */
+function drawDetail(lane, step) {
+  const bars = make("div", "bars", stageBar(step));
+  for (const [stage, ms] of Object.entries(step.ms)) {
+    if (ms >= 0.05) bars.append(make("b", "", make("i", `s-${stage}`), `${STAGES[stage] ?? stage} ${few(ms)} ms`));
+  }
+  const shared = step.batch > 1 ? ` It was shared by ${step.batch} requests.` : "";
+  const detail = make("div", "detail", make("p", "story", `${story(lane, step)}${shared} ${why(step)}`.trim()), bars);
+  if (Object.keys(step.rates).length > 2) detail.append(drawCurve(step));
+  return detail;
+}
+
+/** Tokens per ms that each number of guesses promised, the one taken marked. */
+function drawCurve(step) {
+  const points = Object.entries(step.rates).map(([k, rate]) => [Number(k), rate]);
+  const most = Math.max(...points.map(([k]) => k)), top = Math.max(...points.map(([, rate]) => rate));
+  const W = 240, H = 64, at = ([k, rate]) => [12 + (k / most) * (W - 24), 16 + (1 - rate / top) * H];
+  const svg = svgElement("svg", { viewBox: `0 0 ${W} ${H + 48}`, role: "img" });
+  svg.setAttribute("aria-label", `tokens per ms by number of guesses; ${step.verified} taken`);
+  const [x0, y0] = at(points[0]);
+  svg.append(svgElement("line", { class: "axis", x1: 12, x2: W - 12, y1: H + 16, y2: H + 16 }));
+  svg.append(svgElement("line", { class: "plain-line", x1: x0, x2: W - 12, y1: y0, y2: y0 }));
+  svg.append(svgElement("polyline", { class: "curve", points: points.map(at).join(" ") }));
+  for (const point of points) {
+    const [x, y] = at(point), isChosen = point[0] === step.verified;
+    svg.append(svgElement("circle", { class: isChosen ? "chosen" : "dot", cx: x, cy: y, r: isChosen ? 4.5 : 1.8 }));
+    if (!isChosen && point[0] !== 0 && point[0] !== most) continue;
+    const label = svgElement("text", { class: isChosen ? "chosen" : "", x, y: H + 30, "text-anchor": "middle" });
+    label.textContent = point[0];
+    if (isChosen || Math.abs(point[0] - step.verified) / most > 0.08) svg.append(label);
+  }
+  const title = svgElement("text", { x: W / 2, y: H + 45, "text-anchor": "middle" });
+  title.textContent = "guesses checked → promised tokens per ms";
+  svg.append(title);
+  return svg;
+}
+
+function svgElement(tag, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}

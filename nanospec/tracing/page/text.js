@@ -1,0 +1,72 @@
+// The text of a request: every token a span, coloured by where it came from.
+
+let spans = []; // by index in prompt + output
+let marked = [];
+
+function drawText(lane) {
+  const box = $("text");
+  spans = lane.prompt.map((text) => make("span", isSpecial(text) ? "t prompt special" : "t prompt", printable(text, false)));
+  lane.origins.forEach(({ step, place }, i) => {
+    const span = make("span", `t output ${kind(step, place)}`, printable(lane.output[i] ?? "", false));
+    span.dataset.output = i;
+    spans.push(span);
+  });
+  box.replaceChildren(...spans);
+  marked = [];
+  shownUpTo = spans.length;
+  drawLegend(lane);
+}
+
+function drawLegend(lane) {
+  const entries = [["own", "written by the model itself"]];
+  const kinds = new Set(lane.origins.map(({ step, place }) => kind(step, place)));
+  if (kinds.has("copied")) entries.push(["copied", "copied from earlier text, and right"]);
+  if (kinds.has("guessed")) entries.push(["guessed", "guessed by a small model, and right"]);
+  $("legend").replaceChildren(
+    ...entries.map(([name, words]) => make("li", "", make("i", name === "own" ? "t own" : name, "abc"), words)),
+    make("li", "", make("i", "t prompt", "abc"), "prompt"),
+  );
+}
+
+/** Take all marks off the text. */
+function unmark() {
+  for (const span of marked) span.classList.remove("now", "query", "found", "source");
+  marked = [];
+}
+
+function mark(from, to, name) {
+  for (let i = Math.max(from, 0); i < to && i < spans.length; i++) {
+    spans[i].classList.add(name);
+    marked.push(spans[i]);
+  }
+}
+
+/** Mark what a step looked up, where it found that, and what it wrote. */
+function markStep(lane, step) {
+  unmark();
+  const begin = lane.offset + step.first;
+  mark(begin, begin + step.tokens.length, "now");
+  if (step.match_len && step.sources.length) {
+    mark(begin - step.match_len, begin, "query");
+    mark(step.sources[0] - step.match_len, step.sources[0], "found");
+  }
+}
+
+/** Bring a token into view by moving the text alone, not the page. */
+function showToken(index) {
+  const span = spans[index], box = $("text");
+  if (!span) return;
+  const top = span.offsetTop, margin = box.clientHeight / 5;
+  if (top < box.scrollTop + 8 || top > box.scrollTop + box.clientHeight - 32) {
+    box.scrollTop = Math.max(top - (top < box.scrollTop ? margin : box.clientHeight - margin - 20), 0);
+  }
+}
+
+/** Show the first `end` tokens of prompt + output; the others stay where they are, faint. */
+let shownUpTo = 0;
+function revealUpTo(end) {
+  for (let i = Math.min(end, shownUpTo); i < Math.max(end, shownUpTo) && i < spans.length; i++) {
+    spans[i].classList.toggle("future", i >= end);
+  }
+  shownUpTo = end;
+}
