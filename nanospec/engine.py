@@ -188,7 +188,7 @@ class Engine:
         order = StepOrder(rows, limits, k, passes, grown, logprobs)
         self.metrics.num_forward_steps += 1
         flight = self.worker.step(order, self.policy.cut)
-        return Queued(requests, rows, k, flight, self.recorder and self.recorder.queued())
+        return Queued(requests, rows, k, flight, self.recorder.queued() if self.recorder else None)
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""

@@ -28,6 +28,7 @@ from .request import Piece, Request
 from .sharing import SharedEngine
 from .text.tokenizer import Tokenizer
 from .threads import use_threads
+from .tracing.trace import NOT_TRACED, Trace
 from .vllm_names import in_our_words
 from .worker import Worker
 
@@ -184,6 +185,16 @@ class LLM:
         """Engine-wide counters, seconds per stage, and the measured times of steps by their size."""
         with self._shared.turn():
             return self.engine.report()
+
+    def trace(self) -> Trace:
+        """How the latest requests came about, step by step, finished or not; see `RequestOutput.trace` for a
+        single one. Raises ValueError without `trace=True`."""
+        recorder = self.engine.recorder
+        if recorder is None:
+            raise ValueError(NOT_TRACED)
+        with self._shared.turn():
+            outputs = [Completion.of(request) for request in recorder.requests]
+            return Trace.of(outputs, num_omitted=recorder.num_requests - len(outputs))
 
     def _submit(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from .metrics import SpecStats
 from .request import Logprob, Piece, Request
+from .tracing.trace import Trace
 
 if TYPE_CHECKING:
     from .tracing.recorder import Record
-    from .tracing.trace import Trace
 
 
 @dataclass
@@ -65,7 +65,8 @@ class Completion:
             stop_reason=request.stop_reason,
             error=request.error,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
-            pieces=[Piece(*pair) for pair in zip(texts, request.draft_sources, strict=True)],
+            # Texts are one more where Ctrl-C came between the two.
+            pieces=[Piece(*pair) for pair in zip(texts, request.draft_sources)],
             stats=request.stats,
             seconds=end - request.arrival_time,
             first_token_seconds=(request.first_token_time or end) - request.arrival_time,
@@ -84,8 +85,6 @@ class Completion:
 
     def trace(self) -> Trace:
         """How it came about, step by step. Raises ValueError unless the engine has `trace=True`."""
-        from .tracing.trace import Trace  # here, as it is rarely asked for
-
         return Trace.of([self])
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,8 +117,6 @@ class RequestOutput:
 
     def trace(self) -> Trace:
         """How all outputs came about, step by step; see `Completion.trace`."""
-        from .tracing.trace import Trace
-
         return Trace.of(self.outputs)
 
     def __getattr__(self, name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from ..config import SamplingParams, SpecConfig
 from ..llm import LLM, RequestOutput
 from .console import DIM, Console
+from .trace import TraceFile
 
 CODE = '''\
 class Stack:
@@ -43,7 +44,9 @@ REQUESTS = {
 }
 
 
-def run_demo(model: str | Path, spec: SpecConfig, console: Console, options: dict[str, Any]) -> None:
+def run_demo(
+    model: str | Path, spec: SpecConfig, console: Console, options: dict[str, Any], trace: TraceFile
+) -> None:
     """Answer the built-in requests greedily, streaming them, and compare with speculation off."""
     options = {**options, "enable_prefix_caching": False}  # the second run must not profit from the first
     llm = LLM(model, spec=spec, **options)
@@ -61,7 +64,9 @@ def run_demo(model: str | Path, spec: SpecConfig, console: Console, options: dic
         for pieces in llm.stream_pieces(prompt, speculative, with_drafts.append):
             console.pieces(pieces)
         console.line()
-        rows.append(_row(name, llm.generate(prompt, plain)[0], with_drafts[0]))
+        without = llm.generate(prompt, plain)[0]
+        trace.add(name, with_drafts[0], without)
+        rows.append(_row(name, without, with_drafts[0]))
     console.line()
     console.table(
         (

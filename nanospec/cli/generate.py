@@ -20,6 +20,7 @@ from .console import DIM, Console
 from .demo import run_demo
 from .options import engine_options, spec_config
 from .savings import faster
+from .trace import TraceFile
 from .typed import typed_messages
 
 WORTH_SAYING = 1.1  # times faster, an estimate
@@ -27,14 +28,22 @@ WORTH_SAYING = 1.1  # times faster, an estimate
 
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = None) -> None:
     """Do what the options say. Raises ValueError, TypeError or OSError for what cannot be done."""
+    with TraceFile(args.trace) as trace:
+        run_traced(args, params, batch, trace)
+
+
+def run_traced(
+    args: argparse.Namespace, params: SamplingParams, batch: Batch | None, trace: TraceFile
+) -> None:
+    """Do it within `trace`."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
-    spec, options = spec_config(args), engine_options(args)
+    spec, options = spec_config(args), engine_options(args) | trace.options
     if args.demo:
-        run_demo(args.folder, spec, console, options)
+        run_demo(args.folder, spec, console, options, trace)
         return
     if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
         options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
-    llm = LLM(args.folder, spec=spec, **options)
+    llm = trace.watch(LLM(args.folder, spec=spec, **options))
     if batch is not None:
         figures = run_batch(llm, batch, args.model)
         Console(sys.stderr).line(batch_summary(figures))

@@ -210,6 +210,8 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         parser.exit()
     if sum((args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)) != 1:
         parser.error("give one of --prompt TEXT, --chat, --input FILE, --demo or --explain")
+    if args.trace is not None and args.explain:
+        parser.error("--trace shows answers, and --explain gives none")
     if bool(args.input) != bool(args.output):
         parser.error("--input and --output go together; - is standard input or output")
     if args.output == "-" and args.json:
@@ -244,6 +246,7 @@ def build_parser(full: bool = False) -> Parser:
     add("--raw", action="store_true", help="continue the text of a prompt instead of chatting about it")
     add("--system", metavar="TEXT", help="the system message of chats that have none")
     add("--json", action="store_true", help="print statistics as JSON on standard output")
+    add("--trace", metavar="FILE.html", help="write a page that shows each step and each guess")
     add("--show-drafts", action="store_true", help="colour the tokens that were guessed right (terminal)")
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full)

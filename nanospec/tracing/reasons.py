@@ -85,7 +85,8 @@ class WatchedPolicy(Policy):
                     j: (total - hope[n] + more) / self.costs.cost(B, tokens - n + j, self._context)
                     for j, more in enumerate(hope)
                 }
-        self.weighed.probes = {row for row, d, n in zip(rows, drafter, taken) if n and self.inner.probes(row, d)}
+        probed = (row for row, d, n in zip(rows, drafter, taken) if n and self.inner.probes(row, d))
+        self.weighed.probes = set(probed)
         return taken
 
     def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:

@@ -15,13 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..outputs import Completion
 from ..text.detokenize import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .recorder import Record, StepRecord
 
+if TYPE_CHECKING:
+    from ..outputs import Completion
+
+NOT_TRACED = "There is no trace of this: start the engine with LLM(..., trace=True)."
 DIGITS = 4  # of measured numbers, in what is written
 SCRIPTS = ("data", "text", "steps", "tree", "arrows", "race", "lanes", "main")  # of `page/`, in this order
 
@@ -68,8 +71,8 @@ class Trace:
         num_omitted: outputs that are left out.
     """
 
-    about: dict[str, str]
-    lanes: list[Lane]
+    about: dict[str, str] = field(default_factory=dict)
+    lanes: list[Lane] = field(default_factory=list)
     texts: dict[int, str] = field(repr=False, default_factory=dict)
     num_omitted: int = 0
 
@@ -84,15 +87,18 @@ class Trace:
         """The trace of outputs of one engine. `plain`: the same, as they were without guesses, from runs of
         their own. Raises ValueError for outputs of an engine without `trace=True`."""
         records = [record for output in outputs if (record := output.record) is not None]
-        if len(records) < len(outputs) or not records:
-            raise ValueError("There is no trace: the engine was started without it; use LLM(..., trace=True).")
+        if not outputs:
+            return cls()
+        if len(records) < len(outputs):
+            raise ValueError(NOT_TRACED)
         origin, first = records[0].origin, min(record.arrival for record in records)
         lanes = []
         for i, (output, record) in enumerate(zip(outputs, records)):
             lane = _lane(output, record, names[i] if names else record.id)
-            lane.start = record.arrival - first
-            if plain:
+            if plain:  # all of them are compared from their own beginning on
                 lane.plain_seconds, lane.plain_is_measured = plain[i].seconds, True
+            else:
+                lane.start = record.arrival - first
             lanes.append(lane)
         ids = {i for record in records for step in record.steps for i in (*step.tokens, *step.drafts)}
         return cls(origin.about, lanes, token_texts(origin.tokenizer, ids), num_omitted)
@@ -130,9 +136,9 @@ def check_target(path: str | Path) -> None:
     """Raise ValueError if a page cannot be written there, or if that would destroy something else."""
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file in it for the trace, such as {path / 'trace.html'}.")
+        raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'trace.html'}.")
     if not path.parent.is_dir():
-        raise ValueError(f"There is no folder {path.parent} for the trace {path.name}; make it, or name another.")
+        raise ValueError(f"There is no folder {path.parent} for the trace {path.name}; make or name one.")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written; name another file for the trace.")
     if path.is_file() and path.stat().st_size and not _is_page(path):
@@ -168,9 +174,10 @@ def token_texts(tokenizer: Tokenizer | None, ids: Iterable[int]) -> dict[int, st
 def _lane(output: Completion, record: Record, name: str) -> Lane:
     """The lane of an output."""
     tokenizer, steps = record.origin.tokenizer, record.steps
-    pieces = [piece.text for piece in output.pieces]
+    token_ids = output.token_ids[: record.num_tokens - len(record.prompt_ids)]  # the last step may be missing
+    pieces = [piece.text for piece in output.pieces[: len(token_ids)]]
     if tokenizer is None:
-        pieces = [f"{i} " for i in output.token_ids]
+        pieces = [f"{i} " for i in token_ids]
     later = sum(len(step.tokens) * step.plain_ms for step in steps)
     later -= steps[0].plain_ms if steps else 0.0  # the first token takes as long
     return Lane(
@@ -178,7 +185,7 @@ def _lane(output: Completion, record: Record, name: str) -> Lane:
         prompt=prompt_texts(tokenizer, record.prompt_ids),
         prompt_ids=record.prompt_ids,
         output=pieces,
-        token_ids=output.token_ids,
+        token_ids=token_ids,
         steps=steps,
         start=0.0,
         seconds=output.seconds,

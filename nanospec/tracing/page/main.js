@@ -14,8 +14,8 @@ function selectLane(index) {
   drawSteps(lane());
   drawRace(lane());
   drawLead();
-  const steps = lane().steps, best = steps.reduce((a, b) => (b.tokens.length > a.tokens.length ? b : a), steps[0]);
-  if (best) selectStep(best.index, false);
+  const { steps } = lane(), most = Math.max(...steps.map((step) => step.tokens.length));
+  selectStep(steps.findIndex((step) => step.tokens.length > most / 2), false); // the first one worth looking at
 }
 
 /** Select a step; `follow`: bring it into view. */
@@ -90,16 +90,17 @@ function drawHead() {
 function drawLead() {
   const { lanes } = trace, tokens = sum(lanes.map((l) => l.token_ids.length)), steps = sum(lanes.map((l) => l.steps.length));
   const perStep = make("b", "", `${few(tokens / Math.max(steps, 1))} tokens per step`);
-  const lossy = lanes.some((l) => l.acceptance === "typical");
+  const rule = lanes.find((l) => l.acceptance !== "exact")?.acceptance;
   const guessing = lanes.some((l) => l.steps.some((s) => s.drafts.length));
-  const same = lossy
-    ? "Guesses were kept where the model found them likely enough, which changes the text."
-    : "So the text is what the model alone would have written.";
+  const same = {
+    typical: "Guesses were also kept where the model found them likely enough, which changes the text.",
+    rejection: "Chance decides with the model's own probabilities, so texts are as likely as without guesses.",
+  }[rule] ?? "So the text is what the model alone would have written.";
   $("lead").replaceChildren(
     ...(guessing
-      ? [perStep, `: a language model writes one token per run. Here the next tokens were guessed before each run, and one run
-        checks all guesses at once. Those that the model would have written itself are kept; the first wrong one, and
-        all behind it, give way to the model's own token. ${same}`]
+      ? ["That is ", perStep, `, where a language model alone writes one. Before each step the next tokens were guessed,
+        and one run of the model checked all the guesses at once. Those that it would have written itself are kept; the first
+        wrong one, and all behind it, give way to the model's own token. ${same}`]
       : [perStep, ": nothing was guessed, so every run of the model gave one token."]),
   );
 }

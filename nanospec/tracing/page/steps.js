@@ -1,14 +1,6 @@
 // One row per step: what was looked up, the guesses, why so many, and where the time went.
 
-const REASONS = {
-  off: "no guessing",
-  end: "the last token",
-  "no match": "nothing to guess",
-  fixed: "fixed K",
-  pays: "pays",
-  "does not pay": "does not pay",
-  probe: "a probe",
-};
+const REASONS = { off: "no guessing", end: "the last token", fixed: "fixed", "does not pay": "does not pay", probe: "a probe" };
 
 function drawSteps(lane) {
   const longest = Math.max(...lane.steps.map((step) => step.total - (step.ms.prefill ?? 0)), 1e-3);
@@ -51,8 +43,8 @@ function lookedUp(lane, step) {
 
 function shortReason(step) {
   if (!step.drafts.length) return "";
-  const left = step.drafts.length - step.verified;
-  return `K ${step.verified}${left ? ` of ${step.drafts.length}` : ""}, ${REASONS[step.reason]}`;
+  const promised = step.rates[step.verified] / step.rates[0];
+  return `K ${step.verified}, ${REASONS[step.reason] ?? (promised ? `promised ${few(promised)} ×` : "chosen")}`;
 }
 
 /** A bar of all stages but the prompt, so many pixels to a ms, or as wide as it may be. */
@@ -97,8 +89,9 @@ function why(step) {
   if (step.reason === "fixed") return `K is fixed: all ${step.verified} guesses are checked.`;
   if (step.reason === "probe") return "Checked only to learn whether guesses have become better: a probe.";
   if (rates.length < 2 || promised === undefined) return "";
-  if (step.verified === 0) return `Without guesses ${plain} tokens per ms were promised; no number of guesses promised more.`;
-  return `${count(step.verified, "guess", "guesses")} promised ${promised} tokens per ms, none ${plain}.`;
+  const rate = (x) => x.toPrecision(2);
+  if (step.verified === 0) return `Without guesses ${rate(plain)} tokens per ms were promised; no number of guesses promised more.`;
+  return `${count(step.verified, "guess", "guesses")} promised ${rate(promised)} tokens per ms, none ${rate(plain)}.`;
 }
 
 /** What is shown of the selected step beside its row. */

@@ -18,13 +18,20 @@ function drawText(lane) {
 }
 
 function drawLegend(lane) {
-  const entries = [["own", "written by the model itself"]];
-  const kinds = new Set(lane.origins.map(({ step, place }) => kind(step, place)));
-  if (kinds.has("copied")) entries.push(["copied", "copied from earlier text, and right"]);
-  if (kinds.has("guessed")) entries.push(["guessed", "guessed by a small model, and right"]);
+  const all = lane.steps.flatMap((step) => step.sources);
+  const guesses = [
+    ...(all.some((source) => source >= 0) ? [["copied", "copied from earlier text"]] : []),
+    ...(all.some((source) => source < 0) ? [["guessed", "guessed by a model"]] : []),
+  ];
+  const entries = ([name, words]) => make("li", "", make("i", name, "abc"), words);
   $("legend").replaceChildren(
-    ...entries.map(([name, words]) => make("li", "", make("i", name === "own" ? "t own" : name, "abc"), words)),
-    make("li", "", make("i", "t prompt", "abc"), "prompt"),
+    ...[["t prompt", "prompt"], ["t own", "the model's own"], ...guesses].map(entries),
+    ...(all.some((source) => source >= 0) ? [["found", "looked up, and found"]] : []).map(entries),
+  );
+  $("guess-legend").replaceChildren(
+    ...guesses.map(([name, words]) => entries([`g ${name}`, `${words}, right`])),
+    ...[["g own", "the model's own"], ["g rejected", "wrong, thrown away"]].map(entries),
+    ...(lane.steps.some((step) => step.verified < step.drafts.length) ? [["g unchecked", "not checked"]] : []).map(entries),
   );
 }
 

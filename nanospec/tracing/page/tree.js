@@ -19,12 +19,17 @@ function drawGuesses(step) {
   return isChain ? drawChain(step) : drawTree(step);
 }
 
-/** What was kept first: the right guesses and the model's own token; behind it what was thrown away. */
+/** What was kept first: the right guesses and the model's own token; behind it what was thrown away, most of
+ * which is shown in the selected step only. */
 function drawChain(step) {
   const box = make("div", "guesses");
   step.accepted.forEach((place) => box.append(chip(step, place)));
   if (step.own !== null) box.append(chip(step, 0));
-  for (let place = step.accepted.length + 1; place <= step.drafts.length; place++) box.append(chip(step, place));
+  const rest = step.drafts.slice(step.accepted.length).map((_, i) => chip(step, step.accepted.length + 1 + i));
+  const hidden = rest.slice(step.verified > step.accepted.length ? 3 : 0);
+  hidden.forEach((element) => element.classList.add("rest"));
+  box.append(...rest);
+  if (hidden.length) box.append(make("span", "more", `+${hidden.length}`));
   return box;
 }
 
