@@ -22,12 +22,13 @@ class Weighed:
     """What was weighed for a step.
 
     Attributes:
-        plain_ms: what it takes without drafts, by measurement.
+        ms, plain_ms: what it takes as it is, and without drafts, as steps were timed at the start.
         common: rates for all rows, where they share one K.
         by_row: rates by request row, where they do not.
         probes: rows that got drafts, or more of them, only to learn what they are worth.
     """
 
+    ms: float
     plain_ms: float
     common: Rates = field(default_factory=dict)
     by_row: dict[int, Rates] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class WatchedPolicy(Policy):
         """`costs`: measured, whether or not `inner` needs them."""
         self.inner = inner
         self.costs: StepCosts = costs
-        self.weighed = Weighed(0.0)
+        self.weighed = Weighed(1.0, 1.0)
         self._context = 0
 
     @property
@@ -56,7 +57,11 @@ class WatchedPolicy(Policy):
     ) -> int:
         k = self.inner.choose(rows, limits, context, queue)
         self._context = context
-        self.weighed = Weighed(self.costs.cost(len(rows), len(rows), context))
+        B = len(rows)
+        plain = ms = self.costs.cost(B, B, context)
+        if self.costs.captured:
+            ms = max(ms for j, ms in self.costs.by_k(B).items() if j <= k)
+        self.weighed = Weighed(ms, plain)
         if self.costs.captured and isinstance(self.inner, AutoPolicy):
             self.weighed.common = dict(self.inner.rates)
             self.weighed.probes = {row for row in rows if k and self.inner.probes(row)}
@@ -72,9 +77,10 @@ class WatchedPolicy(Policy):
         self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int], match_len: Sequence[int]
     ) -> list[int]:
         taken = self.inner.cut(rows, drafter, num_drafts, match_len)
+        B = len(rows)
+        self.weighed.ms = self.costs.cost(B, B + sum(taken), self._context)
         if not isinstance(self.inner, AutoPolicy):
             return taken
-        B = len(rows)
         chances = [self.inner.estimator.chances(row, (d, n)) for row, d, n in zip(rows, drafter, match_len)]
         hopes = [_hopes(*of_row, n) for of_row, n in zip(chances, num_drafts)]
         total = B + sum(hope[n] for hope, n in zip(hopes, taken))

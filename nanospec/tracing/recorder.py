@@ -36,7 +36,8 @@ class StepRecord:
         reason: why so many: "off", "end" (the last token), "no match", "fixed", "pays", "does not pay",
             "probe".
         rates: tokens per ms that each number of drafts promised; empty where nothing was weighed.
-        plain_ms: what a step without guesses takes for as many requests, by measurement.
+        plain_ms: what the step would have taken without guesses, by estimate: its own time, scaled by the
+            times of such steps at the start.
     """
 
     at: float
@@ -122,6 +123,8 @@ class Recorder:
         seconds = dict(self._worker.stages.seconds)
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
+        weighed = queued.weighed or Weighed(1.0, 1.0)
+        plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * weighed.plain_ms / weighed.ms
         for request, row, result in zip(queued.requests, queued.rows, results, strict=True):
             record = request.record
             if record is None or request.num_tokens == record.num_tokens:
@@ -144,23 +147,23 @@ class Recorder:
                     verified=report.num_drafted,
                     accepted=walk(tokens, made, report.num_drafted),
                     reason=self._reason(request, queued, row, made, report.num_drafted),
-                    rates=queued.weighed.rates(row) if queued.weighed else {},
-                    plain_ms=queued.weighed.plain_ms if queued.weighed else 0.0,
+                    rates=weighed.rates(row),
+                    plain_ms=plain_ms,
                 )
             )
 
     def _reason(self, request: Request, queued: Queued, row: int, made: Guesses, verified: int) -> str:
-        auto, weighed = self._policy.is_auto, queued.weighed
+        auto, weighed = self._policy.is_auto, queued.weighed or Weighed(1.0, 1.0)
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
         if request.max_len - made.length <= 1:
             return "end"
         if not made.drafts:
-            spared = auto and (queued.k == 0 or (weighed is not None and _best(weighed.common) == 0))
+            spared = auto and (queued.k == 0 or _best(weighed.common) == 0)
             return "does not pay" if spared else "no match"
         if not auto:
             return "fixed"
-        if weighed is not None and verified and row in weighed.probes:
+        if verified and row in weighed.probes:
             return "probe"
         return "pays" if verified else "does not pay"
 

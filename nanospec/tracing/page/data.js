@@ -52,6 +52,7 @@ function prepare(lane) {
   });
   lane.seconds = lane.steps.length ? lane.steps.at(-1).at : lane.seconds;
   lane.excerpt = excerpt(lane);
+  lane.isGuessed = lane.steps.some((step) => step.drafts.length);
 }
 
 /** How deep in the tree each place is; place 0 is the last token before the step. */
@@ -61,11 +62,11 @@ function depths(step) {
   return found;
 }
 
-/** What the request is about: the last longer stretch of its prompt between special tokens. */
+/** What the request is about: the last stretch of its prompt between special tokens that names no role. */
 function excerpt(lane) {
   const parts = lane.prompt.map((text) => (isSpecial(text) ? "\u0000" : text)).join("").split("\u0000");
-  const last = parts.map((part) => part.trim()).filter((part) => part.length > 12).at(-1) ?? lane.prompt.join("");
-  return last.replace(/^(user|system|assistant)\n/, "").replace(/\s+/g, " ").slice(0, 160);
+  const words = parts.map((part) => part.trim().replace(/^(user|system|assistant|model)(\n|$)/, "").trim());
+  return (words.filter(Boolean).at(-1) ?? lane.prompt.join("")).replace(/\s+/g, " ").slice(0, 160);
 }
 
 const isSpecial = (text) => /^<[|/]?[\w ]+\|?>$/.test(text) && text.length > 4;

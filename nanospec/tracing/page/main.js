@@ -13,7 +13,6 @@ function selectLane(index) {
   drawText(lane());
   drawSteps(lane());
   drawRace(lane());
-  drawLead();
   const { steps } = lane(), most = Math.max(...steps.map((step) => step.tokens.length));
   selectStep(steps.findIndex((step) => step.tokens.length > most / 2), false); // the first one worth looking at
 }
@@ -91,7 +90,7 @@ function drawLead() {
   const { lanes } = trace, tokens = sum(lanes.map((l) => l.token_ids.length)), steps = sum(lanes.map((l) => l.steps.length));
   const perStep = make("b", "", `${few(tokens / Math.max(steps, 1))} tokens per step`);
   const rule = lanes.find((l) => l.acceptance !== "exact")?.acceptance;
-  const guessing = lanes.some((l) => l.steps.some((s) => s.drafts.length));
+  const guessing = lanes.some((l) => l.isGuessed);
   const same = {
     typical: "Guesses were also kept where the model found them likely enough, which changes the text.",
     rejection: "Chance decides with the model's own probabilities, so texts are as likely as without guesses.",
@@ -181,5 +180,6 @@ system.addEventListener("change", () => setTheme(system.matches ? "dark" : "ligh
 document.documentElement.dataset.theme = system.matches ? "dark" : "light";
 
 drawHead();
+drawLead();
 drawLanes(selectLane);
 if (trace.lanes.length) selectLane(0);

@@ -31,7 +31,7 @@ function drawRace(lane) {
   }
   $("tracks").replaceChildren(...tracks.map((track) => track.row));
   race = { lane, tracks, end: Math.max(...tracks.map((track) => track.end)), time: lane.seconds, frame: 0 };
-  $("race").hidden = !lane.steps.length;
+  $("race").hidden = !lane.isGuessed;
   $("race-note").textContent = isRaced ? raceNote(lane) : "Nothing is known of the time without guesses.";
   drawTracks();
 }
@@ -40,9 +40,10 @@ function raceNote(lane) {
   const factor = lane.plain_seconds / lane.seconds, by = writtenPlainly(lane, lane.seconds);
   const how = lane.plain_is_measured
     ? "Both were measured."
-    : "The time one at a time is estimated, from the measured cost of such a step.";
-  if (factor < 1.005) return `As fast as one at a time. ${how}`;
-  return `${few(factor, 1)} × faster: when the last of ${lane.token_ids.length} tokens was there, one at a time had written ${by}. ${how}`;
+    : "The time one at a time is estimated, from each step's own time and what steps without guesses cost.";
+  if (factor < 0.975) return `${few(1 / factor, 2)} × slower than one at a time. ${how}`;
+  if (factor < 1.025) return `As fast as one at a time. ${how}`;
+  return `${few(factor, factor < 2 ? 2 : 1)} × faster: when the last of ${lane.token_ids.length} tokens was there, one at a time had written ${by}. ${how}`;
 }
 
 function drawTracks() {

@@ -28,9 +28,11 @@ function drawLegend(lane) {
     ...[["t prompt", "prompt"], ["t own", "the model's own"], ...guesses].map(entries),
     ...(all.some((source) => source >= 0) ? [["found", "looked up, and found"]] : []).map(entries),
   );
+  $("hint").hidden = !lane.isGuessed;
   $("guess-legend").replaceChildren(
     ...guesses.map(([name, words]) => entries([`g ${name}`, `${words}, right`])),
-    ...[["g own", "the model's own"], ["g rejected", "wrong, thrown away"]].map(entries),
+    ...[["g own", "the model's own"]].map(entries),
+    ...(lane.isGuessed ? [["g rejected", "wrong, thrown away"]] : []).map(entries),
     ...(lane.steps.some((step) => step.verified < step.drafts.length) ? [["g unchecked", "not checked"]] : []).map(entries),
   );
 }

@@ -1,0 +1,186 @@
+"""What a traced engine keeps is what happened, and changes nothing of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanospec import SamplingParams
+from nanospec.engine import Engine
+from nanospec.kernels.codes import GUESSED, OWN
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
+from nanospec.outputs import Completion
+from nanospec.request import Request
+from nanospec.tracing.drafts import Guesses
+from nanospec.tracing.recorder import MAX_REQUESTS, Record, walk
+from tests.drive import MODES, Job, cycle, cycle_model, finish, make_engine, outcome, random_jobs, run
+from tests.tiny import tiny_model
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "lookup": {"k": 4},
+    "auto": {"k": "auto"},
+    "tree": {"k": 6, "guess": {"tree_width": 3}},
+    "heads": {"k": 3, "guess": {"method": "ngram+medusa"}},
+    "head-tree": {"k": 5, "guess": {"method": "medusa", "tree_width": 2}},
+    "draft-auto": {"k": "auto", "guess": {"method": "ngram+draft"}},
+    "none": {"k": None},
+    "K0": {"k": 0},
+    "few-pages": {"k": 4, "num_blocks": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+def traced(model: Model, setup: str, **options: Any) -> Engine:
+    settings = {**SETUPS[setup], **options}
+    method = settings.get("guess", {}).get("method", "")
+    if "medusa" in method:
+        settings["heads"] = Heads.random(model, 3, vocab=50)
+    if "draft" in method:
+        settings["draft_model"] = tiny_model(num_layers=1)
+    return make_engine(model, settings.pop("k"), **settings)
+
+
+def record_of(request: Request) -> Record:
+    assert request.record is not None
+    return request.record
+
+
+def check(request: Request) -> None:
+    """A request's record against what the engine counted and gave out."""
+    steps = record_of(request).steps
+    assert [token for step in steps for token in step.tokens] == request.output_ids
+    sources = []
+    for step in steps:
+        own = [OWN] * (len(step.tokens) - len(step.accepted))
+        sources += [step.sources[place - 1] for place in step.accepted] + own
+        assert len(own) <= 1
+        assert [step.drafts[place - 1] for place in step.accepted] == step.tokens[: len(step.accepted)]
+        assert 0 <= step.verified <= len(step.drafts) == len(step.sources) == len(step.parents)
+        assert all(parent <= i for i, parent in enumerate(step.parents))
+        text = request.tokens[: len(request.prompt_ids) + len(sources) - len(step.tokens)]
+        if step.match_len:
+            assert text[-step.match_len :] == text[step.sources[0] - step.match_len : step.sources[0]]
+            for place, (draft, source) in enumerate(zip(step.drafts, step.sources)):
+                assert draft == text[source], place
+        elif step.drafts:
+            assert set(step.sources) == {GUESSED}
+        assert bool(step.method) == bool(step.drafts)
+        assert step.plain_ms >= 0
+        assert all(ms >= 0 for ms in step.ms.values())
+        if step.rates:
+            assert {0, step.verified} <= step.rates.keys() or step.reason in ("no match", "end")
+    assert sources == request.draft_sources
+    stats = request.stats
+    assert len(steps) == stats.num_steps
+    assert sum(step.verified for step in steps) == stats.num_drafted
+    assert sum(len(step.accepted) for step in steps) == stats.num_accepted
+    assert [step.at for step in steps] == sorted(step.at for step in steps)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_steps_joined_are_the_output_and_tracing_does_not_change_it(
+    model: Model, setup: str, mode: str
+) -> None:
+    jobs = random_jobs(random.Random(setup), 64, 9)
+    engine = traced(model, setup, trace=True, **MODES[mode])
+    requests = run(engine, jobs)
+    for request in requests:
+        check(request)
+    plain = run(traced(model, setup, **MODES[mode]), jobs)
+    assert [outcome(r).token_ids for r in requests] == [outcome(r).token_ids for r in plain]
+    assert all(r.record is None for r in plain)
+    if setup == "few-pages":
+        assert engine.metrics.num_preemptions > 0
+    if "tree" in setup:
+        steps = [step for r in requests for step in record_of(r).steps]
+        assert any(step.parents != list(range(len(step.parents))) for step in steps)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from(["lookup", "tree", "few-pages"]), st.integers(0, 2))
+def test_any_requests_and_aborts(seed: int, setup: str, num_aborted: int) -> None:
+    rng, engine = random.Random(seed), _engine_once(setup)
+    requests = [engine.add(job.prompt, job.params) for job in random_jobs(rng, 64, 5, max_tokens=20)]
+    for _ in range(rng.randint(1, 6)):
+        engine.step()
+    for request in rng.sample(requests, num_aborted):
+        engine.abort(request)
+    finish(engine)
+    for request in requests:
+        check(request)
+
+
+_engines: dict[str, Engine] = {}
+
+
+def _engine_once(setup: str) -> Engine:
+    if setup not in _engines:
+        _engines[setup] = traced(tiny_model(), setup, trace=True, **MODES["as-on-gpu"])
+    return _engines[setup]
+
+
+def test_rejected_guesses_and_what_was_not_verified_are_kept(model: Model) -> None:
+    engine = make_engine(cycle_model(), 4, trace=True)
+    # 3 is looked up, and 9 followed it; but the model goes on with 4.
+    [request] = run(engine, [Job([3, 9, 9, 1, 2, 3], SamplingParams(temperature=0, max_tokens=6))])
+    first = record_of(request).steps[0]
+    assert (first.tokens, first.accepted, first.verified) == ([4], [], 4)
+    assert (first.drafts, first.sources, first.match_len) == ([9, 9, 1, 2], [1, 2, 3, 4], 1)
+    assert (first.method, first.reason) == ("ngram", "fixed")
+
+
+def test_why_so_many_guesses(model: Model) -> None:
+    def reasons(engine: Engine, prompt: list[int], **params: Any) -> list[str]:
+        asked = SamplingParams(temperature=0, **{"max_tokens": 4, **params})
+        return [step.reason for step in record_of(run(engine, [Job(prompt, asked)])[0]).steps]
+
+    fixed = make_engine(cycle_model(), 2, trace=True)
+    assert reasons(fixed, [5], num_speculative_tokens=0) == ["off"] * 4
+    assert reasons(fixed, [5], max_tokens=2) == ["no match", "end"]
+    assert reasons(fixed, cycle(0, 40), max_tokens=3) == ["fixed"]
+    auto = make_engine(cycle_model(), "auto", trace=True)
+    found = set(reasons(auto, cycle(0, 40), max_tokens=60)) | set(reasons(auto, [1, 5, 1, 5, 1], max_tokens=20))
+    assert found <= {"pays", "probe", "does not pay", "no match", "end"}
+    assert "pays" in found
+
+
+def test_the_recorder_keeps_the_latest_requests_only(model: Model) -> None:
+    engine = make_engine(cycle_model(), 1, trace=True)
+    run(engine, [Job([1], SamplingParams(max_tokens=1))] * (MAX_REQUESTS + 3))
+    assert engine.recorder is not None
+    assert len(engine.recorder.requests) == MAX_REQUESTS
+    assert engine.recorder.num_requests == MAX_REQUESTS + 3
+
+
+def test_without_trace_there_is_none(model: Model) -> None:
+    [request] = run(make_engine(model, 2), [Job([1, 2], SamplingParams(max_tokens=2))])
+    with pytest.raises(ValueError, match=r"There is no trace of this: .*trace=True"):
+        Completion.of(request).trace()
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.data())
+def test_a_walk_goes_from_each_guess_to_its_child(drafts: list[int], data: st.DataObject) -> None:
+    parents = [data.draw(st.integers(0, i)) for i in range(len(drafts))]
+    made = Guesses(1, drafts, [0] * len(drafts), parents)
+    tokens = data.draw(st.lists(st.integers(0, 2), max_size=9))
+    verified = data.draw(st.integers(0, len(drafts)))
+    places = walk(tokens, made, verified)
+    for (before, place), token in zip(itertools.pairwise([0, *places]), tokens):
+        assert parents[place - 1] == before
+        assert drafts[place - 1] == token
+        assert place <= verified
+    last = places[-1] if places else 0
+    if len(places) < len(tokens):
+        ahead = [i for i in range(verified) if parents[i] == last and drafts[i] == tokens[len(places)]]
+        assert ahead == []
