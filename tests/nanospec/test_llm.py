@@ -465,6 +465,27 @@ MIXED = [
 ]
 
 
+def test_a_trace_ends_where_a_stop_string_cuts_an_accepted_run(folder: Path) -> None:
+    llm = make(folder, 8, trace=True)
+    prompt = ALPHABET + "abc"
+    [output] = llm.generate(prompt, greedy(stop="hi", n=2, max_tokens=20))
+    trace = output.trace()
+    assert [lane.token_ids for lane in trace.lanes] == [completion.token_ids for completion in output.outputs]
+    for lane in trace.lanes:
+        assert "".join(lane.prompt) == prompt
+        assert "".join(lane.output) == "defg"
+        [step] = lane.steps
+        assert step.tokens == lane.token_ids
+        assert len(step.accepted) == len(step.tokens) < len(step.drafts)
+        assert "".join(trace.texts[i] for i in step.tokens) == "defghi"
+    assert llm.trace().to_dict()["lanes"][0]["token_ids"] == output.token_ids
+    for _ in llm.stream("abcd", greedy()):
+        break
+    assert llm.trace().lanes[-1].token_ids  # what there was when it was interrupted
+    with pytest.raises(ValueError, match=r"There is no trace of this"):
+        make(folder).trace()
+
+
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def real(request: pytest.FixtureRequest, smollm2: Path) -> LLM:
     if request.param == "bfloat16" and not fast_in_bfloat16():

@@ -150,7 +150,7 @@ def test_why_so_many_guesses(model: Model) -> None:
     assert reasons(fixed, [5], max_tokens=2) == ["no match", "end"]
     assert reasons(fixed, cycle(0, 40), max_tokens=3) == ["fixed"]
     auto = make_engine(cycle_model(), "auto", trace=True)
-    found = set(reasons(auto, cycle(0, 40), max_tokens=60)) | set(reasons(auto, [1, 5, 1, 5, 1], max_tokens=20))
+    found = {*reasons(auto, cycle(0, 40), max_tokens=60), *reasons(auto, [1, 5, 1, 5, 1], max_tokens=20)}
     assert found <= {"pays", "probe", "does not pay", "no match", "end"}
     assert "pays" in found
 
