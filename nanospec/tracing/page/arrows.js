@@ -12,7 +12,7 @@ function pointAt(lane, step, place, element) {
     showToken(source);
     mark(source, source + 1, "source");
   }
-  say(element, tipFor(lane, step, place));
+  say(tipFor(lane, step, place));
   redraw();
 }
 
@@ -29,14 +29,17 @@ function tipFor(lane, step, place) {
   ];
 }
 
-/** Words beside an element, where there is room. */
-function say(element, words) {
-  const tip = $("tip"), box = element.getBoundingClientRect();
-  tip.replaceChildren(...words);
-  tip.hidden = false;
-  const width = tip.offsetWidth, height = tip.offsetHeight;
-  tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - width - 8))}px`;
-  tip.style.top = `${box.bottom + 8 + height > innerHeight ? box.top - height - 8 : box.bottom + 8}px`;
+/** Words about what is pointed at. */
+function say(words) {
+  $("tip").replaceChildren(...words);
+  $("tip").hidden = false;
+}
+
+/** Put the words above the element, beside the line, if there is room. */
+function placeTip(element) {
+  const tip = $("tip"), box = element.getBoundingClientRect(), width = tip.offsetWidth, height = tip.offsetHeight;
+  tip.style.left = `${Math.max(8, Math.min(box.right, innerWidth - width - 8))}px`;
+  tip.style.top = `${box.top < height + 16 ? box.bottom + 8 : box.top - height - 8}px`;
 }
 
 function stopPointing() {
@@ -50,6 +53,7 @@ function stopPointing() {
 
 function redraw() {
   const arrows = $("arrows");
+  if (pointed) placeTip(pointed.element);
   arrows.classList.toggle("on", Boolean(pointed?.from));
   if (!pointed?.from) return;
   const a = pointed.element.getBoundingClientRect(), b = pointed.from.getClientRects()[0] ?? pointed.from.getBoundingClientRect();

@@ -18,7 +18,7 @@ function drawStep(lane, step, longest) {
     make(
       "div", "head",
       make("span", "n", `${step.index + 1}`), lookedUp(lane, step),
-      make("span", "why", shortReason(step)),
+      whyBriefly(step),
       make("span", gain > 1 ? "gain" : "gain one", count(gain, "token")),
       make("span", "ms", stageBar(step, 58 / longest), `${few(step.total - (step.ms.prefill ?? 0))} ms`),
     ),
@@ -41,10 +41,12 @@ function lookedUp(lane, step) {
   return box;
 }
 
-function shortReason(step) {
-  if (!step.drafts.length) return "";
-  const promised = step.rates[step.verified] / step.rates[0];
-  return `K ${step.verified}, ${REASONS[step.reason] ?? (promised ? `promised ${few(promised)} ×` : "chosen")}`;
+function whyBriefly(step) {
+  const box = make("span", "why"), promised = step.rates[step.verified] / step.rates[0];
+  if (!step.drafts.length) return box;
+  box.append(`K ${step.verified}, ${REASONS[step.reason] ?? (promised ? `promised ${few(promised)} ×` : "chosen")}`);
+  box.title = why(step);
+  return box;
 }
 
 /** A bar of all stages but the prompt, so many pixels to a ms, or as wide as it may be. */
@@ -61,17 +63,20 @@ function stageBar(step, perMs = 0) {
 
 /** What happened in a step, in words. */
 function story(lane, step) {
-  const n = step.accepted.length, own = step.own === null ? "" : `“${tokenText(step.own)}”`;
+  const n = step.accepted.length, word = step.own === null ? "" : tokenText(step.own);
+  const own = word && `“${word.trim() || word}”`;
   const gave = `So this run of the model gave ${count(step.tokens.length, "token")} instead of 1.`;
   if (!step.drafts.length) return `${NOTHING[step.reason] ?? NOTHING["no match"]} The model wrote one token itself: ${own}.`;
   let words = step.match_len
     ? `The last ${step.match_len === 1 ? "token" : `${step.match_len} tokens`} had occurred before, and what ` +
       `followed there was taken as the guess: ${count(step.drafts.length, "token")}.`
     : `${count(step.drafts.length, "token")} ${step.drafts.length === 1 ? "was" : "were"} ${guesser(step, 1).replace(/ head \d+/, " heads")}.`;
+  if (!isChain(step)) words += " They branch: it is a tree of continuations.";
   if (!step.verified) return `${words} Checking them did not promise to pay, so the model wrote one token: ${own}.`;
   if (step.verified < step.drafts.length) words += ` The first ${step.verified} were checked.`;
   if (own && n === 0) return `${words} The model saw it otherwise and wrote ${own}; the guesses were thrown away.`;
-  if (own && n < step.verified) return `${words} The first ${n === 1 ? "one was" : `${n} were`} what the model would have written; then it wrote ${own} itself. ${gave}`;
+  const right = isChain(step) ? (n === 1 ? "The first one was" : `The first ${n} were`) : n === 1 ? "One was" : `${n}, one behind the other, were`;
+  if (own && n < step.verified) return `${words} ${right} what the model would have written; then it wrote ${own} itself. ${gave}`;
   if (own) return `${words} All were what the model would have written, and ${own} it added itself. ${gave}`;
   return `${words} ${n === 1 ? "One was" : `${n} were`} what the model would have written; there the output ends. ${gave}`;
 }

@@ -2,6 +2,7 @@
 
 let spans = []; // by index in prompt + output
 let marked = [];
+const LINE = 21; // pixels, about
 
 function drawText(lane) {
   const box = $("text");
@@ -65,10 +66,9 @@ function markStep(lane, step) {
 function showToken(index) {
   const span = spans[index], box = $("text");
   if (!span) return;
-  const top = span.offsetTop, margin = box.clientHeight / 5;
-  if (top < box.scrollTop + 8 || top > box.scrollTop + box.clientHeight - 32) {
-    box.scrollTop = Math.max(top - (top < box.scrollTop ? margin : box.clientHeight - margin - 20), 0);
-  }
+  const top = span.offsetTop, height = box.clientHeight, margin = Math.min(2 * LINE, height / 4);
+  if (top < box.scrollTop + LINE / 2) box.scrollTop = top - margin;
+  else if (top > box.scrollTop + height - 2 * LINE) box.scrollTop = top - height + margin + LINE;
 }
 
 /** Show the first `end` tokens of prompt + output; the others stay where they are, faint. */

@@ -14,10 +14,8 @@ function chip(step, place) {
   return found;
 }
 
-function drawGuesses(step) {
-  const isChain = step.parents.every((parent, i) => parent === i);
-  return isChain ? drawChain(step) : drawTree(step);
-}
+const isChain = (step) => step.parents.every((parent, i) => parent === i);
+const drawGuesses = (step) => (isChain(step) ? drawChain(step) : drawTree(step));
 
 /** What was kept first: the right guesses and the model's own token; behind it what was thrown away, most of
  * which is shown in the selected step only. */

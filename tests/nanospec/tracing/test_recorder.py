@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nanospec.graphs as graphs
 from nanospec import SamplingParams
 from nanospec.engine import Engine
+from nanospec.kernels import dispatch
 from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
@@ -20,6 +22,7 @@ from nanospec.request import Request
 from nanospec.tracing.drafts import Guesses
 from nanospec.tracing.recorder import MAX_REQUESTS, Record, walk
 from tests.drive import MODES, Job, cycle, cycle_model, finish, make_engine, outcome, random_jobs, run
+from tests.tape import TapeCapture
 from tests.tiny import tiny_model
 
 SETUPS: dict[str, dict[str, Any]] = {
@@ -128,6 +131,17 @@ def _engine_once(setup: str) -> Engine:
     if setup not in _engines:
         _engines[setup] = traced(tiny_model(), setup, trace=True, **MODES["as-on-gpu"])
     return _engines[setup]
+
+
+def test_a_recorded_step_keeps_its_guesses_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    with dispatch.forced("triton"):
+        small = tiny_model(num_layers=1)
+        few = {"max_num_seqs": 1, "max_model_len": 32}
+        engine = make_engine(small, 2, trace=True, guess={"tree_width": 2}, enforce_eager=False, **few)
+        [request] = run(engine, [Job([1, 2, 3, 1, 2, 4, 1, 2], SamplingParams(temperature=0, max_tokens=4))])
+    check(request)
+    assert record_of(request).steps[0].drafts
 
 
 def test_rejected_guesses_and_what_was_not_verified_are_kept(model: Model) -> None:
