@@ -18,6 +18,7 @@ from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.outputs import Completion
+from nanospec.policy import Policy
 from nanospec.request import Request
 from nanospec.tracing.drafts import Guesses
 from nanospec.tracing.recorder import MAX_REQUESTS, Record, walk
@@ -137,11 +138,23 @@ def test_a_recorded_step_keeps_its_guesses_without_waiting(monkeypatch: pytest.M
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with dispatch.forced("triton"):
         small = tiny_model(num_layers=1)
-        few = {"max_num_seqs": 1, "max_model_len": 32}
+        few: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 32}
         engine = make_engine(small, 2, trace=True, guess={"tree_width": 2}, enforce_eager=False, **few)
         [request] = run(engine, [Job([1, 2, 3, 1, 2, 4, 1, 2], SamplingParams(temperature=0, max_tokens=4))])
     check(request)
     assert record_of(request).steps[0].drafts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_guesses_does_not_show_those_of_the_one_before(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(cycle_model(), 2, trace=True, **MODES[mode])
+    ks = itertools.cycle((2, 0))
+    monkeypatch.setattr(Policy, "choose", lambda self, rows, limits, context, queue: next(ks))
+    [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=12))])
+    check(request)
+    assert [len(step.drafts) for step in record_of(request).steps] == [2, 0] * 3
 
 
 def test_rejected_guesses_and_what_was_not_verified_are_kept(model: Model) -> None:
