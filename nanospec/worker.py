@@ -111,6 +111,7 @@ class Worker:
         num_blocks, max_model_len: as the memory allows.
         max_k: the largest K of any step, 0 without a drafter.
         graphs: the captured steps; None where steps are not captured, and may wait for the device.
+        watched: the drafter, in a traced engine.
         simulated: what makes the output up, in a benchmark.
     """
 

@@ -3,7 +3,7 @@
 const trace = JSON.parse(document.getElementById("trace").textContent);
 const GUESSED = -2; // the source of a model's guess
 const STAGES = {
-  prefill: "prompt", propose: "guessing", forward: "the model", verify: "checking", wait: "waiting", host: "host",
+  prefill: "prompt", propose: "guessing", forward: "the model", verify: "checking", wait: "waiting for the device", host: "host",
 };
 
 const $ = (id) => document.getElementById(id);

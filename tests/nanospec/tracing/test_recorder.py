@@ -33,6 +33,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "heads": {"k": 3, "guess": {"method": "ngram+medusa"}},
     "head-tree": {"k": 5, "guess": {"method": "medusa", "tree_width": 2}},
     "draft-auto": {"k": "auto", "guess": {"method": "ngram+draft"}},
+    "rejection": {"k": 3, "guess": {"method": "draft", "acceptance": "rejection"}},
     "none": {"k": None},
     "K0": {"k": 0},
     "few-pages": {"k": 4, "num_blocks": 12},
