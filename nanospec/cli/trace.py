@@ -57,6 +57,7 @@ class TraceFile:
             trace = self._llm.trace() if self._llm is not None else Trace()
         if trace.lanes:
             trace.save(self.path)
-            print(f"Trace: {self.path}", file=sys.stderr)
+            begin = "" if error is None else "\n"  # the text may end anywhere
+            print(f"{begin}Trace: {self.path}", file=sys.stderr)
         elif error is None:
             print(f"Nothing has run, so {self.path} is not written.", file=sys.stderr)
