@@ -15,6 +15,7 @@ from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from tests.drive import Job, make_engine, outcome, random_jobs, run
+from tests.nanospec.tracing.records import check, record_of
 from tests.tiny import GEMMA, tiny_model
 
 VOCAB = 512
@@ -59,6 +60,16 @@ def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) 
         assert request.finish_reason == wanted.finish_reason
     assert (requests[-1].stats.num_accepted > 0) == (k > 0)
     assert engine.worker.graphs is None or engine.worker.graphs.fallbacks == 0
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
+def test_a_trace_is_what_happened(model: Model, eager: bool) -> None:
+    options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "guess": {"tree_width": 2}}
+    engine = make_engine(model, 5, enforce_eager=eager, trace=True, **options)
+    requests = run(engine, make_jobs(3))
+    for request in requests:
+        check(request)
+    assert any(step.accepted for step in record_of(requests[-1]).steps)
 
 
 def outputs(model: Model, k: int, jobs: list[Job], **options: Any) -> list[list[int]]:

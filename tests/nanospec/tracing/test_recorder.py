@@ -14,15 +14,14 @@ import nanospec.graphs as graphs
 from nanospec import SamplingParams
 from nanospec.engine import Engine
 from nanospec.kernels import dispatch
-from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.outputs import Completion
 from nanospec.policy import Policy
-from nanospec.request import Request
 from nanospec.tracing.drafts import Guesses
-from nanospec.tracing.recorder import MAX_REQUESTS, Record, walk
+from nanospec.tracing.recorder import MAX_REQUESTS, walk
 from tests.drive import MODES, Job, cycle, cycle_model, finish, make_engine, outcome, random_jobs, run
+from tests.nanospec.tracing.records import check, record_of
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
 
@@ -53,43 +52,6 @@ def traced(model: Model, setup: str, **options: Any) -> Engine:
     if "draft" in method:
         settings["draft_model"] = tiny_model(num_layers=1)
     return make_engine(model, settings.pop("k"), **settings)
-
-
-def record_of(request: Request) -> Record:
-    assert request.record is not None
-    return request.record
-
-
-def check(request: Request) -> None:
-    """A request's record against what the engine counted and gave out."""
-    steps = record_of(request).steps
-    assert [token for step in steps for token in step.tokens] == request.output_ids
-    sources = []
-    for step in steps:
-        own = [OWN] * (len(step.tokens) - len(step.accepted))
-        sources += [step.sources[place - 1] for place in step.accepted] + own
-        assert len(own) <= 1
-        assert [step.drafts[place - 1] for place in step.accepted] == step.tokens[: len(step.accepted)]
-        assert 0 <= step.verified <= len(step.drafts) == len(step.sources) == len(step.parents)
-        assert all(parent <= i for i, parent in enumerate(step.parents))
-        text = request.tokens[: len(request.prompt_ids) + len(sources) - len(step.tokens)]
-        if step.match_len:
-            assert text[-step.match_len :] == text[step.sources[0] - step.match_len : step.sources[0]]
-            for place, (draft, source) in enumerate(zip(step.drafts, step.sources)):
-                assert draft == text[source], place
-        elif step.drafts:
-            assert set(step.sources) == {GUESSED}
-        assert bool(step.method) == bool(step.drafts)
-        assert step.plain_ms >= 0
-        assert all(ms >= 0 for ms in step.ms.values())
-        if step.rates:
-            assert {0, step.verified} <= step.rates.keys() or step.reason in ("no match", "end")
-    assert sources == request.draft_sources
-    stats = request.stats
-    assert len(steps) == stats.num_steps
-    assert sum(step.verified for step in steps) == stats.num_drafted
-    assert sum(len(step.accepted) for step in steps) == stats.num_accepted
-    assert [step.at for step in steps] == sorted(step.at for step in steps)
 
 
 @pytest.mark.parametrize("mode", MODES)
