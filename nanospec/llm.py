@@ -23,7 +23,7 @@ from .engine import Engine
 from .models.config import ModelConfig
 from .models.hub import resolve_model
 from .models.weights import load_model, resolve_dtype
-from .outputs import RequestOutput
+from .outputs import Completion, RequestOutput
 from .request import Piece, Request
 from .sharing import SharedEngine
 from .text.tokenizer import Tokenizer
