@@ -114,7 +114,7 @@ def flags() -> frozenset[str]:
 
 
 def _own_flags() -> Iterator[list[str]]:
-    for action in build_parser()._actions:
+    for action in build_parser(full=True)._actions:
         yield list(action.option_strings)
 
 

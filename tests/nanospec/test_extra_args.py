@@ -240,7 +240,7 @@ def test_the_command_line_and_lines_of_json_know_it(capsys: pytest.CaptureFixtur
     assert params.extra_args == {"top_n_sigma": 1.5}
     assert sampling_params(parse(["--prompt", "a"])).extra_args == {}
     with pytest.raises(SystemExit):
-        parse(["--help"])
+        parse(["--help-all"])
     assert "--top-n-sigma X keep tokens within" in " ".join(capsys.readouterr().out.split())
     assert gather({"tilt": 1, "seed": 2}, {"top_n_sigma": 3}) == {
         "seed": 2,
