@@ -81,7 +81,8 @@ class Completion:
     def cumulative_logprob(self) -> float | None:
         if self.logprobs is None:
             return None
-        return sum(at[token].logprob for token, at in zip(self.token_ids, self.logprobs, strict=True))
+        # Ctrl-C may have come between a token and its log-probability.
+        return sum(at[token].logprob for token, at in zip(self.token_ids, self.logprobs))
 
     def trace(self) -> Trace:
         """How it came about, step by step. Raises ValueError unless the engine has `trace=True`."""
