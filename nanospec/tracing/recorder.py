@@ -82,7 +82,7 @@ class Record:
 
 
 def watch(engine: Engine) -> Recorder:
-    """Have an engine recorded that has not run yet."""
+    """Have an engine recorded that has not run yet; its policy becomes a watched one."""
     worker = engine.worker
     costs = engine.policy.costs or worker.measure()
     engine.policy = policy = WatchedPolicy(engine.policy, costs)
