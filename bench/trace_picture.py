@@ -12,13 +12,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import ViewportSize, sync_playwright
 
 from nanospec import LLM, SamplingParams
 from nanospec.cli.demo import REQUESTS
 from nanospec.tracing.trace import Trace
 
-SIZE = {"width": 1280, "height": 1230}
+SIZE: ViewportSize = {"width": 1280, "height": 1230}
 SHOWN = 10  # a step of at least so many tokens is selected, and its longest guess pointed at
 
 
