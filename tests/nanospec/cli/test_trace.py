@@ -83,8 +83,8 @@ def test_a_batch(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "Count: 1, 2,", "n": 2}\n{"prompt": "One"}\n')
     assert run("--input", source, "--output", tmp_path / "out.jsonl", "--max-tokens", "4")[0] == 0
-    lanes = lanes_in(tmp_path)
-    assert ["".join(lane["prompt"]) for lane in lanes] == ["Count: 1, 2,", "Count: 1, 2,", "One"]
+    prompts = ["".join(lane["prompt"]) for lane in lanes_in(tmp_path)]
+    assert ["Count: 1, 2," in prompt for prompt in prompts] == [True, True, False]
 
 
 def test_the_demo_compares_with_what_it_measured(
