@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -394,15 +394,26 @@ PROCESSORS = {
 }
 
 
+@pytest.fixture(scope="session")
+def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Compiles for what -march names, once: pytest sets a fixture with parameters up for each model anew."""
+
+    @cache
+    def built(option: str) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march={option}")
+            return build.built(tmp_path_factory.mktemp("other"))
+
+    return built
+
+
 @pytest.fixture(scope="module", params=PROCESSORS)
-def compiled_for(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path]) -> ctypes.CDLL:
     """The library for a kind of processor, which also compiles where there is none."""
     if platform.machine() != "x86_64":
         pytest.skip("not an x86 processor")
     option, flag = PROCESSORS[request.param]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march={option}")
-        library = ctypes.CDLL(str(build.built(tmp_path_factory.mktemp("other"))))
+    library = ctypes.CDLL(str(built_for(option)))
     if flag not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"not a processor with {flag}")
     library.nanospec_target.restype = ctypes.c_char_p
