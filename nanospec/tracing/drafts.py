@@ -44,6 +44,7 @@ class WatchedDrafter(Drafter):
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.max_drafts, self.runs_model = inner.max_drafts, inner.runs_model
+        self.reads_on_host = inner.reads_on_host
         self.kv_bytes_per_token, self.max_context = inner.kv_bytes_per_token, inner.max_context
         self._fetched: list[Guesses] = []
 

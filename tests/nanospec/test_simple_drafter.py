@@ -229,5 +229,7 @@ def test_who_guesses_is_checked(model: Model) -> None:
     assert make_engine(model, 4, guess={"tree_width": 2}, drafter=["ngram", Learner()]).worker.max_k == 4
     with pytest.raises(ValueError, match="enforce_eager=False asks for captured steps"):
         make_engine(model, 4, drafter=["ngram", Learner()], enforce_eager=False)
+    with pytest.raises(ValueError, match="enforce_eager=False asks for captured steps"):
+        make_engine(model, 4, drafter=Learner(), enforce_eager=False, trace=True)
     with pytest.raises(NotImplementedError, match=r"SimpleDrafter must define guess\(self, tokens, k\)"):
         run(make_engine(model, 4, drafter=SimpleDrafter()), [JOB])
