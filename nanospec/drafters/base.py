@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..folders import import_all
 from ..kernels.batch import Batch
 from ..kernels.codes import GUESSED, MAX_DRAFTS, NOBODY, RUNNING
 from ..kernels.speculation.proposal import Proposal
@@ -157,9 +158,7 @@ METHODS: dict[str, type[Drafter]] = {}
 
 def registered() -> Mapping[str, type[Drafter]]:
     """All methods in the order of their names, those of this folder included."""
-    from . import load_all
-
-    load_all()
+    import_all(__package__)
     return dict(sorted(METHODS.items()))
 
 

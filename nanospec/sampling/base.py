@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..config import SamplingParams, check_number
+from ..folders import import_all
 
 
 class SamplingParameter:
@@ -65,9 +66,7 @@ PARAMETERS: dict[str, SamplingParameter] = {}
 
 def registered() -> Mapping[str, SamplingParameter]:
     """All parameters in the order of their names, those of this folder included."""
-    from . import load_all
-
-    load_all()
+    import_all(__package__)
     return dict(sorted(PARAMETERS.items()))
 
 

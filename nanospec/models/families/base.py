@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from ...folders import import_all
 from ..config import ModelConfig
 
 FAMILIES: dict[str, Family] = {}
@@ -81,9 +82,7 @@ def stored_shapes(config: ModelConfig, places: Mapping[str, Place]) -> dict[str,
 
 def family_of(raw: Mapping[str, Any]) -> Family:
     """The family that the content of a `config.json` names; ValueError if there is none."""
-    from . import load_all
-
-    load_all()
+    import_all(__package__)
     names, supported = raw.get("architectures"), ", ".join(sorted(FAMILIES))
     if not isinstance(names, list) or not names:
         raise ValueError(f"'architectures' is missing or not a list; supported are {supported}.")
