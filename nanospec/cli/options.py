@@ -200,7 +200,8 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
     if argv and not argv[0].startswith("-"):
         words = " ".join(argv[: 2 if "train".startswith(argv[0][:2]) else 1])
         known = [*commands, *parser._option_string_actions]
-        parser.error(f"there is no command {words!r}{did_you_mean(words, known)}")
+        meant = did_you_mean(words, known) or "; a text to answer is given as --prompt TEXT"
+        parser.error(f"there is no command {words!r}{meant}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         add_further(parser)
