@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from ..config import EngineConfig, SamplingParams
-from .batch_lines import Defaults, LineError, Task, as_message, identity, read_tasks
+from ..text.chat import as_message
+from .batch_lines import Defaults, LineError, Task, identity, place, read_tasks
 from .batch_results import finished, result_line, results_file
 from .options import given, in_flags
 
@@ -142,6 +143,6 @@ def _prompt_ids(llm: LLM, task: Task, source: str) -> list[int]:
             ids = task.prompt or []
         llm.engine.check(ids, task.params)
     except ValueError as error:
-        where = f"{'standard input' if source == '-' else source} line {task.index + 1}"
+        where = place(source, task.index + 1)
         raise LineError(f"{where}: {in_flags(str(error), (EngineConfig,))}") from None
     return ids

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import SamplingParams
+from ..text.chat import as_message, with_system
 from .batch_openai import from_openai
 
 BLANK = b" \t\r\n"  # what JSON takes for white space
@@ -75,12 +76,17 @@ def read_lines(source: str) -> bytes:
     return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
 
 
+def place(source: str, number: int) -> str:
+    """What a line is called in messages."""
+    return f"{'standard input' if source == '-' else source} line {number}"
+
+
 def read_tasks(source: str, defaults: Defaults) -> list[Task]:
     """What the lines ask. A byte-order mark and blank lines at the end do no harm. Raises LineError."""
     data = read_lines(source).removeprefix(codecs.BOM_UTF8).rstrip(BLANK)
     tasks = []
     for number, line in enumerate(data.split(b"\n") if data else (), 1):
-        where = f"{'standard input' if source == '-' else source} line {number}"
+        where = place(source, number)
         if not line.strip(BLANK):
             raise LineError(f"{where} is empty; every line must be a JSON object.")
         try:
@@ -150,18 +156,6 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(f'{message!r} is no message; it needs a "role" and a "content".')
     return messages
-
-
-def as_message(prompt: str) -> list[dict[str, Any]]:
-    """A text as the only message of a conversation."""
-    return [{"role": "user", "content": prompt}]
-
-
-def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """A conversation with this system message, unless it begins with one or there is none."""
-    if not system or messages[0]["role"] in ("system", "developer"):
-        return messages
-    return [{"role": "system", "content": system}, *messages]
 
 
 def identity(folder: Path, settings: Iterable[tuple[str, Any]]) -> str:

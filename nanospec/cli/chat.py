@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 
 from ..config import SamplingParams
 from ..llm import LLM
 from ..outputs import RequestOutput
-from .batch_lines import with_system
+from ..text.chat import with_system
 from .console import DIM, Console
 from .options import in_flags
+from .parser import did_you_mean
 
 Message = dict[str, str]
 
+COMMANDS = ("/help", "/reset", "/undo", "/system", "/exit")
 WELCOME = "Type a message, then Enter; /help names the commands; Ctrl-D ends the chat."
 HELP = """\
 /help           this
@@ -70,9 +71,8 @@ class Chat:
             self.system = text or self.system
             said = f"The system message is: {self.system}" if self.system else "There is no system message."
         else:
-            close = get_close_matches(name, ("help", "reset", "undo", "system", "exit"), 1)
-            meant = f"did you mean /{close[0]}?" if close else "/help names those that there are."
-            said = f"There is no command /{name}; {meant}"
+            meant = did_you_mean(f"/{name}", COMMANDS) or "; /help names those that there are."
+            said = f"There is no command /{name}{meant}"
         self.console.line(said, DIM)
 
     def answer(self, text: str) -> None:

@@ -12,9 +12,9 @@ from ..config import EngineConfig, SamplingParams
 from ..llm import LLM, RequestOutput
 from ..metrics import LOSSY
 from ..models.hub import program
+from ..text.chat import as_message, with_system
 from . import roofline
 from .batch import Batch, batch_summary, run_batch
-from .batch_lines import as_message, with_system
 from .chat import Chat
 from .console import DIM, Console
 from .demo import run_demo

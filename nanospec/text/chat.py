@@ -36,6 +36,18 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return dict(template)
 
 
+def as_message(prompt: str) -> list[dict[str, Any]]:
+    """A text as the only message of a conversation."""
+    return [{"role": "user", "content": prompt}]
+
+
+def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """A conversation with this system message, unless it begins with one or there is none."""
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
 def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
     """The prompt for a conversation, as text, by the template that `chat_template` among the variables
     (those of the template, such as `tools`) names or is, else by `tool_use` if there are tools, else by
