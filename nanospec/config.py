@@ -12,12 +12,14 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
 
 OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
+T = TypeVar("T")
 _MAX_INT = 2**31 - 1
 _SEEDS = (-(2**63), 2**63 - 1)
 
@@ -98,6 +100,23 @@ def as_token_id(value: object) -> object:
         return value if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return value
+
+
+def forgiving(settings: type[T]) -> type[T]:
+    """A class that is made with what is no field of it too, as far as vLLM's users write it and it asks for
+    nothing else than what is done anyway (`vllm_names.py`)."""
+    make, names = settings.__init__, {declared.name for declared in fields(settings)}  # type: ignore
+
+    @wraps(make)
+    def init(self: Any, *values: Any, **named: Any) -> None:
+        if named.keys() - names:
+            from .vllm_names import FOREIGN_SAMPLING, known_alone
+
+            named = known_alone(named, settings, FOREIGN_SAMPLING)
+        make(self, *values, **named)
+
+    settings.__init__ = init  # type: ignore
+    return settings
 
 
 @dataclass(frozen=True)
@@ -223,6 +242,7 @@ class EngineConfig:
             raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
 
 
+@forgiving
 @dataclass(frozen=True)
 class SamplingParams:
     """What one request asks for. The names and defaults are vLLM's.

@@ -1,4 +1,4 @@
-"""What users of vLLM are used to write when they make an `LLM`: in our words, or a sentence about ours.
+"""What users of vLLM write for `LLM` and `SamplingParams`: in our words, or a sentence about ours.
 
 Most options have the same names and need nothing from here. An option that means nothing here is accepted
 where it asks for what is done anyway (`tensor_parallel_size=1`), and refused otherwise: never dropped.
@@ -16,6 +16,7 @@ from .config import EngineConfig, SamplingParams, SpecConfig
 ONE_DEVICE = "nanospec runs on one device"
 NO_LORA = "LoRA is not there"
 NO_MEDIA = "models of text only are there"
+OWN_REVISION = "fetch the revision that you want, and give its folder"
 OLD_SPEC = "give speculative_config={...} or spec=SpecConfig(...)"
 
 # vLLM's option -> (the values that ask for nothing else than what is done anyway, what to say of others)
@@ -34,7 +35,16 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "tokenizer": ((None,), "the tokenizer is that in the model's folder"),
     "tokenizer_mode": (("auto",), "the tokenizer is that in the model's folder"),
     "skip_tokenizer_init": ((False,), "the tokenizer is always loaded; prompts may be token ids"),
-    "revision": ((None,), "fetch the revision that you want, and give its folder"),
+    "revision": ((None,), OWN_REVISION),
+    "tokenizer_revision": ((None,), OWN_REVISION),
+    "hf_token": ((None,), "HF_TOKEN in the environment is what the hub is given"),
+    "hf_overrides": ((None, {}), "config.json is read as it is; change it in a copy of the folder"),
+    "chat_template": ((None,), "llm.chat(..., chat_template=...) takes one"),
+    "generation_config": (("vllm",), "give SamplingParams what requests are to have"),
+    "override_generation_config": ((None, {}), "give SamplingParams what requests are to have"),
+    "task": (("auto", "generate"), "models generate text"),
+    "runner": (("auto", "generate"), "models generate text"),
+    "logits_processors": ((None, []), "a SamplingParameter changes logits; docs/extend-sampling.md"),
     "download_dir": ((None,), "NANOSPEC_WEIGHTS in the environment names the folder of models"),
     "load_format": (("auto", "safetensors"), "weights are safetensors; nanospec convert reads GGUF"),
     "quantization": ((None,), "weights are as safetensors hold them; dtype says in what they are computed"),
@@ -52,6 +62,21 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "ngram_prompt_lookup_min": ((None,), OLD_SPEC),
     "ngram_prompt_lookup_max": ((None,), OLD_SPEC),
 }
+# The same for `SamplingParams`.
+FOREIGN_SAMPLING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "detokenize": ((True,), "texts are always made; token_ids are there too"),
+    "skip_special_tokens": ((True,), "special tokens are no part of the text; token_ids has them"),
+    "spaces_between_special_tokens": ((True,), "special tokens are no part of the text"),
+    "include_stop_str_in_output": ((False,), "a stop string is no part of the text; stop_reason names it"),
+    "prompt_logprobs": ((None,), "log-probabilities are those of the output: logprobs"),
+    "best_of": ((None, 1), "n=... gives all outputs, of which you can take the best by cumulative_logprob"),
+    "bad_words": ((None, []), "logit_bias={token: -1e6} bars a token"),
+    "allowed_token_ids": ((None,), "a SamplingParameter can bar tokens; docs/extend-sampling.md"),
+    "logits_processors": ((None, []), "a SamplingParameter changes logits; docs/extend-sampling.md"),
+    "guided_decoding": ((None,), "there are no grammars"),
+    "structured_outputs": ((None,), "there are no grammars"),
+    "truncate_prompt_tokens": ((None,), "cut the list of token ids yourself"),
+}
 # The methods of vLLM's speculative_config that are there: ours, and which option its "model" is.
 METHODS = {"ngram": ("ngram", ""), "draft_model": ("draft", "draft_model"), "medusa": ("medusa", "heads")}
 
@@ -63,13 +88,22 @@ def in_our_words(spec: SpecConfig | None, options: Mapping[str, Any]) -> dict[st
     asked = ours.pop("speculative_config", None)
     if spec is not None and asked is not None:
         raise TypeError("spec and speculative_config are the same in two words; give one of them.")
-    names = {field.name for field in fields(EngineConfig)}
-    for name in [name for name in ours if name not in names]:
-        harmless, instead = FOREIGN.get(name, ((), ""))
-        if ours[name] not in harmless:
-            raise TypeError(f"{name}={ours[name]!r} is no option here: {instead or _closest(name, names)}.")
-        del ours[name]
+    ours = known_alone(ours, EngineConfig, FOREIGN)
     return {"spec": (spec or SpecConfig()) if asked is None else spec_config(asked), **ours}
+
+
+def known_alone(
+    options: Mapping[str, Any], settings: Any, foreign: Mapping[str, tuple[tuple[Any, ...], str]]
+) -> dict[str, Any]:
+    """The options that are fields of the settings. TypeError for others unless they ask for what is done
+    anyway (`foreign`)."""
+    names = {field.name for field in fields(settings)}
+    for name in [name for name in options if name not in names]:
+        harmless, instead = foreign.get(name, ((), ""))
+        if options[name] not in harmless:
+            said = instead or _closest(name, names)
+            raise TypeError(f"{name}={options[name]!r} is no option here: {said}.")
+    return {name: value for name, value in options.items() if name in names}
 
 
 def spec_config(asked: Mapping[str, Any]) -> SpecConfig:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nanospec import EngineConfig, SpecConfig
+from nanospec import EngineConfig, SamplingParams, SpecConfig
 from nanospec.vllm_names import FOREIGN, in_our_words
 
 
@@ -66,3 +66,21 @@ def test_speculative_config_is_read(asked: dict[str, Any], ours: SpecConfig) -> 
     assert in_our_words(None, {"speculative_config": asked})["spec"] == ours
     with pytest.raises(TypeError, match="the same in two words"):
         in_our_words(SpecConfig(), {"speculative_config": asked})
+
+
+@pytest.mark.parametrize(
+    ("option", "harmless", "refused", "instead"),
+    [
+        ("skip_special_tokens", True, False, "token_ids has them"),
+        ("prompt_logprobs", None, 1, "those of the output"),
+        ("guided_decoding", None, {"json": "{}"}, "no grammars"),
+    ],
+)
+def test_sampling_of_vllm_is_taken_where_it_asks_for_nothing_else(
+    option: str, harmless: Any, refused: Any, instead: str
+) -> None:
+    assert SamplingParams(**{option: harmless}, max_tokens=3) == SamplingParams(max_tokens=3)
+    with pytest.raises(TypeError, match=f"{option}=.* is no option here: .*{instead}"):
+        SamplingParams(**{option: refused})
+    with pytest.raises(TypeError, match="the closest is max_tokens"):
+        SamplingParams(max_token=3)  # type: ignore[call-arg]
