@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from nanospec.cli.batch import batch_summary, open_batch
 from nanospec.cli.batch_lines import Defaults, LineError, Task, identity, read_tasks
 from nanospec.cli.batch_results import finished, head_of, results_file
+from nanospec.cli.options import parse, sampling_params
 from nanospec.config import SamplingParams
 
 BREAKS = "a\u2028b\u2029c\x85d"  # where str.splitlines would cut
@@ -200,6 +201,17 @@ def test_files_that_cannot_be_used_are_noticed_at_once(
         pass
     assert caught.value.filename == value(tmp_path)
     assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_sampling_that_is_given_holds_for_both_formats(tmp_path: Path) -> None:
+    theirs = {"url": "/v1/completions", "body": {"prompt": "x"}}
+    files = "--input", str(tmp_path / "requests.jsonl"), "--output", "-"
+    args = parse([*files, "--top-n-sigma", "1", "--top-k", "7"])
+    args.folder = tmp_path
+    Path(args.input).write_text(f'{{"prompt": "x"}}\n{json.dumps(theirs)}\n')
+    with open_batch(args, sampling_params(args)) as batch:
+        found = [(task.params.extra_args, task.params.top_k) for task in batch.tasks]
+    assert found == [({"top_n_sigma": 1}, 7)] * 2
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link, None], ids=["symlink", "hard-link", "same-name"])
