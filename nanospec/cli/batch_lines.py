@@ -105,8 +105,8 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
     if "body" in line or "url" in line:
         url, request = from_openai(line)
         given = {**({"max_tokens": None} if "chat" in url else {}), **defaults.given}
-        task = _asked(index, request, SamplingParams(**given), defaults)
-        task.url, task.raw = url, True
+        task = _asked(index, request, SamplingParams(**given), replace(defaults, raw=True))
+        task.url = url
     else:
         request = {name: value for name, value in line.items() if name not in NAMES}
         task = _asked(index, request, defaults.params, defaults)

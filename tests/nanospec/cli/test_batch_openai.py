@@ -38,6 +38,12 @@ def test_what_a_line_leaves_out_is_as_it_is_there(tmp_path: Path) -> None:
         assert task.params == SamplingParams(temperature=0, max_tokens=9)
 
 
+def test_a_system_message_makes_no_chat_of_a_completion(tmp_path: Path) -> None:
+    a, b = of_lines(tmp_path, chat(), completions(), system="Be brief.")
+    assert a.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
+    assert (b.prompt, b.messages, b.raw) == ("Once", None, True)
+
+
 def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Hel", "lo")]}]
     body = {
