@@ -77,9 +77,13 @@ def _flat(message: Any) -> Any:
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message
-    if other := [part for part in parts if not isinstance(part, dict) or part.get("type") != "text"]:
+    if other := [part for part in parts if not _is_text(part)]:
         raise ValueError(f"{other[0]!r} in a message is no text, and nanospec reads texts only.")
     return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def to_openai(task: Task, output: RequestOutput, llm: LLM, model: str) -> dict[str, Any]:

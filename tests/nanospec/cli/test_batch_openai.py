@@ -71,6 +71,7 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
         (chat(top_logprobs=3), 'true with "top_logprobs"'),
         (chat(messages=None), '"body" needs "messages"'),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "nanospec reads texts only"),
+        (chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), "nanospec reads texts only"),
         (chat(reasoning_effort="low"), "unknown field 'reasoning_effort'"),
         (completions(prompt=["x", "y"]), '"prompt" must be a text'),
         (completions(echo=True), '"echo" in "body" asks'),
