@@ -42,7 +42,10 @@ def result_line(task: Task, output: RequestOutput, llm: LLM, model: str) -> byte
         line = {"index": task.index, "key": task.key, **(task.names or {}), **output.outputs[0].to_dict()}
         if len(output.outputs) > 1:
             line["outputs"] = [completion.to_dict() for completion in output.outputs]
-    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    try:
+        return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair in a name: JSON can hold it, UTF-8 cannot
+        return json.dumps(line).encode() + b"\n"
 
 
 @contextmanager

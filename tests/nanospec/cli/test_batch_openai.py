@@ -11,6 +11,7 @@ import pytest
 
 from nanospec.cli.batch_lines import LineError
 from nanospec.cli.batch_openai import to_openai
+from nanospec.cli.batch_results import result_line
 from nanospec.config import SamplingParams
 from nanospec.metrics import SpecStats
 from nanospec.outputs import Completion, RequestOutput
@@ -95,6 +96,12 @@ def output(error: str | None = None) -> RequestOutput:
 
 
 LLM: Any = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: f"<{ids[0]}>"))
+
+
+@pytest.mark.parametrize("line", [chat(), {"prompt": "x"}], ids=["theirs", "ours"])
+def test_a_name_may_be_what_utf8_cannot_hold(tmp_path: Path, line: dict[str, Any]) -> None:
+    [task] = of_lines(tmp_path, {**line, "custom_id": "half \ud83d"})
+    assert json.loads(result_line(task, output(), LLM, "small"))["custom_id"] == "half \ud83d"
 
 
 def test_results_have_its_form(tmp_path: Path) -> None:
