@@ -83,4 +83,7 @@ def gather(options: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[st
     """Fields of `SamplingParams`, where `options` may name registered parameters beside them."""
     own = {name: options[name] for name in registered() if name in options}
     rest = {name: value for name, value in options.items() if name not in own}
-    return {**rest, "extra_args": {**rest.get("extra_args", defaults), **own}} if own else rest
+    extra = rest.get("extra_args", defaults)
+    if not own or not isinstance(extra, Mapping | None):  # which `SamplingParams` refuses
+        return rest
+    return {**rest, "extra_args": {**(extra or {}), **own}}

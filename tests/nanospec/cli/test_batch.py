@@ -99,6 +99,10 @@ def test_sampling_parameters_of_files_are_fields_too(tmp_path: Path) -> None:
         of_lines(tmp_path, {"prompt": "x", "top_n_sigma": -1})
     with pytest.raises(LineError, match="unknown field 'top_m_sigma'; known are .*top_n_sigma"):
         of_lines(tmp_path, {"prompt": "x", "top_m_sigma": 1})
+    [task] = of_lines(tmp_path, {"prompt": "x", "top_n_sigma": 1, "extra_args": None})
+    assert task.params.extra_args == {"top_n_sigma": 1}
+    with pytest.raises(LineError, match="line 1: extra_args=5 must map names"):
+        of_lines(tmp_path, {"prompt": "x", "top_n_sigma": 1, "extra_args": 5})
 
 
 def test_a_system_message_is_for_conversations_that_have_none(tmp_path: Path) -> None:
