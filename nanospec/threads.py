@@ -55,13 +55,17 @@ class Usage(NamedTuple):
 
 class Crowd:
     """Notices others, says so once, and, if it may, changes PyTorch's number of threads. Where the system
-    does not tell, and where there is one thread, or as many as the user has set, it does nothing."""
+    does not tell, and where there is one thread, or as many as the user has set, it does nothing.
+
+    Attributes:
+        most: PyTorch's number of threads where nobody else computes.
+    """
 
     def __init__(self) -> None:
-        self._most, self._said = torch.get_num_threads(), False
+        self.most, self._said = torch.get_num_threads(), False
         self._patient = bool({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys())
         self._seen: Usage | None = None
-        if self._most > 1 and "OMP_NUM_THREADS" not in os.environ:
+        if self.most > 1 and "OMP_NUM_THREADS" not in os.environ:
             with suppress(OSError, ValueError, AttributeError):  # not on Linux
                 self._seen = Usage.now()
 
@@ -72,10 +76,10 @@ class Crowd:
         before, self._seen = self._seen, Usage.now()
         cores, others = len(os.sched_getaffinity(0)), before.others_until(self._seen)
         if may_adapt:
-            threads = fitting(self._most, cores, others, self._patient)
+            threads = fitting(self.most, cores, others, self._patient)
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
-        if not self._said and others > BUSY and cores - others < self._most:
+        if not self._said and others > BUSY and cores - others < self.most:
             self._said = True
             threads = torch.get_num_threads()
             print(
@@ -86,16 +90,19 @@ class Crowd:
 
 
 _crowd: Crowd | None = None
+_unasked: int | None = None  # PyTorch's threads before a number was wanted
 
 
 def use_threads(wanted: int | Literal["auto"]) -> None:
     """Compute with so many threads, PyTorch's and our C++'s, in this process; "auto": with one for each
     processor that it may use, unless OMP_NUM_THREADS is set, and as `look_around` finds."""
-    global _crowd
+    global _crowd, _unasked
     if wanted != "auto":
+        _unasked = _unasked or (torch.get_num_threads() if _crowd is None else _crowd.most)
         _crowd = None
         torch.set_num_threads(wanted)
     elif _crowd is None:
+        torch.set_num_threads(_unasked or torch.get_num_threads())
         heed_quota()
         _crowd = Crowd()
 

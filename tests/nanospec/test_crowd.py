@@ -61,10 +61,21 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(Usage, "now", lambda: Usage(busy[0], 0.0, next(minutes) * 60.0 - 10**9))
     monkeypatch.setattr(threads, "_crowd", None)
+    monkeypatch.setattr(threads, "_unasked", None)
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     yield busy
     torch.set_num_threads(before)
+
+
+def test_auto_forgets_a_number_that_was_wanted_before(two_cores: list[float]) -> None:
+    found = []
+    for wanted, used in ((1, 0), ("auto", 0), (1, 0), ("auto", 60), (1, 0), ("auto", 0)):
+        use_threads(wanted)  # type: ignore[arg-type]
+        two_cores[0] += used
+        look_around(may_adapt=True)
+        found.append(torch.get_num_threads())
+    assert found == [1, 2, 1, 1, 1, 2]
 
 
 def test_a_neighbour_is_heeded_until_it_has_gone(
