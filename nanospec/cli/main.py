@@ -70,6 +70,8 @@ def _run(argv: list[str]) -> int:
                 batch = files.enter_context(open_batch(args, params))
                 if batch.is_done and not args.json:
                     print("All requests were done before.", file=sys.stderr)
+                    if args.trace is not None:
+                        print(f"Nothing has run, so {args.trace} is not written.", file=sys.stderr)
                     return 0
             announce(args.model, args.folder)
             from .generate import run

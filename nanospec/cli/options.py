@@ -215,6 +215,8 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         parser.error("--trace shows answers, and --explain gives none")
     if bool(args.input) != bool(args.output):
         parser.error("--input and --output go together; - is standard input or output")
+    if args.trace is not None and args.trace in (args.input, args.output):
+        parser.error(f"--trace {args.trace} is the file of the batch too; name another for the trace")
     if args.output == "-" and args.json:
         parser.error("--output - and --json both write to standard output; give --output a file")
     if args.raw and (args.system or args.chat):

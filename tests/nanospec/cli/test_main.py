@@ -306,6 +306,7 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         (["chat"], "there is no command 'chat'; did you mean --chat?"),
         (["--demo", "--output", "-"], "--input and --output go together"),
         (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
+        (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is the file of the batch too"),
         (["--prompt", "x", "--raw", "--system", "y"], "--raw is of no use with --system"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
