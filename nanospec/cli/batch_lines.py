@@ -38,7 +38,7 @@ class Task:
         raw: a text is to be continued as it is, not answered by the model's chat template.
         names: the user's own names of it.
         url: of OpenAI's format, "" for ours; its result has the same format.
-        key: tells this line, with these parameters and this model, from others.
+        key: tells this line, with these names and parameters and this model, from others.
     """
 
     index: int
@@ -111,7 +111,7 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
         request = {name: value for name, value in line.items() if name not in NAMES}
         task = _asked(index, request, defaults.params, defaults)
     task.names = names
-    asked = [defaults.model, index, task.raw, task.prompt, task.messages, asdict(task.params)]
+    asked = [defaults.model, index, names, task.raw, task.prompt, task.messages, asdict(task.params)]
     task.key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     return task
 

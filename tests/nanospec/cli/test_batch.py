@@ -122,8 +122,9 @@ def test_a_key_tells_lines_parameters_and_models_apart(tmp_path: Path) -> None:
 
     first, second = keys(line, line)
     assert keys(line) == [first]  # lines may be added behind
-    assert keys({"id": 3, "max_tokens": 256, **line}) == [first]  # nothing else comes out
+    assert keys({"max_tokens": 256, **line}) == [first]  # nothing else comes out
     others = [
+        *keys({**line, "custom_id": "b"}), *keys({**line, "id": "a"}),  # names come out
         *keys({"prompt": "y"}), *keys({**line, "seed": 1}), *keys({"prompt": [1]}), *keys(line, raw=True),
         *keys(line, system="s"), *keys(line, model="m"), *keys(line, params=SamplingParams()), second,
     ]  # fmt: skip
