@@ -69,12 +69,12 @@ class WatchedDrafter(Drafter):
         proposal = self.inner.propose(table, rows, k)
         row, width = torch.where(rows >= 0, rows, self._num_rows), self.max_drafts
         self._lines[row, 0] = table.num_tokens[rows.clamp(min=0)]
-        self._lines[row, 1] = proposal.num_drafts
+        self._lines[row, 1] = proposal.num_drafts.int()  # as lenient as the step
         chain = torch.arange(k, dtype=torch.int32, device=rows.device).expand(len(rows), k)
         parents = chain if proposal.parents is None else proposal.parents
         for column, values in enumerate((proposal.drafts, proposal.source, parents)):
             first = 2 + column * width
-            self._lines[row, first : first + k] = values
+            self._lines[row, first : first + k] = values.int()
         return proposal
 
     def learn(

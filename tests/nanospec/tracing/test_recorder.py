@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import nanospec.graphs as graphs
 from nanospec import SamplingParams
+from nanospec.drafters.base import Drafter, guesses, room
 from nanospec.engine import Engine
 from nanospec.kernels import dispatch
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.outputs import Completion
@@ -174,3 +178,15 @@ def test_a_walk_goes_from_each_guess_to_its_child(drafts: list[int], data: st.Da
     if len(places) < len(tokens):
         ahead = [i for i in range(verified) if parents[i] == last and drafts[i] == tokens[len(places)]]
         assert ahead == []
+
+
+def test_a_drafter_may_count_in_int64_as_without_a_trace(model: Model) -> None:
+    class Again(Drafter):
+        def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+            last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1].long()
+            return guesses(last[:, None].repeat(1, k), room(table, rows, k).long())
+
+    job = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
+    plain, request = (run(make_engine(model, 3, drafter=Again(), trace=t), [job])[0] for t in (False, True))
+    assert outcome(request) == outcome(plain)
+    check(request)
