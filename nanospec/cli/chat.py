@@ -23,8 +23,9 @@ HELP = """\
 /undo           take back the last message and its answer
 /system TEXT    what the model is told beforehand; without a text: show it
 /exit           end the chat; so do Ctrl-D, and Ctrl-C twice
-Enter sends; Alt-Enter, or a backslash and Enter, begins a new line. Text that is pasted is one message.
-Ctrl-C ends an answer. A message that begins with a slash needs a blank before it."""
+Enter sends; Alt-Enter, or a backslash and Enter, begins a new line.
+Text that is pasted is one message. Ctrl-C ends an answer.
+A message that begins with a slash needs a blank before it."""
 
 
 class Chat:
