@@ -105,7 +105,7 @@ function drawDetail(lane, step) {
   for (const [stage, ms] of Object.entries(step.ms)) {
     if (ms >= 0.05) bars.append(make("b", "", make("i", `s-${stage}`), `${STAGES[stage] ?? stage} ${few(ms)} ms`));
   }
-  const shared = step.batch > 1 ? ` It was shared by ${step.batch} requests.` : "";
+  const shared = step.batch > 1 ? ` This step was shared by ${step.batch} requests.` : "";
   const detail = make("div", "detail", make("p", "story", `${story(lane, step)}${shared} ${why(step)}`.trim()), bars);
   if (Object.keys(step.rates).length > 2) detail.append(drawCurve(step));
   return detail;
