@@ -210,7 +210,7 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         build_parser(full=True).print_help()
         parser.exit()
     if sum((args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)) != 1:
-        parser.error("give one of --prompt TEXT, --chat, --input FILE, --demo or --explain")
+        parser.error("give one, and only one, of --prompt TEXT, --chat, --input FILE, --demo or --explain")
     if args.trace is not None and args.explain:
         parser.error("--trace shows answers, and --explain gives none")
     if bool(args.input) != bool(args.output):
