@@ -155,7 +155,10 @@ def add_further(parser: argparse.ArgumentParser) -> None:
     from ..drafters.base import registered as methods
     from ..sampling.base import registered as parameters
 
+    spec = parser._option_string_actions["--spec"]
     for method in methods().values():
+        if spec.help and f'"{method.method}"' not in spec.help:
+            spec.help = spec.help.replace(" (default", f' "{method.method}": {method.help}. (default')
         for option in method.options:
             if (flag := flag_of(option.name)) not in parser._option_string_actions:
                 parser.add_argument(

@@ -98,3 +98,4 @@ def test_the_command_line_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "--toy-length N for --spec toy: how often the last token is guessed" in shown
+    assert '"toy": the last token again.' in shown
