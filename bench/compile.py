@@ -19,13 +19,13 @@ and stages. Each distinct kernel is then compiled per target down to machine cod
 compiles only the others: half a minute instead of ten. Leave it out after a change to what is read.
 
 `--out` writes the table to `compile.json` and `compile.md` and keeps the rows that another triton left
-there. The GPU machines do not all have the newest triton, so the committed table is of two: run it once
+there. The GPU machines do not all have the newest triton, so the committed table is of several: run it once
 in an environment of each before committing a change to a kernel,
 
-    python bench/compile.py --known bench/results --out bench/results          (triton 3.7)
+    python bench/compile.py --known bench/results --out bench/results          (triton 3.9 and 3.7)
     OTHER/bin/python bench/compile.py --known bench/results --out bench/results  (triton 3.6, torch 2.11)
 
-and a problem in either, or rows of different kernels, fails both. Problems are printed, one a
+and a problem in one, or rows of different kernels, fails all. Problems are printed, one a
 line, and counted in the last line, which is JSON.
 """
 

