@@ -28,6 +28,11 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
             f"drafter={given!r} and method={spec.method!r} do not go together: leave the method out and "
             'name all who guess, as in drafter=["ngram", MyDrafter()].'
         )
+    if loaded := [who for who in found if isinstance(who, str) and known[who].runs_model]:
+        raise ValueError(
+            f"drafter={given!r} names {loaded[0]!r}, which has weights of its own; only method=... loads "
+            'them. What goes with a drafter of yours is "ngram".'
+        )
     kinds = [known[who] if isinstance(who, str) else who for who in found]
     if costly := [kind for kind in kinds[:-1] if kind.runs_model]:
         name = costly[0].method or type(costly[0]).__name__

@@ -35,7 +35,8 @@ def check(request: Request) -> None:
         assert step.plain_ms >= 0
         assert all(ms >= 0 for ms in step.ms.values())
         if step.rates:
-            assert {0, step.verified} <= step.rates.keys() or step.reason in ("no match", "end")
+            assert 0 in step.rates  # recorded steps have one K for all, of which a row may use less
+            assert step.verified <= max(step.rates) or step.reason in ("no match", "end")
     assert sources == request.draft_sources
     stats = request.stats
     assert len(steps) == stats.num_steps
