@@ -197,7 +197,9 @@ def in_no_folder(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("input", of_nothing), ("output", in_no_folder), ("output", str)], ids=str
+    ("option", "value"),
+    [("input", of_nothing), ("output", in_no_folder), ("output", str)],
+    ids=["no-input", "no-folder", "a-folder"],
 )
 def test_files_that_cannot_be_used_are_noticed_at_once(
     tmp_path: Path, option: str, value: Callable[[Path], str]
