@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanospec import quota
+from nanospec import quota, threads
 from nanospec.quota import cpu_quota
 from tests.nanospec.test_llm import folder, make
 
@@ -45,11 +45,13 @@ def test_quota(tmp_path: Path, own: str | None, files: dict[str, str], expected:
 
 @pytest.fixture
 def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     torch.set_num_threads(4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "_crowd", None)  # as in a process that has had no engine yet
+    monkeypatch.setattr(threads, "_unasked", None)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("four_threads")
