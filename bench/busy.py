@@ -1,10 +1,10 @@
 """Decoding beside a neighbour that keeps one core busy: with one thread, with all, and with `threads="auto"`.
 
-    python bench/busy.py [--rounds 3] [--spins 0 200 2000 20000]
+    python bench/busy.py [--rounds 3] [--spins 2000]
 
 Every figure is a process of its own, which writes greedily without guesses: tokens per second over some
-seconds, after some more in which it may adapt. The cases take turns, round by round. "torch first" is a
-program that has imported torch before nanospec, so that its threads wait for each other as OpenMP likes.
+seconds, after some more in which it may adapt. The cases take turns, round by round. "spins" is for how
+many turns PyTorch's threads wait for each other awake, where that is not left to OpenMP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 MODEL = "smollm2-135m-instruct"
-DTYPES = {"C++, bf16": "bfloat16", "PyTorch, fp32": "float32"}
+PATHS = {  # dtype, kernels
+    "C++, bf16": ("bfloat16", "auto"),
+    "PyTorch, fp32": ("float32", "auto"),
+    "PyTorch, bf16": ("bfloat16", "naive"),
+}
 WARM_UP, MEASURED = 4.0, 8.0  # seconds
 SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -34,11 +38,10 @@ OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 def cases(spins: list[int]) -> list[dict[str, Any]]:
     """What is measured in a round, alone and beside a neighbour."""
     cores, found = len(os.sched_getaffinity(0)), []
-    for path in DTYPES:
+    for path in PATHS:
         found += [{"path": path, "threads": n} for n in (1, cores, "auto")]
-    fp32 = "PyTorch, fp32"
-    found += [{"path": fp32, "threads": n, "torch_first": True} for n in (cores, "auto")]
-    found += [{"path": fp32, "threads": cores, "spins": n} for n in spins]
+        if path != "C++, bf16":
+            found += [{"path": path, "threads": cores, "spins": n} for n in spins]
     return [{**case, "neighbour": busy} for case in found for busy in (False, True)]
 
 
@@ -58,6 +61,7 @@ def neighbour(busy: bool) -> Iterator[None]:
 def measured(case: dict[str, Any]) -> dict[str, Any]:
     """A case in a process of its own, as a row of the result."""
     env = {name: value for name, value in os.environ.items() if name not in OPENMP}
+    env["NANOSPEC_KERNELS"] = PATHS[case["path"]][1]
     if "spins" in case:
         env["GOMP_SPINCOUNT"] = str(case["spins"])
     with neighbour(case["neighbour"]):
@@ -71,13 +75,11 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
 
 def decode(case: dict[str, Any]) -> dict[str, Any]:
     """In the process of a case: its rate, and how many threads it ended with."""
-    if case.get("torch_first"):
-        import torch  # noqa: F401
     from nanospec import LLM, SamplingParams, SpecConfig
 
     began = time.perf_counter()
     none = SpecConfig(method="none")
-    llm = LLM(MODEL, spec=none, dtype=DTYPES[case["path"]], threads=case["threads"], max_num_seqs=1)
+    llm = LLM(MODEL, spec=none, dtype=PATHS[case["path"]][0], threads=case["threads"], max_num_seqs=1)
     start, count = time.perf_counter(), 0
     params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
     for _ in llm.stream_pieces("Once upon a time", params):

@@ -7,8 +7,6 @@ without it.
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,9 +37,6 @@ _MODULES = {  # others: config
     "SimpleDrafter": "drafters.simple",
     "SamplingParameter": "sampling.base",
 }
-
-if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # which reads it when it is loaded
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # turns that a thread waits awake; why: threads.py
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,10 @@
 """How many threads compute on a CPU beside what else runs there.
 
 Our C++ shares a core with a neighbour well: its threads take over each other's tasks. PyTorch's get equal
-parts of every operation, so that all wait for the one with a neighbour on its core. How they wait is up to
-OpenMP: by default they spin for milliseconds, on the very core that the missing thread could have. Therefore
-the package (`__init__.py`) has them sleep after 2000 turns, as ours do, if PyTorch is not loaded before it.
-How many there are is decided here.
+parts of every operation, so that all wait for the one with a neighbour on its core, and they wait awake, on
+the very core that it could have. Therefore there should be no more of them than free cores. (That they sleep
+early, by GOMP_SPINCOUNT, helps beside a neighbour less than that, and costs a quarter where there is none:
+`bench/busy.py --spins`.)
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import torch
 
 from .quota import heed_quota
 
-PERIOD = 1.0  # seconds between looks
+Adapts = Literal["never", "at first", "always"]
+PERIOD, BRIEF = 1.0, 0.2  # seconds between looks, and at least until the first
 BUSY = 0.5  # of a core's time: what others may take unnoticed
-SHARED = 0.6  # speed of threads that wait for one whose core others use, if they sleep meanwhile
 
 
-def fitting(most: int, cores: int, others: float, patient: bool) -> int:
+def fitting(most: int, cores: int, others: float) -> int:
     """How many of at most `most` threads compute fastest where others use so many of the cores."""
-    free = max(round(cores - others), 1)
-    return most if free >= most or (patient and SHARED * most >= free) else free
+    return min(most, max(round(cores - others), 1))
 
 
 class Usage(NamedTuple):
@@ -62,21 +61,21 @@ class Crowd:
     """
 
     def __init__(self) -> None:
-        self.most, self._said = torch.get_num_threads(), False
-        self._patient = bool({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys())
+        self.most, self._said, self._is_first = torch.get_num_threads(), False, True
         self._seen: Usage | None = None
         if self.most > 1 and "OMP_NUM_THREADS" not in os.environ:
             with suppress(OSError, ValueError, AttributeError):  # not on Linux
                 self._seen = Usage.now()
 
-    def look(self, may_adapt: bool) -> None:
+    def look(self, adapts: Adapts) -> None:
         """What others used since the last look, if that is long enough ago."""
-        if self._seen is None or time.monotonic() < self._seen.at + PERIOD:
+        first, self._is_first = self._is_first, False
+        if self._seen is None or time.monotonic() < self._seen.at + (BRIEF if first else PERIOD):
             return
         before, self._seen = self._seen, Usage.now()
         cores, others = len(os.sched_getaffinity(0)), before.others_until(self._seen)
-        if may_adapt:
-            threads = fitting(self.most, cores, others, self._patient)
+        if adapts == "always" or (adapts == "at first" and first):
+            threads = fitting(self.most, cores, others)
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
         if not self._said and others > BUSY and cores - others < self.most:
@@ -107,8 +106,10 @@ def use_threads(wanted: int | Literal["auto"]) -> None:
         _crowd = Crowd()
 
 
-def look_around(may_adapt: bool) -> None:
-    """To be called now and then, before work begins. PyTorch's sums in fp32 depend in the last place on the
-    number of threads, as they do on that of rows; what is equal to the bit must not adapt."""
+def look_around(adapts: Adapts) -> None:
+    """To be called when a model is loaded, and then now and again before work begins. The number of threads
+    shows in the last place of PyTorch's sums. In fp32 that changes no token, as little as the number of rows
+    does; in bf16 it may, so there the number may adapt "at first" only, before this process's first request.
+    """
     if _crowd is not None:
-        _crowd.look(may_adapt)
+        _crowd.look(adapts)

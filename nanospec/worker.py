@@ -38,7 +38,7 @@ from .models.decoder import Model
 from .request import Logprob, as_dict
 from .sampling.rows import ExtraRows
 from .step import Cut, Step
-from .threads import look_around
+from .threads import Adapts, look_around
 from .timing import attention_ms, captured_ms, forward_ms
 from .tracing.drafts import Guesses, WatchedDrafter
 
@@ -142,6 +142,9 @@ class Worker:
         self._step = self.make_step()
         self._rows = torch.empty(0, dtype=torch.int32)  # of the last step that was not captured
         self.graphs: StepGraphs | None = None
+        lasting: Adapts = "always" if model.dtype == torch.float32 else "at first"
+        self._threads_adapt: Adapts = lasting if computed_by(model) == "PyTorch" else "never"
+        look_around(self._threads_adapt)
         if captured:
             ks = [k for k in config.spec.ks if k < self.max_k]
             self.graphs = StepGraphs(
@@ -212,7 +215,7 @@ class Worker:
                     part.catch_up(drafting)
             result = self.graphs.run(order.rows, order.k, extras)
         else:
-            look_around(may_adapt=self.model.dtype == torch.float32)
+            look_around(self._threads_adapt)
             codes = self.table.finished.tolist()
             if all(codes[row] != RUNNING for row in order.rows):  # the host will soon know
                 return Flight(lambda: [NOTHING] * len(order.rows), [], None, order.logprobs)
@@ -251,7 +254,6 @@ class Worker:
     def measure(self) -> StepCosts:
         """Time steps by their size. To be called before the first request."""
         if self.graphs is None:
-            look_around(may_adapt=self.model.dtype == torch.float32)
             for part in self.drafters:
                 part.measure()
             most = self.table.num_rows * (self.max_k + 1)

@@ -1,199 +1,158 @@
-"""Calls from several threads on one LLM: all requests in one batch, each with what it gets alone."""
+"""What others use of the processors is noticed, said once, and heeded where PyTorch computes."""
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from nanospec import LLM, RequestOutput, SamplingParams
-from tests.drive import MODES, assert_idle
-from tests.nanospec.test_llm import ALPHABET, after, folder, greedy, make
+from nanospec import threads
+from nanospec.threads import Crowd, Usage, fitting, look_around, use_threads
 
-__all__ = ["folder"]
-THREADS = 4
-
-
-@pytest.fixture(params=[(0, "plain"), (5, "plain"), (3, "as-on-gpu")], ids=str)
-def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
-    k, mode = request.param
-    llm = make(folder, k, **MODES[mode])
-    yield llm
-    assert_idle(llm.engine)
+SAID = "Other programs use {} of 2 cores; going on beside them with {}.\n"
 
 
-def params_of(i: int, **options: Any) -> SamplingParams:
-    """Greedy and drawn, each call with a seed of its own."""
-    return SamplingParams(temperature=20 * (i % 2), seed=i, max_tokens=5 + 7 * i % 50, **options)
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (0.0, {(2, 2): 2, (16, 16): 16, (4, 16): 4}),
+        (0.4, {(2, 2): 2, (16, 16): 16, (4, 16): 4}),
+        (1.0, {(2, 2): 1, (16, 16): 15, (4, 16): 4}),
+        (14.0, {(2, 2): 1, (16, 16): 2, (4, 16): 2}),
+        (99.0, {(2, 2): 1, (16, 16): 1, (4, 16): 1}),
+    ],
+)
+def test_threads_that_fit(others: float, expected: dict[tuple[int, int], int]) -> None:
+    assert {(most, cores): fitting(most, cores, others) for most, cores in expected} == expected
 
 
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """The results of all calls, each in a thread of its own, begun together."""
-    ready = threading.Barrier(len(calls))
-
-    def run(call: Callable[[], Any]) -> Any:
-        ready.wait()
-        return call()
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(timeout=60) for future in [pool.submit(run, call) for call in calls]]
+def test_usage_counts_own_processors_without_idling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text(
+        "cpu  999 9 9 9 9 9 9 9 9 9\ncpu0 100 20 30 5000 600 1 2 47 9 9\n\ncpu1 200 0 0 7 7 0 0 0 0 0\n"
+        "cpu10 1 1 1 1 1 1 1 1 0 0\nintr 5 6\n"
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert Usage.now(stat).busy == 400 / os.sysconf("SC_CLK_TCK")
 
 
-def test_each_thread_gets_what_it_gets_alone(llm: LLM) -> None:
-    """Batches, single prompts, several outputs of one, and streams, some of them left in the middle."""
-
-    def generate(i: int) -> list[list[int]]:
-        prompts = [after(ALPHABET[: 1 + (i + j) % 20]) for j in range(1 + i % 3)]
-        outputs = llm.generate(prompts, params_of(i, n=1 + i % 2, ignore_eos=i > 2))
-        return [completion.token_ids for output in outputs for completion in output.outputs]
-
-    def stream(i: int) -> list[str]:
-        return ["".join(llm.stream(after(ALPHABET[: 1 + i]), params_of(i, ignore_eos=True)))]
-
-    def leave(i: int) -> list[str]:
-        for chunk in llm.stream(after("ab"), greedy(ignore_eos=True)):
-            assert "cdefgh".startswith(chunk[:6])
-            break
-        return []
-
-    def several(i: int) -> list[Any]:
-        return [work((i + j) % THREADS) for j, work in enumerate((generate, stream, leave))]
-
-    expected = [several(i) for i in range(THREADS)]
-    assert at_once([lambda i=i: several(i) for i in range(THREADS)]) == expected  # type: ignore[misc]
+def test_others_are_what_this_process_is_not() -> None:
+    assert Usage(10.0, 4.0, 100.0).others_until(Usage(14.0, 6.0, 102.0)) == 1.0
+    assert Usage(10.0, 4.0, 100.0).others_until(Usage(11.0, 6.0, 102.0)) == 0.0  # clocks tick apart
 
 
-def test_the_requests_of_all_threads_are_one_batch(folder: Path) -> None:
-    llm = make(folder, 0)
-    calls = [lambda: llm.generate(after("a"), greedy(ignore_eos=True))[0].stats.num_steps] * 4
-    assert sum(at_once(calls)) == 240
-    steps = llm.metrics()["num_forward_steps"]
-    assert isinstance(steps, int)
-    assert 60 <= steps < 200
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Seconds that others have used so far, a list of one; with every look a minute has passed."""
+    before, busy, minutes = torch.get_num_threads(), [0.0], iter(range(10**6))
+    torch.set_num_threads(2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(Usage, "now", lambda: Usage(busy[0], 0.0, next(minutes) * 60.0 - 10**9))
+    monkeypatch.setattr(threads, "_crowd", None)
+    monkeypatch.setattr(threads, "_unasked", None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    yield busy
+    torch.set_num_threads(before)
 
 
-def test_whoever_waits_has_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short call ends before a long one that began earlier."""
-    llm = make(folder, 0)
-    step, begun = llm.engine.step, threading.Event()
-
-    def slow_step() -> Any:
-        begun.set()
-        time.sleep(0.002)
-        return step()
-
-    def short() -> float:
-        begun.wait(10)
-        llm.generate(after("a"), greedy(max_tokens=2))
-        return time.perf_counter()
-
-    def long() -> float:
-        llm.generate(after("b"), greedy(ignore_eos=True))
-        return time.perf_counter()
-
-    monkeypatch.setattr(llm.engine, "step", slow_step)
-    first, last = at_once([short, long])
-    assert first < last
+def test_auto_forgets_a_number_that_was_wanted_before(two_cores: list[float]) -> None:
+    found = []
+    for wanted, used in ((1, 0), ("auto", 0), (1, 0), ("auto", 60), (1, 0), ("auto", 0)):
+        use_threads(wanted)  # type: ignore[arg-type]
+        two_cores[0] += used
+        look_around("always")
+        found.append(torch.get_num_threads())
+    assert found == [1, 2, 1, 1, 1, 2]
 
 
-def test_a_report_may_wait_for_other_threads(llm: LLM) -> None:
-    def report(index: int, output: RequestOutput) -> None:
-        [inner] = at_once([lambda: llm.generate(after("abc"), greedy())[0].text])
-        assert inner == ALPHABET[3:]
-        assert llm.metrics()["num_finished"]
-
-    assert llm.generate(after("ab"), greedy(), report)[0].text == ALPHABET[2:]
-
-
-def test_what_interrupts_a_step_ends_the_requests_of_all_threads(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+def test_a_neighbour_is_heeded_until_it_has_gone(
+    two_cores: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step, queued = llm.engine.step, threading.Barrier(2)
-
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    def bystander() -> RequestOutput:
-        ends: list[RequestOutput] = []
-        stream = llm.stream(after("ab"), greedy(ignore_eos=True), ends.append)
-        begin = next(stream)
-        queued.wait(10)
-        queued.wait(10)
-        assert ends == []
-        assert begin + "".join(stream) == ends[0].text
-        return ends[0]
-
-    def culprit() -> str:
-        queued.wait(10)
-        monkeypatch.setattr(llm.engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(after("a"), greedy())
-        monkeypatch.setattr(llm.engine, "step", step)
-        queued.wait(10)
-        return llm.generate(after("abcd"), greedy())[0].text
-
-    output, text = at_once([bystander, culprit])
-    assert output.finish_reason == "abort"
-    assert output.error == "A step ended with KeyboardInterrupt(), and all requests with it; run them again."
-    assert text == ALPHABET[4:]
+    use_threads("auto")
+    found = []
+    for used in (0, 60, 60, 0, 60):
+        two_cores[0] += used
+        look_around("always")
+        found.append(torch.get_num_threads())
+    assert found == [2, 1, 1, 2, 1]
+    use_threads("auto")  # another engine: the most is still two
+    look_around("always")
+    assert torch.get_num_threads() == 2
+    assert capsys.readouterr().err == SAID.format("1.0", "1 thread")
 
 
-def test_a_stream_may_be_collected_as_garbage_within_a_step(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+def test_what_is_equal_to_the_bit_keeps_its_threads(
+    two_cores: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    streams = [llm.stream(after("ab"), greedy(ignore_eos=True)) for _ in range(2)]
-    step = llm.engine.step
-
-    def collecting() -> Any:
-        streams.clear()
-        return step()
-
-    for stream in streams:
-        next(stream)
-    del stream
-    monkeypatch.setattr(llm.engine, "step", collecting)
-    assert llm.generate(after("abc"), greedy())[0].text == ALPHABET[3:]
-    assert llm.metrics()["num_aborted"] == 2
+    use_threads("auto")
+    two_cores[0] += 90
+    look_around("never")
+    assert torch.get_num_threads() == 2
+    assert capsys.readouterr().err == SAID.format("1.5", "2 threads")
 
 
-INTERRUPTED = """
-import _thread, threading, time
-from nanospec.sharing import SharedEngine
-
-shared, stop = SharedEngine(None), threading.Event()
-
-def other():
-    while not stop.is_set():
-        with shared.turn():
-            time.sleep(0.001)
-
-threading.Thread(target=other, daemon=True).start()
-for i in range(60):
-    try:
-        threading.Timer(0.0005 * (i % 7) + 0.001, _thread.interrupt_main).start()
-        for _ in range(20):
-            with shared.turn():
-                time.sleep(0.0005)
-    except KeyboardInterrupt:
-        pass
-for _ in range(3):  # a last interrupt may be late
-    try:
-        time.sleep(0.05)
-    except KeyboardInterrupt:
-        pass
-stop.set()
-with shared.turn():
-    print("still there")
-"""
+def test_what_rounds_coarsely_adapts_before_the_first_request_alone(two_cores: list[float]) -> None:
+    use_threads("auto")
+    two_cores[0] += 60
+    look_around("at first")
+    assert torch.get_num_threads() == 1
+    look_around("at first")  # the neighbour has gone
+    assert torch.get_num_threads() == 1
 
 
-def test_an_interrupt_at_any_time_leaves_the_engine_to_the_others() -> None:
-    process = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
-    assert process.stdout == "still there\n", process.stderr
+def test_a_neighbour_who_comes_later_changes_no_bit(two_cores: list[float]) -> None:
+    use_threads("auto")
+    for used in (0, 60):
+        two_cores[0] += used
+        look_around("at first")
+        assert torch.get_num_threads() == 2
+
+
+def test_a_first_look_that_comes_too_early_was_the_first(
+    two_cores: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads("auto")
+    two_cores[0] += 60
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: -math.inf)
+        look_around("at first")
+    look_around("at first")
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("chosen", ["option", "environment"])
+def test_what_the_user_has_set_stays(
+    two_cores: list[float], chosen: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chosen == "environment":
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    use_threads("auto" if chosen == "environment" else 3)
+    two_cores[0] += 120
+    look_around("always")
+    assert torch.get_num_threads() == (2 if chosen == "environment" else 3)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_system_that_does_not_tell_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Usage:
+        raise FileNotFoundError("/proc/stat")
+
+    monkeypatch.setattr(Usage, "now", missing)
+    use_threads("auto")
+    look_around("always")
+    assert torch.get_num_threads() == 2
+    assert isinstance(threads._crowd, Crowd)
+
+
+def test_how_threads_wait_is_left_to_the_user() -> None:
+    """It is for all of the program, and for what it starts."""
+    code = "import os; before = dict(os.environ); import nanospec, torch; assert os.environ == before"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,199 @@
+"""Calls from several threads on one LLM: all requests in one batch, each with what it gets alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanospec import LLM, RequestOutput, SamplingParams
+from tests.drive import MODES, assert_idle
+from tests.nanospec.test_llm import ALPHABET, after, folder, greedy, make
+
+__all__ = ["folder"]
+THREADS = 4
+
+
+@pytest.fixture(params=[(0, "plain"), (5, "plain"), (3, "as-on-gpu")], ids=str)
+def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
+    k, mode = request.param
+    llm = make(folder, k, **MODES[mode])
+    yield llm
+    assert_idle(llm.engine)
+
+
+def params_of(i: int, **options: Any) -> SamplingParams:
+    """Greedy and drawn, each call with a seed of its own."""
+    return SamplingParams(temperature=20 * (i % 2), seed=i, max_tokens=5 + 7 * i % 50, **options)
+
+
+def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+    """The results of all calls, each in a thread of its own, begun together."""
+    ready = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> Any:
+        ready.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(run, call) for call in calls]]
+
+
+def test_each_thread_gets_what_it_gets_alone(llm: LLM) -> None:
+    """Batches, single prompts, several outputs of one, and streams, some of them left in the middle."""
+
+    def generate(i: int) -> list[list[int]]:
+        prompts = [after(ALPHABET[: 1 + (i + j) % 20]) for j in range(1 + i % 3)]
+        outputs = llm.generate(prompts, params_of(i, n=1 + i % 2, ignore_eos=i > 2))
+        return [completion.token_ids for output in outputs for completion in output.outputs]
+
+    def stream(i: int) -> list[str]:
+        return ["".join(llm.stream(after(ALPHABET[: 1 + i]), params_of(i, ignore_eos=True)))]
+
+    def leave(i: int) -> list[str]:
+        for chunk in llm.stream(after("ab"), greedy(ignore_eos=True)):
+            assert "cdefgh".startswith(chunk[:6])
+            break
+        return []
+
+    def several(i: int) -> list[Any]:
+        return [work((i + j) % THREADS) for j, work in enumerate((generate, stream, leave))]
+
+    expected = [several(i) for i in range(THREADS)]
+    assert at_once([lambda i=i: several(i) for i in range(THREADS)]) == expected  # type: ignore[misc]
+
+
+def test_the_requests_of_all_threads_are_one_batch(folder: Path) -> None:
+    llm = make(folder, 0)
+    calls = [lambda: llm.generate(after("a"), greedy(ignore_eos=True))[0].stats.num_steps] * 4
+    assert sum(at_once(calls)) == 240
+    steps = llm.metrics()["num_forward_steps"]
+    assert isinstance(steps, int)
+    assert 60 <= steps < 200
+
+
+def test_whoever_waits_has_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short call ends before a long one that began earlier."""
+    llm = make(folder, 0)
+    step, begun = llm.engine.step, threading.Event()
+
+    def slow_step() -> Any:
+        begun.set()
+        time.sleep(0.002)
+        return step()
+
+    def short() -> float:
+        begun.wait(10)
+        llm.generate(after("a"), greedy(max_tokens=2))
+        return time.perf_counter()
+
+    def long() -> float:
+        llm.generate(after("b"), greedy(ignore_eos=True))
+        return time.perf_counter()
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+    first, last = at_once([short, long])
+    assert first < last
+
+
+def test_a_report_may_wait_for_other_threads(llm: LLM) -> None:
+    def report(index: int, output: RequestOutput) -> None:
+        [inner] = at_once([lambda: llm.generate(after("abc"), greedy())[0].text])
+        assert inner == ALPHABET[3:]
+        assert llm.metrics()["num_finished"]
+
+    assert llm.generate(after("ab"), greedy(), report)[0].text == ALPHABET[2:]
+
+
+def test_what_interrupts_a_step_ends_the_requests_of_all_threads(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, queued = llm.engine.step, threading.Barrier(2)
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    def bystander() -> RequestOutput:
+        ends: list[RequestOutput] = []
+        stream = llm.stream(after("ab"), greedy(ignore_eos=True), ends.append)
+        begin = next(stream)
+        queued.wait(10)
+        queued.wait(10)
+        assert ends == []
+        assert begin + "".join(stream) == ends[0].text
+        return ends[0]
+
+    def culprit() -> str:
+        queued.wait(10)
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(after("a"), greedy())
+        monkeypatch.setattr(llm.engine, "step", step)
+        queued.wait(10)
+        return llm.generate(after("abcd"), greedy())[0].text
+
+    output, text = at_once([bystander, culprit])
+    assert output.finish_reason == "abort"
+    assert output.error == "A step ended with KeyboardInterrupt(), and all requests with it; run them again."
+    assert text == ALPHABET[4:]
+
+
+def test_a_stream_may_be_collected_as_garbage_within_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [llm.stream(after("ab"), greedy(ignore_eos=True)) for _ in range(2)]
+    step = llm.engine.step
+
+    def collecting() -> Any:
+        streams.clear()
+        return step()
+
+    for stream in streams:
+        next(stream)
+    del stream
+    monkeypatch.setattr(llm.engine, "step", collecting)
+    assert llm.generate(after("abc"), greedy())[0].text == ALPHABET[3:]
+    assert llm.metrics()["num_aborted"] == 2
+
+
+INTERRUPTED = """
+import _thread, threading, time
+from nanospec.sharing import SharedEngine
+
+shared, stop = SharedEngine(None), threading.Event()
+
+def other():
+    while not stop.is_set():
+        with shared.turn():
+            time.sleep(0.001)
+
+threading.Thread(target=other, daemon=True).start()
+for i in range(60):
+    try:
+        threading.Timer(0.0005 * (i % 7) + 0.001, _thread.interrupt_main).start()
+        for _ in range(20):
+            with shared.turn():
+                time.sleep(0.0005)
+    except KeyboardInterrupt:
+        pass
+for _ in range(3):  # a last interrupt may be late
+    try:
+        time.sleep(0.05)
+    except KeyboardInterrupt:
+        pass
+stop.set()
+with shared.turn():
+    print("still there")
+"""
+
+
+def test_an_interrupt_at_any_time_leaves_the_engine_to_the_others() -> None:
+    process = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert process.stdout == "still there\n", process.stderr
