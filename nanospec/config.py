@@ -7,65 +7,19 @@ asks the registered drafters, which do.
 
 from __future__ import annotations
 
-import math
-import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
-from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
+from .checks import as_bytes, as_token_id, check_fields, check_number, limited
+from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH
 
 OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
 T = TypeVar("T")
 _MAX_INT = 2**31 - 1
 _SEEDS = (-(2**63), 2**63 - 1)
-
-
-def limited(default: Any, low: float, high: float = math.inf, **more: Any) -> Any:
-    """A number in a dataclass of settings: its default, its smallest and its largest value; `more` is for
-    the command line (`cli/options.py`)."""
-    return field(default=default, metadata={"limits": (low, high), **more})
-
-
-def as_bytes(value: Any) -> Any:
-    """A number of bytes of a text such as "400M", "4G" or "1.5GiB" (powers of 1024), or "4GB" (of 1000).
-    What is no text stays as it is, for the checks to refuse."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B|)", value.strip())
-    if match is None:
-        raise ValueError(f"kv_cache_memory={value!r} is no number of bytes; write it as in '400M' or '4G'.")
-    number, unit, suffix = match.groups()
-    return int(float(number) * (1000 if unit and suffix == "B" else 1024) ** " KMGT".index(unit or " "))
-
-
-def check_number(name: str, value: object, low: float, high: float = math.inf, kind: type = int) -> None:
-    """Raise ValueError unless `value` is an int (kind float: any real number) from low to high."""
-    numbers = (int,) if kind is int else (int, float)
-    if isinstance(value, numbers) and not isinstance(value, bool) and low <= value <= high:
-        return
-    what = "an integer" if kind is int else "a number"
-    limits = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-    raise ValueError(f"{name}={value!r} must be {what} {limits}.")
-
-
-def check_fields(settings: Any) -> None:
-    """Raise ValueError unless all flags and numbers of a dataclass are what they are declared to be, and
-    within their limits. None and "auto" may stand where the declaration names them."""
-    for declared in fields(settings):
-        name, value, kind = declared.name, getattr(settings, declared.name), str(declared.type)
-        if (value is None and "None" in kind) or (value == "auto" and "auto" in kind):
-            continue
-        if "bool" in kind and not isinstance(value, bool):  # the text "no", say, would count as true
-            raise ValueError(f"{name}={value!r} must be True or False.")
-        if "limits" in declared.metadata:
-            low, high = declared.metadata["limits"]
-            check_number(name, value, low, high, float if "float" in kind else int)
-        if name == "acceptance" and value not in RULES:
-            raise ValueError(f"acceptance={value!r} is unknown; use one of {', '.join(RULES)}.")
 
 
 def check_method(spec: SpecConfig) -> None:
@@ -91,15 +45,6 @@ def check_method(spec: SpecConfig) -> None:
         raise ValueError(
             f"tree_width={spec.tree_width} is of no use to method={spec.method!r}, which guesses chains."
         )
-
-
-def as_token_id(value: object) -> object:
-    """Any kind of integer, numpy's too, as an int; anything else as it is, for the checks to refuse. True
-    and False are no token ids."""
-    try:
-        return value if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return value
 
 
 def forgiving(settings: type[T]) -> type[T]:

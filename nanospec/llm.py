@@ -15,7 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .config import EngineConfig, SamplingParams, SpecConfig, as_token_id
+from .checks import as_token_id
+from .config import EngineConfig, SamplingParams, SpecConfig
 from .device import current, resolve_device
 from .drafters.base import Target
 from .drafters.loading import Guessers, load_drafter, who_guesses

@@ -27,8 +27,8 @@ class Completion:
         stop_reason: the stop string or the token of `stop_token_ids` that ended it; None for the model's own
             end of text.
         error: why it was aborted, if the engine did it.
-        logprobs: per output token, {id: Logprob(logprob, rank)} of it and the likeliest, if asked for;
-            cumulative_logprob is the sum of the output's own.
+        logprobs: per output token, {id: Logprob(logprob, rank, decoded_token)} of it and the likeliest, if
+            asked for; cumulative_logprob is the sum of the output's own.
         pieces: the output token by token, showing which were drafted and from where they were copied.
         stats: what speculation did for it.
         seconds, first_token_seconds: from its arrival to its end, and to its first token.

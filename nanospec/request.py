@@ -35,10 +35,12 @@ class Status(Enum):
 
 
 class Logprob(NamedTuple):
-    """Log-probability of a token, and its rank among all (1 is the likeliest)."""
+    """Log-probability of a token, its rank among all (1 is the likeliest), and its text alone, if there is
+    a tokenizer."""
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 class Piece(NamedTuple):
@@ -152,16 +154,24 @@ class Request:
         self.stats.record(step.num_drafted, min(step.num_accepted, kept), kept, method)
         self.draft_sources += step.sources[:kept]
         if logprobs is not None:
-            self.logprobs += logprobs[:kept]
+            self.logprobs += map(self._with_texts, logprobs[:kept])
         self.num_computed = self.num_tokens - 1
         if finish == "error":
             finish, at = "abort", self.num_tokens
             self.error = f"The model gave NaN logits at position {at}; check its weights and dtype."
             if extra := self.params.extra_args:
-                self.error = f"extra_args={extra!r} left nothing to draw from at position {at}; change them."
+                self.error = (
+                    f"There is nothing to draw from at position {at}: either the model gave NaN logits, or "
+                    f"extra_args={extra!r} left no token; try without them."
+                )
         if finish is not None:
             self.finish(finish, flush=not at_string)
         return finish is not None
+
+    def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self.detokenizer is None:
+            return place
+        return {t: at._replace(decoded_token=self.detokenizer.text_of(t)) for t, at in place.items()}
 
     def _append_text(self, new: str) -> bool:
         """Add text; at a stop string that it completes cut everything off and return True."""

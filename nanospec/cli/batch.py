@@ -83,7 +83,7 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     with tqdm(total=total, initial=before, unit="request", disable=None) as bar:
 
         def write(position: int, output: RequestOutput) -> None:
-            batch.file.write(result_line(todo[position], output, llm, model))
+            batch.file.write(result_line(todo[position], output, model))
             batch.file.flush()
             outputs.append(output)
             bar.update()

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..llm import LLM
     from ..outputs import Completion, RequestOutput
+    from ..request import Logprob
     from .batch_lines import Task
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -86,10 +86,10 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def to_openai(task: Task, output: RequestOutput, llm: LLM, model: str) -> dict[str, Any]:
+def to_openai(task: Task, output: RequestOutput, model: str) -> dict[str, Any]:
     """The line of a finished request."""
     error = next((done.error for done in output.outputs if done.error), None)
-    choices = [_choice(task, done, llm) for done in output.outputs]
+    choices = [_choice(task, done) for done in output.outputs]
     sizes = len(output.prompt_token_ids), sum(len(done.token_ids) for done in output.outputs)
     body = {
         "id": output.request_id,
@@ -108,28 +108,28 @@ def to_openai(task: Task, output: RequestOutput, llm: LLM, model: str) -> dict[s
     }
 
 
-def _choice(task: Task, done: Completion, llm: LLM) -> dict[str, Any]:
+def _choice(task: Task, done: Completion) -> dict[str, Any]:
     number = task.params.logprobs
     if task.url == CHAT:
         text: dict[str, Any] = {"message": {"role": "assistant", "content": done.text}}
     else:
         text = {"text": done.text}
-    logprobs = None if number is None else _logprobs(task.url, done, number, llm)
+    logprobs = None if number is None else _logprobs(task.url, done, number)
     return {"index": done.index, **text, "logprobs": logprobs, "finish_reason": done.finish_reason}
 
 
-def _logprobs(url: str, done: Completion, number: int, llm: LLM) -> dict[str, Any]:
+def _logprobs(url: str, done: Completion, number: int) -> dict[str, Any]:
     """Of each of the output's own tokens, and the `number` likeliest."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = llm.tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def entry(found: Logprob) -> dict[str, Any]:
+        text = found.decoded_token or ""
+        return {"token": text, "logprob": found.logprob, "bytes": list(text.encode())}
 
     own, top = [], []
     for token, at in zip(done.token_ids, done.logprobs or (), strict=True):
-        own.append(entry(token, at[token].logprob))
-        likeliest = sorted((value.rank, t, value.logprob) for t, value in at.items() if value.rank <= number)
-        top.append([entry(t, logprob) for _, t, logprob in likeliest])
+        own.append(entry(at[token]))
+        likeliest = [found for found in at.values() if found.rank <= number]
+        top.append(list(map(entry, sorted(likeliest, key=lambda found: found.rank))))
     if url == CHAT:
         return {"content": [{**place, "top_logprobs": best} for place, best in zip(own, top)]}
     return {

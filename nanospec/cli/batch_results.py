@@ -22,7 +22,6 @@ from .batch_lines import LineError, Task
 from .batch_openai import to_openai
 
 if TYPE_CHECKING:
-    from ..llm import LLM
     from ..outputs import RequestOutput
 
 RESULT = re.compile(rb'\{"index": \d+, "key": "[0-9a-f]{16}", |\{"id": "batch_req_[0-9a-f]{16}", ')
@@ -34,10 +33,10 @@ def head_of(task: Task) -> bytes:
     return (f'{{"id": "batch_req_{task.key}", ' if task.url else ours).encode()
 
 
-def result_line(task: Task, output: RequestOutput, llm: LLM, model: str) -> bytes:
+def result_line(task: Task, output: RequestOutput, model: str) -> bytes:
     """The line written for a finished request, in the format of the request."""
     if task.url:
-        line = to_openai(task, output, llm, model)
+        line = to_openai(task, output, model)
     else:
         line = {"index": task.index, "key": task.key, **(task.names or {}), **output.outputs[0].to_dict()}
         if len(output.outputs) > 1:

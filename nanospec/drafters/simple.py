@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import as_token_id
+from ..checks import as_token_id
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from .base import Drafter, guesses, nothing, room

@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..config import SamplingParams, check_number
+from ..checks import check_number
+from ..config import SamplingParams
 from ..folders import import_all
 
 

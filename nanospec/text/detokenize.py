@@ -60,6 +60,10 @@ class Detokenizer:
         self._window, self._returned, self._limit = [], 0, self.MAX_WINDOW
         return piece
 
+    def text_of(self, token: int) -> str:
+        """Text of a token alone, also of a special one."""
+        return self._decode([token])
+
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 

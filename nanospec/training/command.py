@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import LLM, SpecConfig
+from ..checks import check_number
 from ..cli.parser import Parser
-from ..config import check_number
 from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..models.hub import program

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..config import check_number
+from ..checks import check_number
 
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0  # of the gradient

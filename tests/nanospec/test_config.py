@@ -118,7 +118,7 @@ def test_what_may_be_set_needs_neither_torch_nor_triton() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("7", 7), ("400M", 400 << 20), ("4G", 4 << 30), ("1.5 GiB", 3 << 29), ("4GB", 4 * 10**9), ("9B", 9)],
+    [("7", 7), ("400M", 400 << 20), ("4g", 4 << 30), ("1.5 GiB", 3 << 29), ("4GB", 4 * 10**9), ("9b", 9)],
 )
 def test_memory_may_be_written_with_a_unit(text: str, size: int) -> None:
     assert EngineConfig(kv_cache_memory=text).kv_cache_memory == size  # type: ignore[arg-type]

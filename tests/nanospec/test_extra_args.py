@@ -232,7 +232,9 @@ def test_a_change_that_goes_wrong_gets_a_sentence(model: Model, monkeypatch: pyt
     monkeypatch.setattr(PARAMETERS["tilt"], "change", lambda logits, value: logits - float("inf"))
     [request] = run(make_engine(model, 2), [job])
     assert request.finish_reason == "abort"
-    assert request.error == "extra_args={'tilt': 1} left nothing to draw from at position 1; change them."
+    assert request.error is not None
+    assert "nothing to draw from at position 1" in request.error
+    assert "NaN logits, or extra_args={'tilt': 1}" in request.error  # which of both, nobody knows
 
 
 def test_the_command_line_and_lines_of_json_know_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -310,6 +310,8 @@ def test_calls_are_written_as_for_vllm(folder: Path, capsys: pytest.CaptureFixtu
     assert [completion.index for completion in outputs[0].outputs] == [0, 1]
     own = [at[token].logprob for token, at in zip(outputs[0].token_ids, outputs[0].logprobs)]
     assert outputs[0].outputs[0].cumulative_logprob == sum(own)
+    texts = [at[token].decoded_token for token, at in zip(outputs[0].token_ids, outputs[0].logprobs)]
+    assert texts == ["c", "d", "e"]
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("ab")) == "ab"
     conversation = [{"role": "user", "content": "ab"}]
     asked = {"add_generation_prompt": False, "chat_template": "{{ messages[0].content }}c"}

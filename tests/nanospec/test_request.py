@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanospec.config import SamplingParams, as_token_id
+from nanospec.checks import as_token_id
+from nanospec.config import SamplingParams
 from nanospec.kernels.codes import LENGTH, OWN, RUNNING
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.llm import _as_list

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,24 +88,21 @@ def test_what_is_not_there_is_refused(tmp_path: Path, line: dict[str, Any], sent
 
 
 def output(error: str | None = None) -> RequestOutput:
-    places = [{7: Logprob(-1.0, 2), 5: Logprob(-0.5, 1)}]
+    places = [{7: Logprob(-1.0, 2, "<7>"), 5: Logprob(-0.5, 1, "<5>")}]
     reason = "abort" if error else "length"
     done = Completion("g", [7], reason, None, error, places, [], SpecStats(), 1.0, 1.0, 0, 0)
     return RequestOutput("request-3", None, [1, 2], [done])
 
 
-LLM: Any = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: f"<{ids[0]}>"))
-
-
 @pytest.mark.parametrize("line", [chat(), {"prompt": "x"}], ids=["theirs", "ours"])
 def test_a_name_may_be_what_utf8_cannot_hold(tmp_path: Path, line: dict[str, Any]) -> None:
     [task] = of_lines(tmp_path, {**line, "custom_id": "half \ud83d"})
-    assert json.loads(result_line(task, output(), LLM, "small"))["custom_id"] == "half \ud83d"
+    assert json.loads(result_line(task, output(), "small"))["custom_id"] == "half \ud83d"
 
 
 def test_results_have_its_form(tmp_path: Path) -> None:
     a, b = of_lines(tmp_path, chat(logprobs=True, top_logprobs=2), completions(logprobs=1))
-    line = json.loads(json.dumps(to_openai(a, output(), LLM, "small")))
+    line = json.loads(json.dumps(to_openai(a, output(), "small")))
     assert line.keys() == {"id", "custom_id", "response", "error"}
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
     body = line["response"]["body"]
@@ -118,9 +114,9 @@ def test_results_have_its_form(tmp_path: Path) -> None:
     [place] = choice["logprobs"]["content"]
     assert (place["token"], place["logprob"], place["bytes"]) == ("<7>", -1.0, list(b"<7>"))
     assert [top["token"] for top in place["top_logprobs"]] == ["<5>", "<7>"]
-    [choice] = to_openai(b, output(), LLM, "small")["response"]["body"]["choices"]
+    [choice] = to_openai(b, output(), "small")["response"]["body"]["choices"]
     assert choice["text"] == "g"
     assert choice["logprobs"]["token_logprobs"] == [-1.0]
     assert choice["logprobs"]["top_logprobs"] == [{"<5>": -0.5}]
-    failed = to_openai(a, output("NaN"), LLM, "small")
+    failed = to_openai(a, output("NaN"), "small")
     assert (failed["response"], failed["error"]["message"]) == (None, "NaN")
