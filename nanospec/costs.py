@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -77,6 +77,18 @@ class StepCosts:
         row, query = self.attention
         ms = self._ms[i] + (tokens - self._tokens[i]) * self._slopes[i]
         return ms + context * (row + query * tokens / batch)
+
+    def rising(self, batch: int, tokens: int, context: int = 0) -> Iterator[float]:
+        """Packed: `cost` with one token more, with two more, and so on, without end."""
+        ms, more = self.cost(batch, tokens, context), context * self.attention.query / batch
+        for i in range(self._segment(tokens), len(self._slopes) - 1):
+            for _ in range(tokens, self._tokens[i + 1]):
+                ms += self._slopes[i] + more
+                yield ms
+            tokens = max(tokens, self._tokens[i + 1])
+        while True:
+            ms += self._slopes[-1] + more
+            yield ms
 
     def least_slope(self, batch: int, tokens: int, context: int = 0) -> float:
         """ms that every token beyond so many adds to a packed step at least."""

@@ -94,14 +94,16 @@ class _Slowest:
         """ms of a step without drafts, of these rows and of one row."""
         self._plain, self._share = plain, CAUTION * (plain - alone) / max(rows - 1, 1)
         self._common = plain - rows * self._share
-        self._tokens = [0.0] * rows
+        self._tokens: dict[int, float] = {}
+        self._rows = rows
         self._saved = 0.0
 
     def loses(self, row: int, tokens: float, kept: float, ms: float) -> float:
         """ms, with one more draft, of this row, that promises so many tokens; the step takes `ms` then."""
-        self._tokens[row] += tokens * kept
+        self._tokens[row] = self._tokens.get(row, 0.0) + tokens * kept
         self._saved += tokens * self._share
-        return ms - self._plain - self._saved - min(self._tokens) * self._common
+        of_all = min(self._tokens.values()) if len(self._tokens) == self._rows else 0.0
+        return ms - self._plain - self._saved - of_all * self._common
 
 
 class AutoPolicy(Policy):
@@ -188,12 +190,12 @@ class AutoPolicy(Policy):
                     gain, n = gain * on, n - 1
         gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
         slowest = _Slowest(B, cost(B), self.costs.cost(1, 1, context // B)) if self._fair else None
+        kept = {b: self._promises[rows[b]].kept for _, b in gains} if slowest else {}
         lost = loss = 0.0
-        for n, (gain, b) in enumerate(gains, 1):
+        for n, ((gain, b), ms) in enumerate(zip(gains, self.costs.rising(B, least, context)), 1):
             total += gain
-            ms = cost(least + n)
             if slowest:
-                loss = slowest.loses(b, gain, self._promises[rows[b]].kept, ms)
+                loss = slowest.loses(b, gain, kept[b], ms)
             if (rate := total / ms) > best and loss <= self._allowance:
                 best, number, lost = rate, n, loss
         self._allowance -= lost

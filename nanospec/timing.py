@@ -24,13 +24,13 @@ from .kernels.table import Table
 from .memory import kv_shape
 from .models.decoder import Model
 
-# Tokens per pass at which the time is measured: also on both sides of 12 (with AMX, 32), up to which a
-# compiled product reads a weight once, and as many that the time grows evenly from there on.
-SIZES = (1, 2, 4, 8, 12, 13, 16, 24, 32, 64, 128)
+# Tokens per pass at which the time is measured: also on both sides of where it jumps, which is at 12 (up to
+# which a compiled product reads a weight once) or, with AMX, at every 16 or 32. Between them it grows evenly.
+SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 97, 128)
 # What a draft costs a step of some rows is a small difference of the times of short passes, whose sign noise
 # of 5 % would turn; for a single row less is enough.
 LONG, REPEATS, FEW_REPEATS = 64, 9, 3
-PATIENCE = 1.5  # seconds after which a slow machine has measured enough, once it has done so twice
+PATIENCE = 2.0  # seconds after which a slow machine has measured enough, once it has done so twice
 # Of the passes that show what attention takes: rows, and tokens of each; bytes of keys and values, too many
 # for a processor's cache to keep them while the weights are read.
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from types import FrameType
 from typing import Any
 
@@ -147,6 +147,8 @@ def test_no_token_costs_less_than_the_least_slope(ms: list[float], tokens: int, 
     cost = [costs.cost(3, n, context) for n in range(tokens, 140)]
     steps = [b - a for a, b in pairwise(cost)]
     assert min(steps) == pytest.approx(costs.least_slope(3, tokens, context), abs=1e-8 * cost[-1])
+    one_by_one = list(islice(costs.rising(3, tokens, context), len(steps)))
+    assert one_by_one == pytest.approx(cost[1:], rel=1e-9)
 
 
 # ---- tokens per step ---------------------------------------------------------------------------
