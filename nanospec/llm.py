@@ -224,9 +224,14 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, in whatever form, as a list of one."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) and not isinstance(prompts[0], Iterable)):
+    if isinstance(prompts, str | bytes | Mapping) or (len(prompts) and _is_single(prompts[0])):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_single(value: object) -> bool:
+    """Whether it is one token id, also as a tensor or an array, and not several."""
+    return not isinstance(value, Iterable) or getattr(value, "ndim", None) == 0
 
 
 def _text_and_ids(prompt: Prompt) -> tuple[str | None, Any]:
@@ -236,6 +241,6 @@ def _text_and_ids(prompt: Prompt) -> tuple[str | None, Any]:
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"})):
         raise ValueError(f"a prompt holds {unknown[0]!r}; known are 'prompt' and 'prompt_token_ids'.")
-    if not (isinstance(text, str) or (text is None and ids is not None)):
+    if not (isinstance(text, str) or (text is None and ids is not None)) or isinstance(ids, str | bytes):
         raise ValueError(f"{prompt!r} needs a text as 'prompt' or token ids as 'prompt_token_ids'.")
     return text, None if ids is None else list(map(as_token_id, ids))

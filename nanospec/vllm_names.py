@@ -123,6 +123,8 @@ def spec_config(asked: Mapping[str, Any]) -> SpecConfig:
         raise TypeError(f"speculative_config: model={model!r} is of no use to method={method!r}.")
     if ours.pop("draft_tensor_parallel_size", None) not in (None, 1):
         raise TypeError(f"speculative_config: draft_tensor_parallel_size must be 1: {ONE_DEVICE}.")
+    if (shortest := ours.get("prompt_lookup_min")) is not None:  # alone it is the longest, too
+        ours.setdefault("prompt_lookup_max", shortest)
     names = {field.name for field in fields(SpecConfig)}
     if unknown := [name for name in ours if name not in names]:
         what = f"{unknown[0]!r} is no option here: {_closest(unknown[0], names)}"

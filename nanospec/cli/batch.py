@@ -66,9 +66,10 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
 
 def _what_changes_results(args: argparse.Namespace) -> list[tuple[str, Any]]:
     """Options beside those of sampling with which results are others."""
-    spec = given(args, "SpecConfig")
+    spec, engine = given(args, "SpecConfig"), given(args, "EngineConfig")
+    shown = [("dtype", engine.get("dtype", "auto")), ("max_model_len", engine.get("max_model_len"))]
     lossless = spec.get("acceptance", "exact") == "exact"
-    return [("dtype", given(args, "EngineConfig").get("dtype", "auto")), *(() if lossless else spec.items())]
+    return [*shown, *(() if lossless else spec.items())]
 
 
 def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:

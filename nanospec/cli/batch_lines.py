@@ -18,6 +18,7 @@ from typing import Any
 from ..config import SamplingParams
 from ..text.chat import as_message, with_system
 from .batch_openai import from_openai
+from .parser import did_you_mean
 
 BLANK = b" \t\r\n"  # what JSON takes for white space
 PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
@@ -95,7 +96,18 @@ def read_tasks(source: str, defaults: Defaults) -> list[Task]:
             raise LineError(f"{where} is no JSON: {error.msg}, at column {error.colno}.") from None
         except (ValueError, TypeError, RecursionError) as error:
             raise LineError(f"{where}: {error}") from None
+    _check_names(tasks, source)
     return tasks
+
+
+def _check_names(tasks: Iterable[Task], source: str) -> None:
+    """In OpenAI's format nothing but its custom_id tells whose a result is."""
+    first: dict[str, Task] = {}
+    for task in tasks:
+        name = json.dumps((task.names or {}).get("custom_id"))
+        if task.url and name != "null" and (other := first.setdefault(name, task)) is not task:
+            where, before = place(source, task.index + 1), other.index + 1
+            raise LineError(f"{where}: custom_id {name} is that of line {before} too; give each its own.")
 
 
 def _task(index: int, line: Any, defaults: Defaults) -> Task:
@@ -140,8 +152,9 @@ def _with_further(options: dict[str, Any], params: SamplingParams) -> dict[str, 
 
     options = gather(options, params.extra_args)
     if unknown := sorted(options.keys() - PARAMETERS):
-        known = ", ".join((*NAMES, *sorted({*PARAMETERS, *registered()})))
-        raise ValueError(f"unknown field {unknown[0]!r}; known are {known}.")
+        known = (*NAMES, *sorted({*PARAMETERS, *registered()}))
+        said = did_you_mean(unknown[0], known) or f"; known are {', '.join(known)}."
+        raise ValueError(f"unknown field {unknown[0]!r}{said}")
     return options
 
 
@@ -161,7 +174,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
 def identity(folder: Path, settings: Iterable[tuple[str, Any]]) -> str:
     """What tells a model and the settings that change its results from others: its small files, and the
     sizes of its weights."""
-    digest = hashlib.sha256(repr(sorted(settings)).encode())
+    digest = hashlib.sha256(repr(sorted(settings, key=lambda named: named[0])).encode())
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jinja"):
             digest.update(path.read_bytes())

@@ -45,6 +45,9 @@ def from_openai(line: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if unknown := sorted(line.keys() - {"custom_id", "id", "method", "url", "body"}):
         raise ValueError(f'unknown field {unknown[0]!r}; what is asked stands in "body".')
     request: dict[str, Any] = {}
+    for theirs, ours in RENAMED.items():
+        if body.get(theirs) is not None and body.get(ours) not in (None, body[theirs]):
+            raise ValueError(f'"body" has both "{ours}" and "{theirs}", two words for one; give one of them.')
     for name, value in body.items():
         if name in ONLY and value is not None and value not in ONLY[name]:
             raise ValueError(f'"{name}" in "body" asks for what nanospec does not do: {value!r}.')

@@ -63,6 +63,8 @@ def results_file(target: str) -> Iterator[BinaryIO]:
             raise ValueError(busy) from None
         except OSError:
             pass  # a file system without locks
+        if os.fstat(file.fileno()).st_nlink == 0:  # by that process, while this one waited for the lock
+            raise ValueError(f"another process has just removed {target}; try again.")
         try:
             yield file
         except BaseException:

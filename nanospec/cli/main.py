@@ -49,6 +49,14 @@ def announce(name: str, folder: Path) -> None:
         print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
 
 
+def prompt_from_standard_input() -> str:
+    """All of it but the end of its last line, which echo and editors add. ValueError if it is no text."""
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is no text in UTF-8, at byte {error.start}.") from None
+
+
 def _run(argv: list[str]) -> int:
     for name, module in COMMANDS.items():
         words = name.split()
@@ -61,6 +69,8 @@ def _run(argv: list[str]) -> int:
     args = parse(argv, COMMANDS)
     try:
         params = sampling_params(args)
+        if args.prompt == "-":
+            args.prompt = prompt_from_standard_input()
         args.folder = resolve_model(args.model)
         with ExitStack() as files:
             batch = None

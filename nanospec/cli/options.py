@@ -63,7 +63,8 @@ def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> s
 
     message = re.sub(r"\b(?:SpecConfig|SamplingParams|EngineConfig)\(([^()]*)\)", in_class, message)
     names = {field.name for each in settings for field in fields(each)}
-    return re.sub(rf"(?<![-\w])({'|'.join(sorted(names, key=len, reverse=True))})\b(=?)", flag, message)
+    longest_first = "|".join(sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![-/.\w])({longest_first})\b(?![-/]|\.\w)(=?)", flag, message)  # no parts of paths
 
 
 def auto_or_int(text: str) -> int | str:
@@ -146,6 +147,8 @@ def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _default(field: Field[Any]) -> str:
     value = DEFAULTS.get(field.name, field.default)
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value)) or None
     return "" if value in (None, MISSING, ()) else f" (default: {value})"
 
 
@@ -242,7 +245,7 @@ def build_parser(full: bool = False) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"nanospec {__version__}")
     add = parser.add_argument_group("what to do").add_argument
-    add("--prompt", metavar="TEXT", help="answer one prompt")
+    add("--prompt", metavar="TEXT", help="answer one prompt; -: that on standard input")
     add("--chat", action="store_true", help="talk with the model")
     add("--input", metavar="FILE", help="answer the requests of a file of JSON lines; -: standard input")
     add("--output", metavar="FILE", help="results, a line each; what it already holds is not done again")

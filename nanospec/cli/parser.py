@@ -47,6 +47,8 @@ WORDS = (  # what argparse says, and what it means
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What to add to "there is no ...": the closest of what there is, if any is close."""
-    close = get_close_matches(word, list(known), 1)
+    """What to add to "there is no ...": what begins like it, or else the closest, if any is close."""
+    names = list(known)
+    longer = sorted((name for name in names if name.startswith(word)), key=len)
+    close = longer or get_close_matches(word, names)
     return f"; did you mean {close[0]}?" if close else ""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 def faster(llm: LLM, done: Completion, num_prompt: int) -> float | None:
     """How many times as fast a single output was decoded as without guessing; None if it is not known."""
+    if done.record is not None:  # as the page of the trace has it
+        [lane] = done.trace().lanes
+        return None if lane.plain_seconds is None else lane.plain_seconds / max(lane.seconds, 1e-9)
     costs = llm.engine.policy.costs
     if costs is None or not done.stats.num_steps:
         return None

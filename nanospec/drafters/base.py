@@ -115,7 +115,7 @@ class Drafter:
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         """Up to `k` drafts, in k columns, for each of the request rows [B] int32; none for -1, none beyond
-        `room`."""
+        `room`. Ids must lie within the vocabulary: on a GPU nobody looks."""
         raise NotImplementedError
 
     def learn(

@@ -6,5 +6,5 @@
     trace.py      all of it as plain data, and as a page to look at
     page/         that page: HTML, CSS and JavaScript, of which one file is made
 
-Steps, graphs and the policy know nothing of this.
+Steps and graphs know nothing of this; of the policy only what it weighed is read.
 """

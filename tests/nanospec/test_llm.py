@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -318,6 +319,18 @@ def test_calls_are_written_as_for_vllm(folder: Path, capsys: pytest.CaptureFixtu
     assert llm.chat(conversation, sampling_params=params, use_tqdm=False, **asked)[0].text == "def"
 
 
+def test_ids_may_be_tensors(llm: LLM) -> None:
+    params, wanted = greedy(max_tokens=2), llm.generate([[0, 1], [2, 3]], greedy(max_tokens=2))
+    ids: Any
+    for ids in (torch.tensor([[0, 1], [2, 3]]), [torch.tensor([0, 1]), np.array([2, 3])]):
+        assert [o.token_ids for o in llm.generate(ids, params)] == [o.token_ids for o in wanted]
+    ids = torch.tensor([0, 1])
+    assert llm.generate(ids, params)[0].token_ids == wanted[0].token_ids
+    ids = [torch.tensor([0]), torch.tensor([1])]
+    several = llm.generate(ids, params)
+    assert [output.prompt_token_ids for output in several] == [[0], [1]]
+
+
 def test_what_ended_an_output_is_named(llm: LLM) -> None:
     asked = greedy(stop=["nop", "xyz"], stop_token_ids=[7])
     assert llm.generate(after("abcd"), asked)[0].stop_reason == 7
@@ -334,6 +347,10 @@ BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
     "not-params": ("ab", [{"temperature": 0}], "{'temperature': 0} must be SamplingParams"),
     "no-text": ({"prompt": None}, None, "{'prompt': None} needs a text as 'prompt' or token ids"),
     "media": ({"prompt": "a", "multi_modal_data": 1}, None, "a prompt holds 'multi_modal_data'; known are"),
+    "bytes": (b"ab", None, "b'ab'} needs a text as 'prompt' or token ids"),
+    "bytes-too": (["ab", b"ab"], None, "b'ab'} needs a text as 'prompt' or token ids"),
+    "text-as-ids": ({"prompt_token_ids": "ab"}, None, "needs a text as 'prompt' or token ids"),
+    "one-number-as-float": ([1.5], None, "The prompt holds token id 1.5"),
     "bad-stop-id": (["ab"], greedy(stop_token_ids=[77]), "stop_token_ids holds token id 77"),
 }
 

@@ -74,7 +74,8 @@ def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (b"{", "is no JSON: Expecting property name"),
         (b'{"text": "x"}', 'either "prompt" or "messages"'),
         (b'{"prompt": "x", "messages": []}', 'either "prompt" or "messages"'),
-        (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; known are custom_id, id, "),
+        (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; did you mean top_p"),
+        (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known are custom_id, id, "),
         (b'{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
         (b'{"prompt": [1, true]}', '"prompt" must be a text or a list of token ids'),
         (b'{"messages": [{"role": "user"}]}', 'needs a "role" and a "content"'),
@@ -97,7 +98,7 @@ def test_sampling_parameters_of_files_are_fields_too(tmp_path: Path) -> None:
     assert (second.extra_args, second.seed) == ({"top_n_sigma": 2}, 4)
     with pytest.raises(LineError, match="line 1: extra_args: top_n_sigma=-1 must be a number"):
         of_lines(tmp_path, {"prompt": "x", "top_n_sigma": -1})
-    with pytest.raises(LineError, match="unknown field 'top_m_sigma'; known are .*top_n_sigma"):
+    with pytest.raises(LineError, match="unknown field 'top_m_sigma'; did you mean top_n_sigma"):
         of_lines(tmp_path, {"prompt": "x", "top_m_sigma": 1})
     [task] = of_lines(tmp_path, {"prompt": "x", "top_n_sigma": 1, "extra_args": None})
     assert task.params.extra_args == {"top_n_sigma": 1}
@@ -135,7 +136,8 @@ def test_a_model_is_told_by_its_files(tmp_path: Path) -> None:
     names = ("config.json", "chat_template.jinja", "model.safetensors")
     for name in names:
         (tmp_path / name).write_text("{}")
-    seen = {identity(tmp_path, []), identity(tmp_path, [("dtype", "float32")])}
+    seen = {identity(tmp_path, []), identity(tmp_path, [("dtype", "float32"), ("max_model_len", None)])}
+    assert identity(tmp_path, [("max_model_len", None), ("dtype", "float32")]) in seen
     for name in names:
         (tmp_path / name).write_text("{ }")
         seen.add(identity(tmp_path, []))

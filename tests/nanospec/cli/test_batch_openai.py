@@ -30,16 +30,17 @@ def completions(**body: Any) -> dict[str, Any]:
 
 
 def test_what_a_line_leaves_out_is_as_it_is_there(tmp_path: Path) -> None:
-    a, b = of_lines(tmp_path, chat(), completions())
+    a, b = of_lines(tmp_path, chat(), {**completions(), "custom_id": "b"})
     assert a.params == SamplingParams(temperature=1, max_tokens=None)
     assert b.params == SamplingParams(temperature=1, max_tokens=16)
-    assert (a.messages, b.prompt, b.raw, b.names) == (HELLO, "Once", True, {"custom_id": "a"})
-    for task in of_lines(tmp_path, chat(), completions(), given={"temperature": 0, "max_tokens": 9}):
+    assert (a.messages, b.prompt, b.raw, b.names) == (HELLO, "Once", True, {"custom_id": "b"})
+    lines, given = (chat(), {**completions(), "custom_id": 1}), {"temperature": 0, "max_tokens": 9}
+    for task in of_lines(tmp_path, *lines, given=given):
         assert task.params == SamplingParams(temperature=0, max_tokens=9)
 
 
 def test_a_system_message_makes_no_chat_of_a_completion(tmp_path: Path) -> None:
-    a, b = of_lines(tmp_path, chat(), completions(), system="Be brief.")
+    a, b = of_lines(tmp_path, chat(), {**completions(), "custom_id": "b"}, system="Be brief.")
     assert a.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
     assert (b.prompt, b.messages, b.raw) == ("Once", None, True)
 
@@ -58,7 +59,9 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
         max_tokens=5, stop="x", temperature=0.5, top_p=0.9, n=2, seed=3, logprobs=2, frequency_penalty=1,
         presence_penalty=-1, logit_bias={5: -100}, top_k=7,
     )  # fmt: skip
-    found = of_lines(tmp_path, completions(prompt=["x"], logprobs=3), completions(prompt=[1, 2]))
+    without = completions(prompt=[1, 2])
+    del without["custom_id"]
+    found = of_lines(tmp_path, completions(prompt=["x"], logprobs=3), without, without)[:2]
     assert [(task.prompt, task.params.logprobs) for task in found] == [("x", 3), ([1, 2], None)]
 
 
@@ -68,6 +71,9 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
         (chat(tools=[{"type": "function"}]), '"tools" in "body" asks for what nanospec does not do'),
         (chat(response_format={"type": "json_object"}), '"response_format" in "body" asks'),
         (chat(stream=True), '"stream" in "body" asks'),
+        (chat(max_tokens=3, max_completion_tokens=4), 'both "max_tokens" and "max_completion_tokens"'),
+        (chat(), 'custom_id "a" is that of line 1 too'),
+        (chat(max_token=3), "unknown field 'max_token'; did you mean max_tokens?"),
         (chat(top_logprobs=3), 'true with "top_logprobs"'),
         (chat(messages=None), '"body" needs "messages"'),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "nanospec reads texts only"),
@@ -101,7 +107,8 @@ def test_a_name_may_be_what_utf8_cannot_hold(tmp_path: Path, line: dict[str, Any
 
 
 def test_results_have_its_form(tmp_path: Path) -> None:
-    a, b = of_lines(tmp_path, chat(logprobs=True, top_logprobs=2), completions(logprobs=1))
+    lines = chat(logprobs=True, top_logprobs=2), {**completions(logprobs=1), "custom_id": "b"}
+    a, b = of_lines(tmp_path, *lines)
     line = json.loads(json.dumps(to_openai(a, output(), "small")))
     assert line.keys() == {"id", "custom_id", "response", "error"}
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)

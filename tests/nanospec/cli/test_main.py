@@ -78,6 +78,19 @@ def test_prompt_gives_the_same_text_with_and_without_speculation(run: Run) -> No
     assert before["metrics"]["num_drafted"] == 0
 
 
+def test_a_prompt_may_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--max-tokens", "3", "--json", "--prompt")
+    wanted = json.loads(run(*asked, "Count:\n1, 2")[1])["outputs"][0]["token_ids"]
+    for given, status in ((b"Count:\n1, 2\n", 0), (b"Count:\n1, 2", 0), (b"a\xff", 2)):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(given)))
+        found = run(*asked, "-")
+        assert found[0] == status
+        if status:
+            assert "standard input is no text in UTF-8, at byte 1." in found[2]
+        else:
+            assert json.loads(found[1])["outputs"][0]["token_ids"] == wanted
+
+
 def test_chat_keeps_the_conversation_and_ends_with_the_input(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +316,7 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--num-speculative-tokens", "x"], "--num-speculative-tokens 'x' must be a whole number or 'auto'"),
         (["--json=1"], "--json takes no value, but was given '1'"),
         (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' is no number of bytes"),
+        (["--temp", "1"], "there is no option --temp; did you mean --temperature?"),
         (["chat"], "there is no command 'chat'; did you mean --chat?"),
         (["--demo", "--output", "-"], "--input and --output go together"),
         (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
@@ -328,6 +342,7 @@ def test_a_bad_command_line_gets_one_sentence(
         ("method='x' needs SpecConfig(draft_model='y').", "--spec 'x' needs --draft-model 'y'."),
         ("lower max_num_seqs or block_size", "lower --max-num-seqs or --block-size"),
         ("a method to stop; n is my_seed=3, --seed=4", "a method to stop; n is my_seed=3, --seed=4"),
+        ("/top_k/x top_k.json top_k/ top_k-3: top_k.", "/top_k/x top_k.json top_k/ top_k-3: --top-k."),
     ],
 )
 def test_errors_are_in_the_words_of_the_command_line(message: str, words: str) -> None:

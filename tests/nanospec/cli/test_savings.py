@@ -25,7 +25,7 @@ def done(tokens: int, steps: int, drafted: int) -> Any:
     stats = SpecStats(
         num_steps=steps, num_tokens=tokens, num_drafted=drafted, num_steps_with_drafts=steps if drafted else 0
     )
-    output = SimpleNamespace(stats=stats, token_ids=[0] * tokens, prompt_token_ids=[0] * 7)
+    output = SimpleNamespace(stats=stats, token_ids=[0] * tokens, prompt_token_ids=[0] * 7, record=None)
     output.outputs = [output]
     return output
 
@@ -36,6 +36,14 @@ def test_one_output(costs: StepCosts) -> None:
     assert faster(llm(costs), done(10, 10, 0), 7) == 1  # what was not guessed cost nothing
     assert faster(llm(costs), done(10, 10, 40), 7) == pytest.approx(10 / 14)  # wrong guesses cost time
     assert faster(llm(None), done(40, 10, 40), 7) is None
+
+
+@pytest.mark.parametrize(("plain", "ratio"), [(3.0, 1.5), (None, None)])
+def test_a_traced_output_is_as_fast_as_its_page_says(plain: float | None, ratio: float | None) -> None:
+    output = done(40, 10, 40)
+    output.record, lane = "record", SimpleNamespace(plain_seconds=plain, seconds=2.0)
+    output.trace = lambda: SimpleNamespace(lanes=[lane])
+    assert faster(llm(PACKED), output, 7) == ratio
 
 
 @pytest.mark.parametrize("costs", [PACKED, CAPTURED], ids=["packed", "captured"])
