@@ -26,7 +26,8 @@ from .models.decoder import Model
 
 # Tokens per pass at which the time is measured: also on both sides of where it jumps, which is at 12 (up to
 # which a compiled product reads a weight once) or, with AMX, at every 16 or 32. Between them it grows evenly.
-SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 97, 128)
+# Beyond, it goes on as between the last two: they have a jump between them.
+SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 # What a draft costs a step of some rows is a small difference of the times of short passes, whose sign noise
 # of 5 % would turn; for a single row less is enough.
 LONG, REPEATS, FEW_REPEATS = 64, 9, 3
