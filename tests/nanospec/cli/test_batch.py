@@ -278,3 +278,13 @@ def test_a_summary_says_what_was_done_and_what_was_saved() -> None:
     saved = batch_summary({**figures, "done_before": 0, "saved_seconds_estimate": 41.04})
     assert saved == "21 requests in 9.9 s, 160 tok/s, saved about 41.0 s by guessing (an estimate)"
     assert batch_summary({**figures, "done_before": 21}) == "All requests were done before."
+
+
+def test_a_file_that_is_removed_before_it_is_locked_gets_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another process that ends without a result."""
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: path.unlink())
+    with pytest.raises(ValueError, match=r"removed .*results\.jsonl; try again"), results_file(str(path)):
+        pass
