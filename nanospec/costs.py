@@ -85,7 +85,7 @@ class StepCosts:
             for _ in range(tokens, self._tokens[i + 1]):
                 ms += self._slopes[i] + more
                 yield ms
-            tokens = max(tokens, self._tokens[i + 1])
+            tokens = self._tokens[i + 1]
         while True:
             ms += self._slopes[-1] + more
             yield ms

@@ -3,8 +3,8 @@
 Our C++ shares a core with a neighbour well: its threads take over each other's tasks. PyTorch's get equal
 parts of every operation, so that all wait for the one with a neighbour on its core, and they wait awake, on
 the very core that it could have. Therefore there should be no more of them than free cores. (That they sleep
-early, by GOMP_SPINCOUNT, helps beside a neighbour less than that, and costs a quarter where there is none:
-`bench/busy.py --spins`.)
+early, by GOMP_SPINCOUNT, helps beside a neighbour less than that, and costs a fifth to a quarter where there
+is none: `bench/busy.py --spins 2000`.)
 """
 
 from __future__ import annotations
