@@ -224,13 +224,17 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, in whatever form, as a list of one."""
-    if isinstance(prompts, str | bytes | Mapping) or (len(prompts) and _is_single(prompts[0])):
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or _is_single(prompts):
+        return [prompts]  # type: ignore[list-item]
+    if len(prompts) and _is_single(prompts[0]):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def _is_single(value: object) -> bool:
-    """Whether it is one token id, also as a tensor or an array, and not several."""
+    """Whether it is one token id, also as a tensor or an array, and no text or several ids."""
+    if isinstance(value, str):  # numpy's have no dimensions either
+        return False
     return not isinstance(value, Iterable) or getattr(value, "ndim", None) == 0
 
 
@@ -241,6 +245,7 @@ def _text_and_ids(prompt: Prompt) -> tuple[str | None, Any]:
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"})):
         raise ValueError(f"a prompt holds {unknown[0]!r}; known are 'prompt' and 'prompt_token_ids'.")
-    if not (isinstance(text, str) or (text is None and ids is not None)) or isinstance(ids, str | bytes):
+    are_ids = not isinstance(ids, str | bytes | bytearray) and not _is_single(ids)
+    if not (isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)):
         raise ValueError(f"{prompt!r} needs a text as 'prompt' or token ids as 'prompt_token_ids'.")
     return text, None if ids is None else list(map(as_token_id, ids))

@@ -93,7 +93,7 @@ class Completion:
         names = ("text", "token_ids", "finish_reason", "stop_reason", "error", "simulated")
         shown = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logprobs is not None:
-            shown["logprobs"] = [{str(t): list(value) for t, value in at.items()} for at in self.logprobs]
+            shown["logprobs"] = [{str(t): value[:2] for t, value in at.items()} for at in self.logprobs]
         times = {name: round(getattr(self, name), 6) for name in ("seconds", "first_token_seconds")}
         counts = {name: getattr(self, name) for name in ("num_cached_tokens", "num_preemptions")}
         return {**shown, "stats": {**self.stats.to_dict(), **times, **counts}}

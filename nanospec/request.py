@@ -35,8 +35,8 @@ class Status(Enum):
 
 
 class Logprob(NamedTuple):
-    """Log-probability of a token, its rank among all (1 is the likeliest), and its text alone, if there is
-    a tokenizer."""
+    """Log-probability of a token, its rank among all (1 is the likeliest), and its text
+    (`Tokenizer.text_of`), if there is a tokenizer."""
 
     logprob: float
     rank: int
@@ -171,7 +171,8 @@ class Request:
     def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
         if self.detokenizer is None:
             return place
-        return {t: at._replace(decoded_token=self.detokenizer.text_of(t)) for t, at in place.items()}
+        text_of = self.detokenizer.tokenizer.text_of
+        return {token: at._replace(decoded_token=text_of(token)) for token, at in place.items()}
 
     def _append_text(self, new: str) -> bool:
         """Add text; at a stop string that it completes cut everything off and return True."""

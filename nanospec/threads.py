@@ -45,7 +45,8 @@ class Usage(NamedTuple):
         fields = [[int(ticks) for ticks in rest] for name, *rest in filter(None, columns) if name in mine]
         idle_and_guests = 3, 4, 8, 9  # idle, waiting for disks; guests are counted under user and nice
         ticks = sum(n for line in fields for i, n in enumerate(line) if i not in idle_and_guests)
-        return cls(ticks / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic())
+        own = sum(os.times()[:4])  # with that of children that have ended, such as a compiler
+        return cls(ticks / os.sysconf("SC_CLK_TCK"), own, time.monotonic())
 
     def others_until(self, later: Usage) -> float:
         """Cores' worth of time that other processes used."""
@@ -74,8 +75,8 @@ class Crowd:
             return
         before, self._seen = self._seen, Usage.now()
         cores, others = len(os.sched_getaffinity(0)), before.others_until(self._seen)
-        if adapts == "always" or (adapts == "at first" and first):
-            threads = fitting(self.most, cores, others)
+        if adapts != "at first" or first:
+            threads = self.most if adapts == "never" else fitting(self.most, cores, others)
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
         if not self._said and others > BUSY and cores - others < self.most:

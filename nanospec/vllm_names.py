@@ -111,7 +111,7 @@ def spec_config(asked: Mapping[str, Any]) -> SpecConfig:
     `SpecConfig` may stand in it. Raises TypeError or ValueError for what is not there."""
     if not isinstance(asked, Mapping):
         raise TypeError(f"speculative_config={asked!r} must be a dict, as in {{'method': 'ngram'}}.")
-    ours = dict(asked)
+    ours = {name: value for name, value in asked.items() if value is not None}
     model = ours.pop("model", None)
     if model in ("ngram", "[ngram]"):  # as older versions have it
         model, ours["method"] = None, "ngram"
@@ -123,8 +123,8 @@ def spec_config(asked: Mapping[str, Any]) -> SpecConfig:
         raise TypeError(f"speculative_config: model={model!r} is of no use to method={method!r}.")
     if ours.pop("draft_tensor_parallel_size", None) not in (None, 1):
         raise TypeError(f"speculative_config: draft_tensor_parallel_size must be 1: {ONE_DEVICE}.")
-    if (shortest := ours.get("prompt_lookup_min")) is not None:  # alone it is the longest, too
-        ours.setdefault("prompt_lookup_max", shortest)
+    if "prompt_lookup_min" in ours:  # alone it is the longest, too
+        ours.setdefault("prompt_lookup_max", ours["prompt_lookup_min"])
     names = {field.name for field in fields(SpecConfig)}
     if unknown := [name for name in ours if name not in names]:
         what = f"{unknown[0]!r} is no option here: {_closest(unknown[0], names)}"

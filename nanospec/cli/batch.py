@@ -54,7 +54,7 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     """
     source, target = args.input, args.output
     if os.path.isfile(target) and os.path.isfile(source) and os.path.samefile(source, target):
-        raise ValueError(f"--input {source} and --output {target} are the same file; name another output.")
+        raise LineError(f"--input {source} and --output {target} are the same file; name another output.")
     model = identity(args.folder, _what_changes_results(args))
     sampling = {**given(args, "SamplingParams"), "extra_args": params.extra_args}
     defaults = Defaults(params, sampling, args.system, args.raw, model)

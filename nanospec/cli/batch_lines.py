@@ -73,7 +73,9 @@ class Defaults:
 
 
 def read_lines(source: str) -> bytes:
-    """The content of a file, or of standard input for "-"."""
+    """The content of a file, or of standard input for "-". ValueError if that is closed."""
+    if source == "-" and sys.stdin is None:
+        raise ValueError("standard input is closed.")
     return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
 
 
@@ -105,7 +107,8 @@ def _check_names(tasks: Iterable[Task], source: str) -> None:
     first: dict[str, Task] = {}
     for task in tasks:
         name = json.dumps((task.names or {}).get("custom_id"))
-        if task.url and name != "null" and (other := first.setdefault(name, task)) is not task:
+        other = first.setdefault(name, task)
+        if name != "null" and other is not task and (task.url or other.url):
             where, before = place(source, task.index + 1), other.index + 1
             raise LineError(f"{where}: custom_id {name} is that of line {before} too; give each its own.")
 
@@ -152,8 +155,8 @@ def _with_further(options: dict[str, Any], params: SamplingParams) -> dict[str, 
 
     options = gather(options, params.extra_args)
     if unknown := sorted(options.keys() - PARAMETERS):
-        known = (*NAMES, *sorted({*PARAMETERS, *registered()}))
-        said = did_you_mean(unknown[0], known) or f"; known are {', '.join(known)}."
+        known = {"prompt", "messages", *NAMES, *PARAMETERS, *registered()} - {unknown[0]}
+        said = did_you_mean(unknown[0], known) or f"; known are {', '.join(sorted(known))}."
         raise ValueError(f"unknown field {unknown[0]!r}{said}")
     return options
 

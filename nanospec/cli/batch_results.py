@@ -60,11 +60,11 @@ def results_file(target: str) -> Iterator[BinaryIO]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             busy = f"another process writes {target}; wait for it or name another output."
-            raise ValueError(busy) from None
+            raise LineError(busy) from None
         except OSError:
             pass  # a file system without locks
-        if os.fstat(file.fileno()).st_nlink == 0:  # by that process, while this one waited for the lock
-            raise ValueError(f"another process has just removed {target}; try again.")
+        if not os.path.exists(target):  # it was there when it was opened
+            raise LineError(f"another process has just removed {target}; try again.")
         try:
             yield file
         except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -51,8 +52,10 @@ def announce(name: str, folder: Path) -> None:
 
 def prompt_from_standard_input() -> str:
     """All of it but the end of its last line, which echo and editors add. ValueError if it is no text."""
+    from .batch_lines import read_lines
+
     try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
+        return read_lines("-").removeprefix(BOM_UTF8).decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is no text in UTF-8, at byte {error.start}.") from None
 
@@ -93,6 +96,7 @@ def _run(argv: list[str]) -> int:
         text = str(error)
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        print(f"{program()}: {text if isinstance(error, LineError) else in_flags(text)}", file=sys.stderr)
+        of_files = isinstance(error, LineError | OSError)  # whose names may look like settings
+        print(f"{program()}: {text if of_files else in_flags(text)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0

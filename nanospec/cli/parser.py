@@ -48,7 +48,7 @@ WORDS = (  # what argparse says, and what it means
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What to add to "there is no ...": what begins like it, or else the closest, if any is close."""
-    names = list(known)
-    longer = sorted((name for name in names if name.startswith(word)), key=len)
-    close = longer or get_close_matches(word, names)
+    names = [name for name in known if name != word]
+    longer = sorted((name for name in names if word.strip("-") and name.startswith(word)), key=len)
+    close = longer or (get_close_matches(word, names) if word.strip("-") else [])
     return f"; did you mean {close[0]}?" if close else ""

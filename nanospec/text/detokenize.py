@@ -32,7 +32,7 @@ class Detokenizer:
     KEPT = 4  # ids kept at least, as context for the next ones
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._returned = 0  # characters of the window's text that were returned already
@@ -40,10 +40,10 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids; return the text that is now certain."""
-        to_token = self._tokenizer.backend.id_to_token
+        to_token = self.tokenizer.backend.id_to_token
         known = [i for i in ids if i not in self._skipped and to_token(i) is not None]
         self._window += known
-        if not known or known[-1] in self._tokenizer.byte_token_ids:
+        if not known or known[-1] in self.tokenizer.byte_token_ids:
             return ""  # a run of byte tokens is decoded as a whole, so it must end first
         text = self._decode(self._window)
         # A trailing U+FFFD may be the beginning of a character; what stands before it is certain.
@@ -60,12 +60,8 @@ class Detokenizer:
         self._window, self._returned, self._limit = [], 0, self.MAX_WINDOW
         return piece
 
-    def text_of(self, token: int) -> str:
-        """Text of a token alone, also of a special one."""
-        return self._decode([token])
-
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _cut(self, text: str) -> None:
         """Forget all but the last ids of the window, whose text is `text`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside the vocabulary give nothing; broken UTF-8 gives U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def text_of(self, token: int) -> str:
+        """Text of one token, also of a special one, as it reads behind others: some tokenizers drop the space
+        that a text begins with. U+FFFD for part of a character."""
+        anchor, before = self._anchor
+        whole = self.decode([*anchor, token], skip_special_tokens=False)
+        fits = whole.startswith(before) and whole != before
+        return whole[len(before) :] if fits else self.decode([token], skip_special_tokens=False)
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        anchor = self.encode("a", add_special_tokens=False)[-1:]
+        return anchor, self.decode(anchor, skip_special_tokens=False)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

@@ -160,15 +160,7 @@ def token_texts(tokenizer: Tokenizer | None, ids: Iterable[int]) -> dict[int, st
     """What each token stands for, by itself."""
     if tokenizer is None:
         return {i: f"{i} " for i in sorted(ids)}
-    # Behind another token, as some tokenizers drop the space that a text begins with.
-    anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    before = tokenizer.decode(anchor, skip_special_tokens=False)
-    texts = {}
-    for i in sorted(ids):
-        whole = tokenizer.decode([*anchor, i], skip_special_tokens=False)
-        fits = whole.startswith(before) and whole != before
-        texts[i] = whole[len(before) :] if fits else tokenizer.decode([i], skip_special_tokens=False)
-    return texts
+    return {i: tokenizer.text_of(i) for i in sorted(ids)}
 
 
 def _lane(output: Completion, record: Record, name: str) -> Lane:

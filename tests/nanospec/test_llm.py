@@ -326,6 +326,8 @@ def test_ids_may_be_tensors(llm: LLM) -> None:
         assert [o.token_ids for o in llm.generate(ids, params)] == [o.token_ids for o in wanted]
     ids = torch.tensor([0, 1])
     assert llm.generate(ids, params)[0].token_ids == wanted[0].token_ids
+    texts: Any = np.array(["ab", "cd"])  # whose elements have no dimensions either
+    assert [output.prompt_token_ids for output in llm.generate(texts, params)] == [[0, 1], [2, 3]]
     ids = [torch.tensor([0]), torch.tensor([1])]
     several = llm.generate(ids, params)
     assert [output.prompt_token_ids for output in several] == [[0], [1]]
@@ -350,6 +352,9 @@ BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
     "bytes": (b"ab", None, "b'ab'} needs a text as 'prompt' or token ids"),
     "bytes-too": (["ab", b"ab"], None, "b'ab'} needs a text as 'prompt' or token ids"),
     "text-as-ids": ({"prompt_token_ids": "ab"}, None, "needs a text as 'prompt' or token ids"),
+    "one-number": (5, None, "5} needs a text as 'prompt' or token ids"),
+    "one-number-of-several": (["ab", 5], None, "5} needs a text as 'prompt' or token ids"),
+    "no-dimension": (torch.tensor(5), None, "needs a text as 'prompt' or token ids"),
     "one-number-as-float": ([1.5], None, "The prompt holds token id 1.5"),
     "bad-stop-id": (["ab"], greedy(stop_token_ids=[77]), "stop_token_ids holds token id 77"),
 }

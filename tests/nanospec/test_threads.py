@@ -127,6 +127,22 @@ def test_a_first_look_that_comes_too_early_was_the_first(
     assert torch.get_num_threads() == 2
 
 
+def test_all_threads_are_there_again_after_a_model_that_adapted(two_cores: list[float]) -> None:
+    use_threads("auto")
+    two_cores[0] += 60
+    look_around("always")
+    assert torch.get_num_threads() == 1
+    look_around("never")
+    assert torch.get_num_threads() == 2
+
+
+def test_what_children_used_is_ones_own() -> None:
+    """A compiler is no neighbour."""
+    before = Usage.now()
+    subprocess.run([sys.executable, "-c", "for i in range(5_000_000): pass"], check=True)
+    assert Usage.now().own - before.own > 0.03
+
+
 @pytest.mark.parametrize("chosen", ["option", "environment"])
 def test_what_the_user_has_set_stays(
     two_cores: list[float], chosen: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

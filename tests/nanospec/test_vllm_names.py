@@ -50,6 +50,10 @@ def test_no_option_of_ours_is_refused_as_foreign() -> None:
         ),
         ({"model": "[ngram]", "num_speculative_tokens": 4}, SpecConfig(num_speculative_tokens=4)),
         ({"method": "ngram", "prompt_lookup_min": 9}, SpecConfig(prompt_lookup_min=9, prompt_lookup_max=9)),
+        (
+            {"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": None},
+            SpecConfig(prompt_lookup_min=9, prompt_lookup_max=9),
+        ),
         ({"method": "ngram", "prompt_lookup_max": 3}, SpecConfig(prompt_lookup_max=3)),
         (
             {"method": "draft_model", "model": "small", "draft_tensor_parallel_size": 1},
@@ -62,7 +66,7 @@ def test_no_option_of_ours_is_refused_as_foreign() -> None:
             SpecConfig(method="ngram+draft", draft_model="small", tree_width=2),
         ),
     ],
-    ids=["ngram", "old-ngram", "shortest", "longest", "draft", "model-alone", "medusa", "ours"],
+    ids=["ngram", "old-ngram", "shortest", "null", "longest", "draft", "model-alone", "medusa", "ours"],
 )
 def test_speculative_config_is_read(asked: dict[str, Any], ours: SpecConfig) -> None:
     assert in_our_words(None, {"speculative_config": asked})["spec"] == ours

@@ -75,7 +75,7 @@ def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (b'{"text": "x"}', 'either "prompt" or "messages"'),
         (b'{"prompt": "x", "messages": []}', 'either "prompt" or "messages"'),
         (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; did you mean top_p"),
-        (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known are custom_id, id, "),
+        (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known are acceptance, custom_id, "),
         (b'{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
         (b'{"prompt": [1, true]}', '"prompt" must be a text or a list of token ids'),
         (b'{"messages": [{"role": "user"}]}', 'needs a "role" and a "content"'),
@@ -142,6 +142,19 @@ def test_a_model_is_told_by_its_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{ }")
         seen.add(identity(tmp_path, []))
     assert len(seen) == 5
+
+
+def test_options_that_change_results_tell_batches_apart(tmp_path: Path) -> None:
+    options: tuple[tuple[str, ...], ...] = (
+        (), ("--dtype", "float32"), ("--max-model-len", "64"), ("--acceptance", "typical"),
+    )  # fmt: skip
+    keys = set()
+    for given_too in options:
+        args = parse(["--input", "x", "--output", "y", *given_too])
+        args = argparse.Namespace(**{**vars(args), **vars(asked(tmp_path))})
+        with open_batch(args, GREEDY) as batch:
+            keys.add(batch.tasks[0].key)
+    assert len(keys) == len(options)
 
 
 @given(length=st.integers(0, 90), torn=st.integers(0, 3))

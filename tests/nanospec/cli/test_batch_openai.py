@@ -73,6 +73,8 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
         (chat(stream=True), '"stream" in "body" asks'),
         (chat(max_tokens=3, max_completion_tokens=4), 'both "max_tokens" and "max_completion_tokens"'),
         (chat(), 'custom_id "a" is that of line 1 too'),
+        ({"prompt": "x", "custom_id": "a"}, 'custom_id "a" is that of line 1 too'),
+        (chat(custom_id="b"), "unknown field 'custom_id'; known are acceptance, "),
         (chat(max_token=3), "unknown field 'max_token'; did you mean max_tokens?"),
         (chat(top_logprobs=3), 'true with "top_logprobs"'),
         (chat(messages=None), '"body" needs "messages"'),

@@ -81,7 +81,8 @@ def test_prompt_gives_the_same_text_with_and_without_speculation(run: Run) -> No
 def test_a_prompt_may_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--max-tokens", "3", "--json", "--prompt")
     wanted = json.loads(run(*asked, "Count:\n1, 2")[1])["outputs"][0]["token_ids"]
-    for given, status in ((b"Count:\n1, 2\n", 0), (b"Count:\n1, 2", 0), (b"a\xff", 2)):
+    given_status = ((b"Count:\n1, 2\n", 0), (b"\xef\xbb\xbfCount:\n1, 2\r\n", 0), (b"a\xff", 2))
+    for given, status in given_status:
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(given)))
         found = run(*asked, "-")
         assert found[0] == status
@@ -89,6 +90,12 @@ def test_a_prompt_may_come_from_standard_input(run: Run, monkeypatch: pytest.Mon
             assert "standard input is no text in UTF-8, at byte 1." in found[2]
         else:
             assert json.loads(found[1])["outputs"][0]["token_ids"] == wanted
+    monkeypatch.setattr("sys.stdin", None)
+    assert "standard input is closed." in run(*asked, "-")[2]
+
+
+def test_names_of_files_stay_as_they_are(run: Run) -> None:
+    assert "seed=1.jsonl: No such file" in run("--input", "seed=1.jsonl", "--output", "x")[2]
 
 
 def test_chat_keeps_the_conversation_and_ends_with_the_input(
@@ -317,6 +324,7 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--json=1"], "--json takes no value, but was given '1'"),
         (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' is no number of bytes"),
         (["--temp", "1"], "there is no option --temp; did you mean --temperature?"),
+        (["--"], "there is no option --. See"),
         (["chat"], "there is no command 'chat'; did you mean --chat?"),
         (["--demo", "--output", "-"], "--input and --output go together"),
         (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
