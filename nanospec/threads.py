@@ -109,8 +109,8 @@ def use_threads(wanted: int | Literal["auto"]) -> None:
 
 def look_around(adapts: Adapts) -> None:
     """To be called when a model is loaded, and then now and again before work begins. The number of threads
-    shows in the last place of PyTorch's sums. In fp32 that changes no token, as little as the number of rows
-    does; in bf16 it may, so there the number may adapt "at first" only, before this process's first request.
+    shows in the last place of PyTorch's sums, as that of rows does. In fp32 no test has seen that change a
+    token; in bf16 it may, so there the number may adapt "at first" only, before this process's first request.
     """
     if _crowd is not None:
         _crowd.look(adapts)
