@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -83,6 +84,7 @@ class StepGraphs:
     Attributes:
         batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
         captures: by bucket.
+        replays: steps by bucket.
         fallbacks: steps whose bucket was not captured when it was needed. Stays 0; where captures are `lazy`,
             and for further sampling parameters, they are made then.
         seconds, bytes: what capture took.
@@ -103,6 +105,7 @@ class StepGraphs:
         self._with_extras: dict[int, dict[Bucket, Capture]] = {}
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # what `rows` begins with, as far as is known
+        self.replays: Counter[Bucket] = Counter()
         self.fallbacks = 0
         self.lazy = lazy
         self.seconds, self.bytes = 0.0, 0
@@ -145,6 +148,7 @@ class StepGraphs:
         if capture is None:
             self.fallbacks += not self.lazy and not extras
             capture = captures[bucket] = self._record(bucket)
+        self.replays[bucket] += 1
         self._send([*rows, *[PADDING] * (bucket.batch - len(rows))])
         capture.replay()
         return capture.result.first(len(rows))

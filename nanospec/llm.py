@@ -69,7 +69,7 @@ class LLM:
             target = load_model(folder, dtype, device, self.config.max_model_len)
             made = load_drafter(self.config.spec, Target(target, folder, tokenizer), given=drafter)
         self.engine = Engine(self.config, Worker(self.config, target, made), tokenizer)
-        self._shared = SharedEngine(self.engine)
+        self.shared = SharedEngine(self.engine)
         self._groups = itertools.count()
 
     @property
@@ -109,7 +109,7 @@ class LLM:
         bar = tqdm(total=len(groups), unit="prompt", disable=not use_tqdm)
         try:
             while pending:
-                for request in self._shared.wait(pending):
+                for request in self.shared.wait(pending):
                     i = pending.pop(request)
                     missing[i] -= 1
                     if missing[i] == 0:
@@ -119,7 +119,7 @@ class LLM:
                         if on_finish is not None:
                             on_finish(i, output)
         finally:
-            self._shared.abort(pending)
+            self.shared.abort(pending)
             bar.close()
         return [output for output in outputs if output is not None]
 
@@ -170,21 +170,21 @@ class LLM:
         ended = False
         try:
             while not ended:
-                with self._shared.turn():
+                with self.shared.turn():
                     pieces = request.new_pieces()  # of steps that others ran
                     if not pieces and not request.is_finished:
-                        self._shared.step()
+                        self.shared.step()
                         pieces = request.new_pieces()
                     ended = request.is_finished
                 yield pieces
         finally:
-            self._shared.abort([request])
+            self.shared.abort([request])
         if on_finish is not None:
             on_finish(RequestOutput.of(text, [request]))
 
     def metrics(self) -> dict[str, object]:
         """Engine-wide counters, seconds per stage, and the measured times of steps by their size."""
-        with self._shared.turn():
+        with self.shared.turn():
             return self.engine.report()
 
     def trace(self) -> Trace:
@@ -193,7 +193,7 @@ class LLM:
         recorder = self.engine.recorder
         if recorder is None:
             raise ValueError(NOT_TRACED)
-        with self._shared.turn():
+        with self.shared.turn():
             outputs = [Completion.of(request) for request in recorder.requests]
             return Trace.of(outputs, num_omitted=recorder.num_requests - len(outputs))
 
@@ -214,7 +214,7 @@ class LLM:
             self.engine.check(ids, asked)
             ready.append((text, ids, asked))
         groups = []
-        with self._shared.turn():
+        with self.shared.turn():
             for text, ids, asked in ready:
                 # Without prefix caching the outputs of one prompt still share its blocks.
                 salt = b"" if self.config.enable_prefix_caching else f"group-{next(self._groups)}".encode()

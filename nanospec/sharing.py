@@ -35,11 +35,11 @@ class SharedEngine:
             self._give_back()
             self._end_abandoned()
 
-    def step(self) -> None:
-        """One engine step, in a turn. What interrupts it, Ctrl-C included, ends all requests: a step that was
-        cut short leaves the device in an unknown state."""
+    def step(self) -> list[Request]:
+        """One engine step, in a turn; returns the requests that got tokens or ended. What interrupts it,
+        Ctrl-C included, ends all requests: a step cut short leaves the device in an unknown state."""
         try:
-            self.engine.step()
+            return self.engine.step()
         except BaseException as error:
             self.engine.abort_all(f"A step ended with {error!r}, and all requests with it; run them again.")
             raise

@@ -120,18 +120,19 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
     if "body" in line or "url" in line:
         url, request = from_openai(line)
         given = {**({"max_tokens": None} if "chat" in url else {}), **defaults.given}
-        task = _asked(index, request, SamplingParams(**given), replace(defaults, raw=True))
+        task = ask(index, request, SamplingParams(**given), replace(defaults, raw=True))
         task.url = url
     else:
         request = {name: value for name, value in line.items() if name not in NAMES}
-        task = _asked(index, request, defaults.params, defaults)
+        task = ask(index, request, defaults.params, defaults)
     task.names = names
     asked = [defaults.model, index, names, task.raw, task.prompt, task.messages, asdict(task.params)]
     task.key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     return task
 
 
-def _asked(index: int, request: Mapping[str, Any], params: SamplingParams, defaults: Defaults) -> Task:
+def ask(index: int, request: Mapping[str, Any], params: SamplingParams, defaults: Defaults) -> Task:
+    """What a request in our words asks; `params` holds where it says nothing. Raises ValueError."""
     if ("prompt" in request) == ("messages" in request):
         raise ValueError('a request is a JSON object with either "prompt" or "messages".')
     options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}

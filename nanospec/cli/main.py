@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 COMMANDS = {  # words -> the module whose main(argv) runs it
+    "serve": "nanospec.serve.command",
     "fetch": "nanospec.cli.fetch",
     "convert": "nanospec.cli.convert",
     "explain": "nanospec.cli.estimate",

@@ -35,6 +35,7 @@ Other commands, as in `{0} fetch --help`:
     convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
     explain MODEL                 estimate the time of each kernel on an H200
     train heads|draft ...         train what guesses tokens for a model
+    serve                         answer OpenAI's requests over HTTP
 """
 SETTINGS: tuple[tuple[Any, str], ...] = (  # what can be set, and its title; first come first
     (SpecConfig, "speculation"),
@@ -152,8 +153,8 @@ def _default(field: Field[Any]) -> str:
     return "" if value in (None, MISSING, ()) else f" (default: {value})"
 
 
-def add_further(parser: argparse.ArgumentParser) -> None:
-    """Add what single ways of guessing let one set, and the sampling parameters that are files of their own.
+def add_further(parser: argparse.ArgumentParser, sampling: bool = True) -> None:
+    """Add what single ways of guessing let one set, and `sampling` parameters that are files of their own.
     Imports torch, as all of them have to be read."""
     from ..drafters.base import registered as methods
     from ..sampling.base import registered as parameters
@@ -172,7 +173,7 @@ def add_further(parser: argparse.ArgumentParser) -> None:
                     metavar=option.metavar,
                     help=f"for --spec {method.method}: {option.help}",
                 )
-    for name, parameter in parameters().items():
+    for name, parameter in parameters().items() if sampling else ():
         dest = f"extra_args.{name}"
         how: dict[str, Any] = {"type": float, "metavar": "X", "help": parameter.help}
         parser.add_argument(flag_of(name), dest=dest, default=argparse.SUPPRESS, **how)

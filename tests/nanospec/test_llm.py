@@ -532,7 +532,7 @@ def with_k(
     made = {name: make(spec) for name, make in (parts or {}).items()}
     worker = Worker(other.config, target.model, load_drafter(spec, target, made))
     other.engine = Engine(other.config, worker, llm.tokenizer)
-    other._shared = SharedEngine(other.engine)
+    other.shared = SharedEngine(other.engine)
     return other
 
 

@@ -1,0 +1,111 @@
+"""`nanospec serve`: the command line of the server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..cli.options import add_further, add_settings, given, in_flags, spec_config
+from ..cli.parser import Parser
+from ..config import EngineConfig, SpecConfig
+from ..models.hub import program, resolve_model
+from .settings import ServeConfig
+
+MISSING = "serving needs {}: pip install 'nanospec[serve]', or `make run` in a checkout."
+CHUNK = 512  # default of --max-num-batched-tokens: how long a prompt holds up the others
+KEYS = "NANOSPEC_API_KEY"
+SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig, "engine"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit status."""
+    args = _parse(argv)
+    try:
+        keys = tuple(filter(None, os.environ.get(KEYS, "").split(",")))
+        options = given(args, "ServeConfig")
+        config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
+        folder = resolve_model(args.model)
+        return _serve(args, config, folder)
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn", "prometheus_client", "h11"):
+            raise
+        print(f"{program()}: {MISSING.format(error.name)}", file=sys.stderr)
+    except (ValueError, TypeError, OSError) as error:
+        text = str(error)
+        text = text if isinstance(error, OSError) else in_flags(text, [each for each, _ in SETTINGS])
+        print(f"{program()}: {text}", file=sys.stderr)
+    return 2
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        add_further(parser, sampling=False)
+        args = parser.parse_args(argv)
+    if args.help_all:
+        build_parser(full=True).print_help()
+        parser.exit()
+    return args
+
+
+def build_parser(full: bool = False) -> Parser:
+    """The parser; `full`: its help names the options of the engine too."""
+    name = f"{program()} serve"
+    parser = Parser(
+        prog=name,
+        description="Answer OpenAI's requests over HTTP (/v1/chat/completions, ...), with a page at / to try it.",
+        epilog="" if full else "--help-all names all options of speculation and the engine.",
+    )
+    parser.add_argument("--help-all", action="store_true", help="show every option and exit")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
+    )
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    for settings, title in SETTINGS:
+        add_settings(parser, settings, title, full or settings is ServeConfig)
+    if full:
+        add_further(parser, sampling=False)
+    return parser
+
+
+def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
+    from ..cli.main import announce
+    from ..llm import LLM
+    from .app import App
+    from .logs import log_to
+
+    log_to(level=args.log_level)
+    announce(args.model, folder)
+    options = {"max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
+    llm = LLM(folder, spec=spec_config(args), **options)
+    app = App(llm, config, config.served_model_name or folder.name)
+    return asyncio.run(run(app))
+
+
+async def run(app: Any) -> int:
+    """Serve until told to end."""
+    from .http import Server
+    from .logs import log
+
+    config = app.config
+    server = Server(app.asgi(), config, app.drain)
+    app.engine.start()
+    try:
+        task = asyncio.ensure_future(server.serve())
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            host, port = server.address
+            where = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
+            log.info("ready", extra={"facts": {"url": where, "model": app.model}})
+            if not config.is_local and not config.api_key:
+                log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
+        await task
+    finally:
+        await app.engine.stop()
+    return 0

@@ -1,0 +1,56 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class HTTPError(Exception):
+    """A request that is refused: its status, one sentence, and the field that is to blame, if one is."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": TYPES[self.status], "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def bad_request(error: ValueError, body: Mapping[str, Any]) -> HTTPError:
+    """What a ValueError says of a body, with the field that it names, if it names one."""
+    message = str(error)
+    named = re.match(r"unknown field '([^']*)'", message)
+    words = [named[1]] if named else re.findall(r"[A-Za-z_]+", message)
+    param = next((word for word in words if word in body), None)
+    return HTTPError(400, message, param, "unknown_field" if named else None)
