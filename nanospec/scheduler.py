@@ -2,7 +2,8 @@
 
 Running requests that are prefilled all decode in every step. What is left of the token budget goes
 to prompts, first come first served and in chunks, so that a long prompt never stalls a running
-request for longer than one chunk. When blocks run out, the latest request to arrive is preempted: it
+request for longer than one chunk. A prompt that is not done with what is left takes half of it if others
+come behind: so a short one's first token does not wait for a long one's end. When blocks run out, the latest request to arrive is preempted: it
 gives its blocks back and later computes its K/V anew (mostly from the prefix cache).
 
 A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within
@@ -77,17 +78,17 @@ class Scheduler:
                 plan.decode.append(request)
                 budget -= 1 + self.lookahead
         budget = max(budget, self.block_size) if plan.decode else budget  # prompts never starve
-        for request in self.running:
-            if budget > 0 and not request.is_prefilled:
-                budget -= self._chunk(request, budget, plan)
-        while budget > 0 and self.waiting and self._free_rows and not plan.preempted:
-            request = self.waiting[0]
-            if not self._admit(request):
-                break
-            self.waiting.popleft()
+        prompts = [request for request in self.running if not request.is_prefilled]
+        for i, request in enumerate(prompts, 1):
+            if budget > 0:
+                more = i < len(prompts) or self._may_admit(plan)
+                budget -= self._chunk(request, budget, more, plan)
+        while budget > 0 and self._may_admit(plan):
+            request = self.waiting.popleft()
+            self._admit(request)
             plan.admitted[request] = request.num_registered
             if not request.is_prefilled:
-                budget -= self._chunk(request, budget, plan)
+                budget -= self._chunk(request, budget, self._may_admit(plan), plan)
         return plan
 
     def reset(self) -> None:
@@ -114,14 +115,22 @@ class Scheduler:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _admit(self, request: Request) -> bool:
-        """Give a waiting request a row and the blocks of its text and first step; False if there are
-        not enough."""
+    def _may_admit(self, plan: Plan) -> bool:
+        """Whether there is a row, and there are blocks, for who waits first."""
+        if not self.waiting or not self._free_rows or plan.preempted:
+            return False
+        shared, missing = self._needs(self.waiting[0])
+        return missing <= self.pool.num_available(shared)
+
+    def _needs(self, request: Request) -> tuple[list[int], int]:
+        """For a request's text and first step: the blocks that hold some of it, how many more it takes."""
         reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
         shared = self.pool.match(reusable)
-        missing = self._blocks_ahead(request) - len(shared)
-        if missing > self.pool.num_available(shared):
-            return False
+        return shared, self._blocks_ahead(request) - len(shared)
+
+    def _admit(self, request: Request) -> None:
+        """Give a waiting request a row and its blocks."""
+        shared, missing = self._needs(request)
         self.pool.share(shared)
         request.blocks = shared + (self.pool.allocate(missing) or [])
         request.num_registered = len(shared)
@@ -130,12 +139,13 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         self.running.append(request)
-        return True
 
-    def _chunk(self, request: Request, budget: int, plan: Plan) -> int:
-        """Schedule the next piece of a prompt; returns its length."""
+    def _chunk(self, request: Request, budget: int, more: bool, plan: Plan) -> int:
+        """Schedule the next piece of a prompt; returns its length. `more`: others come behind it."""
         start = request.num_computed
-        count = min(budget, request.num_tokens - 1 - start)
+        count = request.num_tokens - 1 - start
+        if count > budget:
+            count = max(budget // 2, min(self.block_size, budget)) if more else budget
         plan.prefill.append((request, start, count))
         request.num_computed += count
         self.register(request)

@@ -80,6 +80,7 @@ class App:
         log.info("draining", extra={"facts": {"running": self.engine.num_outputs}})
         while self.engine.num_outputs and time.monotonic() < end:
             await asyncio.sleep(0.02)
+        self.engine.end_all()
 
     async def answer(self, request: Request) -> Response:
         """Completions and chats."""

@@ -58,7 +58,7 @@ def build_parser(full: bool = False) -> Parser:
     name = f"{program()} serve"
     parser = Parser(
         prog=name,
-        description="Answer OpenAI's requests over HTTP (/v1/chat/completions, ...), with a page at / to try it.",
+        description="Answer OpenAI's requests over HTTP (/v1/chat/completions, ...), with a page to try it.",
         epilog="" if full else "--help-all names all options of speculation and the engine.",
     )
     parser.add_argument("--help-all", action="store_true", help="show every option and exit")

@@ -70,7 +70,8 @@ class Gate:
         path = scope["path"]
         if not self._digests or path in OPEN or path.startswith("/page/"):
             return
-        given = _digest(headers.get("authorization", "").removeprefix("Bearer "))
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key if scheme.lower() == "bearer" else "")
         found = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, in the same time
         if not any(found):
             raise HTTPError(401, BAD_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

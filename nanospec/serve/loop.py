@@ -28,7 +28,6 @@ from .logs import log
 
 MOST_FAILURES = 3  # steps in a row, after which the engine is taken for broken
 RECENT = 32  # ended outputs that tell how long others will take
-FAILED = "The engine failed in the middle of this request, which may be sent again."
 
 
 class QueueFull(Exception):
@@ -40,16 +39,23 @@ class QueueFull(Exception):
 
 
 class EngineFailed(Exception):
-    """A job that was not finished, and the status of HTTP that says so."""
+    """Why a job was not finished, and the status of HTTP that says so."""
 
     status = 500
+    sentence = "The engine failed in the middle of this request, which may be sent again."
+
+    def __init__(self) -> None:
+        super().__init__(self.sentence)
 
 
 class TooSlow(EngineFailed):
     status = 504
+    sentence = "The request took longer than the server allows."
 
-    def __init__(self) -> None:
-        super().__init__("The request took longer than the server allows.")
+
+class Ending(EngineFailed):
+    status = 503
+    sentence = "The server has ended before it could finish this request."
 
 
 class Delta(NamedTuple):
@@ -189,6 +195,10 @@ class EngineLoop:
             job.left = 0
             self._do(lambda: self._abort(job))
 
+    def end_all(self) -> None:
+        """End all jobs, as there is no more time for them."""
+        self._do(lambda: self._fail(Ending()))
+
     def _do(self, action: Callable[[], None]) -> None:
         """Have the engine's thread do something before its next step."""
         with self._wake:
@@ -213,7 +223,7 @@ class EngineLoop:
                         self._step()
                         ended = time.perf_counter()
         finally:
-            self._fail("The server is ending.")
+            self._fail(Ending())
 
     def _step(self) -> None:
         try:
@@ -221,7 +231,7 @@ class EngineLoop:
         except Exception:
             log.exception("A step failed, and the requests under way with it.")
             self.failures += 1
-            self._fail(FAILED)
+            self._fail(EngineFailed())
             return
         self.failures = 0
         now = time.perf_counter()
@@ -240,21 +250,21 @@ class EngineLoop:
         except Exception:
             log.exception("A request could not be queued.")
             self._abort(job)
-            self._loop.call_soon_threadsafe(self._deliver, [(job, EngineFailed(FAILED))])
+            self._loop.call_soon_threadsafe(self._deliver, [(job, EngineFailed())])
 
     def _abort(self, job: Job) -> None:
         for request in [r for r, live in self._live.items() if live.job is job]:
             del self._live[request]
             self.llm.engine.abort(request)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, error: EngineFailed) -> None:
         """Tell all jobs that nothing comes any more."""
         jobs = {live.job for live in self._live.values()}
         for request in self._live:
             self.llm.engine.abort(request)
         self._live.clear()
-        if jobs and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, [(job, EngineFailed(message)) for job in jobs])
+        if jobs:
+            self._loop.call_soon_threadsafe(self._deliver, [(job, error) for job in jobs])
 
     def _delta(self, live: _Live, now: float) -> Delta:
         """What is new of an output that a step touched."""

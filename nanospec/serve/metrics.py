@@ -64,7 +64,8 @@ class ServerMetrics:
         self._refused = Counter("nanospec:requests_refused", "Requests that found the queue full", **names)
         self._model = model
         self._refused.labels(model)
-        self.registry.register(EngineCollector(engine, model))
+        self._collector = EngineCollector(engine, model)
+        self.registry.register(self._collector)
         engine.on_tokens, engine.on_done = self.tokens, self.done
 
     def tokens(self, seconds: float, count: int) -> None:

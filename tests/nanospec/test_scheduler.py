@@ -305,3 +305,27 @@ def test_aborting_everything_at_any_point_frees_everything() -> None:
                 simulation.abort(request)
         assert simulation.step() == Plan()
         simulation.finish()
+
+
+def chunks(plan: Plan) -> list[int]:
+    return [count for _, _, count in plan.prefill]
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    """It shares the step with it; alone, or with prompts that are done in the step, a prompt gets all."""
+    simulation = Simulation(window=256, extra_blocks=100, num_rows=4, max_tokens=32, k=0)
+    long = simulation.add(list(range(201)), 4)
+    assert chunks(simulation.step()) == [32]
+    simulation.add([7] * 11, 4)
+    assert chunks(simulation.step()) == [16, 10]
+    assert chunks(simulation.step()) == [31]  # the short one decodes
+    simulation.add([9] * 151, 4)
+    assert chunks(simulation.step())[:2] == [15, 16]
+    assert not long.is_prefilled
+
+
+def test_nothing_is_kept_for_a_prompt_that_has_no_room() -> None:
+    simulation = Simulation(window=64, extra_blocks=0, num_rows=4, max_tokens=32, k=0)
+    simulation.add(list(range(61)), 2)
+    simulation.add([7] * 21, 2)  # there are no blocks for it
+    assert chunks(simulation.step()) == [32]

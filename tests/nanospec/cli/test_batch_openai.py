@@ -71,7 +71,7 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
         (chat(tools=[{"type": "function"}]), 'in "body": "tools" asks for what nanospec does not do'),
         (chat(response_format={"type": "json_object"}), '"response_format" asks'),
         (chat(stream=True), '"stream" asks'),
-        (chat(max_tokens=3, max_completion_tokens=4), '"max_completion_tokens" and "max_tokens" are two words'),
+        (chat(max_tokens=3, max_completion_tokens=4), "are two words for one"),
         (chat(), 'custom_id "a" is that of line 1 too'),
         ({"prompt": "x", "custom_id": "a"}, 'custom_id "a" is that of line 1 too'),
         (chat(custom_id="b"), "unknown field 'custom_id'; known are acceptance, "),

@@ -38,7 +38,8 @@ def test_a_completion_is_what_the_model_says_offline(server: Served, offline: LL
 def test_a_chat_goes_through_the_template(server: Served) -> None:
     parts: list[Any] = [{"type": "text", "text": PROMPT[:9]}, {"type": "text", "text": PROMPT[9:]}]
     several: list[Any] = [{"role": "system", "content": PROMPT[:3]}, {"role": "user", "content": PROMPT[3:]}]
-    for messages in (CHAT, [{"role": "user", "content": parts}], several):
+    conversations: list[Any] = [CHAT, [{"role": "user", "content": parts}], several]
+    for messages in conversations:
         given = server.client().chat.completions.create(model=MODEL, messages=messages, temperature=0)
         assert given.choices[0].message.content == ALPHABET[4:]
         assert given.choices[0].message.role == "assistant"
@@ -119,7 +120,7 @@ def test_logprobs_of_chats_and_completions_whole_and_streamed(server: Served, of
     assert [place.logprob for place in whole] == own
     assert "".join(place.token for place in whole) == expected.text
     assert all(place.top_logprobs[0].token == place.token for place in whole)
-    streamed = []
+    streamed: list[Any] = []
     for chunk in client.chat.completions.create(**ask, top_logprobs=2, stream=True):
         for choice in chunk.choices:
             streamed += choice.logprobs.content if choice.logprobs else []
@@ -128,7 +129,7 @@ def test_logprobs_of_chats_and_completions_whole_and_streamed(server: Served, of
     found = client.completions.create(**options).choices[0].logprobs
     assert found.token_logprobs == own
     assert found.text_offset == list(range(9))
-    offsets = []
+    offsets: list[int] = []
     for completion in client.completions.create(**options, stream=True):
         offsets += completion.choices[0].logprobs.text_offset if completion.choices[0].logprobs else []
     assert offsets == list(range(9))
@@ -145,7 +146,7 @@ def test_bias_and_penalties_and_our_own_sampling(server: Served, offline: LLM) -
         ({"extra_body": {"top_n_sigma": 1.0}}, {"extra_args": {"top_n_sigma": 1.0}}),
     ):
         asked: dict[str, Any] = {"temperature": 25, "seed": 5, "max_tokens": 20}
-        given = server.client().completions.create(model=MODEL, prompt=PROMPT, **asked, **theirs)  # type: ignore
+        given = server.client().completions.create(model=MODEL, prompt=PROMPT, **asked, **theirs)
         [expected] = offline.generate(PROMPT, SamplingParams(**asked, **ours.get("extra_body", ours)))  # type: ignore
         assert given.choices[0].text == expected.text, theirs
 
@@ -156,7 +157,7 @@ def test_several_prompts_texts_and_ids(server: Served) -> None:
     given = client.completions.create(model=MODEL, prompt=prompts, max_tokens=3, temperature=0, n=2)
     assert [(c.index, c.text) for c in given.choices] == [(0, "def"), (1, "def"), (2, "pqr"), (3, "pqr")]
     for ids in ([0, 1, 2], [[0, 1, 2]], [[0, 1, 2], [4, 5]]):
-        by_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=2, temperature=0)  # type: ignore
+        by_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=2, temperature=0)
         assert [c.text for c in by_ids.choices] == ["de", "gh"][: len(by_ids.choices)]
         assert len(by_ids.choices) == (2 if ids[-1] == [4, 5] else 1)
 

@@ -1,0 +1,186 @@
+// What the page does: it sends, shows what comes, stops, and asks again.
+
+import { Answer, button } from "./answer.js";
+import { Turn, state } from "./chat.js";
+import { EXAMPLES } from "./examples.js";
+import { unpoint } from "./pointing.js";
+import { Run } from "./run.js";
+import { chooseSchema, chosen, offer, showChosen } from "./settings.js";
+import { showFigures } from "./stats.js";
+import { ServerError, ask, chunks } from "./stream.js";
+
+const $ = (id) => document.getElementById(id);
+const say = (words) => ($("status").textContent = words);
+
+async function loadModel() {
+  try {
+    const { data } = await (await ask("v1/models", { key: state.key })).json();
+    state.model = data[0];
+    offer(state.model);
+    say("");
+  } catch (error) {
+    if (error.status === 401) askForKey(null);
+    say(error.message);
+  }
+}
+
+// Sending
+
+async function send(content) {
+  if (state.abort || !content.trim()) return;
+  const turn = new Turn(content.trim());
+  state.turns.push(turn);
+  $("turns").append(turn.element);
+  $("welcome").hidden = true;
+  $("new").disabled = false;
+  $("prompt").value = "";
+  await answer(turn);
+}
+
+const as = (role, content) => ({ role, content });
+
+/** Let the model answer a turn, from what is set now. */
+async function answer(turn) {
+  turn.forget(0);
+  const retry = () => answer(turn);
+  const before = state.turns.slice(0, state.turns.indexOf(turn)).filter((other) => other.text);
+  const messages = before.flatMap((other) => [as("user", other.content), as("assistant", other.text)]);
+  messages.push(as("user", turn.content));
+  if ($("system").value.trim()) messages.unshift(as("system", $("system").value.trim()));
+  try {
+    if (!state.model) await loadModel();
+    const asked = { model: state.model?.id, messages, ...chosen() };
+    const run = await write(turn, asked, retry);
+    const words = run?.isPlain ? "Again with guessing" : "Again without guessing";
+    if (run && $("drafter").options.length > 1) turn.offerAgain(words, () => again(turn));
+    follow(isBelow());
+  } catch (error) {
+    turn.fail(error.message, retry);
+  }
+}
+
+/** The same request with guesses if the first was without, and without if it was with. */
+async function again(turn) {
+  turn.forget(1);
+  const { num_speculative_tokens, ...others } = turn.answers[0].run.request;
+  const asked = num_speculative_tokens === 0 ? others : { ...others, num_speculative_tokens: 0 };
+  if (await write(turn, asked, () => again(turn))) {
+    say(turn.compare());
+    follow(true);
+  } else if (!turn.after.hasChildNodes()) turn.offerAgain("Once more", () => again(turn));
+}
+
+/** Stream one answer into a turn; the run if it came to its end. */
+async function write(turn, asked, retry) {
+  const run = new Run(asked), shown = new Answer(run), abort = new AbortController();
+  turn.add(shown);
+  setBusy(abort);
+  showFigures(run);
+  follow(true);
+  say(`${run.title}: answering.`);
+  const body = { ...asked, stream: true, stream_options: { include_usage: true, include_drafts: true } };
+  try {
+    const response = await ask("v1/chat/completions", { body, key: state.key, signal: abort.signal });
+    for await (const chunk of chunks(response)) {
+      const wasBelow = isBelow();
+      run.take(chunk);
+      shown.draw();
+      showFigures(run);
+      $("struck-out").hidden &&= !run.tokens.some((token) => token.kind === "rejected");
+      follow(wasBelow);
+    }
+    say(`Answered: ${shown.note.textContent || "no text"}.`);
+    return run;
+  } catch (error) {
+    failed(error, turn, shown, retry);
+    return null;
+  } finally {
+    setBusy(null);
+    follow(isBelow());
+  }
+}
+
+function failed(error, turn, shown, retry) {
+  shown.element.hidden = !shown.run.text;
+  if (error.name === "AbortError") {
+    say("Stopped.");
+    shown.note.textContent += " · stopped";
+    return;
+  }
+  if (!(error instanceof ServerError)) console.error(error);
+  turn.fail(error.message, retry);
+  say("");
+  if (error.status === 401) askForKey(retry);
+}
+
+function setBusy(abort) {
+  state.abort = abort;
+  $("send").hidden = Boolean(abort);
+  $("stop").hidden = !abort;
+  for (const element of document.querySelectorAll(".actions button, #examples button")) element.disabled = Boolean(abort);
+}
+
+function askForKey(retry) {
+  state.afterKey = retry ?? state.afterKey;
+  $("key-form").hidden = false;
+  $("key").focus();
+}
+
+// Keeping the end in view: the conversation scrolls, or on narrow screens the page
+
+const scroller = () => (getComputedStyle($("talk")).overflowY === "auto" ? $("talk") : document.scrollingElement);
+const isBelow = (box = scroller()) => box.scrollHeight - box.scrollTop - box.clientHeight < 120;
+const follow = (yes) => yes && (scroller().scrollTop = scroller().scrollHeight);
+
+// The composer, the settings and the rest
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send($("prompt").value);
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send($("prompt").value);
+});
+$("stop").addEventListener("click", () => {
+  state.abort?.abort();
+  $("prompt").focus();
+});
+$("new").addEventListener("click", () => {
+  state.abort?.abort();
+  unpoint();
+  Object.assign(state, { turns: [], afterKey: null });
+  $("turns").replaceChildren();
+  $("welcome").hidden = false;
+  $("new").disabled = true;
+  showFigures(null);
+  $("prompt").focus();
+});
+$("key-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  state.key = $("key").value;
+  $("key").value = "";
+  $("key-form").hidden = true;
+  await loadModel();
+  if (!$("key-form").hidden) return;
+  const retry = state.afterKey;
+  state.afterKey = null;
+  $("prompt").focus();
+  retry?.();
+});
+$("settings").addEventListener("change", showChosen);
+$("show-rejected").addEventListener("change", ({ target }) => {
+  document.body.classList.toggle("no-rejected", !target.checked);
+});
+$("theme").addEventListener("click", () => {
+  const { dataset } = document.documentElement;
+  dataset.theme = (dataset.theme ?? system()) === "dark" ? "light" : "dark";
+});
+const system = () => (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+$("settings").open = matchMedia("(min-width: 901px)").matches;
+$("examples").append(...EXAMPLES.map(([name, prompt, schema]) => button(name, () => {
+  chooseSchema(schema && state.model?.structured_output ? schema : null);
+  send(prompt);
+})));
+loadModel();

@@ -1,0 +1,70 @@
+// Pointing at a token, by pointer or arrow keys: what is known of it, and where it was copied from.
+
+import { state } from "./chat.js";
+import { hideOrigin, showOrigin } from "./origins.js";
+import { showFigures } from "./stats.js";
+
+const $ = (id) => document.getElementById(id);
+let pointed = null; // {span, shown}: a token and its answer
+
+/** The turn and the answer that an element is in. */
+function place(element) {
+  const turn = state.turns.find((one) => one.element.contains(element));
+  return { turn, shown: turn?.answers.find((one) => one.element.contains(element)) };
+}
+
+function point(span) {
+  unpoint();
+  const { turn, shown } = place(span), token = shown?.places.get(span);
+  if (!token) return;
+  pointed = { span, shown };
+  span.classList.add("pointed");
+  $("tip").textContent = shown.tip(span);
+  $("tip").hidden = false;
+  placeTip(span.getClientRects()[0]);
+  if (token.kind !== "copied") return;
+  showOrigin(shown, shown.stretch(token), messagesOf(turn, shown), state.key, () => pointed?.span === span);
+}
+
+function placeTip(box) {
+  const { style, offsetWidth: width, offsetHeight: height } = $("tip");
+  style.left = `${Math.max(8, Math.min(box.left, innerWidth - width - 8))}px`;
+  style.top = `${box.top < height + 16 ? box.bottom + 8 : box.top - height - 8}px`;
+}
+
+/** The messages that an answer's request had, with the elements that show them. */
+function messagesOf(turn, shown) {
+  const before = state.turns.slice(0, state.turns.indexOf(turn));
+  const elements = before.flatMap((other) => [[other.content, other.said], [other.text, other.answers[0]?.text]]);
+  const found = new Map([...elements, [turn.content, turn.said]]);
+  return shown.run.request.messages.map(({ content }) => ({ content, element: found.get(content) }));
+}
+
+export function unpoint() {
+  pointed?.span.classList.remove("pointed");
+  pointed = null;
+  $("tip").hidden = true;
+  hideOrigin();
+}
+
+$("turns").addEventListener("pointermove", ({ target }) => {
+  if (target !== pointed?.span) point(target.closest(".t")); // not text that comes under a resting pointer
+});
+$("turns").addEventListener("pointerleave", unpoint);
+$("turns").addEventListener("focusout", unpoint);
+$("turns").addEventListener("keydown", (event) => {
+  const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key], { shown } = place(event.target);
+  if (event.key === "Escape") unpoint();
+  if (!by || event.target !== shown?.text) return;
+  event.preventDefault();
+  const span = shown.next(pointed?.shown === shown ? pointed.span : null, by);
+  span?.scrollIntoView({ block: "nearest" });
+  point(span);
+  if (span) $("status").textContent = `${span.textContent}: ${$("tip").textContent}`;
+});
+$("turns").addEventListener("click", (event) => {
+  const { shown } = place(event.target);
+  if (shown) showFigures(shown.run);
+  point(event.target.closest(".t")); // a finger does not move before
+});
+addEventListener("scroll", () => pointed && placeTip(pointed.span.getClientRects()[0]), { passive: true, capture: true });

@@ -1,0 +1,351 @@
+"""What clients do to a server, and what happens within it: afterwards nobody holds a row or a block, and the
+next request is answered. `Served.gate` stops the engine, so that nothing here depends on how fast it is."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.drive import MODES, assert_idle
+from tests.nanospec.serve.conftest import Served, serving
+from tests.nanospec.test_llm import ALPHABET, after, folder, make
+
+__all__ = ["folder"]
+LONG = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 60, "ignore_eos": True, "n": 2}
+SHORT = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 5}
+
+
+@pytest.fixture(params=["plain", "as-on-gpu"])
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    """A server for this test alone, with short limits and little room."""
+    llm = make(folder, **MODES[request.param])
+    limits = {"max_queue": 12, "read_timeout": 0.4, "write_timeout": 0.5, "request_timeout": 5.0}
+    with serving(llm, **limits) as served:
+        yield served
+        served.settle()
+        given = served.post("/v1/completions", SHORT)
+        assert given.json()["choices"][0]["text"] == ALPHABET[4:9]
+
+
+def raw(body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> bytes:
+    """A request as it is on the wire."""
+    import json
+
+    data = json.dumps(body).encode()
+    fields = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))} | headers
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    return "\r\n".join(lines).encode() + data
+
+
+def reset(connection: socket.socket) -> None:
+    """Close it as a process does that is killed."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["closes", "resets"])
+def test_a_client_that_goes_away_frees_its_blocks_before_the_next_step(
+    server: Served, stream: bool, leave: Any
+) -> None:
+    engine = server.llm.engine
+    steps: list[int] = []
+    step = engine.step
+
+    def counted() -> Any:
+        steps.append(len(engine.scheduler.running))
+        found = step()
+        if len(steps) == 1:
+            server.gate.clear()
+        return found
+
+    engine.step = counted  # type: ignore[method-assign]
+    connection = server.connect()
+    connection.sendall(raw({**LONG, "stream": stream}))
+    server.wait_until(lambda: not server.gate.is_set())
+    assert engine.scheduler.running
+    leave(connection)
+    server.wait_until(lambda: not server.app.engine.num_outputs)
+    before = len(steps)
+    engine.step = step  # type: ignore[method-assign]
+    server.settle()
+    assert len(steps) - before <= 1  # the one that was under way
+    assert engine.metrics.num_aborted == 2
+
+
+def test_storms_of_clients_that_leave_at_any_time(server: Served) -> None:
+    chance = random.Random(3)
+
+    def visit(i: int) -> None:
+        connection = server.connect()
+        data = raw({**LONG, "stream": bool(i % 2), "n": 1 + i % 3})
+        connection.sendall(data[: chance.choice([len(data), len(data), 30, len(data) - 3])])
+        time.sleep(chance.choice([0, 0, 0.002, 0.02]))
+        (reset if i % 3 else socket.socket.close)(connection)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(visit, range(120)))
+    server.settle()
+
+
+def test_half_open_connections_are_closed(server: Served) -> None:
+    starts = [b"", b"GET", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n", raw(LONG)[:-20]]
+    connections = [server.connect() for _ in starts]
+    for connection, start in zip(connections, starts):
+        connection.sendall(start)
+    dripping = server.connect()  # a byte now and then does not help
+    end = time.monotonic() + 8
+    with pytest.raises(OSError):
+        while time.monotonic() < end:
+            dripping.sendall(b"G")
+            time.sleep(0.05)
+    for connection in connections:
+        connection.settimeout(8)
+        try:
+            answer = connection.recv(1000)
+        except ConnectionResetError:
+            answer = b""
+        assert answer == b"" or b" 408 " in answer
+        connection.close()
+
+
+def test_a_connection_may_be_used_again_and_again(server: Served) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(3):
+            assert client.post("/v1/completions", json=SHORT).status_code == 200
+            time.sleep(0.5)  # longer than a request may take to be sent
+
+
+def test_a_slow_reader_is_cut_off_and_delays_nobody(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    connection.connect((server.host, server.port))
+    logprobs = {"logprobs": 20, "n": 4, "max_tokens": 80}
+    chunks = {"stream": True, "stream_options": {"include_drafts": True}}
+    body = {**LONG, **logprobs, **chunks}
+    for _ in range(40):  # more than the buffers of two sockets hold
+        connection.sendall(raw(body))
+    given = server.post("/v1/completions", SHORT)
+    assert given.status_code == 200
+    server.wait_until(lambda: not server.app.engine.num_outputs)
+    server.wait_until(lambda: not server.server.server_state.connections - {None}, 20)
+    connection.close()
+
+
+def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
+    server.gate.clear()
+    room = server.app.engine.most
+    assert room == 4 + 12
+
+    def ask(n: int) -> httpx.Response:
+        return server.post("/v1/completions", {**SHORT, "n": n})
+
+    with ThreadPoolExecutor(4) as pool:
+        accepted = [pool.submit(ask, 5) for _ in range(3)]
+        server.wait_until(lambda: server.app.engine.num_outputs == 15)
+        refused = ask(2)
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        last = pool.submit(ask, 1)  # fits
+        server.wait_until(lambda: server.app.engine.num_outputs == 16)
+        server.gate.set()
+        for future in [*accepted, last]:
+            response = future.result()
+            assert {choice["text"] for choice in response.json()["choices"]} == {ALPHABET[4:9]}
+
+
+def test_a_request_may_not_take_for_ever(server: Served) -> None:
+    object.__setattr__(server.app.config, "request_timeout", 0.3)
+    server.gate.clear()
+    given = server.post("/v1/completions", LONG)
+    assert given.status_code == 504
+    assert given.json()["error"]["type"] == "timeout_error"
+    streamed = server.post("/v1/completions", {**LONG, "stream": True})
+    assert streamed.status_code == 200
+    assert "longer than the server allows" in streamed.text
+    assert "[DONE]" not in streamed.text
+
+
+@pytest.mark.parametrize("where", ["step", "fetch", "prefill", "admit"])
+def test_an_exception_in_a_step_ends_what_runs_and_nothing_else(server: Served, where: str) -> None:
+    worker = server.llm.engine.worker
+    own, calls = getattr(worker, where), []
+
+    def failing(*values: Any, **named: Any) -> Any:
+        calls.append(where)
+        if len(calls) == 2:
+            raise RuntimeError("a cosmic ray")
+        return own(*values, **named)
+
+    server.gate.clear()
+    with ThreadPoolExecutor(6) as pool:
+        asked = [{**LONG, "stream": i % 2 == 1, "prompt": after("abcd") + "x" * i} for i in range(6)]
+        found = [pool.submit(server.post, "/v1/completions", body) for body in asked]
+        server.wait_until(lambda: server.app.engine.num_outputs == 12)
+        setattr(worker, where, failing)
+        server.gate.set()
+        responses = [future.result() for future in found]
+    assert len(calls) >= 2
+    failed = [r for r in responses if "engine failed" in r.text]
+    assert failed
+    for response in responses:
+        if response.headers["content-type"].startswith("text/event-stream"):
+            assert ("[DONE]" in response.text) == (response not in failed)
+        else:
+            assert response.status_code == (500 if response in failed else 200)
+    setattr(worker, where, own)
+    assert server.get("/health").status_code == 200
+    server.settle()
+
+
+def test_an_engine_that_always_fails_is_unhealthy(server: Served) -> None:
+    worker = server.llm.engine.worker
+    prefill = worker.prefill
+
+    def broken(*values: Any) -> Any:
+        raise RuntimeError("broken")
+
+    worker.prefill = broken  # type: ignore[method-assign]
+    for _ in range(3):
+        assert server.get("/health").status_code == 200
+        assert server.post("/v1/completions", SHORT).status_code == 500
+    health = server.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "failed"})
+    worker.prefill = prefill  # type: ignore[method-assign]
+    assert server.post("/v1/completions", SHORT).status_code == 200
+    assert server.get("/health").status_code == 200
+
+
+def test_large_bodies_are_not_read(server: Served) -> None:
+    object.__setattr__(server.app.config, "max_body", 10_000)
+    assert server.post("/v1/completions", {"prompt": "a" * 20_000}).status_code == 413
+
+    def drip() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 1000
+
+    try:
+        chunked = httpx.post(
+            f"{server.url}/v1/completions", content=drip(), headers={"content-type": "application/json"}
+        )
+        assert chunked.status_code == 413
+    except (httpx.WriteError, httpx.ReadError):
+        pass  # it was cut off
+    lying = server.connect()
+    lying.sendall(raw(SHORT, **{"content-length": str(10**15)}))
+    assert b" 413 " in lying.recv(1000)
+    lying.close()
+
+
+def test_what_is_no_http(server: Served) -> None:
+    for data in (b"\x16\x03\x01\x02\x00\x01\x00\xfc", b"hello\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"A" * 200_000):
+        connection = server.connect()
+        try:
+            connection.sendall(data)
+            answer = connection.recv(1000)
+        except ConnectionError:
+            answer = b""
+        assert answer == b"" or b" 400 " in answer or b" 40" in answer
+        connection.close()
+
+
+def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new(server: Served) -> None:
+    server.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.post, "/v1/completions", SHORT)
+        streaming = pool.submit(server.post, "/v1/completions", {**SHORT, "stream": True})
+        server.wait_until(lambda: server.app.engine.num_outputs == 2)
+        server.app.draining = True
+        refused = server.post("/v1/completions", SHORT)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert server.get("/health").json() == {"status": "draining"}
+        server.gate.set()
+        assert running.result().json()["choices"][0]["text"] == ALPHABET[4:9]
+        assert "[DONE]" in streaming.result().text
+    server.app.draining = False
+
+
+SCRIPT = """
+import asyncio, sys, time
+from nanospec import LLM
+from nanospec.serve.app import App
+from nanospec.serve.command import run
+from nanospec.serve.settings import ServeConfig
+llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_model_len=128)
+step = llm.engine.step
+def slow():
+    time.sleep(0.02)
+    return step()
+llm.engine.step = slow
+app = App(llm, ServeConfig(port=int(sys.argv[2]), drain_timeout=float(sys.argv[3])), "m")
+code = asyncio.run(run(app))
+pool = llm.engine.scheduler.pool
+print("free", pool.num_free == pool.num_blocks, flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "signals"), [(20, 1), (0.1, 1), (20, 2)])
+def test_sigterm_under_load(folder: Path, seconds: float, signals: int) -> None:
+    """With time to drain all that was accepted is answered in full; without, and told twice, it ends at once."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), str(port), str(seconds)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ,
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            try:
+                httpx.get(url + "/health")
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        results: list[Any] = []
+
+        def ask() -> None:
+            body = {**LONG, "prompt": after("abcd"), "num_speculative_tokens": 0, "max_tokens": 40}
+            try:
+                results.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+            except httpx.HTTPError as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        if signals == 1 and seconds > 1:
+            assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 503
+        for thread in threads:
+            thread.join(30)
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "free True\n"
+        if signals == 1 and seconds > 1:
+            assert [len(r.json()["choices"]) for r in results] == [2, 2, 2]
+            assert all(c["finish_reason"] == "length" for r in results for c in r.json()["choices"])
+        else:
+            assert any(isinstance(r, Exception) or r.status_code == 503 for r in results)
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,153 @@
+"""Many clients at once: everybody gets what they would get alone, and the figures add up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanospec import LLM, SamplingParams
+from tests.drive import MODES
+from tests.nanospec.serve.conftest import MODEL, Served, serving
+from tests.nanospec.serve.test_api import events
+from tests.nanospec.test_llm import ALPHABET, after, folder, make
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(params=[("plain", None), ("as-on-gpu", None), ("plain", 200), ("plain", "traced")], ids=str)
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    """Also with so little memory that requests have to make room for each other, and traced."""
+    mode, memory = request.param
+    options: dict[str, Any] = {**MODES[mode], "max_num_batched_tokens": 32}
+    if memory == "traced":
+        options["trace"] = True
+    elif memory:
+        options["kv_cache_memory"] = little(folder)
+    with serving(make(folder, **options)) as served:
+        yield served
+
+
+def little(folder: Path) -> int:
+    """Bytes for some 1.5 outputs of full length."""
+    llm = make(folder)
+    return int(llm.engine.worker.kv_cache.nbytes / llm.engine.worker.num_blocks * 12)
+
+
+def ask(i: int) -> dict[str, Any]:
+    """A request with a seed of its own."""
+    chance = random.Random(i)
+    body: dict[str, Any] = {
+        "prompt": after(ALPHABET[: 1 + i % 20]), "temperature": chance.choice([0, 25]), "seed": i,
+        "max_tokens": chance.randint(1, 60), "n": chance.choice([1, 1, 2]), "ignore_eos": i % 3 == 0,
+        "top_p": chance.choice([1, 0.9]), "num_speculative_tokens": chance.choice([None, None, 0, 2]),
+    }  # fmt: skip
+    if i % 5 == 0:
+        body["stop"] = ["p"]
+    return body
+
+
+def test_outputs_under_load_are_those_of_the_same_seeds_offline(server: Served, offline: LLM) -> None:
+    def one(i: int) -> list[str]:
+        body = ask(i)
+        if i % 2:
+            given = server.post("/v1/completions", body).json()
+            return [choice["text"] for choice in given["choices"]]
+        texts = [""] * body["n"]
+        for chunk in events(server.post("/v1/completions", {**body, "stream": True}).text)[:-1]:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+        return texts
+
+    with ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(one, range(48)))
+    for i, texts in enumerate(found):
+        body = ask(i)
+        [expected] = offline.generate(body.pop("prompt"), SamplingParams(**body))
+        assert texts == [done.text for done in expected.outputs], i
+
+
+def metrics_of(server: Served) -> dict[tuple[str, ...], float]:
+    """Values by name and further labels."""
+    found = {}
+    for family in text_string_to_metric_families(server.get("/metrics").text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            assert sample.labels["model_name"] == MODEL
+            found[(sample.name.removeprefix("nanospec:"), *labels.values())] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+def test_metrics_add_up(folder: Path, mode: str) -> None:
+    with serving(make(folder, **MODES[mode]), max_queue=0) as server:
+        before = metrics_of(server)
+        assert before["time_to_first_token_seconds_count",] == 0
+        bodies = [{**ask(i), "n": 1, "stream": i % 2 == 0} for i in range(12)]
+        for body in bodies:
+            assert server.post("/v1/completions", body).status_code == 200
+        assert server.post("/v1/completions", {**bodies[0], "n": 5}).status_code == 429
+        server.gate.clear()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, "/v1/completions", {**bodies[1], "n": 3, "max_tokens": 9})
+            server.wait_until(lambda: server.app.engine.num_outputs == 3)
+            server.gate.set()
+            running.result()
+        server.settle()
+        found, spec = metrics_of(server), server.llm.engine.metrics.spec
+    assert found["request_success_total", "length"] + found["request_success_total", "stop"] == 15
+    assert found["requests_refused_total",] == 1
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert found[f"{name}_seconds_count",] == 15
+    assert found["generation_tokens_total",] == spec.num_tokens == found["request_generation_tokens_sum",]
+    assert found["spec_decode_num_draft_tokens_total",] == spec.num_drafted
+    assert found["spec_decode_num_accepted_tokens_by_drafter_total", "ngram"] == spec.num_accepted > 0
+    by_k = {int(key[1]): n for key, n in found.items() if key[0] == "spec_decode_steps_by_k_total"}
+    assert sum(by_k.values()) == spec.num_steps
+    assert sum(k * n for k, n in by_k.items()) == spec.num_drafted
+    by_place = [n for key, n in found.items() if key[0] == "spec_decode_num_accepted_tokens_per_pos_total"]
+    assert sum(by_place) == spec.num_accepted
+    assert found["prefix_cache_hits_total",] > 0
+    assert found["prefix_cache_queries_total",] > found["prefix_cache_hits_total",]
+    assert found["num_requests_running",] == found["num_requests_waiting",] == found["kv_cache_usage_perc",] == 0
+    assert found["stage_seconds_total", "forward"] > 0 or mode != "plain"
+    buckets = [n for key, n in found.items() if key[0] == "steps_by_bucket_total"]
+    assert sum(buckets) == (found["steps_total",] if mode == "as-on-gpu" else 0)
+
+
+def test_rows_and_waiting_outputs_are_shown_while_they_run(folder: Path) -> None:
+    with serving(make(folder), max_queue=8) as server:
+        engine, shown = server.llm.engine, []
+        step = engine.step
+
+        def looking() -> Any:
+            found = step()
+            collected = {m.name: m.samples[0].value for m in server.app.metrics._collector._collect() if m.samples}
+            shown.append(collected)
+            return found
+
+        engine.step = looking  # type: ignore[method-assign]
+        server.post("/v1/completions", {"prompt": after("a"), "n": 9, "max_tokens": 20})
+        engine.step = step  # type: ignore[method-assign]
+    assert max(each["nanospec:num_requests_running"] for each in shown) == 4
+    assert max(each["nanospec:num_requests_waiting"] for each in shown) == 5
+    assert max(each["nanospec:kv_cache_usage_perc"] for each in shown) > 0
+
+
+def test_rejected_guesses_are_told_by_a_traced_engine(folder: Path) -> None:
+    with serving(make(folder, trace=True)) as server:
+        body = {
+            "prompt": "abcabdabcabd", "max_tokens": 30, "temperature": 30, "seed": 4, "stream": True,
+            "stream_options": {"include_drafts": True, "include_usage": True},
+        }  # fmt: skip
+        chunks = events(server.post("/v1/completions", body).text)[:-1]
+    told = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
+    usage = chunks[-1]["usage"]["speculation"]
+    rejected = [text for each in told for text in each["rejected"]]
+    assert len(rejected) == usage["num_drafted"] - usage["num_accepted"] > 0
+    assert all(set(text) <= set(ALPHABET + "<e>!\ufffd") for text in rejected)
