@@ -3,8 +3,9 @@
 Running requests that are prefilled all decode in every step. What is left of the token budget goes
 to prompts, first come first served and in chunks, so that a long prompt never stalls a running
 request for longer than one chunk. A prompt that is not done with what is left takes half of it if others
-come behind: so a short one's first token does not wait for a long one's end. When blocks run out, the latest request to arrive is preempted: it
-gives its blocks back and later computes its K/V anew (mostly from the prefix cache).
+can follow, so that a short one's first token does not wait for a long one's end. When blocks run out, the
+latest request to arrive is preempted: it gives its blocks back and later computes its K/V anew (mostly from
+the prefix cache).
 
 A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within
 one forward pass all K/V of a layer are written before they are read, so a request scheduled behind it

@@ -30,8 +30,8 @@ def test_everything_is_there_and_nothing_else(wheel: dict[str, bytes]) -> None:
     assert "nanospec/kernels/batch.py" in sources
     assert sources <= wheel.keys()
     assert {"nanospec/py.typed", "nanospec/heads/smollm2-135m-instruct.safetensors"} <= wheel.keys()
-    page = (ROOT / "nanospec" / "tracing" / "page").iterdir()
-    assert {f"nanospec/tracing/page/{path.name}" for path in page} <= wheel.keys()
+    pages = [path for part in ("tracing", "serve") for path in (ROOT / "nanospec" / part / "page").iterdir()]
+    assert {str(path.relative_to(ROOT)) for path in pages} <= wheel.keys()
     assert {name.split("/")[0].split("-")[0] for name in wheel} == {"nanospec"}
     assert all(name in sources or not name.endswith(".py") for name in wheel)
 

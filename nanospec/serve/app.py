@@ -15,23 +15,23 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ..checks import as_token_id
 from ..llm import LLM
-from .answers import Answer, event
+from .answers import Answer
 from .errors import HTTPError
 from .gate import Gate
 from .logs import log
-from .loop import EngineFailed, EngineLoop, QueueFull, TooSlow
+from .loop import EngineLoop, QueueFull
 from .metrics import ServerMetrics
 from .openai_format import CHAT, COMPLETIONS
 from .requests import chat_prompt, read_json, read_request
+from .sending import Answering
 from .settings import ServeConfig
 
 T = TypeVar("T")
 READERS = 2  # threads that read requests: templates and tokenizers take their time
-LOOK = 5.0  # seconds between looks at whether a client still reads
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
@@ -192,91 +192,6 @@ class App:
         headers = {"content-security-policy": POLICY, "x-content-type-options": "nosniff"}
         headers |= {"referrer-policy": "no-referrer", "x-frame-options": "DENY", "cache-control": "no-cache"}
         return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=headers)
-
-
-class Answering(Response):
-    """An answer under way. When its client goes away, or leaves unread what was sent, its outputs end."""
-
-    def __init__(self, config: ServeConfig, answer: Answer, facts: dict[str, Any]) -> None:
-        self.config, self.answer, self.facts = config, answer, facts
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._sending_since: float | None = None
-        write = self._stream if self.answer.asked.streams else self._whole
-        sending = asyncio.ensure_future(write(scope, receive, send))
-        gone = asyncio.ensure_future(_until_gone(receive))
-        try:
-            why = await self._watch(sending, gone)
-            if why is not None:
-                self.facts["ended_by"] = why
-                scope["state"].get("abort", lambda: None)()
-        finally:
-            self.answer.job.abort()
-            for task in (sending, gone):
-                task.cancel()
-            self._tell()
-
-    async def _watch(self, sending: asyncio.Future[None], gone: asyncio.Future[None]) -> str | None:
-        """Wait for the answer to have been sent; why not, if it is not to be."""
-        end, most = time.monotonic() + self.config.request_timeout, min(LOOK, self.config.write_timeout)
-        while not sending.done():
-            left = max(min(end - time.monotonic(), most), 0.0)
-            await asyncio.wait({sending, gone}, timeout=left, return_when="FIRST_COMPLETED")
-            now, since = time.monotonic(), self._sending_since
-            if gone.done() and not sending.done():
-                return "client gone"
-            if since is not None and now - since > self.config.write_timeout:
-                return "client does not read"
-            if now > end:
-                self.answer.job.put(TooSlow())
-                end = float("inf")
-        sending.result()
-        return None
-
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await self.answer.whole()
-            error = self.answer.error
-            response = HTTPError(500, error).response() if error else JSONResponse(body)
-        except EngineFailed as failure:
-            response = HTTPError(failure.status, str(failure)).response()
-        await response(scope, receive, send)
-
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def body(data: bytes, more_body: bool = True) -> None:
-            self._sending_since = time.monotonic()
-            await send({"type": "http.response.body", "body": data, "more_body": more_body})
-            self._sending_since = None
-
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        failure: HTTPError | None = None
-        try:
-            async for data in self.answer.events():
-                await body(data)
-            if self.answer.error:
-                failure = HTTPError(500, self.answer.error)
-        except EngineFailed as error:
-            failure = HTTPError(error.status, str(error))
-        if failure:
-            await body(event(failure.body()))
-        await body(b"", more_body=False)
-
-    def _tell(self) -> None:
-        """For the log: what was asked and given; never a text."""
-        done = self.answer.done
-        self.facts["prompt_tokens"] = self.answer.asked.num_prompt_tokens
-        if done:
-            usage = self.answer.usage()
-            self.facts["completion_tokens"] = usage["completion_tokens"]
-            self.facts["tokens_per_step"] = round(usage["speculation"]["tokens_per_step"], 2)
-            self.facts["first_token_ms"] = round(min(each.first_token_seconds for each in done) * 1e3, 1)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _guarded(function: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

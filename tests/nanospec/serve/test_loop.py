@@ -79,7 +79,8 @@ def metrics_of(server: Served) -> dict[tuple[str, ...], float]:
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
             assert sample.labels["model_name"] == MODEL
-            found[(sample.name.removeprefix("nanospec:"), *labels.values())] = sample.value
+            key = (sample.name.removeprefix("nanospec:"), *labels.values())
+            found[key] = sample.value
     return found
 
 
@@ -114,7 +115,8 @@ def test_metrics_add_up(folder: Path, mode: str) -> None:
     assert sum(by_place) == spec.num_accepted
     assert found["prefix_cache_hits_total",] > 0
     assert found["prefix_cache_queries_total",] > found["prefix_cache_hits_total",]
-    assert found["num_requests_running",] == found["num_requests_waiting",] == found["kv_cache_usage_perc",] == 0
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert found[name,] == 0
     assert found["stage_seconds_total", "forward"] > 0 or mode != "plain"
     buckets = [n for key, n in found.items() if key[0] == "steps_by_bucket_total"]
     assert sum(buckets) == (found["steps_total",] if mode == "as-on-gpu" else 0)
@@ -127,8 +129,8 @@ def test_rows_and_waiting_outputs_are_shown_while_they_run(folder: Path) -> None
 
         def looking() -> Any:
             found = step()
-            collected = {m.name: m.samples[0].value for m in server.app.metrics._collector._collect() if m.samples}
-            shown.append(collected)
+            metrics = server.app.metrics._collector._collect()
+            shown.append({metric.name: metric.samples[0].value for metric in metrics if metric.samples})
             return found
 
         engine.step = looking  # type: ignore[method-assign]

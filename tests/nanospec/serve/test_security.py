@@ -41,7 +41,7 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.mark.parametrize("headers", [{}, bearer("wrong-key"), {"authorization": ALICE}, bearer("é")])
 def test_without_a_key_nothing_is_answered(guarded: Served, path: str, headers: dict[str, str]) -> None:
     encoded = {name: value.encode() for name, value in headers.items()}
-    response = guarded.post(path, BODY, headers=encoded)  # type: ignore[arg-type]
+    response = guarded.post(path, BODY, headers=encoded)
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert response.headers["www-authenticate"] == "Bearer"
@@ -116,7 +116,8 @@ def test_a_page_of_another_site_may_not_read_answers(server: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "/etc/passwd", "..\\app.py", "index.html%00", "x.js", ""]
+    "name",
+    ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "/etc/passwd", "..\\app.py", "index.html%00", "x.js", ""],
 )
 def test_only_the_files_of_the_page_are_served(server: Served, name: str) -> None:
     assert server.get(f"/page/{name}").status_code == 404
@@ -134,7 +135,8 @@ def test_a_template_that_takes_long_is_given_up(folder: Path, tmp_path: Path) ->
     import shutil
 
     shutil.copytree(folder, tmp_path / "model")
-    nested = "{% for a in messages %}" * 6 + "{% set x = 1 %}" + "{% endfor %}" * 6 + "{{ messages[0].content }}"
+    loops = "{% for a in messages %}" * 6 + "{% set x = 1 %}" + "{% endfor %}" * 6
+    nested = loops + "{{ messages[0].content }}"
     (tmp_path / "model" / "chat_template.jinja").write_text(nested)
     with serving(make(tmp_path / "model")) as served:
         many = {"messages": [{"role": "user", "content": "a"}] * 60, "max_tokens": 1}
@@ -208,7 +210,8 @@ def test_settings_that_cannot_be(options: dict[str, Any], sentence: str) -> None
 
 @pytest.mark.parametrize(
     ("host", "local"),
-    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("me", False)],
+    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False),
+     ("me", False)],
 )
 def test_what_is_reached_from_this_machine_alone(host: str, local: bool) -> None:
     assert ServeConfig(host=host).is_local is local
