@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,3 +155,16 @@ def test_rejected_guesses_are_told_by_a_traced_engine(folder: Path) -> None:
     rejected = [text for each in told for text in each["rejected"]]
     assert len(rejected) == usage["num_drafted"] - usage["num_accepted"] > 0
     assert all(set(text) <= set(ALPHABET + "<e>!\ufffd") for text in rejected)
+
+
+def test_the_dashboard_asks_for_what_there_is(folder: Path) -> None:
+    dashboard = (Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8")
+    panels = [panel for panel in json.loads(dashboard)["panels"] if panel["type"] != "row"]
+    asked = {target["expr"] for panel in panels for target in panel["targets"]}
+    names = {name for expression in asked for name in re.findall(r"nanospec:\w+", expression)}
+    with serving(make(folder, **MODES["as-on-gpu"])) as server:
+        server.post("/v1/completions", ask(1))
+        there = set(re.findall(r"^nanospec:\w+", server.get("/metrics").text, re.MULTILINE))
+    assert names <= there
+    assert len(names) > 20
+    assert "sum(rate(nanospec:steps_total[$__rate_interval]))" in asked
