@@ -78,9 +78,14 @@ def commit() -> str:
 
 def save(name: str, result: dict[str, Any], out: Path = RESULTS) -> None:
     """Write `out/name.json` and print the result as the last line."""
+    write(name, result, out)
+    print(json.dumps(result))
+
+
+def write(name: str, result: dict[str, Any], out: Path = RESULTS) -> None:
+    """Write `out/name.json`."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Prompts for the comparison on a CPU: real text of the evaluation set, as chat prompts of a model."""
+"""Prompts for the comparisons on a CPU: real text of the evaluation set, as chat prompts of a model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def short_prompts(chat: Encode, count: int) -> list[Prompt]:
     found = list(chain.from_iterable(zip(*fitting)))[:count]
     if len(found) < count:
         raise ValueError(f"The evaluation text has {len(found)} prompts of {SHORT} tokens, not {count}.")
+    return found
+
+
+def served_texts(chat: Encode, count: int) -> list[str]:
+    """User messages, code edits and open questions in turn: one half repeats its input, the other hardly."""
+    kinds = [asked for asked, _ in common.code_edit_pairs(100)], common.spec_bench(80, "chat")
+    fitting = [[text for text in texts if len(chat(text)) <= SHORT[1]] for texts in kinds]
+    found = list(chain.from_iterable(zip(*fitting)))[:count]
+    if len(found) < count:
+        raise ValueError(f"The evaluation text has {len(found)} messages of {SHORT[1]} tokens, not {count}.")
     return found
 
 

@@ -35,15 +35,15 @@ def since_process_start() -> float:
     return uptime - started / os.sysconf("SC_CLK_TCK")
 
 
-def family() -> list[int]:
-    """This process and all that descend from it."""
+def family(first: int | None = None) -> list[int]:
+    """A process, this one if none is named, and all that descend from it."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except OSError:  # it has just ended
             continue
-    found = [os.getpid()]
+    found = [first or os.getpid()]
     for process in found:  # grows while it is read
         found += [child for child, parent in parents.items() if parent == process]
     return found
