@@ -27,6 +27,7 @@ import nanospec
 from nanospec import llm
 from nanospec.cli.options import build_parser, parse
 from nanospec.drafters import base
+from nanospec.serve.command import build_parser as build_server_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("nanospec", "kernels", "bench", "tests", "docs")
@@ -114,8 +115,9 @@ def flags() -> frozenset[str]:
 
 
 def _own_flags() -> Iterator[list[str]]:
-    for action in build_parser(full=True)._actions:
-        yield list(action.option_strings)
+    for parser in (build_parser(full=True), build_server_parser(full=True)):
+        for action in parser._actions:
+            yield list(action.option_strings)
 
 
 @cache

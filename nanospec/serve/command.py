@@ -69,6 +69,8 @@ def build_parser(full: bool = False) -> Parser:
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full or settings is ServeConfig)
     if full:
+        chunk = parser._option_string_actions["--max-num-batched-tokens"]
+        chunk.help = str(chunk.help).replace(f"{EngineConfig.max_num_batched_tokens})", f"{CHUNK})")
         add_further(parser, sampling=False)
     return parser
 

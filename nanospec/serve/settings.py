@@ -39,7 +39,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = limited(8000, 0, 65535)
     api_key: Sequence[str] = ()
-    served_model_name: str = ""
+    served_model_name: str | None = None
     max_queue: int = limited(256, 0)
     max_n: int = limited(16, 1, 1024)
     max_stop: int = limited(16, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -318,3 +320,17 @@ def test_every_answer_has_an_id(server: Served) -> None:
     assert server.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
     given = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"})
     assert given.json()["id"] == "mine"
+
+
+def test_the_example_of_the_documents(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    changes = {"http://localhost:8000": server.url, "smollm2-135m-instruct": MODEL}
+    changes |= {"Name three colours, then name them again.": PROMPT}
+    for theirs, ours in changes.items():
+        assert theirs in example
+        example = example.replace(theirs, ours)
+    exec(example, {})
+    printed = capsys.readouterr().out
+    assert printed.startswith(ALPHABET[4:])
+    assert "'tokens_per_step': " in printed
