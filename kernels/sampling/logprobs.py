@@ -58,7 +58,8 @@ def logprobs(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Log
 def naive(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     x = logits[index.long()].float()
     chosen = x.gather(1, tokens.long().clamp(min=0)[:, None])
-    total = x.logsumexp(-1, keepdim=True)
+    # PyTorch splits a single row among threads, and several by row: the same sums in two orders.
+    total = (x.repeat(2, 1) if len(x) == 1 else x).logsumexp(-1, keepdim=True)[: len(x)]
     top_ids = _largest(x, num_top)
     top = x.gather(1, top_ids)
     rank = (x > chosen).sum(1) + 1

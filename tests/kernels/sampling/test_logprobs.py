@@ -72,3 +72,20 @@ def test_kernel_refuses_too_many() -> None:
     zero = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="exceed the limit of 5"):
         logprobs.launch(torch.zeros(1, 5), zero, zero, 6)
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    """With two threads PyTorch adds a single row up in two halves."""
+    generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
+    logits = (torch.randn(24, 49152, generator=generator) * 3).bfloat16()
+    rows, tokens = torch.arange(24), torch.arange(24) * 100
+    torch.set_num_threads(2)
+    try:
+        together = logprobs.naive(logits, rows, tokens, 2)
+        for n in (1, 2, 7):
+            parts = [logprobs.naive(logits, rows[i : i + n], tokens[i : i + n], 2) for i in range(0, 24, n)]
+            for name in ("own", "top"):
+                joined = torch.cat([getattr(part, name) for part in parts])
+                assert torch.equal(joined, getattr(together, name))
+    finally:
+        torch.set_num_threads(before)

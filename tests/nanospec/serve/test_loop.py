@@ -168,3 +168,30 @@ def test_the_dashboard_asks_for_what_there_is(folder: Path) -> None:
     assert names <= there
     assert len(names) > 20
     assert "sum(rate(nanospec:steps_total[$__rate_interval]))" in asked
+
+
+def test_the_real_model_in_bf16_says_under_load_what_it_says_alone(smollm2: Path) -> None:
+    """To the bit: log-probabilities too. Requests come while others run, greedy and drawn, with guesses."""
+
+    def body(i: int) -> dict[str, Any]:
+        text = f"def f{i}(x):\n    return x + {i}\n\ndef g{i}(x):\n    return x - {i}\n\n" * (1 + i % 3)
+        drawn = {"temperature": 0.7, "top_p": 0.9} if i % 2 else {"temperature": 0}
+        return {"prompt": text, "seed": i, "max_tokens": 8 + 4 * (i % 4), "logprobs": 2, **drawn}
+
+    llm = LLM(smollm2, max_num_seqs=6, max_model_len=512, max_num_batched_tokens=64)
+    found: dict[int, Any] = {}
+    with serving(llm) as server, ThreadPoolExecutor(6) as pool:
+
+        def ask_for(i: int) -> None:
+            found[i] = server.post("/v1/completions", body(i)).json()["choices"][0]
+
+        list(pool.map(ask_for, range(9)))
+    guessed = 0
+    for i, choice in found.items():
+        asked = body(i)
+        [alone] = llm.generate(asked.pop("prompt"), SamplingParams(**asked))
+        assert choice["text"] == alone.text
+        own = [at[token].logprob for token, at in zip(alone.token_ids, alone.logprobs)]
+        assert choice["logprobs"]["token_logprobs"] == own
+        guessed += alone.stats.num_accepted
+    assert guessed > 10
