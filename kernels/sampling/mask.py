@@ -4,8 +4,8 @@
     allowed  [M, W] int32 masks: bit i % 32 of word i // 32 says whether token i may come
     at       [T] int32    which mask counts for each row of logits; -1: none, and the row is left alone
 
-Tokens for which a mask has no bit are barred. What is allowed keeps its logit to the bit, so that a row of the
-result depends on nothing but its own logits and mask.
+Tokens for which a mask has no bit are barred. What is allowed keeps its logit to the bit, so that a row of
+the result depends on nothing but its own logits and mask.
 
 Kernel: one program per row and 4096 tokens; it reads no logits, and writes those that are barred. On a CPU
 `native` does so in C++ (`native/mask.cpp`).
