@@ -56,9 +56,9 @@ def forgiving(settings: type[T]) -> type[T]:
     @wraps(make)
     def init(self: Any, *values: Any, **named: Any) -> None:
         if named.keys() - names:
-            from .vllm_names import FOREIGN_SAMPLING, known_alone
+            from .vllm_names import sampling_in_our_words
 
-            named = known_alone(named, settings, FOREIGN_SAMPLING)
+            named = sampling_in_our_words(named, settings)
         make(self, *values, **named)
 
     settings.__init__ = init  # type: ignore

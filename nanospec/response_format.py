@@ -28,6 +28,8 @@ def checked(asked: Any) -> dict[str, Any] | None:
     """A copy of what was asked, None for any text. Raises ValueError with a sentence."""
     if asked is None:
         return None
+    if isinstance(asked, Mapping):
+        _check_size(asked)  # first, as messages show what was asked
     if not isinstance(asked, Mapping) or asked.get("type") not in TYPES:
         types = ", ".join(map(repr, TYPES))
         raise ValueError(f"response_format={_short(asked)} must be an object whose 'type' is one of {types}.")
@@ -36,7 +38,6 @@ def checked(asked: Any) -> dict[str, Any] | None:
     if found.keys() != ({"type"} if kind in BARE else {"type", kind}):
         needs = "nothing" if kind in BARE else f"{kind!r} and nothing else"
         raise ValueError(f"response_format={_short(asked)} must hold {needs} beside its type {kind!r}.")
-    _check_size(found)
     if kind == "json_schema":
         _check_schema(found[kind])
     elif kind in ("regex", "grammar") and (not isinstance(found[kind], str) or not found[kind].strip()):

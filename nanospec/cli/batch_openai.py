@@ -1,6 +1,6 @@
 """OpenAI's batch format, lines and results (platform.openai.com/docs/guides/batch), as far as text goes.
 
-A request that needs what is not there (tools, JSON output) is refused; nothing is dropped but `IGNORED`.
+A request that needs what is not there (tools) is refused; nothing is dropped but `IGNORED`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that d
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),

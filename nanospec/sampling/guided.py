@@ -49,8 +49,9 @@ class GuidedRows:
         self._shape = table.num_rows, max(most, 1)
         self._made = False
 
+    @torch.inference_mode(False)
     def _make(self, words: int) -> None:
-        """Allocate what a first request needs."""
+        """Allocate what a first request needs, to be written to between steps too."""
         device, (rows, width) = self.table.device, self._shape
         self.first = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.count, self.match_len = torch.zeros_like(self.first), torch.zeros_like(self.first)

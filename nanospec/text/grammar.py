@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 FORCED = 64  # length of the "match" of tokens that the grammar forces: longer than any, as they are right
+LIMITS: Any = {"verbose_errors": False}  # beside llguidance's own
 CACHED = 32  # compiled grammars that are kept
 # Fixed separators: endless white space is what models fall for, and what is fixed can be guessed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -165,8 +166,7 @@ class Grammars:
 
         try:
             grammar = _grammar_of(asked)
-            limits = LLParserLimits(verbose_errors=False)
-            matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+            matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         except Exception as error:  # of several kinds
             raise ValueError(f"response_format: this {asked['type']} is no grammar: {error}.") from None
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
