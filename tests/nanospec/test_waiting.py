@@ -17,7 +17,7 @@ from nanospec.kernels import dispatch
 from nanospec.models.heads import Heads
 from nanospec.request import Request
 from nanospec.scheduler import Plan
-from tests.drive import Job, alone, make_engine, outcome
+from tests.drive import Job, alone, make_engine, outcome, run
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.waiting import NoWaiting, Waits
@@ -89,10 +89,7 @@ def test_neither_does_it_for_grammars(tmp_path: Path, monkeypatch: pytest.Monkey
             tiny_model(num_layers=1, vocab_size=300), 2, tokenizer=tokenizer, max_num_seqs=2,
             max_model_len=32, enforce_eager=False, async_scheduling=True,
         )  # fmt: skip
-        for job in jobs:  # which makes the recordings
-            engine.add(job.prompt, job.params)
-        while engine.has_work:
-            engine.step()
+        run(engine, jobs)  # which makes the recordings
         with NoWaiting((TapeCapture, "replay")):
             requests = [engine.add(job.prompt, job.params) for job in jobs]
             while engine.has_work:
