@@ -100,7 +100,7 @@ endef
 $(VENV)/.run:
 	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec into $(VENV)"
-	@$(INSTALL) '.[gguf,chat,serve]'
+	@$(INSTALL) '.[gguf,chat,grammar,serve]'
 	@touch $@
 
 $(VENV)/.test:

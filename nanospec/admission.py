@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams, SpecConfig
-from .kernels.codes import MAX_DRAFTS, MAX_TREE_WIDTH, RULES, RUNNING
+from .kernels.codes import EXACT, MAX_DRAFTS, MAX_TREE_WIDTH, RULES, RUNNING
 from .kernels.host_writes import Write, write
 from .kernels.table import Table
 from .kernels.upload import upload
@@ -72,6 +72,7 @@ class HostWrites:
 def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecConfig) -> None:
     """Write everything about a request into its row, but what `write_history` does."""
     r, asked, own = request.row, request.params, request.params.num_speculative_tokens
+    guided = asked.response_format is not None  # the host guesses, as it must know the masks behind
     writes.put(table.tokens, r, request.tokens)
     write_blocks(writes, table, r, request.blocks)
     writes.put(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
@@ -79,11 +80,11 @@ def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecCo
         (table.num_tokens, len(request.tokens)),
         (table.max_len, request.max_len),
         (table.finished, RUNNING),
-        (table.limit, spec.max_k if own is None else min(own, spec.max_k)),
+        (table.limit, 0 if guided else spec.max_k if own is None else min(own, spec.max_k)),
         (table.min_n, spec.prompt_lookup_min),
         (table.max_n, spec.prompt_lookup_max),
         (table.width, min(asked.tree_width or spec.tree_width, spec.tree_width)),
-        (table.rule, RULES.index(asked.acceptance or spec.acceptance)),
+        (table.rule, EXACT if guided else RULES.index(asked.acceptance or spec.acceptance)),
         (table.temperature, asked.temperature),
         (table.top_k, max(asked.top_k, 0)),
         (table.top_p, asked.top_p),

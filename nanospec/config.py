@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from .checks import as_bytes, as_token_id, check_fields, check_number, limited
 from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH
+from .response_format import check_together, checked
 
 OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
@@ -55,9 +56,9 @@ def forgiving(settings: type[T]) -> type[T]:
     @wraps(make)
     def init(self: Any, *values: Any, **named: Any) -> None:
         if named.keys() - names:
-            from .vllm_names import FOREIGN_SAMPLING, known_alone
+            from .vllm_names import sampling_in_our_words
 
-            named = known_alone(named, settings, FOREIGN_SAMPLING)
+            named = sampling_in_our_words(named, settings)
         make(self, *values, **named)
 
     settings.__init__ = init  # type: ignore
@@ -212,6 +213,8 @@ class SamplingParams:
         logit_bias: token id -> number added to its logit.
         extra_args: values of the parameters of `nanospec/sampling` and of one's own, by name. They change
             the model's logits before all else does, so that `logprobs` show it.
+        response_format: what the output must be, {"type": "json_object"} say: JSON, JSON of a schema, a
+            regular expression, a grammar or one of several texts (`response_format.py`); None: any text.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, for this request alone; None
             is the engine's. 0 drafts do not speculate.
     """
@@ -233,6 +236,7 @@ class SamplingParams:
     repetition_penalty: float = limited(1.0, 0, 100)
     logit_bias: dict[int, float] = field(default_factory=dict)
     extra_args: dict[str, float] = field(default_factory=dict)
+    response_format: Mapping[str, Any] | None = None
     num_speculative_tokens: int | None = limited(None, 0, MAX_DRAFTS)
     tree_width: int | None = limited(None, 1, MAX_TREE_WIDTH)
     acceptance: str | None = None
@@ -255,6 +259,8 @@ class SamplingParams:
             from .sampling.base import check_extra_args  # here, as it needs torch
 
             check_extra_args(self.extra_args)
+        if self.response_format is not None:
+            check_together(self)
 
     def _normalise(self) -> None:
         """Turn what may be given as any sequence, or as None, into tuples and a dict of our own."""
@@ -280,6 +286,7 @@ class SamplingParams:
         if not isinstance(extra, Mapping):
             raise ValueError(f"extra_args={extra!r} must map names of sampling parameters to numbers.")
         object.__setattr__(self, "extra_args", dict(extra))
+        object.__setattr__(self, "response_format", checked(self.response_format))
 
     @property
     def changes_logits(self) -> bool:

@@ -20,21 +20,25 @@ from .kernels.batch import Chunk
 from .metrics import Metrics
 from .policy import AutoPolicy, Policy
 from .request import Limits, Request, check_request, seed_of
+from .sampling.guided import Guided
 from .scheduler import Plan, Scheduler
 from .text.detokenize import Detokenizer
+from .text.grammar import Draft, Grammars
 from .text.tokenizer import Tokenizer
 from .tracing.recorder import Recorder, Weighed, watch
 from .worker import Flight, Pages, RowResult, StepOrder, Worker
 
 
 class Queued(NamedTuple):
-    """A step that has not been collected: who takes part, their rows at that time, its K, and why so."""
+    """A step that has not been collected: who takes part, their rows at that time, its K, and why so; what
+    was guessed for rows with a grammar."""
 
     requests: list[Request]
     rows: list[int]
     k: int
     flight: Flight
     weighed: Weighed | None
+    guided: dict[int, Draft]
 
 
 class Engine:
@@ -44,6 +48,7 @@ class Engine:
         self.config, self.worker, self.tokenizer = config, worker, tokenizer
         self.max_model_len = worker.max_model_len
         vocab_size, rule = worker.model.config.vocab_size, config.spec.acceptance
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size)
         self.limits = Limits(vocab_size, worker.max_model_len, tokenizer is not None, rule)
         self.metrics = Metrics(worker.stages, simulated=worker.simulated)
         self.metrics.spec.acceptance = config.spec.acceptance
@@ -76,6 +81,8 @@ class Engine:
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
         check_request(prompt_ids, params, self._stop_ids(params), self.limits)
+        if params.response_format is not None and self.grammars is not None:
+            self.grammars.check(params.response_format)
 
     def add(
         self,
@@ -103,6 +110,8 @@ class Engine:
         )
         request.simulated = self.metrics.simulated
         request.stats.acceptance = params.acceptance or self.config.spec.acceptance
+        if params.response_format is not None and self.grammars is not None:
+            request.guide, request.stats.acceptance = self.grammars.guide(params.response_format), "exact"
         self.scheduler.add(request)
         if self.recorder is not None:
             self.recorder.added(request)
@@ -145,7 +154,7 @@ class Engine:
         computed for a request that the host has ended meanwhile is dropped.
         """
         with self.worker.stages("host"):
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self._held())
             self._admit(plan)
         if plan.prefill:
             self.worker.prefill([Chunk(r.row, start, count) for r, start, count in plan.prefill])
@@ -161,6 +170,10 @@ class Engine:
             if self.recorder is not None:
                 self.recorder.collected(queued, results)
         return touched
+
+    def _held(self) -> set[Request]:
+        """Who cannot take part in a step before another is collected: a grammar must know the text."""
+        return {r for queued in self._queue for r in queued.requests if r.guide is not None}
 
     def _admit(self, plan: Plan) -> None:
         """Tell the worker who has lost and who has got a row."""
@@ -181,14 +194,26 @@ class Engine:
         context = sum(request.num_tokens for request in requests)
         k = passes = self.policy.choose(rows, limits, context, bool(self.scheduler.waiting))
         if k and self.worker.weighs_passes:
-            drafting = [row for row, limit in zip(rows, limits, strict=True) if limit]
-            passes = self.policy.passes(drafting, len(rows) - len(drafting), k)
+            drafting = [r.row for r, limit in zip(requests, limits, strict=True) if limit and r.guide is None]
+            passes = self.policy.passes(drafting, len(rows) - len(drafting), k) if drafting else 0
         grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items()]
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
-        order = StepOrder(rows, limits, k, passes, grown, logprobs)
+        guided = {r.row: self._guess(r, min(n, k)) for r, n in zip(requests, limits) if r.guide is not None}
+        asked = [0 if row in guided else limit for row, limit in zip(rows, limits)]
+        own_guesses = [Guided(row, draft) for row, draft in guided.items()]
+        order = StepOrder(rows, asked, k, passes, grown, logprobs, own_guesses)
         self.metrics.num_forward_steps += 1
         flight = self.worker.step(order, self.policy.cut)
-        return Queued(requests, rows, k, flight, self.recorder.queued() if self.recorder else None)
+        return Queued(requests, rows, k, flight, self.recorder.queued() if self.recorder else None, guided)
+
+    def _guess(self, request: Request, most: int) -> Draft:
+        """At most so many drafts for a request with a grammar, and its masks."""
+        assert request.guide is not None
+        spec, room = self.config.spec, request.max_len - request.num_tokens - 1
+        with self.worker.stages("propose"):
+            return request.guide.plan(
+                request.tokens, max(min(most, room), 0), spec.prompt_lookup_min, spec.prompt_lookup_max
+            )
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""

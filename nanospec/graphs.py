@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -86,7 +86,7 @@ class StepGraphs:
         captures: by bucket.
         replays: steps by bucket.
         fallbacks: steps whose bucket was not captured when it was needed. Stays 0; where captures are `lazy`,
-            and for further sampling parameters, they are made then.
+            and for variants of the step, they are made then.
         seconds, bytes: what capture took.
     """
 
@@ -102,7 +102,7 @@ class StepGraphs:
         self.ks = sorted({0, *ks})
         self.batches = batch_sizes(max_batch)
         self.captures: dict[Bucket, Capture] = {}
-        self._with_extras: dict[int, dict[Bucket, Capture]] = {}
+        self._variants: dict[Hashable, dict[Bucket, Capture]] = {None: self.captures}
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # what `rows` begins with, as far as is known
         self.replays: Counter[Bucket] = Counter()
@@ -136,17 +136,17 @@ class StepGraphs:
         self.seconds = time.perf_counter() - start
         self.bytes = _allocated(self.device) - before
 
-    def run(self, rows: Sequence[int], k: int, extras: int = 0) -> StepResult:
-        """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each. A step that
-        applies so many further sampling parameters is captured when it is first needed.
+    def run(self, rows: Sequence[int], k: int, variant: Hashable = None) -> StepResult:
+        """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each. A variant
+        of the step, which does more for some rows, is captured when it is first needed.
 
         The result's tensors are overwritten by the next replay of the same bucket.
         """
         bucket = self.bucket_for(len(rows), k)
-        captures = self._with_extras.setdefault(extras, {}) if extras else self.captures
+        captures = self._variants.setdefault(variant, {})
         capture = captures.get(bucket)
         if capture is None:
-            self.fallbacks += not self.lazy and not extras
+            self.fallbacks += not self.lazy and variant is None
             capture = captures[bucket] = self._record(bucket)
         self.replays[bucket] += 1
         self._send([*rows, *[PADDING] * (bucket.batch - len(rows))])

@@ -22,6 +22,7 @@ from .metrics import SpecStats
 from .text.detokenize import Detokenizer
 
 if TYPE_CHECKING:
+    from .text.grammar import Guide
     from .tracing.recorder import Record
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
@@ -59,6 +60,7 @@ class Request:
         max_len: the length of prompt + output at which it ends.
         stop_ids: tokens that end it.
         salt: the root of its block hashes; requests share cached blocks iff their salts are equal.
+        guide: the grammar that its output keeps to, if it has one.
     """
 
     id: str
@@ -69,6 +71,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     salt: bytes = b""
     detokenizer: Detokenizer | None = None
+    guide: Guide | None = None
 
     status: Status = Status.WAITING
     row: int = -1
@@ -138,17 +141,21 @@ class Request:
     def append(
         self, step: RowReport, method: str = "", logprobs: list[dict[int, Logprob]] | None = None
     ) -> bool:
-        """Take a step's tokens, cut at the first stop string; returns whether that ended the request.
-        `method` is who drafted."""
+        """Take a step's tokens, cut at the end of the grammar and at the first stop string; returns whether
+        that ended the request. `method` is who drafted."""
         finish, kept, at_string = FINISH[step.finished], 0, False
-        while kept < len(step.tokens) and not at_string:
-            self.tokens.append(step.tokens[kept])
+        taken = step.tokens if self.guide is None else self._guided(self.guide, step)
+        while kept < len(taken) and not at_string:
+            self.tokens.append(taken[kept])
             kept += 1
-            is_stop_token = finish == "stop" and kept == len(step.tokens)  # is no text
+            is_stop_token = step.finished == STOPPED and kept == len(step.tokens)  # is no text
             if self.detokenizer is not None:
                 self.token_texts.append("" if is_stop_token else self.detokenizer.push(self.tokens[-1:]))
                 at_string = self._append_text(self.token_texts[-1])
-        finish = "stop" if at_string else finish
+        if self.guide is not None and (self.guide.ended or self.guide.error):
+            finish, self.error = ("abort", self.guide.error) if self.guide.error else ("stop", None)
+        if at_string:
+            finish, self.error = "stop", None
         if kept and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.stats.record(step.num_drafted, min(step.num_accepted, kept), kept, method)
@@ -167,6 +174,12 @@ class Request:
         if finish is not None:
             self.finish(finish, flush=not at_string)
         return finish is not None
+
+    def _guided(self, guide: Guide, step: RowReport) -> list[int]:
+        """A step's tokens up to where the grammar ends: with drafts, the end token may be there already."""
+        ends = step.finished == STOPPED  # by a token that is not for the grammar to see
+        taken = guide.advance(step.tokens[:-1] if ends else step.tokens)
+        return step.tokens[:taken] if guide.ended or guide.error else step.tokens
 
     def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
         if self.detokenizer is None:
@@ -264,6 +277,8 @@ def check_request(
             f"acceptance={params.acceptance!r} needs an engine started with SpecConfig(acceptance="
             f"{params.acceptance!r}): with 'exact', steps have no room for other rules."
         )
+    if params.response_format is not None and not has_text:
+        raise ValueError("response_format needs a tokenizer, which tells it the texts of tokens; load one.")
     if params.stop and not has_text:
         raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
 

@@ -15,6 +15,7 @@ in the same pass may already share them. That is how the `n` samples of one prom
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from .blocks import BlockPool
@@ -68,12 +69,12 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> Plan:
-        """Decide the next step and allocate its blocks."""
+    def schedule(self, held: Collection[Request] = ()) -> Plan:
+        """Decide the next step and allocate its blocks. Those that are `held` do not decode in it."""
         plan = Plan()
         budget = self.max_tokens
         for request in list(self.running):
-            if request.status is not Status.RUNNING or not request.is_prefilled:
+            if request.status is not Status.RUNNING or not request.is_prefilled or request in held:
                 continue
             if self._extend(request, plan):
                 plan.decode.append(request)

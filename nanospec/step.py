@@ -34,6 +34,7 @@ from .kernels.speculation.verify import commit
 from .kernels.table import Table
 from .metrics import Stopwatch
 from .models.decoder import Model
+from .sampling.guided import GuidedRows
 
 Cut = Callable[[list[int], list[int], list[int], list[int]], list[int]]
 """`Policy.cut`: how many drafts of each row to verify."""
@@ -94,6 +95,7 @@ class Step:
         self.drafter, self.exact, self.stages = drafter, exact, stages
         self._logits = torch.empty(0)
         self.change_logits: Callable[[Tensor, Batch], None] | None = None  # as rows of this step ask
+        self.guided: GuidedRows | None = None  # if some rows of this step have a grammar
 
     def share_logits(self, num_tokens: int) -> None:
         """Let all steps of up to `num_tokens` write their logits to one buffer from now on: each captured
@@ -106,9 +108,11 @@ class Step:
     def __call__(self, rows: Tensor, k: int, cut: Cut | None = None) -> StepResult:
         """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each: padded, or
         packed if there is somebody to `cut` the drafts."""
-        model, table, drafter = self.model, self.table, self.drafter
+        model, table, drafter, guided = self.model, self.table, self.drafter, self.guided
         with self.stages("propose"):
             proposal = drafter.propose(table, rows, k) if drafter and k else nothing(rows, 0)
+            if guided is not None and k:
+                proposal = guided.propose(rows, proposal)
             if cut is not None and k:
                 proposal = _cut(rows, proposal, cut)
             batch = lay_out(table, rows, proposal, packed=cut is not None)
@@ -119,12 +123,15 @@ class Step:
         with self.stages("verify"):
             if self.change_logits is not None:
                 self.change_logits(logits, batch)
+            if guided is not None:
+                guided.bar(logits, batch)
             targets = self.draw(logits, batch, proposal)
             verdict = commit(targets, batch, table, proposal)
             if batch.parents is not None:
                 kv_move(self.kv_cache, verdict, batch)
             if drafter is not None:
-                drafter.learn(table, proposal, batch, verdict, hidden)
+                others = proposal if guided is None else guided.of_others(proposal)
+                drafter.learn(table, others, batch, verdict, hidden)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:

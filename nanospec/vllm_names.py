@@ -6,6 +6,7 @@ where it asks for what is done anyway (`tensor_parallel_size=1`), and refused ot
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -73,12 +74,45 @@ FOREIGN_SAMPLING: dict[str, tuple[tuple[Any, ...], str]] = {
     "bad_words": ((None, []), "logit_bias={token: -1e6} bars a token"),
     "allowed_token_ids": ((None,), "a SamplingParameter can bar tokens; docs/extend-sampling.md"),
     "logits_processors": ((None, []), "a SamplingParameter changes logits; docs/extend-sampling.md"),
-    "guided_decoding": ((None,), "there are no grammars"),
-    "structured_outputs": ((None,), "there are no grammars"),
+    "guided_decoding": ((None,), "its name here is response_format"),
+    "structured_outputs": ((None,), "its name here is response_format"),
     "truncate_prompt_tokens": ((None,), "cut the list of token ids yourself"),
 }
 # The methods of vLLM's speculative_config that are there: ours, and which option its "model" is.
 METHODS = {"ngram": ("ngram", ""), "draft_model": ("draft", "draft_model"), "medusa": ("medusa", "heads")}
+
+
+# What vLLM's structured outputs are constrained by, and the type of our response_format.
+CONSTRAINTS = {"json": "json_schema", "json_object": "json_object"}
+CONSTRAINTS |= {kind: kind for kind in ("regex", "choice", "grammar")}
+
+
+def sampling_in_our_words(asked: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """Arguments of `SamplingParams` for vLLM's."""
+    ours = dict(asked)
+    for name in ("structured_outputs", "guided_decoding"):
+        if ours.get(name) is not None and ours.get("response_format") is None:
+            ours["response_format"] = response_format(name, ours.pop(name))
+    return known_alone(ours, settings, FOREIGN_SAMPLING)
+
+
+def response_format(name: str, asked: Any) -> dict[str, Any]:
+    """Our `response_format` for an object or a dict with one of `CONSTRAINTS`. TypeError for all else."""
+    given = dict(asked) if isinstance(asked, Mapping) else dict(getattr(asked, "__dict__", {}))
+    given = {what: value for what, value in given.items() if value not in (None, False)}
+    what, value = next(iter(given.items()), ("", None))
+    if len(given) != 1 or what not in CONSTRAINTS:
+        known = ", ".join(CONSTRAINTS)
+        raise TypeError(f"{name}={asked!r} must hold one of {known}; its name here is response_format.")
+    if what == "json" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise TypeError(f"{name}: json={value!r} is no JSON: {error}.") from None
+    if what == "json":
+        value = {"schema": value}
+    kind = CONSTRAINTS[what]
+    return {"type": kind} if what == "json_object" else {"type": kind, kind: value}
 
 
 def in_our_words(spec: SpecConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:

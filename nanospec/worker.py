@@ -36,6 +36,7 @@ from .metrics import Stopwatch
 from .models.compiled import computed_by
 from .models.decoder import Model
 from .request import Logprob, as_dict
+from .sampling.guided import METHOD, Guided, GuidedRows
 from .sampling.rows import ExtraRows
 from .step import Cut, Step
 from .threads import Adapts, look_around
@@ -70,10 +71,11 @@ class StepOrder(NamedTuple):
     """A step of B request rows.
 
     Attributes:
-        rows, limits: [B] who takes part, and how many drafts each may have at most.
+        rows, limits: [B] who takes part, and for how many drafts of each drafters are asked at most.
         k, passes: the most drafts of a row; for how many of them a model is run at most.
         grown: rows whose pages have become more.
         logprobs: [B] how many likeliest tokens are to be reported for each row, -1: none at all.
+        guided: the rows that a grammar guides, with the drafts and masks of each.
     """
 
     rows: list[int]
@@ -82,6 +84,7 @@ class StepOrder(NamedTuple):
     passes: int
     grown: list[Pages]
     logprobs: list[int]
+    guided: Sequence[Guided] = ()
 
 
 class RowResult(NamedTuple):
@@ -153,6 +156,8 @@ class Worker:
             self._step.share_logits(self.graphs.max_tokens)
             if not config.lazy_capture:
                 self.graphs.capture_all()
+        largest = self.graphs.max_tokens if self.graphs is not None else None
+        self.guided = GuidedRows(self.table, len(self.methods) - 1, self.max_k, largest)
 
     def make_step(self, kind: type[Step] = Step) -> Step:
         """The step, before it is captured."""
@@ -162,12 +167,12 @@ class Worker:
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that `RowReport.drafter` tells apart."""
-        return self.drafter.names if self.drafter is not None else ()
+        return *(self.drafter.names if self.drafter is not None else ()), METHOD
 
     @property
     def model_code(self) -> int:
-        """The place in `methods` of the drafter that runs a model, the last one if any."""
-        return len(self.methods) - 1 if self.drafter is not None and self.drafter.runs_model else NOBODY
+        """The place in `methods` of the drafter that runs a model, the last drafter if any."""
+        return len(self.methods) - 2 if self.drafter is not None and self.drafter.runs_model else NOBODY
 
     @property
     def weighs_passes(self) -> bool:
@@ -180,6 +185,7 @@ class Worker:
         for request in requests:
             admission.write_row(self.writes, self.table, request, self.config.spec)
             self.extras.admit(self.writes, request.row, request.params.extra_args)
+            self.guided.admit(self.writes, request.row)
             zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
             for part in self.drafters:
                 part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
@@ -205,15 +211,20 @@ class Worker:
             zero_blocks(self.kv_cache, blocks[num_kept:])
             for part in self.drafters:
                 part.grow(row, blocks[num_kept:])
+        if order.guided:
+            k = order.k if self.graphs is None else self.graphs.bucket_for(len(order.rows), order.k).k
+            self.guided.send(self.writes, order.guided, k)
         self.writes.flush()
-        extras = self.extras.asked_by(order.rows)
+        extras, guided = self.extras.asked_by(order.rows), bool(order.guided)
         self._step.change_logits = self.extras.change if extras else None
+        self._step.guided = self.guided if guided else None
         if self.graphs is not None:
             drafting = [row for row, n in zip(order.rows, order.limits, strict=True) if n and order.k]
             with self.stages("propose"):
                 for part in self.drafters:
                     part.catch_up(drafting)
-            result = self.graphs.run(order.rows, order.k, extras)
+            variant = (extras, guided) if extras or guided else None
+            result = self.graphs.run(order.rows, order.k, variant)
         else:
             look_around(self._threads_adapt)
             codes = self.table.finished.tolist()

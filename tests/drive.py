@@ -21,6 +21,7 @@ from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.request import Logprob, Request, Status
+from nanospec.text.tokenizer import Tokenizer
 from nanospec.worker import Worker
 from tests.tiny import tiny_config
 
@@ -62,10 +63,11 @@ def make_engine(
     heads: Heads | None = None,
     token_map: Tensor | None = None,
     drafter: Guessers | None = None,
+    tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine without tokenizer; k drafts per step (None: method "none"), `num_blocks` pages; `guess`
-    are further fields of its `SpecConfig`; `drafter` as `LLM` has it."""
+    """An engine; k drafts per step (None: method "none"), `num_blocks` pages; `guess` are further fields of
+    its `SpecConfig`; `drafter` as `LLM` has it."""
     if k is None:
         spec = SpecConfig(method="none")
     else:
@@ -83,7 +85,7 @@ def make_engine(
     if heads is not None:
         ready["medusa"] = MedusaDrafter(spec, heads, model)
     made = load_drafter(spec, Target(model), ready, drafter)
-    return Engine(config, Worker(config, model, made))
+    return Engine(config, Worker(config, model, made), tokenizer)
 
 
 def use(engine: Engine, drafter: Drafter | None) -> None:

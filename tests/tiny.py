@@ -1,6 +1,7 @@
 """Tiny models for tests.
 
 * `tiny_model`: random weights, ready for the engine, nothing else needed.
+* `tiny_tokenizer`: bytes, and some longer tokens that cut through JSON.
 * `checkpoint`: a folder as it would be downloaded, written by `transformers` (a test dependency),
   with biases, norms, caps and RoPE that all matter, one for each entry of `VARIANTS`.
 * `Pages`: a KV cache full of junk with shuffled pages, to drive a model without the engine.
@@ -12,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
@@ -21,6 +24,7 @@ from nanospec.memory import kv_shape
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.rope import Rope
+from nanospec.text.tokenizer import Tokenizer
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:
@@ -48,6 +52,21 @@ def tiny_model(
 ) -> Model:
     """A model of `tiny_config` with random weights."""
     return Model.random(tiny_config(**overrides), dtype, device, seed)
+
+
+def tiny_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer of 256 bytes, tokens of two to five, and one that ends texts, written to the folder."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = """" :|": Ġ|":Ġ "|, Ġ|,Ġ "|{ "|" }|} ]|[ {|t r|u e|tr ue|a b|ab ab|r e|re d|" red|g re|0 0|1 2"""
+    merges = [(one, two) for one, two in (pair.split(" ") for pair in pairs.split("|"))]
+    texts = ["<end>", *letters, *("".join(pair) for pair in merges)]
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"eos_token_id": 0}')
+    return Tokenizer(folder)
 
 
 # What Gemma 2 and 3 do differently, as fields of `tiny_config`.

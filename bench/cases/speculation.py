@@ -1,4 +1,4 @@
-"""The kernels of speculation: propose, sample, verify, commit, and log-probabilities."""
+"""The kernels of speculation: propose, sample, verify, commit, log-probabilities, and masks of grammars."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import REJECTION, RULES, TYPICAL
 from nanospec.kernels.sampling.accept import accept
 from nanospec.kernels.sampling.logprobs import logprobs
+from nanospec.kernels.sampling.mask import mask
 from nanospec.kernels.sampling.sample import sample
 from nanospec.kernels.speculation import ngram, ngram_tree
 from nanospec.kernels.speculation.proposal import Proposal
@@ -41,6 +42,7 @@ def cases() -> Iterator[Case]:
     yield from accept_tree_cases()
     yield from verify_cases()
     yield from logprobs_cases()
+    yield from mask_cases()
 
 
 def make_batch(B: int, Q: int, device: str, tree: bool = False) -> Batch:
@@ -214,3 +216,17 @@ def logprobs_cases() -> Iterator[Case]:
                 return Built(lambda: logprobs(logits, index, tokens, 20), {"torch": with_torch})
 
             yield Case("logprobs", f"{model}-N{N}-top20", build, bytes=N * V * 2)
+
+
+def mask_cases() -> Iterator[Case]:
+    for model, V in VOCABS.items():
+        for T in (1, 40):
+
+            def build(device: str, V: int = V, T: int = T) -> Built:
+                logits = peaked_logits(T, V, device)
+                words = torch.arange(T * (V // 32 + 1), device=device) * 0x9E3779B1  # bits of all kinds
+                allowed = words.view(T, -1).int()
+                at = torch.arange(T, dtype=torch.int32, device=device)
+                return Built(lambda: mask(logits, allowed, at))
+
+            yield Case("mask", f"{model}-T{T}", build, bytes=T * V * 2)

@@ -26,7 +26,6 @@ ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that d
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),

@@ -130,6 +130,8 @@ class Recorder:
             if record is None or request.num_tokens == record.num_tokens:
                 continue  # it had ended before
             made, report, before = result.guesses, result.report, record.num_tokens
+            if (own := queued.guided.get(row)) is not None:  # of which no drafter knows
+                made = Guesses(before, own.tokens, own.sources, [*range(len(own.tokens))])
             if made is None or made.length != before:  # nobody was asked to guess
                 made = Guesses(before, [], [], [])
             tokens = request.tokens[before:]

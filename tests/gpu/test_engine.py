@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from tests.drive import Job, make_engine, outcome, random_jobs, run
+from tests.nanospec.guided import guided_jobs, is_right
 from tests.nanospec.tracing.records import check, record_of
-from tests.tiny import GEMMA, tiny_model
+from tests.tiny import GEMMA, tiny_model, tiny_tokenizer
 
 VOCAB = 512
 
@@ -132,6 +134,27 @@ def test_sampling_parameters_give_the_same_bits_with_guessing(model: Model, eage
         outputs(model, 0, [Job(job.prompt, params)], max_num_seqs=1, max_model_len=256)[0]
         for job, params in zip(jobs, plain, strict=True)
     ]
+
+
+@pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
+def test_grammars_give_what_was_asked_for_with_guessing_as_without(
+    model: Model, tmp_path: Path, eager: bool, lag: bool
+) -> None:
+    """Beside requests without a grammar."""
+    pytest.importorskip("llguidance")
+    options: dict[str, Any] = {"max_model_len": 256, "tokenizer": tiny_tokenizer(tmp_path)}
+    jobs = guided_jobs(random.Random(8), 12)
+    plain = make_engine(model, None, max_num_seqs=1, enforce_eager=True, async_scheduling=False, **options)
+    expected = [outcome(run(plain, [job])[0]) for job in jobs]
+    engine = make_engine(model, 6, max_num_seqs=6, enforce_eager=eager, async_scheduling=lag, **options)
+    for request, wanted in zip(run(engine, jobs), expected, strict=True):
+        assert request.output_ids == wanted.token_ids
+        assert request.finish_reason == wanted.finish_reason
+        asked = request.params.response_format
+        if asked is not None and request.finish_reason == "stop" and request.stop_reason is None:
+            assert is_right(request.text, asked)
+    assert engine.metrics.spec.by_drafter["grammar"][2] > 0
 
 
 def test_a_drafter_in_plain_python_runs_without_recordings(model: Model) -> None:

@@ -12,6 +12,16 @@ from nanospec.config import SamplingParams
 from nanospec.kernels.codes import MAX_STOP_IDS
 
 BIG = 2**31 - 1
+ANY_JSON = {"type": "json_object"}
+DEEP: Any = []
+for _ in range(64):
+    DEEP = [DEEP]
+
+
+def schema(of: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": {"enum": of}, **more}}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n=0 must be an integer from 1 to 1024."),
     ({"n": 1.0}, "n=1.0 must be an integer from 1 to 1024."),
@@ -63,6 +73,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"extra_args": {"top_n_sigma": -1}}, "extra_args: top_n_sigma=-1 must be a number from 0.0 to 100.0."),
     ({"extra_args": {"top_n_sigma": "1"}}, "extra_args: top_n_sigma='1' must be a number"),
     ({"extra_args": {"top_n_sigma": None}}, "extra_args: top_n_sigma=None must be a number"),
+    ({"response_format": "json"}, "response_format='json' must be an object whose 'type' is one of 'text'"),
+    ({"response_format": {"type": "xml"}}, "response_format={'type': 'xml'} must be an object whose 'type'"),
+    ({"response_format": {"type": "regex"}}, "must hold 'regex' and nothing else beside its type 'regex'."),
+    ({"response_format": {**ANY_JSON, "x": 1}}, "must hold nothing beside its type 'json_object'."),
+    ({"response_format": {"type": "regex", "regex": " "}}, "'regex' must be a text that is not empty."),
+    ({"response_format": {"type": "regex", "regex": "a" * 65536}}, "bytes as JSON; the limit is 65,536."),
+    ({"response_format": {"type": "choice", "choice": ["a", ""]}}, "a list of texts that are not empty."),
+    ({"response_format": {"type": "choice", "choice": "ab"}}, "a list of texts that are not empty."),
+    ({"response_format": {"type": "choice", "choice": ["\ud800"]}}, "must be plain data, as JSON has it"),
+    ({"response_format": schema({1, 2})}, "must be plain data, as JSON has it"),
+    ({"response_format": schema(float("nan"))}, "must be plain data, as JSON has it"),
+    ({"response_format": schema(DEEP)}, "must be at most 64 levels deep and 65,536 bytes long as JSON."),
+    ({"response_format": schema({}, strict=1)}, "'json_schema' has a bad 'strict': 1."),
+    ({"response_format": schema({}, shape=1)}, "'json_schema' holds 'shape'; known are 'name'"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "must be an object with a 'schema'"),
+    ({"response_format": ANY_JSON, "ignore_eos": True}, "ignore_eos=True does not go with response_format"),
+    ({"response_format": ANY_JSON, "min_tokens": 1}, "min_tokens=1 does not go with response_format"),
+    ({"response_format": ANY_JSON, "acceptance": "typical"}, "acceptance='typical' does not go with"),
+    ({"response_format": ANY_JSON, "extra_args": {"top_n_sigma": 1}}, "extra_args={'top_n_sigma': 1} does"),
     ({"num_speculative_tokens": 64}, "num_speculative_tokens=64 must be an integer from 0 to 63."),
     ({"num_speculative_tokens": "auto"}, "num_speculative_tokens='auto' must be an integer"),
     ({"tree_width": 9}, "tree_width=9 must be an integer from 1 to 8."),
@@ -71,7 +100,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 def case_id(value: Any) -> str:
-    return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
+    return ",".join(f"{k}={v}" for k, v in value.items())[:80] if isinstance(value, dict) else ""
 
 
 @pytest.mark.parametrize(("options", "sentence"), BAD, ids=case_id)
@@ -128,3 +157,19 @@ def test_shorthands_and_limits_are_taken() -> None:
 def test_what_changes_logits_is_known_to(options: dict[str, Any]) -> None:
     assert SamplingParams(**options).changes_logits
     assert not SamplingParams(temperature=0.5, top_p=0.5, top_k=3, min_p=0.1).changes_logits
+
+
+def test_a_response_format_is_copied_and_text_asks_for_nothing() -> None:
+    asked: Any = schema(["a"], name="x", strict=None, description=None)
+    params = SamplingParams(response_format=asked)
+    assert params.response_format == asked
+    asked["json_schema"]["schema"]["enum"].append("b")
+    assert params.response_format != asked
+    wide: Any = []
+    for _ in range(50):
+        wide = [wide, wide]
+    with pytest.raises(ValueError, match="at most 64 levels deep and 65,536 bytes"):
+        SamplingParams(response_format={"type": "unknown", "wide": wide})
+    assert SamplingParams(response_format={"type": "text"}) == SamplingParams()
+    assert SamplingParams(response_format={"type": "text"}, min_tokens=3, ignore_eos=True).min_tokens == 3
+    assert SamplingParams(response_format={**ANY_JSON, "json_schema": None}).response_format == ANY_JSON

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_speculative_config_is_read(asked: dict[str, Any], ours: SpecConfig) -> 
     [
         ("skip_special_tokens", True, False, "token_ids has them"),
         ("prompt_logprobs", None, 1, "those of the output"),
-        ("guided_decoding", None, {"json": "{}"}, "no grammars"),
+        ("truncate_prompt_tokens", None, 5, "cut the list"),
     ],
 )
 def test_sampling_of_vllm_is_taken_where_it_asks_for_nothing_else(
@@ -90,3 +91,31 @@ def test_sampling_of_vllm_is_taken_where_it_asks_for_nothing_else(
         SamplingParams(**{option: refused})
     with pytest.raises(TypeError, match="the closest is max_tokens"):
         SamplingParams(max_token=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours"),
+    [
+        ({"json": {"a": 1}}, {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}),
+        ({"json": "{}", "regex": None}, {"type": "json_schema", "json_schema": {"schema": {}}}),
+        ({"json_object": True}, {"type": "json_object"}),
+        ({"regex": "a+", "disable_any_whitespace": False}, {"type": "regex", "regex": "a+"}),
+        ({"choice": ["a", "b"]}, {"type": "choice", "choice": ["a", "b"]}),
+        ({"grammar": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_structured_outputs_are_a_response_format(asked: dict[str, Any], ours: dict[str, Any]) -> None:
+    wanted = SamplingParams(response_format=ours, max_tokens=3)
+    for name in ("structured_outputs", "guided_decoding"):
+        for given in (asked, SimpleNamespace(**asked)):
+            theirs: dict[str, Any] = {name: given}
+            assert SamplingParams(**theirs, max_tokens=3) == wanted
+
+
+@pytest.mark.parametrize("bad", [{"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"json": "{"}, 5, {}])
+def test_other_structured_outputs_are_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match="^structured_outputs"):
+        SamplingParams(structured_outputs=bad)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="its name here is response_format"):
+        SamplingParams(structured_outputs=5, response_format={"type": "json_object"})  # type: ignore[call-arg]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from nanospec.admission import HostWrites
 from nanospec.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.models.heads import Heads
+from nanospec.request import Request
 from nanospec.scheduler import Plan
-from tests.drive import Job, alone, make_engine, outcome
+from tests.drive import Job, alone, make_engine, outcome, run
 from tests.tape import TapeCapture
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.waiting import NoWaiting, Waits
 
 JOBS = [
@@ -44,8 +46,8 @@ def spy_on_plans(engine: Engine) -> list[Plan]:
     plans: list[Plan] = []
     schedule = engine.scheduler.schedule
 
-    def spy() -> Plan:
-        plans.append(schedule())
+    def spy(held: Collection[Request] = ()) -> Plan:
+        plans.append(schedule(held))
         return plans[-1]
 
     engine.scheduler.schedule = spy  # type: ignore[method-assign]
@@ -70,6 +72,28 @@ def test_the_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) 
     assert engine.metrics.num_preemptions
     assert any(plan.grown for plan in plans)
     assert engine.metrics.spec.num_drafted
+    for request, expected in zip(requests, wanted, strict=True):
+        assert outcome(request).token_ids == expected.token_ids
+
+
+def test_neither_does_it_for_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their steps are collected before the next is planned; masks and guesses are sent without waiting."""
+    target, tokenizer = tiny_model(num_layers=1, vocab_size=300), tiny_tokenizer(tmp_path)
+    asked = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
+    params = SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=asked)
+    jobs = [Job([1, 2, 3], params), Job([5, 6, 5, 6], SamplingParams(temperature=0, max_tokens=9))]
+    wanted = alone(target, jobs, tokenizer=tokenizer)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    with dispatch.forced("triton"):
+        engine = make_engine(
+            tiny_model(num_layers=1, vocab_size=300), 2, tokenizer=tokenizer, max_num_seqs=2,
+            max_model_len=32, enforce_eager=False, async_scheduling=True,
+        )  # fmt: skip
+        run(engine, jobs)  # which makes the recordings
+        with NoWaiting((TapeCapture, "replay")):
+            requests = [engine.add(job.prompt, job.params) for job in jobs]
+            while engine.has_work:
+                engine.step()
     for request, expected in zip(requests, wanted, strict=True):
         assert outcome(request).token_ids == expected.token_ids
 

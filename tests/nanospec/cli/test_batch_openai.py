@@ -69,7 +69,7 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
     ("line", "sentence"),
     [
         (chat(tools=[{"type": "function"}]), 'in "body": "tools" asks for what nanospec does not do'),
-        (chat(response_format={"type": "json_object"}), '"response_format" asks'),
+        (chat(response_format={"type": "json"}), "response_format={'type': 'json'} must be an object whose"),
         (chat(stream=True), '"stream" asks'),
         (chat(max_tokens=3, max_completion_tokens=4), "are two words for one"),
         (chat(), 'custom_id "a" is that of line 1 too'),

@@ -1,0 +1,79 @@
+"""What outputs with a grammar are asked for in tests, and whether they are what was asked."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tests.drive import Job, random_jobs
+
+VOCAB = 300  # some more than `tiny_tokenizer` has
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "boolean"},
+        "b": {"enum": ["red", "green", "blue", "re"]},
+        "c": {"type": "integer", "minimum": -5, "maximum": 120},
+        "d": {"type": "array", "items": {"enum": ["ab", "abab", 12]}, "maxItems": 3},
+        "e": {"type": "string", "maxLength": 4},
+    },
+    "required": ["a", "b", "c", "d", "e"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'start: "<" item ("," item)? ">"\nitem: "ab" | "(" item ")" | /[0-9]{2,4}/'
+CHOICES = ["true", "tr", "red or green", "ab", "é\n\"'\\"]
+
+
+def json_is_right(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        list(found) == list("abcde")
+        and type(found["a"]) is bool
+        and found["b"] in ("red", "green", "blue", "re")
+        and type(found["c"]) is int
+        and -5 <= found["c"] <= 120
+        and len(found["d"]) <= 3
+        and set(found["d"]) <= {"ab", "abab", 12}
+        and isinstance(found["e"], str)
+        and len(found["e"]) <= 4
+    )
+
+
+def grammar_is_right(text: str) -> bool:
+    items = text.removeprefix("<").removesuffix(">").split(",")
+    item = re.compile(r"(\(*)(ab|[0-9]{2,4})(\)*)")
+    found = [item.fullmatch(each) for each in items]
+    return len(items) <= 2 and all(m is not None and len(m[1]) == len(m[3]) for m in found)
+
+
+REGEX = "(ab|red){1,4}-[0-9]+x"
+FORMATS: tuple[tuple[Mapping[str, Any], Callable[[str], bool]], ...] = (
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, json_is_right),
+    ({"type": "regex", "regex": REGEX}, lambda text: re.fullmatch(REGEX, text) is not None),
+    ({"type": "grammar", "grammar": GRAMMAR}, grammar_is_right),
+    ({"type": "choice", "choice": CHOICES}, CHOICES.__contains__),
+    ({"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
+)
+
+
+def is_right(text: str, asked: Mapping[str, Any]) -> bool:
+    return next(right for known, right in FORMATS if known == asked)(text)
+
+
+def guided_jobs(rng: random.Random, count: int, all_of_them: bool = False, max_tokens: int = 60) -> list[Job]:
+    """Requests of all kinds, of which most have a grammar, or all of them."""
+    jobs = []
+    for job in random_jobs(rng, 270, count, max_tokens=max_tokens):
+        if all_of_them or rng.random() < 0.7:
+            asked, _ = FORMATS[rng.choice((0, 0, 0, 1, 2, 3, 4))]
+            heat = rng.choice((0.0, 1.0, 5.0, 100.0))  # the last draws from all that is allowed
+            params = replace(job.params, response_format=asked, min_tokens=0, temperature=heat)
+            if rng.random() < 0.7:
+                params = replace(params, max_tokens=max_tokens)
+            job = Job(job.prompt, params)
+        jobs.append(job)
+    return jobs
