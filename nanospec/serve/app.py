@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,6 +170,7 @@ class App:
             "created": self.created,
             "owned_by": "nanospec",
             "max_model_len": engine.max_model_len,
+            "structured_output": find_spec("llguidance") is not None,
             "speculation": {
                 "method": spec.method,
                 "max_tokens": engine.worker.max_k,

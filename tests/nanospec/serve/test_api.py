@@ -207,6 +207,35 @@ def events(text: str) -> list[Any]:
     return [data if data == "[DONE]" else json.loads(data) for data in found]
 
 
+def test_a_format_is_kept_to_whole_and_streamed_with_guesses_and_without(server: Served) -> None:
+    """Also by the names that vLLM's server has for it."""
+    regex = {"type": "regex", "regex": "x(yz){3}[a-f]{2,9}"}
+    body: Any = {"prompt": PROMPT, "max_tokens": 40, "temperature": 30, "response_format": regex}
+    for seed in range(6):
+        texts = set()
+        for k in (0, None):
+            asked = {**body, "seed": seed, "num_speculative_tokens": k}
+            given = server.post("/v1/completions", asked).json()
+            texts.add(given["choices"][0]["text"])
+            assert given["choices"][0]["finish_reason"] == "stop"
+            assert given["usage"]["speculation"]["num_accepted"] >= (0 if k == 0 else 5)  # yzyzyz is forced
+            streamed = events(server.post("/v1/completions", {**asked, "stream": True}).text)[:-1]
+            texts.add("".join(chunk["choices"][0]["text"] for chunk in streamed))
+        [text] = texts
+        assert re.fullmatch(regex["regex"], text)
+    chat: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 9}
+    choice: Any = {"type": "choice", "choice": ["abc", "xyz"]}
+    assert server.client().chat.completions.create(**chat, response_format=choice).choices[0].message.content in (
+        "abc",
+        "xyz",
+    )
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objekt"}}}
+    refused = server.post("/v1/chat/completions", {"messages": CHAT, "response_format": schema})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "response_format"
+    assert "objekt" in refused.json()["error"]["message"]
+
+
 def test_models_health_and_tokens(server: Served, offline: LLM) -> None:
     [model] = server.client().models.list().data
     assert (model.id, model.owned_by) == (MODEL, "nanospec")
