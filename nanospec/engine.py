@@ -11,6 +11,7 @@ the device is behind `worker.py`.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from .request import Limits, Request, check_request, seed_of
 from .sampling.guided import Guided
 from .scheduler import Plan, Scheduler
 from .text.detokenize import Detokenizer
-from .text.grammar import Draft, Grammars
+from .text.grammar import PLAN_SECONDS, Draft, Grammars
 from .text.tokenizer import Tokenizer
 from .tracing.recorder import Recorder, Weighed, watch
 from .worker import Flight, Pages, RowResult, StepOrder, Worker
@@ -187,10 +188,10 @@ class Engine:
 
     def _launch(self, plan: Plan) -> Queued:
         """Queue a step of the requests that decode."""
-        requests, most = plan.decode, self.worker.max_k
+        requests, most_k = plan.decode, self.worker.max_k
         rows = [request.row for request in requests]
         own = [request.params.num_speculative_tokens for request in requests]
-        limits = [most if n is None else min(n, most) for n in own]
+        limits = [most_k if n is None else min(n, most_k) for n in own]
         context = sum(request.num_tokens for request in requests)
         k = passes = self.policy.choose(rows, limits, context, bool(self.scheduler.waiting))
         if k and self.worker.weighs_passes:
@@ -198,7 +199,9 @@ class Engine:
             passes = self.policy.passes(drafting, len(rows) - len(drafting), k) if drafting else 0
         grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items()]
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
-        guided = {r.row: self._guess(r, min(n, k)) for r, n in zip(requests, limits) if r.guide is not None}
+        end = time.perf_counter() + PLAN_SECONDS
+        guides = [(r, min(n, k)) for r, n in zip(requests, limits) if r.guide is not None]
+        guided = {r.row: self._guess(r, most, end) for r, most in guides}
         asked = [0 if row in guided else limit for row, limit in zip(rows, limits)]
         own_guesses = [Guided(row, draft) for row, draft in guided.items()]
         order = StepOrder(rows, asked, k, passes, grown, logprobs, own_guesses)
@@ -206,14 +209,13 @@ class Engine:
         flight = self.worker.step(order, self.policy.cut)
         return Queued(requests, rows, k, flight, self.recorder.queued() if self.recorder else None, guided)
 
-    def _guess(self, request: Request, most: int) -> Draft:
-        """At most so many drafts for a request with a grammar, and its masks."""
+    def _guess(self, request: Request, most: int, end: float) -> Draft:
+        """At most so many drafts for a request with a grammar, made until `end`, and its masks."""
         assert request.guide is not None
         spec, room = self.config.spec, request.max_len - request.num_tokens - 1
+        shortest, longest = spec.prompt_lookup_min, spec.prompt_lookup_max
         with self.worker.stages("propose"):
-            return request.guide.plan(
-                request.tokens, max(min(most, room), 0), spec.prompt_lookup_min, spec.prompt_lookup_max
-            )
+            return request.guide.plan(request.tokens, max(min(most, room), 0), shortest, longest, end)
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""

@@ -12,7 +12,9 @@ without the same is drawn.
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -24,6 +26,7 @@ from ..kernels.codes import GUESSED
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
+PLAN_SECONDS = 0.02  # of a step, after which no more is guessed in it: some masks take milliseconds
 FORCED = 64  # length of the "match" of tokens that the grammar forces: longer than any, as they are right
 LIMITS: Any = {"verbose_errors": False}  # beside llguidance's own
 CACHED = 32  # compiled grammars that are kept
@@ -89,9 +92,9 @@ class Guide:
         self.error = f"response_format could not be followed beyond {len(self._tokens)} tokens: {reason}."
         return taken
 
-    def plan(self, text: list[int], most: int, min_n: int, max_n: int) -> Draft:
+    def plan(self, text: list[int], most: int, min_n: int, max_n: int, end: float = math.inf) -> Draft:
         """At most `most` guesses behind the request's text, prompt and output, and all masks. What is looked
-        up are `min_n` to `max_n` tokens."""
+        up are `min_n` to `max_n` tokens; at the time `end` (`time.perf_counter()`) it is enough."""
         drafts: list[int] = []
         sources: list[int] = []
         masks, match_len = [self._allowed], 0
@@ -99,8 +102,8 @@ class Guide:
             before = len(drafts)
             found, run = self._run(text + drafts, min_n, max_n)
             for token, source in islice(run, most - before):
-                mask = self._mask_behind(token, masks[-1])
-                if mask is None:
+                late = time.perf_counter() > end
+                if late or (mask := self._mask_behind(token, masks[-1])) is None:
                     break
                 drafts.append(token)
                 sources.append(source)
