@@ -90,6 +90,7 @@ class Request:
     num_preemptions: int = 0
     stats: SpecStats = field(default_factory=SpecStats)
     arrival_time: float = field(default_factory=time.perf_counter)
+    start_time: float | None = None  # when it first got a row
     first_token_time: float | None = None
     finish_time: float | None = None
     record: Record | None = None  # of a traced engine

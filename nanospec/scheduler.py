@@ -14,6 +14,7 @@ in the same pass may already share them. That is how the `n` samples of one prom
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -83,14 +84,14 @@ class Scheduler:
         prompts = [request for request in self.running if not request.is_prefilled]
         for i, request in enumerate(prompts, 1):
             if budget > 0:
-                more = i < len(prompts) or self._may_admit(plan)
+                more = i < len(prompts) or self._next(plan) is not None
                 budget -= self._chunk(request, budget, more, plan)
-        while budget > 0 and self._may_admit(plan):
-            request = self.waiting.popleft()
-            self._admit(request)
-            plan.admitted[request] = request.num_registered
-            if not request.is_prefilled:
-                budget -= self._chunk(request, budget, self._may_admit(plan), plan)
+        while budget > 0 and (first := self._next(plan)) is not None:
+            self.waiting.remove(first)
+            self._admit(first)
+            plan.admitted[first] = first.num_registered
+            if not first.is_prefilled:
+                budget -= self._chunk(first, budget, self._next(plan) is not None, plan)
         return plan
 
     def reset(self) -> None:
@@ -117,12 +118,23 @@ class Scheduler:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _may_admit(self, plan: Plan) -> bool:
-        """Whether there is a row, and there are blocks, for who waits first."""
+    def _next(self, plan: Plan) -> Request | None:
+        """Who of those that wait comes first, if there are a row and blocks for it. Who will share blocks
+        that are just being computed waits for them, and lets others go first."""
         if not self.waiting or not self._free_rows or plan.preempted:
-            return False
-        shared, missing = self._needs(self.waiting[0])
-        return missing <= self.pool.num_available(shared)
+            return None
+        begun = [request for request in self.running if not request.is_prefilled]
+        for request in self.waiting:
+            shared, missing = self._needs(request)
+            if not any(self._will_share(request, len(shared), other) for other in begun):
+                return request if missing <= self.pool.num_available(shared) else None
+        return None
+
+    def _will_share(self, request: Request, block: int, other: Request) -> bool:
+        """Whether this block of a request, full and not its last, is one of the other's."""
+        own, others = request.hashes(self.block_size), other.hashes(self.block_size)
+        in_both = block < min(len(others), (request.num_tokens - 1) // self.block_size)
+        return in_both and own[block] == others[block]
 
     def _needs(self, request: Request) -> tuple[list[int], int]:
         """For a request's text and first step: the blocks that hold some of it, how many more it takes."""
@@ -140,6 +152,7 @@ class Scheduler:
         request.num_cached_tokens += request.num_computed
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
+        request.start_time = request.start_time or time.perf_counter()
         self.running.append(request)
 
     def _chunk(self, request: Request, budget: int, more: bool, plan: Plan) -> int:

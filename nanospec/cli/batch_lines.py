@@ -63,6 +63,7 @@ class Defaults:
         system: the system message of conversations that have none.
         raw: texts are continued as they are.
         model: tells the model and what else changes results from others.
+        fields: what a request may hold beside `PARAMETERS` and what is to be answered, for hints.
     """
 
     params: SamplingParams
@@ -70,6 +71,7 @@ class Defaults:
     system: str | None = None
     raw: bool = False
     model: str = ""
+    fields: tuple[str, ...] = NAMES
 
 
 def read_lines(source: str) -> bytes:
@@ -137,7 +139,7 @@ def ask(index: int, request: Mapping[str, Any], params: SamplingParams, defaults
         raise ValueError('a request is a JSON object with either "prompt" or "messages".')
     options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
     if options.keys() - PARAMETERS:
-        options = _with_further(options, params)
+        options = _with_further(options, params, defaults.fields)
     task = Task(index, replace(params, **options), raw=defaults.raw)
     if "messages" in request:
         task.messages = with_system(_checked(request["messages"]), defaults.system)
@@ -150,13 +152,13 @@ def ask(index: int, request: Mapping[str, Any], params: SamplingParams, defaults
     return task
 
 
-def _with_further(options: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
+def _with_further(options: dict[str, Any], params: SamplingParams, fields: tuple[str, ...]) -> dict[str, Any]:
     """The fields that are parameters of `nanospec/sampling` put where they belong. Imports torch."""
     from ..sampling.base import gather, registered
 
     options = gather(options, params.extra_args)
     if unknown := sorted(options.keys() - PARAMETERS):
-        known = {"prompt", "messages", *NAMES, *PARAMETERS, *registered()} - {unknown[0]}
+        known = {"prompt", "messages", *fields, *PARAMETERS, *registered()} - {unknown[0]}
         said = did_you_mean(unknown[0], known) or f"; known are {', '.join(sorted(known))}."
         raise ValueError(f"unknown field {unknown[0]!r}{said}")
     return options
@@ -171,7 +173,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}.')
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f'{message!r} is no message; it needs a "role" and a "content".')
+            raise ValueError(f'{repr(message)[:200]} is no message; it needs a "role" and a "content".')
     return messages
 
 

@@ -37,7 +37,7 @@ def to_openai(task: Task, output: RequestOutput, model: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model,
         "choices": [choice(task.url, done, task.params.logprobs) for done in output.outputs],
-        "usage": usage(len(output.prompt_token_ids), output.outputs),
+        "usage": usage(len(output.prompt_token_ids), output.outputs, len(output.outputs)),
     }
     response = {"status_code": 200, "request_id": output.request_id, "body": body}
     return {

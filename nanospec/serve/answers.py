@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from itertools import accumulate
 from typing import Any
 
 from ..outputs import Completion
-from ..request import Logprob
-from .loop import Delta, Job
-from .openai_format import CHAT, choice, logprobs, usage
+from ..request import Logprob, Piece
+from .jobs import Delta, Job
+from .openai_format import CHAT, choice, logprobs, num_behind, usage
 from .requests import Asked
+
+QUIET = b": nothing yet\n\n"  # a comment, so that nobody between takes the connection for dead
 
 
 class Answer:
@@ -21,13 +24,15 @@ class Answer:
         done: the outputs that have ended.
     """
 
-    def __init__(self, asked: Asked, job: Job, request_id: str, model: str) -> None:
-        self.asked, self.job = asked, job
+    def __init__(
+        self, asked: Asked, job: Job, request_id: str, model: str, bytes_of: Callable[[int], bytes]
+    ) -> None:
+        self.asked, self.job, self._bytes_of = asked, job, bytes_of
         self.done: list[Completion] = []
-        kind = ("chat.completion" if asked.url == CHAT else "text_completion") + (
-            ".chunk" if asked.streams and asked.url == CHAT else ""
-        )
-        self._head = {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
+        kind, prefix = ("chat.completion", "chatcmpl") if asked.url == CHAT else ("text_completion", "cmpl")
+        kind += ".chunk" * (asked.streams and asked.url == CHAT)
+        known = {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time())}
+        self._head = {**known, "model": model}
 
     @property
     def error(self) -> str | None:
@@ -36,42 +41,52 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Of what has ended."""
-        return usage(self.asked.num_prompt_tokens, self.done)
+        return usage(self.asked.num_prompt_tokens, self.done, self.asked.params.n)
 
-    async def whole(self) -> dict[str, Any]:
-        """The body, when all outputs have ended. Raises EngineFailed."""
+    async def wait(self) -> None:
+        """Until all outputs have ended. Raises EngineFailed."""
         async for delta in self.job:
-            if delta.done is not None:
+            if delta is not None and delta.done is not None:
                 self.done.append(delta.done)
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
         self.done.sort(key=lambda done: done.index)
         url, number = self.asked.url, self.asked.params.logprobs
-        choices = [choice(url, done, number) for done in self.done]
+        choices = [choice(url, done, number, self._bytes_of) for done in self.done]
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
         """The stream, as bytes of server-sent events. Raises EngineFailed."""
-        if self.asked.url == CHAT:
-            for index in range(self.job.num_outputs):
-                yield self._event([self._choice(index, {"role": "assistant", "content": ""})])
         offsets = [0] * self.job.num_outputs
+        begun: set[int] = set()  # what has been told who speaks, with its first text and not before
         held: dict[int, Delta] = {}  # steps that have not given a text yet
         async for delta in self.job:
-            if (before := held.pop(delta.choice, None)) is not None:
-                delta = _joined(before, delta)
+            if delta is None:
+                yield QUIET
+                continue
+            i = delta.choice
+            delta = held.pop(i).joined(delta) if i in held else delta
+            if self.asked.url == CHAT and i not in begun and (delta.pieces or delta.done):
+                begun.add(i)
+                yield self._event([self._choice(i, {"role": "assistant", "content": ""})])
+            behind = num_behind(delta.done, delta.pieces)
             text = "".join(piece.text for piece in delta.pieces)
-            if text or delta.logprobs:
-                found = self._logprobs(delta.logprobs, offsets[delta.choice])
-                offsets[delta.choice] += len(text)
-                told = {"speculation": _told(delta)} if self.asked.with_drafts else {}
+            places = delta.logprobs[: len(delta.pieces) - behind]
+            told = {"speculation": _told(delta)} if self.asked.with_drafts else {}
+            if text or places:
+                found = self._logprobs(places, delta.pieces, offsets[i])
+                offsets[i] += len(text)
                 content = {"content": text} if self.asked.url == CHAT else {}
-                yield self._event([self._choice(delta.choice, content, text, found)], **told)
+                yield self._event([self._choice(i, content, text, found)], **told)
+                told = {}
             elif delta.done is None:
-                held[delta.choice] = delta
+                held[i] = delta
             if delta.done is not None:
                 self.done.append(delta.done)
                 if delta.done.error is not None:
                     return
-                yield self._event([self._choice(delta.choice, {}, reason=delta.done.finish_reason)])
+                yield self._event([self._choice(i, {}, done=delta.done)], **told)
         if self.asked.with_usage:
             yield self._event([], usage=self.usage())
         yield b"data: [DONE]\n\n"
@@ -82,15 +97,25 @@ class Answer:
         return event({**self._head, "choices": choices, **more})
 
     def _choice(
-        self, index: int, delta: dict[str, Any], text: str = "", found: Any = None, reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        text: str = "",
+        found: Any = None,
+        done: Completion | None = None,
     ) -> dict[str, Any]:
         own = {"delta": delta} if self.asked.url == CHAT else {"text": text}
-        return {"index": index, **own, "logprobs": found, "finish_reason": reason}
+        reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
+        return {"index": index, **own, "logprobs": found, **reasons}
 
-    def _logprobs(self, places: list[dict[int, Logprob]], offset: int) -> dict[str, Any] | None:
+    def _logprobs(
+        self, places: list[dict[int, Logprob]], pieces: list[Piece], offset: int
+    ) -> dict[str, Any] | None:
         number = self.asked.params.logprobs
         tokens = [next(iter(place)) for place in places]  # the token itself comes first
-        return None if number is None else logprobs(self.asked.url, tokens, places, number, offset)
+        offsets = list(accumulate((len(piece.text) for piece in pieces), initial=offset))
+        url, bytes_of = self.asked.url, self._bytes_of
+        return None if number is None else logprobs(url, tokens, places, number, offsets, bytes_of)
 
 
 def event(data: Any) -> bytes:
@@ -99,19 +124,6 @@ def event(data: Any) -> bytes:
         b"data: "
         + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
         + b"\n\n"
-    )
-
-
-def _joined(a: Delta, b: Delta) -> Delta:
-    return Delta(
-        b.choice,
-        [*a.pieces, *b.pieces],
-        [*a.logprobs, *b.logprobs],
-        a.drafted + b.drafted,
-        a.accepted + b.accepted,
-        b.drafter or a.drafter,
-        [*a.rejected, *b.rejected],
-        b.done,
     )
 
 

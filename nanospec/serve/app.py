@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -18,15 +19,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..checks import as_token_id
+from .. import __version__
 from ..llm import LLM
 from .answers import Answer
-from .errors import HTTPError
+from .errors import HTTPError, bad_request
 from .gate import Gate
+from .jobs import QueueFull
 from .logs import log
-from .loop import EngineLoop, QueueFull
+from .loop import EngineLoop
 from .metrics import ServerMetrics
-from .openai_format import CHAT, COMPLETIONS
+from .openai_format import CHAT, COMPLETIONS, conversation
 from .requests import chat_prompt, read_json, read_request
 from .sending import Answering
 from .settings import ServeConfig
@@ -44,12 +46,14 @@ class App:
 
     Attributes:
         draining: no new requests are taken.
+        answered: requests by path, one of the routes or "other", and status.
     """
 
     def __init__(self, llm: LLM, config: ServeConfig, model: str) -> None:
         self.llm, self.config, self.model = llm, config, model
         self.engine = EngineLoop(llm, llm.config.max_num_seqs + config.max_queue)
-        self.metrics = ServerMetrics(self.engine, model)
+        self.answered: Counter[tuple[str, int]] = Counter()
+        self.metrics = ServerMetrics(self.engine, model, self.answered)
         self.draining = False
         self.created = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
@@ -69,11 +73,15 @@ class App:
             "/health": self.health,
             "/metrics": self.show_metrics,
             "/v1/models": self.models,
+            "/v1/models/{name:path}": self.models,
+            "/version": self.version,
         }
         routes = [Route(path, _guarded(f), methods=["POST"]) for path, f in post.items()]
         routes += [Route(path, _guarded(f), methods=["GET"]) for path, f in get.items()]
         handlers: Any = {HTTPException: _not_found, Exception: _our_fault}
-        return Gate(Starlette(routes=routes, exception_handlers=handlers), self.config)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False
+        return Gate(app, self.config, self.answered)
 
     async def drain(self) -> None:
         """Take no new requests, and wait until those that run have ended, or their time is over."""
@@ -85,23 +93,41 @@ class App:
 
     async def answer(self, request: Request) -> Response:
         """Completions and chats."""
+        self._check_room()
         body = await self._body(request)
-        if self.draining:
-            headers = {"retry-after": str(int(self.config.drain_timeout) + 1), "connection": "close"}
-            raise HTTPError(503, DRAINING, headers=headers)
-        if body.get("model", self.model) != self.model:
-            message = f"There is no model {str(body['model'])[:200]!r} here; there is {self.model!r}."
-            raise HTTPError(404, message, "model", "model_not_found")
+        self._check_model(body)
         asked = await self._read(lambda: read_request(self.llm, self.config, request.url.path, body))
+        self._check_room()  # again, as that took its time
         salt = request.state.salt + asked.salt
         salt = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
         try:
-            job = self.engine.submit(asked.prompts, asked.params, salt, asked.streams)
+            job = self.engine.submit(
+                asked.prompts, asked.params, streams=asked.streams, salt=salt, arrival=request.state.arrival
+            )
         except QueueFull as error:
-            self.metrics.refused()
-            raise HTTPError(429, str(error), headers={"retry-after": str(error.seconds)}) from None
-        answer = Answer(asked, job, request.state.id, self.model)
+            raise self._full(error) from None
+        except ValueError as error:
+            raise HTTPError(400, str(error), "n") from None
+        answer = Answer(asked, job, request.state.id, self.model, self.llm.tokenizer.bytes_of)
         return Answering(self.config, answer, request.state.facts)
+
+    def _check_room(self) -> None:
+        """Raise HTTPError if nothing more is taken."""
+        if self.draining:
+            headers = {"retry-after": str(int(self.config.drain_timeout) + 1), "connection": "close"}
+            raise HTTPError(503, DRAINING, headers=headers)
+        if self.engine.num_outputs >= self.engine.most:
+            raise self._full(QueueFull(self.engine.seconds_left()))
+
+    def _full(self, error: QueueFull) -> HTTPError:
+        self.metrics.refused()
+        return HTTPError(429, str(error), headers={"retry-after": str(error.seconds)})
+
+    def _check_model(self, body: dict[str, Any]) -> None:
+        model = body.get("model") or self.model
+        if model != self.model:
+            message = f"There is no model {str(model)[:200]!r} here; there is {self.model!r}."
+            raise HTTPError(404, message, "model", "model_not_found")
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object that was sent, if it is not too large and comes in time."""
@@ -132,35 +158,41 @@ class App:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
-        _only(body, ("model", "prompt", "messages", "add_special_tokens"))
+        _only(body, ("model", "prompt", "messages", "add_special_tokens", "chat_template_kwargs"))
+        self._check_model(body)
         prompt, messages = body.get("prompt"), body.get("messages")
-        if isinstance(prompt, str) == isinstance(messages, list):
+        special, options = body.get("add_special_tokens"), body.get("chat_template_kwargs") or {}
+        if isinstance(prompt, str) == (messages is not None):
             raise HTTPError(400, "Give either 'prompt', a text, or 'messages', a list.", "prompt")
-        special = body.get("add_special_tokens", True)
-        if not isinstance(special, bool):
+        if special not in (None, True, False):
             raise HTTPError(400, "add_special_tokens must be true or false.", "add_special_tokens")
+
+        def read() -> Response:
+            if isinstance(prompt, str):
+                ids = self.llm.tokenizer.encode(prompt, special is not False)
+            else:
+                ids = chat_prompt(self.llm, conversation(messages), options)
+            found = {"tokens": ids, "count": len(ids), "max_model_len": self.llm.engine.max_model_len}
+            return JSONResponse(found)
+
         try:
-            ids = await self._read(
-                lambda: (
-                    self.llm.tokenizer.encode(prompt, special)
-                    if isinstance(prompt, str)
-                    else chat_prompt(self.llm, messages or [], {})
-                )
-            )
-        except (ValueError, TypeError, KeyError) as error:
-            raise HTTPError(400, str(error)) from None
-        most = self.llm.engine.max_model_len
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
+            return await asyncio.to_thread(read)  # not one of the readers, whom answers wait for
+        except ValueError as error:
+            raise bad_request(error, body) from None
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request)
         _only(body, ("model", "tokens"))
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list) or any(
-            type(as_token_id(t)) is not int or not 0 <= t < 2**31 for t in tokens
-        ):
-            raise HTTPError(400, "'tokens' must be a list of token ids.", "tokens")
-        return JSONResponse({"prompt": await self._read(lambda: self.llm.tokenizer.decode(tokens))})
+        self._check_model(body)
+        tokens, size = body.get("tokens"), self.llm.engine.limits.vocab_size
+
+        def read() -> Response:
+            if not isinstance(tokens, list) or any(type(t) is not int or not 0 <= t < size for t in tokens):
+                raise HTTPError(400, f"'tokens' must be a list of ids from 0 to {size - 1}.", "tokens")
+            text = self.llm.tokenizer.decode(tokens, skip_special_tokens=False)
+            return JSONResponse({"prompt": text})
+
+        return await asyncio.to_thread(read)
 
     async def models(self, request: Request) -> Response:
         spec, engine = self.llm.config.spec, self.llm.engine
@@ -177,7 +209,13 @@ class App:
                 "tokens": spec.num_speculative_tokens,
             },
         }
-        return JSONResponse({"object": "list", "data": [entry]})
+        if (name := request.path_params.get("name")) is None:
+            return JSONResponse({"object": "list", "data": [entry]})
+        self._check_model({"model": name})
+        return JSONResponse(entry)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def health(self, request: Request) -> Response:
         status = "draining" if self.draining else "ok" if self.engine.is_alive else "failed"
@@ -213,7 +251,7 @@ def _guarded(function: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     message = "There is no such path." if status == 404 else f"{request.method} is not for this path."
-    return HTTPError(status, message).response()
+    return HTTPError(status, message, headers=getattr(error, "headers", None)).response()
 
 
 async def _our_fault(request: Request, error: Exception) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         add_further(parser, sampling=False)
         args = parser.parse_args(argv)
+    args.model = args.positional or args.model
     if args.help_all:
         build_parser(full=True).print_help()
         parser.exit()
@@ -65,6 +67,7 @@ def build_parser(full: bool = False) -> Parser:
     parser.add_argument(
         "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
     )
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)  # as vLLM has it
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full or settings is ServeConfig)
@@ -79,17 +82,19 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     from ..cli.main import announce
     from ..llm import LLM
     from .app import App
+    from .http import listen
     from .logs import log_to
 
     log_to(level=args.log_level)
+    listener = listen(config)  # first, as it may not be had
     announce(args.model, folder)
     options = {"max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
     llm = LLM(folder, spec=spec_config(args), **options)
     app = App(llm, config, config.served_model_name or folder.name)
-    return asyncio.run(run(app))
+    return asyncio.run(run(app, listener))
 
 
-async def run(app: Any) -> int:
+async def run(app: Any, listener: socket.socket) -> int:
     """Serve until told to end."""
     from .http import Server
     from .logs import log
@@ -98,16 +103,12 @@ async def run(app: Any) -> int:
     server = Server(app.asgi(), config, app.drain)
     app.engine.start()
     try:
-        task = asyncio.ensure_future(server.serve())
-        while not server.started and not task.done():
-            await asyncio.sleep(0.01)
-        if server.started:
-            host, port = server.address
-            where = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
-            log.info("ready", extra={"facts": {"url": where, "model": app.model}})
-            if not config.is_local and not config.api_key:
-                log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
-        await task
+        host, port = listener.getsockname()[:2]
+        where = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
+        log.info("ready", extra={"facts": {"url": where, "model": app.model}})
+        if not config.is_local and not config.api_key:
+            log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
+        await server.serve(sockets=[listener])
     finally:
         await app.engine.stop()
     return 0

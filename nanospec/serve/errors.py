@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+MOST = 600  # characters of a message, which may repeat what a client sent
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -36,7 +37,8 @@ class HTTPError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.param, self.code = status, param, code
+        self.message = message if len(message) <= MOST else message[:MOST] + "..."
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -53,4 +55,5 @@ def bad_request(error: ValueError, body: Mapping[str, Any]) -> HTTPError:
     named = re.match(r"unknown field '([^']*)'", message)
     words = [named[1]] if named else re.findall(r"[A-Za-z_]+", message)
     param = next((word for word in words if word in body), None)
+    param = "chat_template_kwargs" if param is None and message.startswith("the chat template") else param
     return HTTPError(400, message, param, "unknown_field" if named else None)

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,18 +19,22 @@ from .logs import log
 from .settings import ServeConfig
 
 OPEN = ("/", "/health")  # without a key; so are the files of the page
-LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")  # what a client on this machine calls it
+LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # what a client on this machine calls it
+UNCOUNTED = ("/health", "/metrics")  # answered however many connections there are
+CROWDED = "There are too many connections; try again in a second."
 BAD_KEY = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
 BAD_HOST = "This server answers its own machine alone, as localhost; --host and --api-key open it to others."
 
 
 class Gate:
-    """Before the routes. Of a request that passes, `scope["state"]` holds `id`, `salt` (of its client's key)
-    and `facts`, a dict for what is to be logged."""
+    """Before the routes. Of a request that passes, `scope["state"]` holds `id`, `salt` (of its client's key),
+    `arrival` (of `time.perf_counter`) and `facts`, a dict for what is to be logged."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServeConfig, answered: Counter[tuple[str, int]]) -> None:
         self.app = app
         self._digests = [_digest(key) for key in config.api_key]
+        self._answered = answered  # see `App`
+        self._most = config.max_connections
         self._only_local = config.is_local and not config.api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +44,7 @@ class Gate:
         asked = headers.get("x-request-id", "")
         request_id = asked if re.fullmatch(r"[\w.-]{1,64}", asked) else f"req-{uuid.uuid4().hex[:24]}"
         facts: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(id=request_id, facts=facts, salt=b"")
+        scope.setdefault("state", {}).update(id=request_id, facts=facts, salt=b"", arrival=start)
 
         async def with_id(message: Message) -> None:
             nonlocal status
@@ -60,6 +65,8 @@ class Gate:
             level = (
                 logging.DEBUG if scope["path"] in ("/health", "/metrics") and status == 200 else logging.INFO
             )
+            known = status != 404 and not scope["path"].startswith(("/page/", "/v1/models/"))
+            self._answered[scope["path"] if known else "other", status] += 1
             log.log(level, "request", extra={"facts": {**told, "ms": ms, **facts}})
 
     def _check(self, scope: Scope, headers: Headers) -> None:
@@ -68,6 +75,8 @@ class Gate:
         if self._only_local and not LOCAL.fullmatch(headers.get("host", "localhost")):
             raise HTTPError(403, BAD_HOST)
         path = scope["path"]
+        if len(scope["state"].get("connections", ())) > self._most and path not in UNCOUNTED:
+            raise HTTPError(503, CROWDED, headers={"retry-after": "1", "connection": "close"})
         if not self._digests or path in OPEN or path.startswith("/page/"):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -20,14 +21,18 @@ MAX_HEADERS = 32 << 10  # bytes
 
 
 class Protocol(H11Protocol):
-    """One connection. `scope["state"]["abort"]` of its requests cuts it off, whatever is still to be sent."""
+    """One connection. `scope["state"]["connections"]` of its requests are all there are."""
 
-    read_timeout = 20.0
+    read_timeout, most_connections = 20.0, 1000
+    write_timeout = 60.0
     _timer: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort": transport.abort}
+        self.app_state = {**self.app_state, "connections": self.connections}
+        if len(self.connections) > self.most_connections:
+            transport.abort()
         self._limit_reading()
 
     def data_received(self, data: bytes) -> None:
@@ -35,9 +40,19 @@ class Protocol(H11Protocol):
         self._limit_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._writing):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing = self.loop.call_later(self.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -58,11 +73,11 @@ class Server(uvicorn.Server):
     """Ends when it is told to, but not before `drain` is done; told twice, at once."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, drain: Callable[[], Any]) -> None:
-        protocol = type("LimitedProtocol", (Protocol,), {"read_timeout": config.read_timeout})
+        limits = {"read_timeout": config.read_timeout, "write_timeout": config.write_timeout}
+        limits["most_connections"] = 2 * config.max_connections + 8
+        protocol = type("LimitedProtocol", (Protocol,), limits)
         settings = uvicorn.Config(
             app,
-            host=config.host,
-            port=config.port,
             http=protocol,
             ws="none",
             lifespan="off",
@@ -70,7 +85,6 @@ class Server(uvicorn.Server):
             log_config=None,
             log_level="warning",
             server_header=False,
-            limit_concurrency=config.max_connections,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=int(LINGER),
             h11_max_incomplete_event_size=MAX_HEADERS,
@@ -90,8 +104,13 @@ class Server(uvicorn.Server):
         await self._drain()
         self.should_exit = True
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port, once it has started."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return host, port
+
+def listen(config: ServeConfig) -> socket.socket:
+    """The socket of a server. OSError with a sentence if it cannot be had."""
+    where = f"{config.host}:{config.port}"
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise OSError(f"cannot listen at {where}: {getattr(error, 'strerror', error)}.") from None

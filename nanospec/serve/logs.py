@@ -36,6 +36,7 @@ class Readable(logging.Formatter):
             text = f"{facts.pop('method')} {facts.pop('path')} {facts.pop('status')}"
         more = " ".join(f"{name}={value}" for name, value in facts.items())
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {text} {more}".rstrip()
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)  # a path may hold anything
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 

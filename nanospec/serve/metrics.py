@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ..metrics import Metrics, SpecStats
 from ..outputs import Completion
+from ..request import Request
 from .loop import EngineLoop
 
 SHORT = (
@@ -41,7 +49,7 @@ class ServerMetrics:
     """What requests took, counted here as they end, and the engine's own counters, read when they are asked
     for."""
 
-    def __init__(self, engine: EngineLoop, model: str) -> None:
+    def __init__(self, engine: EngineLoop, model: str, answered: Mapping[tuple[str, int], int]) -> None:
         disable_created_metrics()
         self.registry = CollectorRegistry(auto_describe=True)
         names: Any = {"labelnames": ["model_name"], "registry": self.registry}
@@ -54,6 +62,9 @@ class ServerMetrics:
         self._each = histogram(
             "request_time_per_output_token_seconds", "Mean time of an output's tokens after the first", SHORT
         )
+        self._queue = histogram("request_queue_time_seconds", "From arrival to a row", LONG)
+        self._prefill = histogram("request_prefill_time_seconds", "From a row to the first token", LONG)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the end", LONG)
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end of an output", LONG)
         self._prompt = histogram("request_prompt_tokens", "Tokens of an output's prompt", SIZES)
         self._output = histogram("request_generation_tokens", "Tokens of an output", SIZES)
@@ -64,8 +75,9 @@ class ServerMetrics:
         self._refused = Counter("nanospec:requests_refused", "Requests that found the queue full", **names)
         self._model = model
         self._refused.labels(model)
-        self._collector = EngineCollector(engine, model)
+        self._collector = EngineCollector(engine, model, answered)
         self.registry.register(self._collector)
+        ProcessCollector(registry=self.registry)
         engine.on_tokens, engine.on_done = self.tokens, self.done
 
     def tokens(self, seconds: float, count: int) -> None:
@@ -73,15 +85,19 @@ class ServerMetrics:
         if count:
             self._between.observe(seconds / count)
 
-    def done(self, output: Completion, num_prompt: int) -> None:
+    def done(self, output: Completion, request: Request) -> None:
         """An output has ended."""
-        count = len(output.token_ids)
+        count, arrival, start = len(output.token_ids), request.arrival_time, request.start_time
+        if start is not None:
+            self._queue.observe(start - arrival)
+            self._prefill.observe(arrival + output.first_token_seconds - start)
         if count:
             self._first.observe(output.first_token_seconds)
+            self._decode.observe(output.seconds - output.first_token_seconds)
         if count > 1:
             self._each.observe((output.seconds - output.first_token_seconds) / (count - 1))
         self._whole.observe(output.seconds)
-        self._prompt.observe(num_prompt)
+        self._prompt.observe(len(request.prompt_ids))
         self._output.observe(count)
         self._ended.labels(self._model, output.finish_reason).inc()
 
@@ -96,8 +112,8 @@ class ServerMetrics:
 class EngineCollector:
     """The engine's counters as metrics."""
 
-    def __init__(self, engine: EngineLoop, model: str) -> None:
-        self._loop, self._model = engine, model
+    def __init__(self, engine: EngineLoop, model: str, answered: Mapping[tuple[str, int], int]) -> None:
+        self._loop, self._model, self._answered = engine, model, answered
 
     def describe(self) -> list[Metric]:
         return []  # nothing needs to run for the names to be known
@@ -119,6 +135,8 @@ class EngineCollector:
         yield from self._speculation(engine.metrics.spec)
         stages = {(name,): seconds for name, seconds in engine.worker.stages.seconds.items()}
         yield self._counter("stage_seconds", "Time of the engine by what was done", stages, "stage")
+        answered = {(path, str(status)): n for (path, status), n in self._answered.items()}
+        yield self._counter("http_requests", "Requests by path and status", answered, "handler", "status")
         if (graphs := engine.worker.graphs) is not None:
             replays = {(str(bucket.batch), str(bucket.k)): n for bucket, n in graphs.replays.items()}
             yield self._counter("steps_by_bucket", "Steps by recorded bucket", replays, "batch", "k")
@@ -129,7 +147,8 @@ class EngineCollector:
         return [
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", hits + computed),
             ("prefix_cache_hits", "Prompt tokens found there", hits),
-            ("prompt_tokens", "Prompt tokens computed", computed),
+            ("prompt_tokens", "Prompt tokens, cached ones too", hits + computed),
+            ("prompt_tokens_cached", "Prompt tokens that were found in the cache", hits),
             ("generation_tokens", "Tokens generated", spec.num_tokens),
             ("num_preemptions", "Outputs that had to make room and begin again", metrics.num_preemptions),
             ("num_aborted", "Outputs ended by their clients or by errors", metrics.num_aborted),

@@ -6,17 +6,23 @@ dropped but `IGNORED`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+from ..vllm_names import FOREIGN_SAMPLING, response_format
 
 if TYPE_CHECKING:
     from ..outputs import Completion
-    from ..request import Logprob
+    from ..request import Logprob, Piece
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
 IGNORED = frozenset(  # they change no text; the model is the one that is loaded
-    ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+    (
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+    )
 )
 ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that do not ask for it
     "stream": (False,),
@@ -29,31 +35,69 @@ ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that d
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
-    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True, False),
 }
+SPECIAL_TOKENS = {CHAT: (False,), COMPLETIONS: (True,)}  # templates write them themselves
+CONSTRAINED = ("structured_outputs", "guided_decoding")  # vLLM's words for response_format
 
 
 def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked, by the names of `SamplingParams`, with "messages" or "prompt". Raises ValueError for
-    what is not there."""
+    """What is asked, by the names of `SamplingParams`, with "messages" or "prompt". Raises ValueError or
+    TypeError for what is not there."""
     request: dict[str, Any] = {}
     for theirs, ours in RENAMED.items():
         if body.get(theirs) is not None and body.get(ours) not in (None, body[theirs]):
             raise ValueError(f'"{theirs}" and "{ours}" are two words for one; give one of them.')
+    only = {**ONLY, "add_special_tokens": SPECIAL_TOKENS[url]}
     for name, value in body.items():
-        if name in ONLY and value is not None and value not in ONLY[name]:
-            raise ValueError(f'"{name}" asks for what nanospec does not do: {_short(value)}.')
-        if value is not None and name not in IGNORED and name not in ONLY:
+        if value is None or name in IGNORED:
+            continue
+        if name in CONSTRAINED:
+            request["response_format"] = response_format(name, value)
+        elif name in only:
+            if value not in only[name]:
+                raise ValueError(f'"{name}" asks for what nanospec does not do: {_short(value)}.')
+        elif name in FOREIGN_SAMPLING:
+            harmless, instead = FOREIGN_SAMPLING[name]
+            if value not in harmless:
+                raise ValueError(f'"{name}" asks for what nanospec does not do: {instead}.')
+        else:
             request[RENAMED.get(name) or name] = value
     if url == CHAT:
         request.update(_chat_logprobs(request))
-        messages = request.get("messages")
-        if not isinstance(messages, list):
-            raise ValueError('"messages" must be a list.')
-        request["messages"] = [_flat(message) for message in messages]
+        request["messages"] = conversation(request.get("messages"))
+    elif "messages" in request:
+        raise ValueError(f'"messages" belong to {CHAT}.')
     elif isinstance(several := request.get("prompt"), list) and len(several) == 1:
         request["prompt"] = several if isinstance(several[0], int) else several[0]
     return request
+
+
+def conversation(messages: Any) -> list[dict[str, Any]]:
+    """Messages whose contents are texts, also if they were given in parts, or as null. Raises ValueError."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}.')
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise ValueError(f'"messages" hold {_short(message)}, which needs a "role" and a "content".')
+    if message.get("tool_calls"):
+        raise ValueError('"messages" hold "tool_calls", and nanospec knows no tools.')
+    parts = message["content"]
+    parts = [] if parts is None else [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+    for part in parts if isinstance(parts, list) else [parts]:
+        if not _is_text(part):
+            raise ValueError(f'"messages" hold {_short(part)}, which is no text; nanospec reads texts only.')
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
@@ -62,16 +106,6 @@ def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
     if not isinstance(wanted, bool) or (top and not wanted):
         raise ValueError('"logprobs" must be true or false in a chat, and true with "top_logprobs".')
     return {"logprobs": top} if wanted else {}
-
-
-def _flat(message: Any) -> Any:
-    """A message whose content is a text, also if it was given in parts."""
-    parts = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(parts, list):
-        return message
-    if other := [part for part in parts if not _is_text(part)]:
-        raise ValueError(f"{_short(other[0])} in a message is no text, and nanospec reads texts only.")
-    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _is_text(part: Any) -> bool:
@@ -83,43 +117,63 @@ def _short(value: Any) -> str:
     return shown if len(shown) <= 200 else shown[:200] + "..."
 
 
-def choice(url: str, done: Completion, number: int | None) -> dict[str, Any]:
+def choice(
+    url: str, done: Completion, number: int | None, bytes_of: Callable[[int], bytes] | None = None
+) -> dict[str, Any]:
     """An output; `number`: of likeliest tokens to report, None for no log-probabilities."""
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
-    found = None if number is None else logprobs(url, done.token_ids, done.logprobs or (), number)
-    return {"index": done.index, **text, "logprobs": found, "finish_reason": done.finish_reason}
+    found = None
+    if number is not None:
+        tokens = done.token_ids[: len(done.pieces) - num_behind(done, done.pieces)]
+        offsets = list(accumulate((len(piece.text) for piece in done.pieces), initial=0))
+        found = logprobs(url, tokens, done.logprobs or (), number, offsets, bytes_of)
+    reasons = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
+    return {"index": done.index, **text, "logprobs": found, **reasons}
+
+
+def num_behind(done: Completion | None, pieces: Sequence[Piece]) -> int:
+    """How many of the last pieces are no part of the text: of a stop string, or what ended it."""
+    if done is None or done.finish_reason != "stop":
+        return 0
+    return next((n for n, piece in enumerate(reversed(pieces)) if piece.text), len(pieces))
 
 
 def logprobs(
-    url: str, tokens: Iterable[int], places: Iterable[Mapping[int, Logprob]], number: int, offset: int = 0
+    url: str,
+    tokens: Sequence[int],
+    places: Iterable[Mapping[int, Logprob]],
+    number: int,
+    offsets: Sequence[int],
+    bytes_of: Callable[[int], bytes] | None = None,
 ) -> dict[str, Any]:
-    """Of each of the tokens, and the `number` likeliest; the first is `offset` characters into the output."""
+    """Of each of the tokens, and the `number` likeliest. `offsets`: where in the output each token's text
+    begins; `bytes_of`: what a token stands for, where that is not a whole character."""
 
-    def entry(found: Logprob) -> dict[str, Any]:
+    def entry(token: int, found: Logprob) -> dict[str, Any]:
         text = found.decoded_token or ""
-        return {"token": text, "logprob": found.logprob, "bytes": list(text.encode())}
+        part = bytes_of(token) if bytes_of is not None and "\ufffd" in text else text.encode()
+        return {"token": text, "logprob": found.logprob, "bytes": list(part)}
 
-    own, top, offsets = [], [], []
+    own, top = [], []
     for token, at in zip(tokens, places):
-        own.append(entry(at[token]))
-        likeliest = sorted((found for found in at.values() if found.rank <= number), key=lambda f: f.rank)
-        top.append(list(map(entry, likeliest)))
-        offsets.append(offset)
-        offset += len(own[-1]["token"])
+        own.append(entry(token, at[token]))
+        likeliest = sorted((item for item in at.items() if item[1].rank <= number), key=lambda i: i[1].rank)
+        top.append([entry(*item) for item in likeliest])
     if url == CHAT:
         return {"content": [{**place, "top_logprobs": best} for place, best in zip(own, top)]}
     return {
         "tokens": [place["token"] for place in own],
         "token_logprobs": [place["logprob"] for place in own],
-        "top_logprobs": [{each["token"]: each["logprob"] for each in best} for best in top],
-        "text_offset": offsets,
+        "top_logprobs": [{t["token"]: t["logprob"] for t in best} for best in top] if number else None,
+        "text_offset": list(offsets[: len(own)]),
     }
 
 
-def usage(num_prompt: int, outputs: Sequence[Completion]) -> dict[str, Any]:
-    """Tokens in and out, and what guessing did (`speculation`, which is ours)."""
+def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, Any]:
+    """Tokens in and out, and what guessing did (`speculation`, which is ours). Each prompt has `n` outputs;
+    what the others share with the first one is no find in the cache."""
     num_output = sum(len(done.token_ids) for done in outputs)
-    cached = sum(done.num_cached_tokens for done in outputs)  # outputs of one prompt share its blocks
+    cached = sum(done.num_cached_tokens for done in outputs if done.index % n == 0)
     stats = [done.stats for done in outputs]
     drafted, accepted = sum(s.num_drafted for s in stats), sum(s.num_accepted for s in stats)
     steps, tokens = sum(s.num_steps for s in stats), sum(s.num_tokens for s in stats)

@@ -15,14 +15,15 @@ from ..cli.batch_lines import Defaults, ask
 from ..config import SamplingParams
 from ..llm import LLM
 from .errors import HTTPError, bad_request
-from .openai_format import CHAT, in_our_words
+from .openai_format import CHAT, IGNORED, ONLY, RENAMED, in_our_words
 from .settings import ServeConfig
 
 MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_MESSAGES = 4096
 TEMPLATE_SECONDS = 2.0
 OWN = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")  # of the server, not of a request
-NOT_IN_TEMPLATES = {"chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
+KNOWN = (*OWN, *RENAMED, *ONLY, *IGNORED, "top_logprobs")  # beside those of `SamplingParams`
+NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
 
 
 @dataclass
@@ -65,9 +66,11 @@ def read_request(llm: LLM, config: ServeConfig, url: str, body: Mapping[str, Any
     try:
         own = {name: body[name] for name in OWN if body.get(name) is not None}
         rest = in_our_words(url, {name: value for name, value in body.items() if name not in OWN})
+        if url != CHAT and "chat_template_kwargs" in own:
+            raise ValueError("chat_template_kwargs is for chats, and this is none.")
         base = SamplingParams(max_tokens=None) if url == CHAT else SamplingParams()
-        several = [{**rest, **each} for each in _prompts(rest, config.max_n)]
-        tasks = [ask(0, each, base, Defaults(base, {})) for each in several]
+        several = [{**rest, **each} for each in _prompts(rest, config.max_prompts)]
+        tasks = [ask(0, each, base, Defaults(base, {}, fields=KNOWN)) for each in several]
         params = tasks[0].params
         _check_limits(params, config)
         found = Asked(url, [], params, **_streaming(own), salt=_salt(own))
@@ -75,7 +78,7 @@ def read_request(llm: LLM, config: ServeConfig, url: str, body: Mapping[str, Any
             if task.messages is not None:
                 ids = chat_prompt(llm, task.messages, own.get("chat_template_kwargs", {}))
             else:
-                ids = llm.tokenizer.encode(task.prompt) if isinstance(task.prompt, str) else task.prompt or []
+                ids = encode(llm, task.prompt) if isinstance(task.prompt, str) else task.prompt or []
             llm.engine.check(ids, params)
             found.prompts.append(ids)
     except (ValueError, TypeError, RecursionError) as error:
@@ -85,22 +88,35 @@ def read_request(llm: LLM, config: ServeConfig, url: str, body: Mapping[str, Any
 
 def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: Any) -> list[int]:
     """The token ids of a conversation, by the model's own template, which may not take long."""
-    if not isinstance(options, dict) or (taken := sorted(options.keys() & NOT_IN_TEMPLATES)):
-        raise ValueError(
-            f"chat_template_kwargs must be an object{f' without {taken[0]!r}' if options else ''}."
-        )
+    if not isinstance(options, dict):
+        raise ValueError("chat_template_kwargs must be an object.")
+    if taken := sorted(options.keys() & NOT_IN_TEMPLATES):
+        raise ValueError(f"chat_template_kwargs must be an object without {taken[0]!r}.")
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"messages are {len(messages)}, but the limit is {MAX_MESSAGES}.")
-    for message in messages:
-        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-            raise ValueError("messages need a text as 'role' and a text as 'content', each of them.")
+    _check_length(llm, sum(len(message["content"]) for message in messages))
     with within(TEMPLATE_SECONDS, "The chat template took too long for these messages."):
         return llm.chat_prompt(messages, **options)
 
 
+def encode(llm: LLM, text: str) -> list[int]:
+    """Token ids of a text, unless it is so long that it cannot fit anyway."""
+    _check_length(llm, len(text))
+    return llm.tokenizer.encode(text)
+
+
+def _check_length(llm: LLM, length: int) -> None:
+    """Before tokenizing, which for such texts takes long: of a text, or of a conversation."""
+    most = llm.engine.max_model_len * llm.tokenizer.longest_token
+    if length > most:
+        window = llm.engine.max_model_len
+        raise ValueError(f"The prompt has {length} characters, too many for max_model_len={window}.")
+
+
 @contextmanager
 def within(seconds: float, message: str) -> Iterator[None]:
-    """Raise ValueError with this message where the block runs Python for longer, in this thread."""
+    """Raise ValueError with this message where the block runs Python for longer, in this thread. It is looked
+    at between lines, so not within a call of C; a debugger does not see the block."""
     end, before = time.monotonic() + seconds, sys.gettrace()
 
     def look(frame: FrameType, event: str, arg: object) -> Any:
@@ -141,7 +157,12 @@ def _streaming(own: Mapping[str, Any]) -> dict[str, bool]:
         raise ValueError(f"stream={streams!r} must be true or false.")
     if not isinstance(options, dict) or (options and not streams):
         raise ValueError("stream_options must be an object, and needs stream=true.")
-    if unknown := sorted(options.keys() - {"include_usage", "include_drafts", "include_obfuscation"}):
+    if options.get("continuous_usage_stats"):
+        raise ValueError(
+            "stream_options: continuous_usage_stats is not there; include_usage tells at the end."
+        )
+    known = {"include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats"}
+    if unknown := sorted(options.keys() - known):
         raise ValueError(f"stream_options holds the unknown field {unknown[0]!r}.")
     if wrong := [name for name, value in options.items() if not isinstance(value, bool)]:
         raise ValueError(f"stream_options: {wrong[0]} must be true or false.")

@@ -11,21 +11,22 @@ from starlette.types import Receive, Scope, Send
 
 from .answers import Answer, event
 from .errors import HTTPError
-from .loop import EngineFailed, TooSlow
+from .jobs import EngineFailed, TooSlow
 from .settings import ServeConfig
 
-LOOK = 5.0  # seconds between looks at whether the client still reads
+LOOK = 5.0  # seconds between looks at the clock
+QUIET_AFTER = 15.0  # seconds without a byte of a stream, after which one says that it goes on
 
 
 class Answering(Response):
-    """An answer under way. When its client goes away, or leaves unread what was sent, its outputs end."""
+    """An answer under way. When its client goes away, its outputs end."""
 
     def __init__(self, config: ServeConfig, answer: Answer, facts: dict[str, Any]) -> None:
         self.config, self.answer, self.facts = config, answer, facts
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._sending_since: float | None = None
+        self._sent_at = time.monotonic()
         write = self._stream if self.answer.asked.streams else self._whole
         sending = asyncio.ensure_future(write(scope, receive, send))
         gone = asyncio.ensure_future(_until_gone(receive))
@@ -33,7 +34,6 @@ class Answering(Response):
             why = await self._watch(sending, gone)
             if why is not None:
                 self.facts["ended_by"] = why
-                scope["state"].get("abort", lambda: None)()
         finally:
             self.answer.job.abort()
             for task in (sending, gone):
@@ -42,15 +42,15 @@ class Answering(Response):
 
     async def _watch(self, sending: asyncio.Future[None], gone: asyncio.Future[None]) -> str | None:
         """Wait for the answer to have been sent; why not, if it is not to be."""
-        end, most = time.monotonic() + self.config.request_timeout, min(LOOK, self.config.write_timeout)
+        end, streams = time.monotonic() + self.config.request_timeout, self.answer.asked.streams
         while not sending.done():
-            left = max(min(end - time.monotonic(), most), 0.0)
+            left = max(min(end - time.monotonic(), LOOK), 0.0)
             await asyncio.wait({sending, gone}, timeout=left, return_when="FIRST_COMPLETED")
-            now, since = time.monotonic(), self._sending_since
+            now = time.monotonic()
             if gone.done() and not sending.done():
                 return "client gone"
-            if since is not None and now - since > self.config.write_timeout:
-                return "client does not read"
+            if streams and now - self._sent_at > QUIET_AFTER:
+                self.answer.job.put(None)
             if now > end:
                 self.answer.job.put(TooSlow())
                 end = float("inf")
@@ -59,18 +59,20 @@ class Answering(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await self.answer.whole()
+            await self.answer.wait()
             error = self.answer.error
-            response = HTTPError(500, error).response() if error else JSONResponse(body)
+            if error is not None:
+                response = HTTPError(500, error).response()
+            else:  # with log-probabilities it may be long
+                response = await asyncio.to_thread(lambda: JSONResponse(self.answer.body()))
         except EngineFailed as failure:
             response = HTTPError(failure.status, str(failure)).response()
         await response(scope, receive, send)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def body(data: bytes, more_body: bool = True) -> None:
-            self._sending_since = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": more_body})
-            self._sending_since = None
+            self._sent_at = time.monotonic()
 
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

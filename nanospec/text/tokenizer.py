@@ -16,6 +16,12 @@ import tokenizers
 
 from .chat import read_templates, render
 
+REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
+# How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.
+LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))
+OTHERS = [byte for byte in range(256) if byte not in LETTERS]
+BYTES = {chr(byte): byte for byte in LETTERS} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+
 
 class Tokenizer:
     """The tokenizer of a model folder.
@@ -92,6 +98,20 @@ class Tokenizer:
         whole = self.decode([*anchor, token], skip_special_tokens=False)
         fits = whole.startswith(before) and whole != before
         return whole[len(before) :] if fits else self.decode([token], skip_special_tokens=False)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text has fewer tokens than its length divided by it."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for, also if that is part of a character."""
+        text, raw = self.text_of(token), self.backend.id_to_token(token) or ""
+        if token in self.byte_token_ids:
+            return bytes.fromhex(raw[3:5])
+        if REPLACEMENT in text and all(letter in BYTES for letter in raw):
+            return bytes(BYTES[letter] for letter in raw)
+        return text.encode()
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:

@@ -329,3 +329,15 @@ def test_nothing_is_kept_for_a_prompt_that_has_no_room() -> None:
     simulation.add(list(range(61)), 2)
     simulation.add([7] * 21, 2)  # there are no blocks for it
     assert chunks(simulation.step()) == [32]
+
+
+def test_outputs_of_one_prompt_are_computed_once_and_let_others_go_first() -> None:
+    simulation = Simulation(window=256, extra_blocks=300, num_rows=6, max_tokens=32, k=0)
+    for _ in range(3):
+        simulation.add(list(range(161)), 2)
+    short = simulation.add([7] * 9, 2)
+    computed = sum(map(sum, (chunks(simulation.step()) for _ in range(2))))
+    assert short.is_prefilled
+    while simulation.scheduler.waiting:
+        computed += sum(chunks(simulation.step()))
+    assert computed <= 161 + 8 + 3 * SIZE
