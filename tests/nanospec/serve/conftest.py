@@ -17,7 +17,7 @@ import pytest
 
 from nanospec import LLM
 from nanospec.serve.app import App
-from nanospec.serve.http import Server
+from nanospec.serve.http import Server, listen
 from nanospec.serve.settings import ServeConfig
 from tests.drive import assert_idle
 from tests.nanospec.test_llm import folder, make
@@ -51,12 +51,13 @@ class Served:
 
     async def _run(self) -> None:
         self.app = App(self.llm, ServeConfig(**self._options), MODEL)
+        listener = listen(self.app.config)
+        self.host, self.port = listener.getsockname()
         self.server = Server(self.app.asgi(), self.app.config, self.app.drain)
         self.app.engine.start()
-        task = asyncio.ensure_future(self.server.serve())
+        task = asyncio.ensure_future(self.server.serve(sockets=[listener]))
         while not self.server.started:
             await asyncio.sleep(0.001)
-        self.host, self.port = self.server.address
         self.url = f"http://{self.host}:{self.port}"
         self.loop = asyncio.get_running_loop()
         self._ready.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +226,8 @@ def test_a_format_is_kept_to_whole_and_streamed_with_guesses_and_without(server:
         assert re.fullmatch(regex["regex"], text)
     chat: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 9}
     choice: Any = {"type": "choice", "choice": ["abc", "xyz"]}
-    assert server.client().chat.completions.create(**chat, response_format=choice).choices[0].message.content in (
-        "abc",
-        "xyz",
-    )
+    answer = server.client().chat.completions.create(**chat, response_format=choice)
+    assert answer.choices[0].message.content in ("abc", "xyz")
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objekt"}}}
     refused = server.post("/v1/chat/completions", {"messages": CHAT, "response_format": schema})
     assert refused.status_code == 400
@@ -242,11 +241,25 @@ def test_models_health_and_tokens(server: Served, offline: LLM) -> None:
     assert model.model_dump()["max_model_len"] == 128
     health = server.get("/health")
     assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    assert server.client().models.retrieve(MODEL) == model
+    assert server.get("/v1/models/other").status_code == 404
+    assert server.get("/version").json().keys() == {"version"}
     ids = offline.tokenizer.encode(PROMPT)
     for asked in ({"prompt": PROMPT}, {"messages": CHAT}):
         found = server.post("/tokenize", asked).json()
         assert found == {"tokens": ids, "count": len(ids), "max_model_len": 128}
-    assert server.post("/detokenize", {"tokens": ids[:5]}).json() == {"prompt": PROMPT[:5]}
+    assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": PROMPT}  # with special tokens
+    bodies: list[Any] = [
+        {"tokens": [99]},
+        {"tokens": "a"},
+        {"tokens": [True]},
+        {"tokens": [1], "model": "other"},
+    ]
+    for bad in bodies:
+        assert server.post("/detokenize", bad).status_code in (400, 404)
+    bodies = [{"messages": [1]}, {"messages": []}, {"messages": [{"role": "user"}]}, {"prompt": "a", "x": 1}]
+    for bad in bodies:
+        assert server.post("/tokenize", bad).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -260,7 +273,7 @@ def test_models_health_and_tokens(server: Served, offline: LLM) -> None:
         ("completions", {"prompt": "a" * 200}, 400, "prompt", "The prompt has 200 tokens"),
         ("completions", {"prompt": ""}, 400, "prompt", "The prompt is empty"),
         ("completions", {"prompt": [1, 99]}, 400, "prompt", "token id 99"),
-        ("completions", {"prompt": ["a"] * 17}, 400, "prompt", "17 prompts, but the limit is 16"),
+        ("completions", {"prompt": ["a"] * 65}, 400, "prompt", "65 prompts, but the limit is 64"),
         ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "16 strings"),
         ("completions", {"prompt": "a", "stop": "x" * 257}, 400, "stop", "256 characters"),
         ("completions", {"prompt": "a", "echo": True}, 400, "echo", "does not do"),
@@ -270,10 +283,55 @@ def test_models_health_and_tokens(server: Served, offline: LLM) -> None:
         ("completions", {"prompt": "a", "acceptance": "typical"}, 400, "acceptance", "needs an engine"),
         ("completions", {}, 400, None, '"prompt" or "messages"'),
         ("completions", {"prompt": 7}, 400, "prompt", "must be a text"),
+        ("completions", {"n": 16, "prompt": ["a"] * 21}, 400, "n", "336 outputs"),
+        (
+            "completions",
+            {"prompt": "a", "chat_template_kwargs": {}},
+            400,
+            "chat_template_kwargs",
+            "for chats",
+        ),
+        ("completions", {"prompt": "a", "messages": CHAT}, 400, "messages", "belong to"),
+        ("completions", {"prompt": "a", "bad_words": ["x"]}, 400, "bad_words", "logit_bias"),
+        ("completions", {"prompt": "a", "steam": True}, 400, "steam", "did you mean stream?"),
+        ("completions", {"prompt": "a" * 4000}, 400, "prompt", "4000 characters, too many"),
+        (
+            "chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": True},
+            400,
+            "chat_template_kwargs",
+            "object",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"self": 1}},
+            400,
+            "chat_template_kwargs",
+            "self",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "reasoning_effort": "low"},
+            400,
+            "reasoning_effort",
+            "unknown",
+        ),
         ("completions", {"prompt": "a", "cache_salt": 1}, 400, "cache_salt", "must be a text"),
         ("chat/completions", {"messages": []}, 400, "messages", "at least one"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, 400, None, "is no message"),
-        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages", "a text as"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user"}]},
+            400,
+            "messages",
+            'needs a "role" and a "content"',
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": 5}]},
+            400,
+            "messages",
+            "which is no text",
+        ),
         (
             "chat/completions",
             {"messages": CHAT, "tools": [{"type": "function"}]},
@@ -302,6 +360,85 @@ def test_bad_requests_are_told_what_is_wrong(
     assert error["param"] == param
     assert error["type"] in ("invalid_request_error", "not_found_error")
     server.settle()
+
+
+def test_what_clients_send_without_meaning_it_is_no_reason_to_refuse(server: Served) -> None:
+    harmless: Any = {
+        "model": None, "user": "u", "metadata": {}, "store": False, "tools": [], "tool_choice": "auto",
+        "functions": None, "logit_bias": {}, "response_format": {"type": "text"}, "n": None, "stop": None,
+        "max_tokens": 5, "stream_options": None, "prediction": {"type": "content", "content": "x"},
+        "skip_special_tokens": True, "add_generation_prompt": True, "add_special_tokens": False,
+        "guided_decoding": None, "parallel_tool_calls": True, "temperature": 0, "length_penalty": 1.0,
+    }  # fmt: skip
+    history = [
+        {"role": "assistant", "content": None, "tool_calls": [], "name": "x"},
+        {"role": "developer", "content": [{"type": "text", "text": PROMPT}]},
+    ]
+    response = server.post("/v1/chat/completions", {"messages": history, **harmless})
+    assert response.json()["choices"][0]["message"]["content"] == ALPHABET[4:9], response.text
+    wanted = {"structured_outputs": {"choice": ["abc"]}, "response_format": None}
+    response = server.post("/v1/chat/completions", {"messages": CHAT, **harmless, **wanted})
+    assert response.json()["choices"][0]["message"]["content"] == "abc"
+
+
+def test_an_output_tells_what_ended_it(server: Served) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 9, "stop": ["gh"]}
+    [choice] = server.post("/v1/completions", body).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "gh")
+    *_, last, _ = events(server.post("/v1/completions", {**body, "stream": True}).text)
+    assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == ("stop", "gh")
+
+
+def test_who_speaks_is_said_with_the_first_text_and_not_before(server: Served) -> None:
+    """Others take the first event for the first token."""
+    server.gate.clear()
+    body = {"messages": CHAT, "stream": True, "temperature": 0, "max_tokens": 3}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=20) as response:
+        lines = response.iter_lines()
+        threading.Timer(0.3, server.gate.set).start()
+        first = next(lines)
+        assert server.gate.is_set()
+        assert '"role":"assistant"' in first
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_text_and_lie_where_it_does(server: Served, stream: bool) -> None:
+    """A stop string is no part of them, nor is the end; parts of a character are told as bytes."""
+    for stop, text in ((["xyz"], "uvw"), (None, "uvwxyz .!é")):
+        body = {"prompt": after("st"), "temperature": 0, "max_tokens": 20, "logprobs": 0, "stop": stop}
+        if stream:
+            chunks = events(server.post("/v1/completions", {**body, "stream": True}).text)[:-1]
+            found = [part for chunk in chunks if (part := chunk["choices"][0]["logprobs"])]
+            tokens = [token for part in found for token in part["tokens"]]
+            offsets = [offset for part in found for offset in part["text_offset"]]
+        else:
+            logprobs = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+            tokens, offsets = logprobs["tokens"], logprobs["text_offset"]
+            assert logprobs["top_logprobs"] is None
+        assert offsets[:3] == [0, 1, 2]
+        assert offsets == sorted(offsets)
+        assert len(tokens) == len(offsets) == (3 if stop else 10)
+        assert offsets[-1] < len(text)
+    messages = [{"role": "user", "content": after("yz")}]
+    chat = {"messages": messages, "temperature": 0, "max_tokens": 9, "logprobs": True}
+    content = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(place["bytes"]) for place in content).decode() == " .!é"
+
+
+def test_every_guess_is_told_also_those_of_a_step_without_text(server: Served) -> None:
+    options = {"include_usage": True, "include_drafts": True}
+    body = {"prompt": after(ALPHABET), "temperature": 0, "max_tokens": 9, "stream": True}
+    chunks = events(server.post("/v1/completions", {**body, "stream_options": options}).text)[:-1]
+    told = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
+    assert sum(each["drafted"] for each in told) == chunks[-1]["usage"]["speculation"]["num_drafted"] > 0
+
+
+def test_cached_tokens_are_those_of_earlier_requests(server: Served) -> None:
+    body = {"prompt": after("abcd"), "n": 4, "max_tokens": 1, "cache_salt": "cold"}
+    details = [
+        server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"] for _ in range(2)
+    ]
+    assert [each["cached_tokens"] for each in details] == [0, 32]
 
 
 def test_the_client_raises_its_own_errors(server: Served) -> None:
@@ -348,7 +485,7 @@ def test_every_answer_has_an_id(server: Served) -> None:
     assert server.get("/health", headers={"x-request-id": "my-1.2"}).headers["x-request-id"] == "my-1.2"
     assert server.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
     given = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"})
-    assert given.json()["id"] == "mine"
+    assert given.json()["id"] == "cmpl-mine"
 
 
 def test_the_example_of_the_documents(server: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,6 +155,9 @@ def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
     server.gate.clear()
     room = server.app.engine.most
     assert room == 4 + 12
+    assert (
+        server.post("/v1/completions", {**SHORT, "n": 16, "prompt": ["a", "b"]}).status_code == 400
+    )  # never
 
     def ask(n: int) -> httpx.Response:
         return server.post("/v1/completions", {**SHORT, "n": n})
@@ -292,6 +295,7 @@ import asyncio, sys, time
 from nanospec import LLM
 from nanospec.serve.app import App
 from nanospec.serve.command import run
+from nanospec.serve.http import listen
 from nanospec.serve.settings import ServeConfig
 llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_model_len=128)
 step = llm.engine.step
@@ -300,7 +304,7 @@ def slow():
     return step()
 llm.engine.step = slow
 app = App(llm, ServeConfig(port=int(sys.argv[2]), drain_timeout=float(sys.argv[3])), "m")
-code = asyncio.run(run(app))
+code = asyncio.run(run(app, listen(app.config)))
 pool = llm.engine.scheduler.pool
 print("free", pool.num_free == pool.num_blocks, flush=True)
 sys.exit(code)

@@ -210,8 +210,14 @@ def test_settings_that_cannot_be(options: dict[str, Any], sentence: str) -> None
 
 @pytest.mark.parametrize(
     ("host", "local"),
-    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False),
-     ("me", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("me", False),
+    ],
 )
 def test_what_is_reached_from_this_machine_alone(host: str, local: bool) -> None:
     assert ServeConfig(host=host).is_local is local
