@@ -19,9 +19,7 @@ from .logs import log
 from .settings import ServeConfig
 
 OPEN = ("/", "/health")  # without a key; so are the files of the page
-LOCAL = re.compile(
-    r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE
-)  # what a client on this machine calls it
+LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # this machine's names
 UNCOUNTED = ("/health", "/metrics")  # answered however many connections there are
 CROWDED = "There are too many connections; try again in a second."
 BAD_KEY = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."

@@ -113,4 +113,5 @@ def listen(config: ServeConfig) -> socket.socket:
         family, _, _, _, address = found[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        raise OSError(f"cannot listen at {where}: {getattr(error, 'strerror', error)}.") from None
+        reason = str(getattr(error, "strerror", error)).partition(" (")[0]
+        raise OSError(f"cannot listen at {where}: {reason}.") from None

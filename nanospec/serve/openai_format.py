@@ -124,7 +124,7 @@ def choice(
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
     found = None
     if number is not None:
-        tokens = done.token_ids[: len(done.pieces) - num_behind(done, done.pieces)]
+        tokens = done.token_ids[: len(done.token_ids) - num_behind(done, done.pieces)]
         offsets = list(accumulate((len(piece.text) for piece in done.pieces), initial=0))
         found = logprobs(url, tokens, done.logprobs or (), number, offsets, bytes_of)
     reasons = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}

@@ -245,7 +245,7 @@ def test_a_command_line_must_say_one_thing(
 
 
 def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for args in (["serve"], ["train"], ["train", "tails"]):
+    for args in (["server"], ["train"], ["train", "tails"]):
         with pytest.raises(SystemExit, match="2"):
             main(args)
         assert f"there is no command {' '.join(args)!r}" in capsys.readouterr().err

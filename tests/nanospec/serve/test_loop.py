@@ -80,7 +80,7 @@ def metrics_of(server: Served) -> dict[tuple[str, ...], float]:
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
-            assert sample.labels["model_name"] == MODEL
+            assert sample.labels.get("model_name", MODEL) == MODEL
             key = (sample.name.removeprefix("nanospec:"), *labels.values())
             found[key] = sample.value
     return found
@@ -94,17 +94,21 @@ def test_metrics_add_up(folder: Path, mode: str) -> None:
         bodies = [{**ask(i), "n": 1, "stream": i % 2 == 0} for i in range(12)]
         for body in bodies:
             assert server.post("/v1/completions", body).status_code == 200
-        assert server.post("/v1/completions", {**bodies[0], "n": 5}).status_code == 429
         server.gate.clear()
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(server.post, "/v1/completions", {**bodies[1], "n": 3, "max_tokens": 9})
             server.wait_until(lambda: server.app.engine.num_outputs == 3)
+            assert server.post("/v1/completions", {**bodies[0], "n": 2}).status_code == 429
             server.gate.set()
             running.result()
         server.settle()
         found, spec = metrics_of(server), server.llm.engine.metrics.spec
     assert found["request_success_total", "length"] + found["request_success_total", "stop"] == 15
-    assert found["requests_refused_total",] == 1
+    assert found["requests_refused_total",] == found["http_requests_total", "/v1/completions", "429"] == 1
+    assert found["http_requests_total", "/v1/completions", "200"] == 13
+    for name in ("queue", "prefill", "decode"):
+        assert found[f"request_{name}_time_seconds_count",] == 15
+        assert found[f"request_{name}_time_seconds_sum",] >= 0
     for name in ("time_to_first_token", "e2e_request_latency"):
         assert found[f"{name}_seconds_count",] == 15
     assert found["generation_tokens_total",] == spec.num_tokens == found["request_generation_tokens_sum",]
