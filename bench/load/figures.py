@@ -121,6 +121,6 @@ def best(lanes: Mapping[Lane, Json]) -> Lane | None:
 
 
 def equal(rows: Sequence[Row], others: Sequence[Row]) -> list[int]:
-    """How many texts are the same, and of how many requests that both answered."""
-    both = [(a, b) for a, b in zip(rows, others, strict=True) if not a["error"] and not b["error"]]
+    """How many texts are the same, and of how many requests that both answered; one load may be longer."""
+    both = [(a, b) for a, b in zip(rows, others) if not a["error"] and not b["error"]]
     return [sum(a["text"] == b["text"] for a, b in both), len(both)]

@@ -83,10 +83,18 @@ class App:
         app.router.redirect_slashes = False
         return Gate(app, self.config, self.answered)
 
+    def runs(self) -> dict[str, Any]:
+        """How answers are computed."""
+        spec = self.llm.config.spec
+        return {**self.llm.engine.worker.runs(), "spec": spec.method, "k": spec.num_speculative_tokens}
+
     async def drain(self) -> None:
         """Take no new requests, and wait until those that run have ended, or their time is over."""
         self.draining, end = True, time.monotonic() + self.config.drain_timeout
-        log.info("draining", extra={"facts": {"running": self.engine.num_outputs}})
+        log.info(
+            "finishing what runs; told again, ending at once",
+            extra={"facts": {"running": self.engine.num_outputs}},
+        )
         while self.engine.num_outputs and time.monotonic() < end:
             await asyncio.sleep(0.02)
         self.engine.end_all()
@@ -250,7 +258,10 @@ def _guarded(function: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    message = "There is no such path." if status == 404 else f"{request.method} is not for this path."
+    message = "There is no such path; /v1/chat/completions and /v1/completions are there."
+    if status == 405:
+        allowed = (getattr(error, "headers", None) or {}).get("Allow", "another method")
+        message = f"{request.method} is not for this path; {allowed} is."
     return HTTPError(status, message, headers=getattr(error, "headers", None)).response()
 
 

@@ -105,10 +105,12 @@ async def run(app: Any, listener: socket.socket) -> int:
     try:
         host, port = listener.getsockname()[:2]
         where = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
-        log.info("ready", extra={"facts": {"url": where, "model": app.model}})
+        facts = {"page": f"{where}/", "api": f"{where}/v1", "model": app.model, "keys": len(config.api_key)}
+        log.info("ready", extra={"facts": {**facts, **app.runs()}})
         if not config.is_local and not config.api_key:
             log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
         await server.serve(sockets=[listener])
     finally:
         await app.engine.stop()
+        log.info("ended")
     return 0

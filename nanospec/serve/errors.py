@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-MOST = 600  # characters of a message, which may repeat what a client sent
+MOST = 1500  # characters of a message, which may repeat what a client sent
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -114,4 +114,4 @@ def listen(config: ServeConfig) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", error)).partition(" (")[0]
-        raise OSError(f"cannot listen at {where}: {reason}.") from None
+        raise OSError(f"cannot listen at {where}: {reason}; --host and --port name another.") from None

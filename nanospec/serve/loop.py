@@ -147,9 +147,14 @@ class EngineLoop:
     def _step(self) -> None:
         touched = self.llm.shared.step()
         self.failures, now = 0, time.perf_counter()
-        found = [(live.job, self._told(live, now)) for r in touched if (live := self._live.get(r))]
-        if found:
-            self._loop.call_soon_threadsafe(self._deliver, found)
+        found: list[tuple[Job, Delta]] = []
+        try:
+            for request in touched:
+                if (live := self._live.get(request)) is not None:
+                    found.append((live.job, self._told(live, now)))
+        finally:  # whatever happens to one, the others are told
+            if found:
+                self._loop.call_soon_threadsafe(self._deliver, found)
 
     def _add(self, job: Job, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: bytes) -> None:
         if not self.llm.config.enable_prefix_caching:  # the outputs of one job share all the same
@@ -187,8 +192,8 @@ class EngineLoop:
         live.last, live.num_tokens = now, stats.num_tokens
         delta = live.delta(self.llm.tokenizer)
         if delta.done is not None:
-            del self._live[live.request]
             self.on_done(delta.done, live.request)
+            del self._live[live.request]
         return delta
 
     def _deliver(self, found: Sequence[tuple[Job, Delta | Exception]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ..vllm_names import FOREIGN_SAMPLING, response_format
+from ..vllm_names import CONSTRAINTS, FOREIGN_SAMPLING, response_format
 
 if TYPE_CHECKING:
     from ..outputs import Completion
@@ -61,9 +61,12 @@ def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in CONSTRAINED:
             request["response_format"] = response_format(name, value)
+        elif name.removeprefix("guided_") in CONSTRAINTS:
+            request["response_format"] = response_format(name, {name.removeprefix("guided_"): value})
         elif name in only:
             if value not in only[name]:
-                raise ValueError(f'"{name}" asks for what nanospec does not do: {_short(value)}.')
+                shown = f": {value!r}" if isinstance(value, str | int | float) else ""
+                raise ValueError(f'"{name}" asks for what nanospec does not do{shown[:200]}.')
         elif name in FOREIGN_SAMPLING:
             harmless, instead = FOREIGN_SAMPLING[name]
             if value not in harmless:

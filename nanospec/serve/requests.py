@@ -15,14 +15,14 @@ from ..cli.batch_lines import Defaults, ask
 from ..config import SamplingParams
 from ..llm import LLM
 from .errors import HTTPError, bad_request
-from .openai_format import CHAT, IGNORED, ONLY, RENAMED, in_our_words
+from .openai_format import CHAT, IGNORED, RENAMED, in_our_words
 from .settings import ServeConfig
 
 MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_MESSAGES = 4096
 TEMPLATE_SECONDS = 2.0
 OWN = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")  # of the server, not of a request
-KNOWN = (*OWN, *RENAMED, *ONLY, *IGNORED, "top_logprobs")  # beside those of `SamplingParams`
+KNOWN = (*OWN, *RENAMED, *IGNORED, "top_logprobs")  # beside those of `SamplingParams`
 NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
 
 

@@ -66,6 +66,7 @@ class Answering(Response):
             else:  # with log-probabilities it may be long
                 response = await asyncio.to_thread(lambda: JSONResponse(self.answer.body()))
         except EngineFailed as failure:
+            self.facts["ended_by"] = str(failure)
             response = HTTPError(failure.status, str(failure)).response()
         await response(scope, receive, send)
 
@@ -85,6 +86,7 @@ class Answering(Response):
         except EngineFailed as error:
             failure = HTTPError(error.status, str(error))
         if failure:
+            self.facts["ended_by"] = failure.message
             await body(event(failure.body()))
         await body(b"", more_body=False)
 

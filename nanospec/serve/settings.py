@@ -19,9 +19,9 @@ class ServeConfig:
     Attributes:
         host: the address to listen at; the default is reached from this machine alone.
         port: the port; 0 takes a free one.
-        api_key: what clients must send as "Authorization: Bearer KEY"; several may be given, and
-            NANOSPEC_API_KEY holds them with commas between. Clients with different keys share no cached
-            prefixes.
+        api_key: what clients must send as "Authorization: Bearer KEY", 8 or more characters; several may be
+            given, and NANOSPEC_API_KEY holds them with commas between. Clients with different keys share no
+            cached prefixes.
         served_model_name: what clients call the model; without it: the name of its folder.
         max_queue: most outputs that wait for one of the max_num_seqs rows; beyond it clients are told to come
             again later (429).

@@ -27,7 +27,8 @@ async function loadModel() {
 // Sending
 
 async function send(content) {
-  if (state.abort || !content.trim()) return;
+  if (state.abort) return say("An answer is under way: wait, or press Stop.");
+  if (!content.trim()) return;
   const turn = new Turn(content.trim());
   state.turns.push(turn);
   $("turns").append(turn.element);
@@ -56,6 +57,7 @@ async function answer(turn) {
     follow(isBelow());
   } catch (error) {
     turn.fail(error.message, retry);
+    say("");
   }
 }
 

@@ -30,7 +30,8 @@ def test_a_port_in_use_and_a_host_that_is_none(folder: Path, capsys: pytest.Capt
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert command.main([str(folder), "--port", port]) == 2
-        assert f"cannot listen at 127.0.0.1:{port}: Address already in use." in capsys.readouterr().err
+        said = f"cannot listen at 127.0.0.1:{port}: Address already in use; --host and --port name another."
+        assert said in capsys.readouterr().err
     assert command.main(["--model", str(folder), "--host", "no.such.host.invalid", "--port", "0"]) == 2
     assert "cannot listen at no.such.host.invalid:0: " in capsys.readouterr().err
 

@@ -221,6 +221,32 @@ def test_an_exception_in_a_step_ends_what_runs_and_nothing_else(server: Served, 
     server.settle()
 
 
+@pytest.mark.parametrize("which", [0, 2])
+def test_an_exception_behind_a_step_ends_what_runs_and_nothing_else(server: Served, which: int) -> None:
+    """The thread of the engine lives on, and nobody waits in vain."""
+    loop, calls = server.app.engine, []
+    own = loop.on_done
+
+    def failing(*values: Any) -> None:
+        calls.append(values)
+        if len(calls) == which + 1:
+            raise RuntimeError("a full disk")
+        own(*values)
+
+    server.gate.clear()
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(server.post, "/v1/completions", SHORT) for _ in range(4)]
+        server.wait_until(lambda: loop.num_outputs == 4)
+        loop.on_done = failing
+        server.gate.set()
+        statuses = [future.result().status_code for future in found]
+    assert 500 in statuses
+    assert set(statuses) <= {200, 500}
+    assert len(calls) == which + 1 or statuses.count(200) > 0
+    loop.on_done = own
+    server.settle()
+
+
 def test_an_engine_that_always_fails_is_unhealthy(server: Served) -> None:
     worker = server.llm.engine.worker
     prefill = worker.prefill
