@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,17 @@ from nanospec.serve.settings import ServeConfig
 from tests.nanospec.test_llm import folder
 
 __all__ = ["folder"]
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """Whatever the command has made of them: its stream is closed after the test."""
+    loggers = [logging.getLogger(name) for name in ("nanospec.serve", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

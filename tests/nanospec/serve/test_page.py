@@ -137,7 +137,7 @@ def test_figures_grow_with_the_answer(show: Open, server: Fake) -> None:
     assert page.locator("#spark rect").evaluate_all(heights) == [1, 3, 2, 1]
     gates[1].set()
     answered(page)
-    assert page.inner_text("#per-step") == "1.4"  # the server's own figures
+    until(page, "document.getElementById('per-step').textContent === '1.4'")  # the server's own figures
     assert page.inner_text("#acceptance") == "27 %"
     assert float(page.inner_text("#rate")) > 0
     assert "ms" in page.inner_text("#first") or "s" in page.inner_text("#first")
