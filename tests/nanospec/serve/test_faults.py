@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from nanospec.serve import sending
 from tests.drive import MODES
 from tests.nanospec.serve.conftest import Served, serving
 from tests.nanospec.test_llm import ALPHABET, after, folder, make
@@ -149,6 +150,30 @@ def test_a_slow_reader_is_cut_off_and_delays_nobody(server: Served, monkeypatch:
     server.wait_until(lambda: not server.app.engine.num_outputs)
     server.wait_until(lambda: not server.server.server_state.connections - {None}, 20)
     connection.close()
+
+
+def test_a_silent_stream_says_that_it_goes_on(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "LOOK", 0.05)
+    monkeypatch.setattr(sending, "QUIET_AFTER", 0.1)
+    server.gate.clear()
+    threading.Timer(0.6, server.gate.set).start()
+    text = server.post("/v1/completions", {**SHORT, "stream": True}).text
+    assert text.startswith(": nothing yet\n\n")
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_of_too_many_connections_health_alone_is_answered(server: Served) -> None:
+    gate: Any = server.server.config.app
+    gate._most = 2
+    idle = [server.connect() for _ in range(3)]
+    server.wait_until(lambda: len(server.server.server_state.connections) >= 3)
+    refused = server.post("/v1/completions", SHORT)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "too many connections" in refused.json()["error"]["message"]
+    assert server.get("/health").status_code == 200
+    for connection in idle:
+        connection.close()
+    server.wait_until(lambda: len(server.server.server_state.connections) <= 1)
 
 
 def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
