@@ -51,7 +51,7 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
 
 
 def target() -> str:
-    """The instructions that the library was compiled for."""
+    """The instructions that the library multiplies with."""
     found = library()
     assert found is not None
     found.nanospec_target.restype = ctypes.c_char_p

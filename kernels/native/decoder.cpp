@@ -146,12 +146,12 @@ extern "C" void nanospec_forward(const Forward* given) {
     });
 }
 
-// What this was compiled for.
+// The instructions that multiply.
 extern "C" const char* nanospec_target() {
 #ifdef __AMX_BF16__
     if (has_amx()) return "AMX";
 #endif
-#ifdef __AVX512BF16__
+#ifdef BY_PAIRS
     return "avx512_bf16";
 #elif defined __AVX512F__
     return "AVX-512";

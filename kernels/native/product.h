@@ -70,7 +70,7 @@ void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, bytes = pairs * 2 * sizeof(Words);
     const long most = most_rows<Strip>(pairs), all = (tokens + most - 1) / most * strips;
     const long chunk = most * std::clamp(all / (4 * team.threads), 1L, 8L), chunks = (tokens + chunk - 1) / chunk;
-    const bool read_bound = tokens <= (by_amx<Strip>(pairs) ? AT_ONCE / 2 : IN_REGISTERS / 3);
+    const bool read_bound = tokens <= (by_amx<Strip>(pairs) ? AT_ONCE / 2 : AMD ? IN_REGISTERS / 3 : 0);
     team.each(chunks * strips, [&](long task, long next) {
         const long s = task % strips, from = task / strips * chunk, count = std::min(chunk, tokens - from);
         const long after = next % strips, parts = (count + most - 1) / most;

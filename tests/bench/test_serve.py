@@ -300,6 +300,17 @@ def test_rows_compare_with_the_best_setting_of_the_other() -> None:
     assert "1 of 2 equal to plain" in tables.remarks(list(found.values()))
 
 
+def test_loads_of_unequal_lengths_are_compared_as_far_as_both_go() -> None:
+    """Request i of all loads is the same; a later load may send more, or fewer, than the first."""
+    lane, loads = Lane("nanospec", None), [parse_load(f"poisson:{share}") for share in (0.3, 0.8, 0.2)]
+    texts = "aab", "aacdd", "a"
+    runs = {
+        (load, lane): [{**run_of(1.0), "requests": [row(text=text) for text in each]}]
+        for load, each in zip(loads, texts, strict=True)
+    }
+    assert [found["equal_to_first_load"] for found in tables.rows(runs)] == [[3, 3], [2, 3], [1, 1]]
+
+
 # ---- servers and their turns ---------------------------------------------------------------------
 
 ANSWERS = """
