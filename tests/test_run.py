@@ -65,7 +65,7 @@ def sigint() -> Iterator[None]:
 
 @pytest.mark.usefixtures("sigint")
 def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) -> None:
-    source, target = requests_file(tmp_path, 60, ignore_eos=True), tmp_path / "results.jsonl"
+    source, target = requests_file(tmp_path, 30, ignore_eos=True), tmp_path / "results.jsonl"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     args = command("--input", source, "--output", target, "--raw", "--max-num-seqs", "2")
     with subprocess.Popen(args, stderr=subprocess.PIPE, text=True, env=env) as process:
@@ -77,10 +77,10 @@ def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) 
         errors = process.stderr.read()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert "of 60 requests are done; the same command goes on from there." in errors
+    assert "of 30 requests are done; the same command goes on from there." in errors
     before = results(target)
-    assert 2 <= len(before) < 60
+    assert 2 <= len(before) < 30
     assert main(command("--input", source, "--output", target, "--raw")[2:]) == 0
     after = results(target)
-    assert sorted(after) == list(range(60))
+    assert sorted(after) == list(range(30))
     assert all(after[i] == before[i] for i in before)

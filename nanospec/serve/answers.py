@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from itertools import accumulate
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from ..outputs import Completion
 from ..request import Logprob, Piece
 from .jobs import Delta, Job
-from .openai_format import CHAT, choice, logprobs, num_behind, usage
+from .openai_format import CHAT, choice, counts, logprobs, num_behind, usage
 from .requests import Asked
 
 QUIET = b": nothing yet\n\n"  # a comment, so that nobody between takes the connection for dead
@@ -29,6 +30,7 @@ class Answer:
     ) -> None:
         self.asked, self.job, self._bytes_of = asked, job, bytes_of
         self.done: list[Completion] = []
+        self._num_tokens: Counter[int] = Counter()  # of each output so far
         kind, prefix = ("chat.completion", "chatcmpl") if asked.url == CHAT else ("text_completion", "cmpl")
         kind += ".chunk" * (asked.streams and asked.url == CHAT)
         known = {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time())}
@@ -66,6 +68,9 @@ class Answer:
                 yield QUIET
                 continue
             i = delta.choice
+            self._num_tokens[i] += len(delta.pieces)
+            if delta.done is not None:  # the last piece may be the rest of a character
+                self._num_tokens[i] = len(delta.done.token_ids)
             delta = held.pop(i).joined(delta) if i in held else delta
             if self.asked.url == CHAT and i not in begun and (delta.pieces or delta.done):
                 begun.add(i)
@@ -92,7 +97,9 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if self.asked.with_usage:
+        if self.asked.with_counts:
+            more.setdefault("usage", counts(self.asked.num_prompt_tokens, self._num_tokens.total()))
+        elif self.asked.with_usage:
             more.setdefault("usage", None)
         return event({**self._head, "choices": choices, **more})
 

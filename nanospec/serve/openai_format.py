@@ -172,6 +172,15 @@ def logprobs(
     }
 
 
+def counts(num_prompt: int, num_output: int) -> dict[str, int]:
+    """Of tokens, as usage has them."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
+
+
 def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, Any]:
     """Tokens in and out, and what guessing did (`speculation`, which is ours). Each prompt has `n` outputs;
     what the others share with the first one is no find in the cache."""
@@ -181,9 +190,7 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
     drafted, accepted = sum(s.num_drafted for s in stats), sum(s.num_accepted for s in stats)
     steps, tokens = sum(s.num_steps for s in stats), sum(s.num_tokens for s in stats)
     return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
+        **counts(num_prompt, num_output),
         "prompt_tokens_details": {"cached_tokens": min(cached, num_prompt)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,

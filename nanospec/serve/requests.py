@@ -33,7 +33,7 @@ class Asked:
     Attributes:
         url: `CHAT` or `COMPLETIONS`.
         prompts: token ids, one list for each prompt.
-        streams, with_usage, with_drafts: what is sent as it comes.
+        streams, with_usage, with_counts, with_drafts: what is sent as it comes.
         salt: the client's own part of who may share cached prefixes.
     """
 
@@ -42,6 +42,7 @@ class Asked:
     params: SamplingParams
     streams: bool = False
     with_usage: bool = False
+    with_counts: bool = False
     with_drafts: bool = False
     salt: bytes = b""
 
@@ -157,17 +158,14 @@ def _streaming(own: Mapping[str, Any]) -> dict[str, bool]:
         raise ValueError(f"stream={streams!r} must be true or false.")
     if not isinstance(options, dict) or (options and not streams):
         raise ValueError("stream_options must be an object, and needs stream=true.")
-    if options.get("continuous_usage_stats"):
-        raise ValueError(
-            "stream_options: continuous_usage_stats is not there; include_usage tells at the end."
-        )
     known = {"include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats"}
     if unknown := sorted(options.keys() - known):
         raise ValueError(f"stream_options holds the unknown field {unknown[0]!r}.")
     if wrong := [name for name, value in options.items() if not isinstance(value, bool)]:
         raise ValueError(f"stream_options: {wrong[0]} must be true or false.")
     usage, drafts = options.get("include_usage", False), options.get("include_drafts", False)
-    return {"streams": streams, "with_usage": usage, "with_drafts": drafts}
+    counts = usage and options.get("continuous_usage_stats", False)  # as vLLM has it
+    return {"streams": streams, "with_usage": usage, "with_counts": counts, "with_drafts": drafts}
 
 
 def _salt(own: Mapping[str, Any]) -> bytes:

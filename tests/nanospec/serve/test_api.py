@@ -86,6 +86,22 @@ def test_streams_join_to_the_whole(server: Served) -> None:
     assert joined == client.completions.create(prompt=PROMPT, **{**options, "n": 1}).choices[0].text
 
 
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_of_a_stream_may_count_tokens(server: Served, url: str) -> None:
+    """As load generators ask for; counting ends at what the whole is said to have."""
+    asked = {"messages": CHAT} if "chat" in url else {"prompt": PROMPT}
+    body = {**asked, "max_tokens": 12, "n": 2, "temperature": 20, "seed": 3, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = events(server.post(url, {**body, "stream_options": options}).text)[:-1]
+    found = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert len(set(found)) > 3
+    assert found == sorted(found)
+    assert found[-1] == last["usage"]["completion_tokens"] > 12
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+    only = {**body, "stream_options": {"continuous_usage_stats": True}}
+    assert all("usage" not in chunk for chunk in events(server.post(url, only).text)[:-1])
+
+
 def test_the_asynchronous_client(server: Served) -> None:
     async def ask() -> list[str]:
         async with server.async_client() as client:
