@@ -83,7 +83,8 @@ static void multiply_amx(long m, const bf16* x, long stride, const Matrix& matri
 // What a thread holds while it multiplies. (A thread is switched more slowly while the matrix unit's registers are in use.)
 struct Unit {
 #ifdef __SSE__
-    // Sums too small for a normal float are 0, as bfloat16 instructions have it anyway: others are ten times slower with them.
+    // Sums too small for a normal float are 0, as instructions for bfloat16 have it anyway; those for floats would take ten
+    // times as long for them.
     const unsigned before = _mm_getcsr();
     Unit() { _mm_setcsr(before | 0x8040 /* flush to zero, denormals are zero */); }
 #endif

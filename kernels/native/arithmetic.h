@@ -15,11 +15,17 @@ typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 
-#ifdef __SSE4A__  // which no other has
+// AMD's processors alone have SSE4a. The instruction that multiplies two bfloat16 numbers at a time is twice as fast there
+// as those for floats, and half as fast on Intel's.
+#ifdef __SSE4A__
 constexpr bool AMD = true;
+#ifdef __AVX512BF16__
+#define BY_PAIRS
+#endif
 #else
 constexpr bool AMD = false;
 #endif
+
 constexpr float LOG2_E = 1.44269504f;
 constexpr int LANES = 16;
 constexpr int WIDTH = 2 * LANES;  // columns of a strip
@@ -145,22 +151,20 @@ struct Strip {
     }
 };
 
-// Some numbers of M rows, and a vector with two of each of 16 columns that they are multiplied with. There is an instruction
-// for two numbers at a time, with which AMD's processors (the ones with SSE4a) are twice as fast as without, Intel's half as
-// fast: for those, the numbers become floats first.
-#if defined __AVX512BF16__ && defined __SSE4A__
-#define BY_PAIRS
-constexpr long SOME = 1 << 30;  // pairs
+// A part of M rows of x: add(sums, m, w) adds the products of row m's current pair of numbers with those of 16 columns, and
+// next() goes on to the next pair.
+#ifdef BY_PAIRS
+constexpr long PART = 1 << 30;  // pairs
 
 template <int M>
-struct Some {
+struct RowsPart {
     const bf16* at[(M + 2) / 3];  // three rows to an address: the processor adds the stride once or twice
     const long stride;
 
-    Some(const bf16* x, long stride, long) : stride(stride) {
+    RowsPart(const bf16* x, long stride, long) : stride(stride) {
         for (int i = 0; i < (M + 2) / 3; i++) at[i] = x + 3 * i * stride;
     }
-    void go_on() {
+    void next() {
 #pragma GCC unroll 4
         for (int i = 0; i < (M + 2) / 3; i++) {
             at[i] += 2;
@@ -174,14 +178,15 @@ struct Some {
     }
 };
 #else
-constexpr long SOME = 64;  // pairs, so that the floats of all rows take an eighth of the first-level cache
+constexpr long PART = 64;  // pairs: so few that the floats of 12 rows, 6 KB, stay in the first-level cache
+static_assert(PART % LANES == 0);
 
 template <int M>
-struct Some {
-    alignas(64) float low[M][SOME], high[M][SOME];
+struct RowsPart {
+    alignas(64) float low[M][PART], high[M][PART];
     long p = 0;
 
-    Some(const bf16* x, long stride, long pairs) {
+    RowsPart(const bf16* x, long stride, long pairs) {
         for (int m = 0; m < M; m++, x += stride)
             for (long i = 0; i < pairs; i += LANES) {
                 Words both{};
@@ -192,7 +197,7 @@ struct Some {
                 *(Words*)(low[m] + i) = both << 16, *(Words*)(high[m] + i) = both & 0xFFFF0000;
             }
     }
-    void go_on() { p++; }
+    void next() { p++; }
     Floats add(Floats sums, int m, Words w) const {
         sums += (Floats)(w << 16) * low[m][p];
         return sums + (Floats)(w & 0xFFFF0000) * high[m][p];
@@ -205,16 +210,16 @@ struct Some {
 template <class Matrix, int M>
 static void multiply(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     Floats s[M][2] = {};  // in registers, if both loops over it are unrolled
-    for (long from = 0; from < pairs; from += SOME) {
-        const long end = std::min(from + SOME, pairs);
-        Some<M> some(x + 2 * from, stride, end - from);
-        for (long p = from; p < end; p++, some.go_on()) {
+    for (long from = 0; from < pairs; from += PART) {
+        const long end = std::min(from + PART, pairs);
+        RowsPart<M> rows(x + 2 * from, stride, end - from);
+        for (long p = from; p < end; p++, rows.next()) {
             const Words a = *(const Words*)matrix.left(p), b = *(const Words*)matrix.right(p);
             matrix.prefetch(p, 1);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
-                s[m][0] = some.add(s[m][0], m, a);
-                s[m][1] = some.add(s[m][1], m, b);
+                s[m][0] = rows.add(s[m][0], m, a);
+                s[m][1] = rows.add(s[m][1], m, b);
             }
         }
     }

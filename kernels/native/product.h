@@ -64,13 +64,13 @@ void in_parts(long count, long most, F f) {
 //
 // A task is a strip with some tokens: so many that reading the strip is worth it, so few that they stay in the cache and
 // that there are tasks for all threads. While it is computed, the strip that this thread will take next is on its way to
-// the cache. Where nothing but reading takes time, the processor's own prefetching is faster alone.
+// the cache. For few tokens AMD's processors are faster with their own prefetching alone, and so are all that have AMX.
 template <bool PAIR = false, class Done>
 void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, bytes = pairs * 2 * sizeof(Words);
     const long most = most_rows<Strip>(pairs), all = (tokens + most - 1) / most * strips;
     const long chunk = most * std::clamp(all / (4 * team.threads), 1L, 8L), chunks = (tokens + chunk - 1) / chunk;
-    const bool read_bound = tokens <= (by_amx<Strip>(pairs) ? AT_ONCE / 2 : AMD ? IN_REGISTERS / 3 : 0);
+    const bool fetch = tokens > (by_amx<Strip>(pairs) ? AT_ONCE / 2 : AMD ? IN_REGISTERS / 3 : 0);
     team.each(chunks * strips, [&](long task, long next) {
         const long s = task % strips, from = task / strips * chunk, count = std::min(chunk, tokens - from);
         const long after = next % strips, parts = (count + most - 1) / most;
@@ -79,7 +79,7 @@ void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
-                const Strip strip{w.strip(s + half * strips), ahead, read_bound ? 0 : bytes / pairs / parts};
+                const Strip strip{w.strip(s + half * strips), ahead, fetch ? bytes / pairs / parts : 0};
                 sums[half] = {room[half], WIDTH};
                 multiply_rows(m, x[from + first], x.stride, strip, pairs, sums[half]);
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import random
@@ -234,6 +235,12 @@ def test_gates_far_from_zero() -> None:
     assert error(pages.step({0: ids})[0], expected) < 0.03
 
 
+def first_values(pages: Pages) -> Tensor:
+    """Of the first layer and row, heads of 32: [heads, 20, 32]."""
+    tiles = pages.cache[pages.table.block_table[0, :2].long(), 0, :, 1, 0]  # [2, heads, 16, 32] as
+    return tiles.view(2, -1, 8, 32, 2).permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :20]
+
+
 def test_values_that_overflow_are_the_largest_number_in_the_cache() -> None:
     """So that they stay numbers when they are multiplied by 0; what was not a number becomes 0."""
     config = tiny_config(intermediate_size=96, head_dim=32)
@@ -246,8 +253,7 @@ def test_values_that_overflow_are_the_largest_number_in_the_cache() -> None:
     ids = tokens(pages.model, 20)
     pages.model.embedding[ids[-1]] = torch.nan
     pages.step({0: ids})
-    pages_of_values = pages.cache[pages.table.block_table[0, :2].long(), 0, :, 1, 0]  # [2, heads, 16, 32] as
-    values = pages_of_values.view(2, -1, 8, 32, 2).permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :20]
+    values = first_values(pages)
     assert (values.min(), values.max()) == (torch.finfo(BF16).min, torch.finfo(BF16).max)
     assert not values[:, -1].any()
 
@@ -467,13 +473,78 @@ def test_sums_have_the_same_order_in_all_batches(K: int) -> None:
 
 
 @pytest.mark.usefixtures("other_library")
-def test_sums_too_small_for_a_normal_float_are_zero() -> None:
-    """As bfloat16 instructions have it; others would be ten times slower. PyTorch, in the same thread, still
-    keeps such numbers."""
-    x, weight = torch.full((13, 96), 1e-20, dtype=BF16), torch.full((40, 96), 1e-19, dtype=BF16)
+@pytest.mark.parametrize(("x", "weight"), [(1e-20, 1e-19), (1e-39, 1e20), (1e20, 1e-39)])
+def test_what_is_too_small_for_a_normal_float_is_zero(x: float, weight: float) -> None:
+    """As instructions for bfloat16 have it; those for floats would be ten times slower. PyTorch, in the same
+    thread, still keeps such numbers."""
+    strips = packed.pack(torch.full((40, 96), weight, dtype=BF16))
     for count in (1, 13):
-        assert (packed.linear(x[:count], packed.pack(weight)) == 0).all()
+        assert (packed.linear(torch.full((count, 96), x, dtype=BF16), strips) == 0).all()
     assert torch.tensor(1e-20) * torch.tensor(1e-19) > 0
+
+
+@pytest.mark.usefixtures("other_library")
+def test_so_it_is_in_the_whole_model() -> None:
+    config = tiny_config(intermediate_size=96, head_dim=32)
+    plain = random_weights(config, BF16, "cpu", 0)
+    model = Model(config, BF16, "cpu", lambda name: plain(name) * (1e-38 if "v_proj" in name else 1))
+    pages = Pages(model, 1, 64)
+    pages.step({0: tokens(model, 20)})
+    assert not first_values(pages).any()
+
+
+def test_vectors_of_any_width_give_the_same_bits(
+    built_for: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of AVX2 and AVX-512, whose exact values are 0: what is left shows their order."""
+    if not {"avx2", "avx512vl"} <= set(Path("/proc/cpuinfo").read_text().split()):
+        pytest.skip("not a processor with both")
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(40, 200, generator=generator).to(BF16) for _ in range(2))
+    x, weight = torch.cat([x, x], 1), torch.cat([weight, -weight], 1)
+    found = []
+    for name in ("AVX2", "AVX-512"):
+        library = ctypes.CDLL(str(built_for(PROCESSORS[name][0])))
+        monkeypatch.setattr(call, "library", lambda library=library: library)
+        call._function.cache_clear()
+        found.append(packed.linear(x, packed.pack(weight)))
+    call._function.cache_clear()
+    assert (found[0] != 0).float().mean() > 0.2
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("other_library")
+@pytest.mark.parametrize("K", [2, 30, 100, 400])
+def test_nothing_behind_the_last_row_is_read(K: int) -> None:
+    """It ends where a page does, and the next one must not be touched."""
+    page, weight = mmap.PAGESIZE, packed.pack(torch.randn(40, K).to(BF16))
+    room = mmap.mmap(-1, 5 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(address + 4 * page, page, 0) == 0
+    for T in (1, 2, 12, 13):
+        x = torch.frombuffer(room, dtype=BF16, count=T * K, offset=4 * page - 2 * T * K).view(T, K).normal_()
+        assert torch.equal(packed.linear(x, weight), packed.linear(x.clone(), weight))
+
+
+@pytest.mark.parametrize(
+    ("options", "by_pairs"),
+    [
+        ("x86-64-v3 -msse4a", False),
+        ("x86-64-v4", False),
+        ("cooperlake", False),
+        ("x86-64-v4 -mavx512bf16 -msse4a", True),
+    ],
+)
+def test_only_processors_of_amd_multiply_bfloat16_in_pairs(options: str, by_pairs: bool) -> None:
+    """Those of Intel are faster with floats."""
+    if platform.machine() != "x86_64":
+        pytest.skip("not an x86 processor")
+    file = Path(build.__file__).with_name("arithmetic.h")
+    command = [*build.find_compiler(), *f"-march={options} -std=c++20 -dM -E -x c++".split(), str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ("#define BY_PAIRS" in result.stdout) == by_pairs
 
 
 def test_products_of_pytorch_are_not_disturbed(window_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
