@@ -8,14 +8,14 @@ Needs playwright and Chromium. The server is traced, so that wrong guesses are s
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
-from playwright.sync_api import ViewportSize, sync_playwright
+from playwright.sync_api import ViewportSize
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.browser import picture
 from bench.load.client import HOST
 from bench.load.servers import Lane, Server, command, free_port
 from nanospec.models.hub import resolve_model
@@ -26,16 +26,10 @@ WITHIN = 60_000  # ms for an answer
 
 def draw(url: str, out: Path) -> None:
     """Take the picture."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        tab = browser.new_page(viewport=SIZE, color_scheme="light")
-        tab.goto(url)
+    with picture(url, SIZE, out) as tab:
         for button in ("Edit code", "New chat", "Edit code", "Again without guessing"):  # the first warms up
             tab.get_by_role("button", name=button, exact=True).click(timeout=WITHIN)
         tab.get_by_text("The texts are equal").first.wait_for(timeout=WITHIN)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tab.screenshot(path=out)
-        browser.close()
 
 
 def main() -> None:

@@ -8,12 +8,15 @@ Needs playwright and Chromium. The request runs with guesses and without, so tha
 from __future__ import annotations
 
 import argparse
-import shutil
+import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import ViewportSize, sync_playwright
+from playwright.sync_api import ViewportSize
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.browser import picture
 from nanospec import LLM, SamplingParams
 from nanospec.cli.demo import REQUESTS
 from nanospec.tracing.trace import Trace
@@ -35,18 +38,12 @@ def run(model: str) -> Trace:
 
 def draw(page: Path, step: int, place: int, out: Path) -> None:
     """Take a picture of the page with a step selected and one of its guesses pointed at."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        tab = browser.new_page(viewport=SIZE, color_scheme="light")
-        tab.goto(page.resolve().as_uri())
+    with picture(page.resolve().as_uri(), SIZE, out) as tab:
         tab.keyboard.press("Home")
         for _ in range(step):
             tab.keyboard.press("ArrowDown")
         for _ in range(place):
             tab.keyboard.press("ArrowRight")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tab.screenshot(path=out)
-        browser.close()
 
 
 def main() -> None:

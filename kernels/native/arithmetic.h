@@ -15,8 +15,8 @@ typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 
-// AMD's processors alone have SSE4a. The instruction that multiplies two bfloat16 numbers at a time is twice as fast there
-// as those for floats, and half as fast on Intel's.
+// AMD's processors alone have SSE4a. Only there the instruction that multiplies two bfloat16 numbers at a time is used: on
+// Intel's it is half as fast as those for floats (bench/LOG.md).
 #ifdef __SSE4A__
 constexpr bool AMD = true;
 #ifdef __AVX512BF16__
