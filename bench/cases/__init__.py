@@ -48,7 +48,7 @@ class Case:
     timed: bool = True
 
 
-MODULES = ("bench.cases.layer", "bench.cases.speculation", "bench.cases.layout", "bench.cases.host")
+MODULES = tuple(f"bench.cases.{name}" for name in ("layer", "speculation", "layout", "host", "split"))
 
 
 def all_cases() -> Iterator[Case]:

@@ -14,9 +14,9 @@ from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import attention
 from nanospec.kernels.layer.linear import linear, linear_add, norm_swiglu
 from nanospec.kernels.layer.norm import Norm, rms_norm
-from nanospec.kernels.layer.norm_add import norm_add
 from nanospec.kernels.layer.plan import Plan
 from nanospec.kernels.layer.qkv_rope import qkv_rope
+from nanospec.kernels.layer.residual import residual_add
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
 from nanospec.kernels.layer.stream import Stream, embed
 from nanospec.kernels.speculation.kv_move import kv_move
@@ -275,9 +275,9 @@ def gemma_cases() -> Iterator[Case]:
         for B, Q in ((1, 1), (8, 5), (1, 2048)):
             yield attention_case(shape, B, Q, 4096)
     for T in (1, 5, 64, 2048):
-        for what in ("qkv_rope", "norm_swiglu", "norm_add", "embed"):
+        for what in ("qkv_rope", "norm_swiglu", "residual_add", "embed"):
             yield gemma_case(GEMMA3, what, T)
-    yield gemma_case(GEMMA2_LARGE, "norm_add", 1)
+    yield gemma_case(GEMMA2_LARGE, "residual_add", 1)
 
 
 def gemma_case(shape: Shape, what: str, T: int) -> Case:
@@ -287,7 +287,7 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
     moved, flops = {
         "qkv_rope": (width * H + T * (H + width), 2 * T * width * H),
         "norm_swiglu": (2 * inner * H + T * (H + inner), 4 * T * inner * H),
-        "norm_add": (4 * T * H, 0),
+        "residual_add": (4 * T * H, 0),
         "embed": (3 * T * H, 0),
     }[what]
 
@@ -304,7 +304,7 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
         calls: dict[str, Call] = {
             "qkv_rope": lambda: qkv_rope(x, weight, None, cache, batch, angles, (head_norm, head_norm)),
             "norm_swiglu": lambda: norm_swiglu(x, gate_up, None, "gelu"),
-            "norm_add": lambda: norm_add(h, norm, x, norm),
+            "residual_add": lambda: residual_add(h[None], x.x, norm, own=norm),
             "embed": lambda: embed(ids, table, norm, 50.5),
         }
         return Built(calls[what])

@@ -24,13 +24,15 @@ from ..native.packed import Packed
 from . import gemm
 from .gemm import GELU
 from .norm import Norm, rms_norm
-from .norm_add import norm_add
+from .residual import residual_add
+from .split import Summed, Vocabulary
 from .stream import Stream
 
-Weight = Tensor | Packed  # plain, or packed by `pack`
+Whole = Tensor | Packed  # plain, or packed by `pack`
+Weight = Whole | Summed | Vocabulary  # or a part of one
 
 
-def pack(weight: Tensor) -> Weight:
+def pack(weight: Tensor) -> Whole:
     """`weight` [N, K] in the fastest layout for this device: on a CPU that of our own C++, or oneDNN's.
 
     A packed weight is good for the functions of this file only.
@@ -48,18 +50,35 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def num_bytes(weight: Weight) -> int:
+    """What a weight, or this rank's part of it, takes in memory."""
+    if isinstance(weight, Summed | Vocabulary):
+        return num_bytes(weight.part)
+    tensor = weight.data if isinstance(weight, Packed) else weight
+    return tensor.numel() * tensor.element_size()
+
+
+def _whole(weight: Weight) -> Whole:
+    """For products whose result is all of it."""
+    if isinstance(weight, Summed | Vocabulary):
+        raise ValueError("This is a part of a weight, whose product other ranks have parts of.")
+    return weight
+
+
 def plain(weight: Weight) -> Tensor:
     """For kernels, which take no packed weights."""
-    if isinstance(weight, Packed) or weight.is_mkldnn:
+    if not isinstance(weight, Tensor) or weight.is_mkldnn:
         raise ValueError("This weight was packed for a CPU; pack it with the kernels switched on.")
     return weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, written to `out` [T, N] if it is given."""
+    if isinstance(weight, Vocabulary):
+        return weight.whole(linear(x, weight.part, bias), out)
     if use_triton(x):
         return gemm.launch(x, plain(weight), bias, out=out)
-    result = naive(x, weight, bias)
+    result = naive(x, _whole(weight), bias)
     return result if out is None else out.copy_(result)
 
 
@@ -67,7 +86,7 @@ def norm_linear(stream: Stream, weight: Weight, bias: Tensor | None = None) -> T
     """RMSNorm(x) @ weight.T + bias."""
     if use_triton(stream.x):
         return gemm.launch(stream, plain(weight), bias)
-    return naive(rms_norm(stream.x, stream.norm), weight, bias)
+    return naive(rms_norm(stream.x, stream.norm), _whole(weight), bias)
 
 
 def norm_swiglu(
@@ -84,14 +103,16 @@ def linear_add(
     h: Tensor, weight: Weight, stream: Stream, norm: Norm, bias: Tensor | None = None, own: Norm | None = None
 ) -> Stream:
     """The stream plus h @ weight.T + bias, or plus its `own` norm, for the `norm` that comes next."""
+    if isinstance(weight, Summed):
+        return residual_add(weight.gather(linear(h, weight.part)), stream.x, norm, bias, own)
     if own is not None:
-        return norm_add(linear(h, weight, bias), own, stream, norm)
+        return residual_add(linear(h, weight, bias)[None], stream.x, norm, own=own)
     if use_triton(h):
         return gemm.launch_add(h, plain(weight), bias, stream, norm)
-    return Stream(naive_add(h, weight, stream.x, bias), norm)
+    return Stream(naive_add(h, _whole(weight), stream.x, bias), norm)
 
 
-def naive(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def naive(x: Tensor, weight: Whole, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, Packed):
         return packed.linear(x, weight, bias)
     if not weight.is_mkldnn:
@@ -100,7 +121,7 @@ def naive(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")[: len(x)]
 
 
-def naive_add(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+def naive_add(x: Tensor, weight: Whole, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, Packed) or not weight.is_mkldnn:
         return residual + naive(x, weight, bias)
     rows = _at_least_two(x)

@@ -24,6 +24,7 @@ from ..dispatch import use_triton
 from ..launch import next_power_of_2
 from ..overlap import options, release_next, wait_for_previous
 from .norm import Norm
+from .split import Vocabulary
 
 GROUP = tl.constexpr(64)  # columns to a sum of squares
 
@@ -51,8 +52,10 @@ class Stream(NamedTuple):
         return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares)
 
 
-def embed(ids: Tensor, table: Tensor, norm: Norm, scale: float = 1.0) -> Stream:
+def embed(ids: Tensor, table: Tensor | Vocabulary, norm: Norm, scale: float = 1.0) -> Stream:
     """The embeddings of `ids`, each in 0 .. V - 1, times `scale`, for the first norm."""
+    if isinstance(table, Vocabulary):
+        ids, table = torch.arange(len(ids), device=ids.device), table.lookup(ids)
     return launch(ids, table, norm, scale) if use_triton(table) else Stream(naive(ids, table, scale), norm)
 
 

@@ -82,7 +82,7 @@ def draw(scores: Tensor, s: int, position: int, table: Table) -> Tensor:
     if least > float("-inf"):
         kept = (scores >= least).nonzero().squeeze(1)
     else:
-        kept = _contenders(scores, temperature, seed, position)
+        kept = contenders(scores, temperature, seed, position)
     return kept[(scores[kept] - temperature * noise.naive(seed, position, kept)).argmax()]
 
 
@@ -92,13 +92,15 @@ def threshold(scores: Tensor, s: int, table: Table) -> Tensor:
     return top_k_top_p.naive(scores, temperature, top_k, float(table.top_p[s]), float(table.min_p[s]))
 
 
-def _contenders(scores: Tensor, temperature: float, seed: int, position: int) -> Tensor:
-    """Ids of the few tokens that may win a draw from all: only a shortcut, since logarithms are slow.
+def contenders(scores: Tensor, temperature: float, seed: int, position: int, first: int = 0) -> Tensor:
+    """Places of the few tokens that may win a draw from all, whose ids begin with `first`: only a shortcut,
+    since logarithms are slow.
 
     Some token has a value v = score - T log E, here the likeliest. One with a score below v - 7 T beats
     it only if E < exp(-7), which needs u < exp(-7), since E > u.
     """
-    bits = noise.bits(seed, position, torch.arange(len(scores), dtype=torch.int32, device=scores.device))
+    ids = torch.arange(first, first + len(scores), dtype=torch.int32, device=scores.device)
+    bits = noise.bits(seed, position, ids)
     likeliest = argmax(scores[None])
     value = scores[likeliest] - temperature * noise.log_exponential(bits[likeliest])
     lucky = bits < math.ceil(1.01 * math.exp(-7) * 2**31)

@@ -151,7 +151,7 @@ def account(
         product("linear_add o", H, q, besides=H),
         product("norm_swiglu", 2 * I, H),
         product("linear_add down", H, I, besides=H),
-        Kernel("norm_add", "products", 2 * own, itemsize * 2 * own * T * 4 * H),
+        Kernel("residual_add", "products", 2 * own, itemsize * 2 * own * T * 4 * H),
         Kernel("final norm", "head", 1),
         Kernel("head", "head", 1, itemsize * (H * V + T * V), 2 * T * H * V),
         Kernel("sample", "sample", 2, itemsize * T * V),

@@ -11,7 +11,8 @@ from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.stream import Stream, embed
 
 KINDS = (
-    "linear", "linear_bias", "linear_add", "norm_add", "norm_linear", "norm_swiglu", "swiglu_bias", "geglu",
+    "linear", "linear_bias", "linear_add", "residual_add", "norm_linear", "norm_swiglu", "swiglu_bias",
+    "geglu",
 )  # fmt: skip
 
 
@@ -49,10 +50,10 @@ class Products:
             return linear(x, weight)
         if kind == "linear_bias":
             return linear(x, weight, bias)
-        if kind in ("linear_add", "norm_add"):
+        if kind in ("linear_add", "residual_add"):
             norm = Norm(bias, 1e-5)
             own = Norm(1 + bias.to(torch.promote_types(dtype, torch.float32)), 1e-5)
-            more = {"own": own} if kind == "norm_add" else {}
+            more = {"own": own} if kind == "residual_add" else {}
             new = linear_add(x, weight, stream_of(residual, norm), norm, bias, **more)
             return torch.cat((new.x, normed(new)), 1)
         stream = stream_of(x, Norm(scale, 1e-5))

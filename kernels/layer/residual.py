@@ -1,0 +1,96 @@
+"""What attention or an MLP gave, added to the residual stream x [T, H] where the product cannot do so itself.
+
+    x + h, or x + RMSNorm(h) with a norm of its own (Gemma);  h = the sum of `parts` [N, T, H], plus bias [H]
+
+Parts are what N ranks computed of one product (`split.py`). They are added in their order in float32 and h is
+rounded once, so its bits depend neither on which rank adds nor on how many tokens there are. A norm needs
+whole rows, of which the programs of a product have parts; for it N may be 1.
+
+Kernel: one program per token, which holds the whole row, as in `norm.py`; all in float32 but for h. Launch
+and code depend on N and H only, so a token's bits do not depend on its neighbours.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch import use_triton
+from ..launch import next_power_of_2
+from ..overlap import options, release_next, wait_for_previous
+from . import norm as norms
+from .norm import MAX_WIDTH, Norm
+from .stream import GROUP, Stream, tree_sum
+
+
+def residual_add(
+    parts: Tensor, x: Tensor, norm: Norm, bias: Tensor | None = None, own: Norm | None = None
+) -> Stream:
+    """x plus h, or plus its `own` norm, for the `norm` that comes next."""
+    if use_triton(parts):
+        return launch(parts, x, norm, bias, own)
+    return Stream(naive(parts, x, bias, own), norm)
+
+
+def naive(parts: Tensor, x: Tensor, bias: Tensor | None = None, own: Norm | None = None) -> Tensor:
+    h = parts[0]
+    if len(parts) > 1 or bias is not None:
+        wide = torch.promote_types(parts.dtype, torch.float32)
+        total = parts[0].to(wide)
+        for part in (*parts[1:], *(() if bias is None else (bias,))):
+            total = total + part.to(wide)
+        h = total.to(parts.dtype)
+    return x + (h if own is None else norms.naive(h, own))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _residual_add(
+    parts, bias, own, x, weight, new, scaled, squares, T, H, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    release_next(PDL)
+    token = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < H
+    by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    at = token.to(tl.int64) * H + i
+    h = tl.load(parts + at, inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        h += tl.load(parts + part * T.to(tl.int64) * H + at, inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        h += tl.load(bias + i, inside, other=0.0).to(tl.float32)
+    h = h.to(new.dtype.element_ty).to(tl.float32)
+    value = h
+    if own is not None:
+        value = h * tl.rsqrt(tl.sum(h * h) / H + eps) * tl.load(own + i, inside, other=0.0).to(tl.float32)
+    value = (value + tl.load(x + at, inside, other=0.0).to(tl.float32)).to(new.dtype.element_ty)
+    tl.store(new + at, value, inside)
+    wide = value.to(tl.float32)
+    tl.store(scaled + at, (wide * by).to(scaled.dtype.element_ty), inside)
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    sums = tree_sum(tl.reshape(wide * wide, [GROUPS, GROUP]), GROUPS, GROUP)
+    group = tl.arange(0, GROUPS)
+    tl.store(squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
+
+
+def launch(
+    parts: Tensor, x: Tensor, norm: Norm, bias: Tensor | None = None, own: Norm | None = None
+) -> Stream:
+    N, T, H = parts.shape
+    weights = bias, None if own is None else own.weight, norm.weight
+    expected: list[tuple[Tensor | None, tuple[int, ...]]] = [(parts, (N, T, H)), (x, (T, H))]
+    for tensor, shape in expected + [(weight, (H,)) for weight in weights]:
+        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+            raise ValueError(f"All must be contiguous and fit h {[T, H]}, not {list(tensor.shape)}.")
+    if H > MAX_WIDTH:
+        raise ValueError(f"RMSNorm of width {H} exceeds the limit of {MAX_WIDTH} per program.")
+    new = Stream.empty(T, norm, parts[0])
+    if T:
+        block = max(next_power_of_2(H), GROUP.value)
+        _residual_add[(T,)](
+            parts, weights[0], weights[1], x, norm.weight, new.x, new.scaled, new.squares, T, H,
+            0.0 if own is None else own.eps, PARTS=N, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+            **options(parts),
+        )  # fmt: skip
+    return new
