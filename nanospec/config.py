@@ -159,6 +159,9 @@ class EngineConfig:
         async_scheduling: queue the next step before reading the results of the last; None: on a GPU.
         enforce_eager: no captured steps (CUDA graphs); None: on a CPU.
         lazy_capture: record a step when it is first needed, for a fast start.
+        tensor_parallel_size: among how many devices, each with a process of its own, the model is split:
+            those of this machine or, started by torchrun, of several.
+        distributed_timeout: seconds after which processes that do not answer are given up.
         seed: base of the seeds of requests that set none.
         trace: keep what `RequestOutput.trace()` shows of each step, rejected guesses and times among it.
     """
@@ -176,6 +179,8 @@ class EngineConfig:
     async_scheduling: bool | None = None
     enforce_eager: bool | None = None
     lazy_capture: bool = False
+    tensor_parallel_size: int = limited(1, 1, 64)
+    distributed_timeout: int = limited(300, 1)
     seed: int = limited(0, *_SEEDS)
     trace: bool = False
 
@@ -184,6 +189,12 @@ class EngineConfig:
         if not isinstance(self.spec, SpecConfig):
             raise ValueError(f"spec={self.spec!r} must be a SpecConfig, as in SpecConfig(method='ngram').")
         check_fields(self)
+        drafting = self.spec.options.get("draft_tensor_parallel_size", 1)
+        if drafting not in (1, self.tensor_parallel_size):
+            raise ValueError(
+                f"draft_tensor_parallel_size={drafting} must be 1, which gives every device all of the draft "
+                f"model, or tensor_parallel_size={self.tensor_parallel_size}."
+            )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
 

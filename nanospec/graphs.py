@@ -71,7 +71,8 @@ class CudaCapture:
         for _ in range(2):
             step(rows)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        # Other threads may go on, that of NCCL which looks after collectives among them.
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = step(rows)
 
     def replay(self) -> None:

@@ -18,12 +18,9 @@ from tqdm import tqdm
 from .checks import as_token_id
 from .config import EngineConfig, SamplingParams, SpecConfig
 from .device import current, resolve_device
-from .drafters.base import Target
-from .drafters.loading import Guessers, load_drafter, who_guesses
+from .drafters.loading import Guessers, load_parts, who_guesses
 from .engine import Engine
-from .models.config import ModelConfig
 from .models.hub import resolve_model
-from .models.weights import load_model, resolve_dtype
 from .outputs import Completion, RequestOutput
 from .request import Piece, Request
 from .sharing import SharedEngine
@@ -60,15 +57,8 @@ class LLM:
         self.config = EngineConfig(**in_our_words(spec, options))
         who_guesses(self.config.spec, drafter)  # bad ones are refused before the model is loaded
         folder = resolve_model(model)
-        device = resolve_device(self.config.device)
-        if device.type == "cpu":
-            use_threads(self.config.threads)
         tokenizer = Tokenizer(folder)
-        dtype = resolve_dtype(self.config.dtype, ModelConfig.from_path(folder), device)
-        with current(device):
-            target = load_model(folder, dtype, device, self.config.max_model_len)
-            made = load_drafter(self.config.spec, Target(target, folder, tokenizer), given=drafter)
-        self.engine = Engine(self.config, Worker(self.config, target, made), tokenizer)
+        self.engine = Engine(self.config, _worker(self.config, folder, drafter, tokenizer), tokenizer)
         self.shared = SharedEngine(self.engine)
         self._groups = itertools.count()
 
@@ -182,6 +172,17 @@ class LLM:
         if on_finish is not None:
             on_finish(RequestOutput.of(text, [request]))
 
+    def close(self) -> None:
+        """End the processes of a model that is split among several. One that is not has nothing to end."""
+        with self.shared.turn():
+            self.engine.worker.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def metrics(self) -> dict[str, object]:
         """Engine-wide counters, seconds per stage, and the measured times of steps by their size."""
         with self.shared.turn():
@@ -220,6 +221,20 @@ class LLM:
                 salt = b"" if self.config.enable_prefix_caching else f"group-{next(self._groups)}".encode()
                 groups.append((text, [self.engine.add(ids, asked, i, salt) for i in range(asked.n)]))
         return groups
+
+
+def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
+    """What runs the model: here, or together with other processes."""
+    if config.tensor_parallel_size > 1:
+        from .parallel.launch import Parts, lead
+
+        return lead(Parts(config, folder, drafter), tokenizer)
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        use_threads(config.threads)
+    with current(device):
+        model, made = load_parts(config, folder, drafter, tokenizer, device)
+    return Worker(config, model, made)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -49,6 +49,46 @@ class StepMemory(NamedTuple):
         return ", ".join(f"{name} {size:,}" for name, size in self._asdict().items())
 
 
+class MemoryPlan(NamedTuple):
+    """Bytes of a device that an engine takes, all of them for as long as it lives.
+
+    Attributes:
+        weights, draft_weights: of the model and of who guesses for it.
+        kv_cache, draft_kv_cache: likewise; where pages are made on demand, when they are full.
+        rows: the request rows, `Table`.
+        steps: what steps need on a GPU beside all this (`StepMemory`), captured ones included.
+    """
+
+    weights: int
+    draft_weights: int
+    kv_cache: int
+    draft_kv_cache: int
+    rows: int
+    steps: int
+
+    def __str__(self) -> str:
+        sizes = {name.replace("_", " "): size / 1e6 for name, size in self._asdict().items()}
+        return f"{sum(self) / 1e6:,.1f} MB: " + ", ".join(f"{name} {mb:,.1f}" for name, mb in sizes.items())
+
+
+def memory_plan(
+    config: EngineConfig, model: Model, drafter: Drafter | None, tokens: int, rows: Table
+) -> MemoryPlan:
+    """What an engine takes whose cache holds so many tokens."""
+    parts = () if drafter is None else drafter.parts
+    steps = StepMemory(0, 0, 0, 0)
+    if model.device.type == "cuda":
+        steps = step_memory(config, model, rows.max_context, drafter)._replace(rows=0)
+    return MemoryPlan(
+        weights=model.weight_bytes,
+        draft_weights=sum(part.weight_bytes for part in parts),
+        kv_cache=tokens * model.config.kv_bytes_per_token(model.dtype),
+        draft_kv_cache=tokens * sum(part.kv_bytes_per_token for part in parts),
+        rows=sum(t.nbytes for t in rows if isinstance(t, torch.Tensor)),
+        steps=sum(steps),
+    )
+
+
 def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> tuple[int, int]:
     """(number of KV blocks, max_model_len) for this model on this machine. A block has room for the same
     tokens in the drafter's cache, if it has one.
@@ -89,7 +129,7 @@ def step_memory(
     c, item, rows = model.config, model.dtype.itemsize, config.max_num_seqs
     table = Table.empty(rows, max_context, config.block_size, c.vocab_size, "meta")
     k = min(config.spec.max_k, drafter.max_drafts) if drafter is not None else 0
-    target, most = arch(model.embedding), max(MAX_STEP_TOKENS, rows)
+    target, most = arch(model.like), max(MAX_STEP_TOKENS, rows)
     ks = {0, k, *(n for n in config.spec.ks if n < k)}
     steps = [(b, n + 1) for b in batch_sizes(rows) for n in ks if b * (n + 1) <= most]
     tokens = max(b * q for b, q in steps)

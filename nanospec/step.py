@@ -118,8 +118,7 @@ class Step:
             batch = lay_out(table, rows, proposal, packed=cut is not None)
         with self.stages("forward"):
             hidden = model.forward(batch, self.kv_cache)
-            T, shared = hidden.shape[0], self._logits
-            logits = model.logits(hidden, shared[:T] if shared.shape[0] >= T else None)
+            logits = self.score(hidden)
         with self.stages("verify"):
             if self.change_logits is not None:
                 self.change_logits(logits, batch)
@@ -133,6 +132,11 @@ class Step:
                 others = proposal if guided is None else guided.of_others(proposal)
                 drafter.learn(table, others, batch, verdict, hidden)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """The logits [T, V] of hidden states [T, H]."""
+        T, shared = hidden.shape[0], self._logits
+        return self.model.logits(hidden, shared[:T] if shared.shape[0] >= T else None)
 
     def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
         """The target's own token after each scored token, [T] int32. (Benchmarks override this.)"""

@@ -13,7 +13,7 @@ verify.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from .kernels.codes import NOBODY, RUNNING, STOPPED
 from .kernels.sampling.logprobs import Logprobs
 from .kernels.speculation.report import RowReport
 from .kernels.table import Table
-from .memory import empty_cache, plan_cache, step_memory, zero_blocks
+from .memory import MemoryPlan, empty_cache, memory_plan, plan_cache, step_memory, zero_blocks
 from .metrics import Stopwatch
 from .models.compiled import computed_by
 from .models.decoder import Model
@@ -115,9 +115,11 @@ class Worker:
         max_k: the largest K of any step, 0 without a drafter.
         graphs: the captured steps; None where steps are not captured, and may wait for the device.
         watched: the drafter, in a traced engine.
+        failure: why it can do no more, None while it can.
         simulated: what makes the output up, in a benchmark.
     """
 
+    failure: str | None = None
     simulated: str | None = None
 
     def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None = None) -> None:
@@ -131,7 +133,7 @@ class Worker:
         """Allocate and capture."""
         config, model, drafter = self.config, self.model, self.drafter
         self.max_k = 0 if drafter is None else min(config.spec.max_k, drafter.max_drafts)
-        self.num_blocks, self.max_model_len = plan_cache(config, model, drafter)
+        self.num_blocks, self.max_model_len = self.plan_cache()
         self.stages, self.writes = Stopwatch(), HostWrites()
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
@@ -159,6 +161,10 @@ class Worker:
         largest = self.graphs.max_tokens if self.graphs is not None else None
         self.guided = GuidedRows(self.table, len(self.methods) - 1, self.max_k, largest)
 
+    def plan_cache(self) -> tuple[int, int]:
+        """(number of KV blocks, max_model_len)."""
+        return plan_cache(self.config, self.model, self.drafter)
+
     def make_step(self, kind: type[Step] = Step) -> Step:
         """The step, before it is captured."""
         exact = self.config.spec.acceptance == "exact"
@@ -178,6 +184,15 @@ class Worker:
     def weighs_passes(self) -> bool:
         """Whether it is for the host to say for how many drafts a model is run: in steps without graphs."""
         return self.graphs is None and self.model_code != NOBODY
+
+    @property
+    def memory(self) -> list[MemoryPlan]:
+        """What this device needs; the same of each rank, where there are several."""
+        tokens = self.num_blocks * self.config.block_size
+        return [memory_plan(self.config, self.model, self.drafter, tokens, self.table)]
+
+    def close(self) -> None:
+        """Nothing needs to be ended where all is in this process."""
 
     @on_own_device
     def admit(self, requests: Sequence[Admission]) -> None:
@@ -215,15 +230,12 @@ class Worker:
             k = order.k if self.graphs is None else self.graphs.bucket_for(len(order.rows), order.k).k
             self.guided.send(self.writes, order.guided, k)
         self.writes.flush()
-        extras, guided = self.extras.asked_by(order.rows), bool(order.guided)
-        self._step.change_logits = self.extras.change if extras else None
-        self._step.guided = self.guided if guided else None
+        variant = self.prepare(order)
         if self.graphs is not None:
             drafting = [row for row, n in zip(order.rows, order.limits, strict=True) if n and order.k]
             with self.stages("propose"):
                 for part in self.drafters:
                     part.catch_up(drafting)
-            variant = (extras, guided) if extras or guided else None
             result = self.graphs.run(order.rows, order.k, variant)
         else:
             look_around(self._threads_adapt)
@@ -238,6 +250,13 @@ class Worker:
         logprobs = result.logprobs(order.logprobs) if max(order.logprobs) >= 0 else None
         follow = [part.follow(order.rows) for part in self.drafters]
         return Flight(result.fetch(), follow, logprobs, order.logprobs)
+
+    def prepare(self, order: StepOrder) -> Hashable:
+        """Have the step do what its rows ask. What tells its captures from others; None for plain steps."""
+        extras, guided = self.extras.asked_by(order.rows), bool(order.guided)
+        self._step.change_logits = self.extras.change if extras else None
+        self._step.guided = self.guided if guided else None
+        return (extras, guided) if extras or guided else None
 
     @on_own_device
     def fetch(self, flight: Flight) -> list[RowResult]:
@@ -284,8 +303,9 @@ class Worker:
 
     def report(self) -> dict[str, object]:
         """How the model is computed, and what capture took."""
+        memory = {"memory": [plan._asdict() for plan in self.memory]}
         if self.graphs is None:
-            return {"runs": self.runs()}
+            return {"runs": self.runs(), **memory}
         found = {
             "count": len(self.graphs.captures),
             "seconds": round(self.graphs.seconds, 3),
@@ -293,7 +313,7 @@ class Worker:
             "fallbacks": self.graphs.fallbacks,
             "planned_bytes": step_memory(self.config, self.model, self.max_model_len, self.drafter)._asdict(),
         }
-        return {"runs": self.runs(), "recorded_steps": found}
+        return {"runs": self.runs(), **memory, "recorded_steps": found}
 
     @contextmanager
     def rehearsal(self, count: int, context: int = TIMED_CONTEXT) -> Iterator[None]:

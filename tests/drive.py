@@ -68,11 +68,7 @@ def make_engine(
 ) -> Engine:
     """An engine; k drafts per step (None: method "none"), `num_blocks` pages; `guess` are further fields of
     its `SpecConfig`; `drafter` as `LLM` has it."""
-    if k is None:
-        spec = SpecConfig(method="none")
-    else:
-        lookup = {"prompt_lookup_min": min_n, "prompt_lookup_max": 4}
-        spec = SpecConfig(num_speculative_tokens=k, **{**lookup, **(guess or {})})
+    spec = make_spec(k, min_n, **(guess or {}))
     if num_blocks is not None:
         size = options.get("block_size", EngineConfig.block_size)
         models = [model] if draft_model is None else [model, draft_model]
@@ -86,6 +82,14 @@ def make_engine(
         ready["medusa"] = MedusaDrafter(spec, heads, model)
     made = load_drafter(spec, Target(model), ready, drafter)
     return Engine(config, Worker(config, model, made), tokenizer)
+
+
+def make_spec(k: K, min_n: int = 1, **guess: Any) -> SpecConfig:
+    """k drafts per step; None: method "none"."""
+    if k is None:
+        return SpecConfig(method="none")
+    lookup = {"prompt_lookup_min": min_n, "prompt_lookup_max": 4}
+    return SpecConfig(num_speculative_tokens=k, **{**lookup, **guess})
 
 
 def use(engine: Engine, drafter: Drafter | None) -> None:

@@ -39,6 +39,7 @@ from ..kernels.table import Table
 if TYPE_CHECKING:
     from ..config import SpecConfig
     from ..models.decoder import Model
+    from ..parallel.group import Group
     from ..text.tokenizer import Tokenizer
 
 
@@ -53,11 +54,12 @@ class Option(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The model to guess for, and where it was loaded from."""
+    """The model to guess for, where it was loaded from, and the ranks that it is split among, if it is."""
 
     model: Model
     folder: Path | None = None
     tokenizer: Tokenizer | None = None
+    group: Group | None = None
 
 
 class Drafter:
@@ -70,6 +72,7 @@ class Drafter:
         max_drafts: the most it ever guesses for a row.
         runs_model: whether its guesses cost time before it is known what they are worth.
         passes: for how many drafts its model is run in the next step without a graph; None: for all.
+        weight_bytes: what its weights take.
         kv_bytes_per_token, max_context: what a cache of its own takes, and how far it reaches.
         reads_on_host: whether it must wait for the device, so that steps with it cannot be captured.
         may_wait: whether steps are not captured, so that it may wait for the device.
@@ -83,6 +86,7 @@ class Drafter:
     reads_on_host: bool = False
     max_drafts: int = MAX_DRAFTS
     passes: int | None = None
+    weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     max_context: int | None = None
     may_wait: bool = False

@@ -47,7 +47,10 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
     """
 
     runs_model = True
-    options = (Option("draft_model", "a small model, same vocabulary", str, "MODEL"),)
+    options = (
+        Option("draft_model", "a small model, same vocabulary", str, "MODEL"),
+        Option("draft_tensor_parallel_size", "devices it is split among: 1 (all have it) or all", int, "N"),
+    )
 
     def __init__(
         self, spec: SpecConfig, model: Model, vocab_size: int, token_map: Tensor | None = None
@@ -59,6 +62,7 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         self._lm_head = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
         self._keep_logits = spec.acceptance != "exact"
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
+        self.weight_bytes = model.weight_bytes
         self.kv_bytes_per_token = model.config.kv_bytes_per_token(model.dtype)
         self.max_context = model.config.max_position_embeddings
         self._costs: StepCosts | None = None
@@ -74,7 +78,9 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
             raise FileNotFoundError(f"{error}. {how_to_train(target.folder)}") from None
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
-        model = load_model(folder, target.model.dtype, target.model.device)
+        split = spec.options.get("draft_tensor_parallel_size", 1) > 1
+        group = target.group if split else None
+        model = load_model(folder, target.model.dtype, target.model.device, group=group)
         vocab_size = target.model.config.vocab_size
         token_map = load_token_map(folder, min(vocab_size, model.config.vocab_size))
         return cls(spec, model, vocab_size, token_map)

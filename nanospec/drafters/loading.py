@@ -1,10 +1,18 @@
-"""The drafter that a `SpecConfig` asks for, or that the user has made."""
+"""A model with the drafter that a `SpecConfig` asks for, or that the user has made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from ..config import SpecConfig
+import torch
+
+from ..config import EngineConfig, SpecConfig
+from ..models.config import ModelConfig
+from ..models.decoder import Model
+from ..models.weights import load_model, resolve_dtype
+from ..parallel.group import Group
+from ..text.tokenizer import Tokenizer
 from .base import Drafter, Target, registered
 from .first_match import FirstMatch
 
@@ -40,6 +48,21 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
     if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
         raise ValueError(f"tree_width={spec.tree_width} is of no use to drafters that guess chains; use 1.")
     return found
+
+
+def load_parts(
+    config: EngineConfig,
+    folder: Path,
+    given: Guessers | None,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    group: Group | None = None,
+) -> tuple[Model, Drafter | None]:
+    """The model in a folder, with a `group` this rank's part of it, and who guesses: `given`, or by
+    `config.spec`."""
+    dtype = resolve_dtype(config.dtype, ModelConfig.from_path(folder), device)
+    model = load_model(folder, dtype, device, config.max_model_len, group)
+    return model, load_drafter(config.spec, Target(model, folder, tokenizer, group), given=given)
 
 
 def load_drafter(

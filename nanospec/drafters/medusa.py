@@ -46,6 +46,7 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         self.heads, self.width, self._target = heads, spec.tree_width, target
         if self.width == 1:
             self.max_drafts = heads.num_heads
+        self.weight_bytes = heads.weight_bytes
         self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._ms: dict[int, float] = {}
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.dispatch import use_triton
 from ..kernels.layer.norm import Norm
+from ..kernels.layer.split import Vocabulary
 from ..kernels.native.build import target
 from ..kernels.native.call import Word, batch_words, call, words
 from ..kernels.native.packed import WIDTH, Packed, empty_rows, row_words
@@ -84,10 +85,10 @@ def compiled_decoder(model: Model) -> CompiledDecoder | None:
 
 def computed_by(model: Model) -> str:
     """Whose code the forward pass of a model on this machine is, in words."""
-    if use_triton(model.embedding):
+    if use_triton(model.like):
         return "Triton"
-    packed = isinstance(model.lm_head, Packed)
-    if not packed:
+    head = model.lm_head.part if isinstance(model.lm_head, Vocabulary) else model.lm_head
+    if not isinstance(head, Packed):
         return "PyTorch"
     return ("C++" if model.runs_compiled else "PyTorch, products in C++") + f" ({target()})"
 

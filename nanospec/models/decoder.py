@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -26,14 +27,15 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.dispatch import use_native
 from ..kernels.layer.attention import attention
-from ..kernels.layer.linear import Weight, linear, linear_add, norm_swiglu, pack
+from ..kernels.layer.linear import Weight, linear, linear_add, norm_swiglu, num_bytes, pack
 from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.plan import Plan
 from ..kernels.layer.qkv_rope import qkv_rope
 from ..kernels.layer.rope_cache import Angles
+from ..kernels.layer.split import Vocabulary
 from ..kernels.layer.stream import Stream, embed
 from ..kernels.native.tiles import is_tiled
-from .compiled import compiled_decoder
+from .compiled import CompiledDecoder, compiled_decoder
 from .config import ModelConfig
 from .random_weights import random_weights
 from .rope import cos_sin_table
@@ -72,6 +74,12 @@ class Layer:
     window: int | None
 
     @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Of hidden states; those that exist."""
+        found = self.input_norm, self.o_norm, self.post_norm, self.down_norm
+        return tuple(norm for norm in found if norm is not None)
+
+    @property
     def projections(self) -> tuple[Projection, ...]:
         return self.qkv, self.o, self.gate_up, self.down
 
@@ -80,8 +88,9 @@ class Model:
     """A decoder with its weights in place; see the module docstring.
 
     Attributes:
-        config, dtype, device: as given.
-        embedding: [V, H].
+        num_ranks: among how many processes its weights are split.
+        config, dtype, device: as given; `like` is an empty tensor of these two.
+        embedding: [V, H], or the rank's part of it, as may be lm_head and `Layer`'s (`parallel/shard.py`).
         layers: one `Layer` each.
         norm: the final one.
         lm_head: [V, H], possibly packed; on a GPU the embedding itself where the two are tied.
@@ -89,6 +98,8 @@ class Model:
         local_cos_sin: that of layers with a window, mostly the same.
         embedding_scale: factor of the embeddings.
     """
+
+    num_ranks = 1
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
@@ -104,13 +115,19 @@ class Model:
         self.cos_sin = self.local_cos_sin = cos_sin_table(config.rope, config.head_dim, max_len, self.device)
         if config.local_rope is not None:
             self.local_cos_sin = cos_sin_table(config.local_rope, config.head_dim, max_len, self.device)
+        self.like = torch.empty(0, dtype=dtype, device=self.device)
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
         self._scores = config.attention_scale, config.attention_softcap
         self.embedding = get("model.embed_tokens.weight")
         self.layers = [_layer(config, i, get) for i in range(config.num_layers)]
         self.norm = Norm(get("model.norm.weight"), config.rms_norm_eps)
-        self.lm_head = pack(self.embedding if config.tie_word_embeddings else get("lm_head.weight"))
-        self._compiled = compiled_decoder(self)
+        tied = config.tie_word_embeddings
+        self.lm_head: Weight = pack(self.embedding if tied else get("lm_head.weight"))
+
+    @cached_property
+    def _compiled(self) -> CompiledDecoder | None:
+        """Made when first needed, which is when all weights are in place."""
+        return compiled_decoder(self)
 
     @classmethod
     def random(
@@ -156,9 +173,19 @@ class Model:
             self.forward(batch, kv_cache)
 
     @property
+    def weight_bytes(self) -> int:
+        """What the weights take in memory: this rank's."""
+        norms = [n for layer in self.layers for n in (*layer.norms, *(layer.qk_norms or ()))]
+        projections = [p for layer in self.layers for p in layer.projections]
+        weights = [self.embedding, self.lm_head, *(p.weight for p in projections)]
+        weights += [norm.weight for norm in (*norms, self.norm)]
+        weights += [p.bias for p in projections if p.bias is not None]
+        return sum({id(w.part if isinstance(w, Vocabulary) else w): num_bytes(w) for w in weights}.values())
+
+    @property
     def runs_compiled(self) -> bool:
         """Whether `forward` is one compiled call, given a cache in tiles."""
-        return self._compiled is not None and use_native(self.embedding)
+        return self._compiled is not None and use_native(self.like)
 
     def _layer_forward(
         self, layer: Layer, stream: Stream, cache: Tensor, angles: Angles, plan: Plan, norm: Norm
@@ -174,9 +201,10 @@ class Model:
         h = norm_swiglu(stream, *layer.gate_up, self.config.gate)  # [T, I]
         return linear_add(h, layer.down.weight, stream, norm, layer.down.bias, layer.down_norm)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Scores of the next token for rows of `forward`'s result: [N, H] -> [N, V], `out` if it is given."""
-        logits = linear(hidden, self.lm_head, out=out)
+    def logits(self, hidden: Tensor, out: Tensor | None = None, head: Weight | None = None) -> Tensor:
+        """Scores of the next token for rows of `forward`'s result: [N, H] -> [N, V], `out` if it is given.
+        `head`: a part of the lm_head, for the scores of its tokens."""
+        logits = linear(hidden, self.lm_head if head is None else head, out=out)
         if (cap := self.config.logit_softcap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layer.linear import Weight, linear, pack
+from ..kernels.layer.linear import Weight, linear, num_bytes, pack
 from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
 from .weights import check_fit, listed, open_safetensors, other_formats
@@ -131,6 +131,12 @@ class Heads:
 
         return _assemble(model, Layout(num_heads, 1), token_map, get)
 
+    @property
+    def weight_bytes(self) -> int:
+        """What the blocks and projections take in memory, some of which may be the target's lm_head."""
+        own = [w for block in self.blocks for w in (*block.weights, *block.biases)]
+        return sum(map(num_bytes, (*own, *self.projections)))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the guesses of each head: [N, H] -> [N, num_heads, Vd]."""
         first, *later = self.blocks
@@ -173,10 +179,10 @@ def _assemble(
             weights, biases = [torch.cat(weights)], [torch.cat(biases)]
         blocks.append(Block(tuple(map(pack, weights)), tuple(biases)))
     names = layout.projections()
-    found = {name: pack(get(name)) for name in names if name in own}
+    found: dict[str, Weight] = {name: pack(get(name)) for name in names if name in own}
     projections = tuple(found.values())
     if len(found) < len(names):
-        shared = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
+        shared: Weight = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
         projections = tuple(found.get(name, shared) for name in names) if found else (shared,)
     return Heads(layout.num_heads, tuple(blocks), projections, token_map)
 

@@ -54,7 +54,7 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
 
     A packed lm_head cannot be read, but products with 0 and 1 are exact: the unit vectors give its columns.
     """
-    if model.config.tie_word_embeddings:
+    if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
         return model.embedding[tokens]
     if isinstance(model.lm_head, Tensor) and not model.lm_head.is_mkldnn:
         return model.lm_head[tokens]

@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..kernels.dispatch import use_native
+from ..parallel.group import Group
+from ..parallel.shard import Part, Shard
 from .config import DTYPES, ModelConfig, read_json
 from .decoder import Model
 from .families.base import family_of, stored_shapes
@@ -64,9 +66,14 @@ def fast_in_bfloat16() -> bool:
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype, device: torch.device | str, max_len: int | None = None
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_len: int | None = None,
+    group: Group | None = None,
 ) -> Model:
-    """Load the checkpoint in the folder `path`, for texts of up to `max_len` tokens if that is given.
+    """Load the checkpoint in the folder `path`, for texts of up to `max_len` tokens if that is given; with a
+    `group`, this rank's part of it.
 
     Reads `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, or
     the only other `*.safetensors`.
@@ -92,13 +99,18 @@ def load_model(
         shapes = stored_shapes(config, places)
         check_fit(used, shapes, f"The weights in {folder} do not fit its config.json")
 
-        def get(name: str) -> Tensor:
+        def get(name: str, part: Part | None = None) -> Tensor:
             whole, first, rows = places[name]
-            # Always a copy: what aliases the file would change with it.
             stored = source[whole].get_tensor(whole)[first : first + rows]
-            return family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
+            stored = stored if part is None else part.of(stored)
+            # Always a copy: what aliases the file would change with it.
+            ours = family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
+            return ours if part is None else part.filled(ours)
 
-        return Model(config, dtype, device, get)
+        if group is None:
+            return Model(config, dtype, device, get)
+        shard = Shard(config, group)
+        return shard.joined(Model(shard.config, dtype, device, lambda name: get(name, shard.part(name))))
 
 
 def weight_files(folder: Path) -> list[Path]:

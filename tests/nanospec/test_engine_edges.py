@@ -165,7 +165,7 @@ def test_logprobs_are_the_models_own_at_every_position() -> None:
         logits.append(score(hidden, out))
         return logits[-1]
 
-    model.logits = keep  # type: ignore[method-assign]
+    model.logits = keep  # type: ignore
     one = SamplingParams(max_tokens=1)
     alone(model, [Job(text[:n], one) for n in range(len(job.prompt), len(text))], **MODES["plain"])
     truth = torch.cat(logits).log_softmax(-1)

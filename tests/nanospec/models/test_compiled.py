@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.dispatch import forced
+from nanospec.kernels.layer.linear import Weight, plain
 from nanospec.kernels.native import build, call, packed
 from nanospec.models.compiled import computed_by
 from nanospec.models.decoder import Model
@@ -74,11 +75,11 @@ def window_model() -> Model:
 def exact(model: Model) -> Model:
     """The same weights in float64, by PyTorch."""
 
-    def wide(tensor: Tensor | packed.Packed) -> Tensor:
+    def wide(tensor: Weight) -> Tensor:
         if isinstance(tensor, packed.Packed):
             (N, K), data = tensor.shape, tensor.data
             tensor = data.transpose(1, 2).reshape(-1, K)[:N]
-        return tensor.double()
+        return plain(tensor).double()
 
     source = model.layers
 

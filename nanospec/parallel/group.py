@@ -1,0 +1,61 @@
+"""What ranks exchange: each has a tensor, all get everybody's.
+
+One collective is enough. Sums of parts, candidates for the next token and whole logits are what each rank
+computes of the same gathered numbers in the same order, so all have the same bits, whatever their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Group(Protocol):
+    """The ranks of a model, and which one this is."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [...] of every rank, equal in shape and dtype -> [size, ...] in the order of ranks."""
+        ...
+
+    def close(self) -> None:
+        """Part from the others."""
+
+
+class Processes:
+    """A process a rank, by `torch.distributed`: NCCL on GPUs, where it can be captured, gloo on CPUs. It is a
+    group of its own: a process may have several, and may use `torch.distributed` for something else."""
+
+    def __init__(self, device: torch.device, rank: int, size: int, store: dist.Store, seconds: float) -> None:
+        """Meet the others at `store`. A rank that others wait for longer than `seconds` is an error."""
+        self.device, self.rank, self.size = device, rank, size
+        timeout = timedelta(seconds=seconds)
+        store = dist.PrefixStore("nanospec", store)
+        self._group: Any  # types of torch know only some of its methods
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def gather(self, x: Tensor) -> Tensor:  # bytes, as gloo has them for every dtype
+        out, given = x.new_empty(self.size, *x.shape), x.contiguous().flatten().view(torch.uint8)
+        self._group._allgather_base(out.flatten().view(torch.uint8), given).wait()
+        return out
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+def gathered(group: Group, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """A few numbers of each rank. Waits for the device."""
+    found: list[list[int]] = group.gather(torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()
+    return found

@@ -1,0 +1,198 @@
+"""How ranks come about: the leader starts them, or `torchrun` has started all of them.
+
+Started here, a rank is `python -m nanospec.parallel.rank`, told by its environment where the leader is. Under
+torchrun every process runs the user's program, and all but rank 0 stay in `LLM(...)` until that is done.
+There ranks may be on several machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from ..config import EngineConfig
+from ..device import current, resolve_device
+from ..drafters.base import Drafter
+from ..drafters.loading import Guessers, load_parts
+from ..models.config import ModelConfig
+from ..models.decoder import Model
+from ..text.tokenizer import Tokenizer
+from ..threads import use_threads
+from .group import Processes
+from .meeting import READY, Meeting, hand_over, messages_of, visit
+from .ranks import Leader, Rank, follow
+from .shard import check_split
+from .team import RankFailed, Team, told
+
+VARIABLE = "NANOSPEC_RANK"  # of a rank's environment: its `Place` as JSON
+START = 300  # seconds within which all ranks must be there
+
+
+class Place(NamedTuple):
+    """Where a rank belongs.
+
+    Attributes:
+        local: its number on its machine, which is that of its GPU.
+        host, port: of the store where ranks meet.
+    """
+
+    rank: int
+    size: int
+    local: int
+    host: str
+    port: int
+
+    def store(self) -> Store:
+        """The store. Under torchrun it is torchrun's, whoever keeps that."""
+        if torchrun_place() is not None:
+            found: Store = next(dist.rendezvous("env://"))[0]
+            return found
+        return dist.TCPStore(self.host, self.port, is_master=False)
+
+
+class Parts(NamedTuple):
+    """What a rank is made of."""
+
+    config: EngineConfig
+    folder: Path
+    drafter: Guessers | None
+
+
+def torchrun_place() -> Place | None:
+    """This process's, if torchrun started it."""
+    env = os.environ
+    if not {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= env.keys():
+        return None
+    rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return Place(rank, size, local, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+
+
+def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
+    """The leader of `config.tensor_parallel_size` ranks, which are started here unless torchrun did. Under
+    torchrun all other ranks serve it, and then end their process.
+
+    Raises ValueError if the model cannot be split so, RankFailed if a rank does not start.
+    """
+    size, place = parts.config.tensor_parallel_size, torchrun_place()
+    check_split(ModelConfig.from_path(parts.folder), size)
+    _check_devices(parts.config, size if place is None else place.local + 1)
+    if place is None:
+        return _lead_started(parts, tokenizer)
+    if place.size != size:
+        raise ValueError(
+            f"torchrun has started {place.size} processes, but tensor_parallel_size={size}; use as many."
+        )
+    if place.rank:
+        raise SystemExit(serve(place))
+    return _lead(parts, tokenizer, place, place.store(), [])
+
+
+def _check_devices(config: EngineConfig, count: int) -> None:
+    """ValueError unless this machine has a device for each of so many ranks."""
+    if resolve_device(config.device).type != "cuda":
+        return
+    if ":" in str(config.device):
+        raise ValueError(
+            f"device={config.device!r} is one GPU, but tensor_parallel_size={config.tensor_parallel_size}; "
+            "use device='cuda', and CUDA_VISIBLE_DEVICES to choose which."
+        )
+    if (there := torch.cuda.device_count()) < count:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size} needs {count} GPUs on this machine, which "
+            f"shows {there}; lower it, or use device='cpu'."
+        )
+
+
+def _lead_started(parts: Parts, tokenizer: Tokenizer) -> Leader:
+    """Start the other ranks."""
+    size = parts.config.tensor_parallel_size
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = Place(0, size, 0, "127.0.0.1", store.port)
+    processes = [_start(place._replace(rank=i, local=i)) for i in range(1, size)]
+    try:
+        return _lead(parts, tokenizer, place, store, processes)
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.wait()
+        raise
+
+
+def _start(place: Place) -> subprocess.Popen[bytes]:
+    """The process of a rank. In a session of its own, so that Ctrl-C is the leader's."""
+    here = str(Path(__file__).resolve().parent.parent.parent)
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
+    own = {VARIABLE: json.dumps(place), "PYTHONPATH": path, "TQDM_DISABLE": "1"}
+    own["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    return subprocess.Popen(
+        [sys.executable, "-m", "nanospec.parallel.rank"],
+        env={**os.environ, **own}, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
+    )  # fmt: skip
+
+
+def _lead(
+    parts: Parts,
+    tokenizer: Tokenizer,
+    place: Place,
+    store: Store,
+    processes: Sequence[subprocess.Popen[bytes]],
+) -> Leader:
+    connections = Meeting(place.host, store).await_ranks(place.size - 1, processes, START)
+    hand_over(connections, parts)
+    team = Team(connections, processes, parts.config.distributed_timeout)
+    try:
+        with team.together():
+            device = _device(place, parts.config)
+            group = Processes(device, 0, place.size, store, parts.config.distributed_timeout)
+            target, drafter = _load(parts, tokenizer, group)
+        return Leader(parts.config, target, drafter, group, team)
+    except RankFailed as error:
+        team.close()
+        if isinstance(error.__cause__, ValueError | OSError):  # of this rank, in the user's words
+            raise error.__cause__ from None
+        raise
+
+
+def serve(place: Place) -> int:
+    """Be a rank until the leader is done; the exit status."""
+    store = place.store()
+    connection = visit(store, place.rank)
+    try:
+        parts = connection.recv()
+        device = _device(place, parts.config)
+        connection.send(READY)
+        messages = messages_of(connection)
+        group = Processes(device, place.rank, place.size, store, parts.config.distributed_timeout)
+        target, drafter = _load(parts, Tokenizer(parts.folder), group)
+        follow(Rank(parts.config, target, drafter, group), messages)
+    except Exception as error:
+        connection.send(f"failed: {told(error)}")
+        return 1
+    group.close()
+    return 0
+
+
+def _device(place: Place, config: EngineConfig) -> torch.device:
+    """The rank's device, made ready."""
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", place.local)
+        torch.cuda.set_device(device)
+    else:  # no number adapts to what else runs, since all ranks must have the same
+        shared = max(len(os.sched_getaffinity(0)) // place.size, 1)
+        use_threads(shared if config.threads == "auto" else config.threads)
+    return device
+
+
+def _load(parts: Parts, tokenizer: Tokenizer, group: Processes) -> tuple[Model, Drafter | None]:
+    with current(group.device):
+        return load_parts(parts.config, parts.folder, parts.drafter, tokenizer, group.device, group)

@@ -1,0 +1,188 @@
+"""The workers of ranks: each has a part of the model, a whole table of requests, and takes the same steps.
+
+`Leader` is the engine's worker. What it is asked it has the other ranks do too, who `follow`: the same
+messages in the same order, so that all tables are equal at all times. A step draws from candidates that ranks
+exchange (`sampling/across.py`), unless somebody in it asks for more than the likeliest token: then from whole
+logits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..admission import Admission
+from ..config import EngineConfig, SamplingParams
+from ..costs import StepCosts
+from ..device import on_own_device
+from ..drafters.base import Drafter
+from ..kernels.batch import Batch, Chunk
+from ..kernels.layer.split import Vocabulary
+from ..kernels.sampling import across
+from ..kernels.speculation.proposal import Proposal
+from ..memory import MemoryPlan
+from ..models.decoder import Model
+from ..step import Cut, Step
+from ..worker import Flight, RowResult, StepOrder, Worker
+from .group import Group, gathered
+from .team import Team
+
+
+class SplitStep(Step):
+    """A step that scores a part of the vocabulary, or, if it is to be `whole`, all of it."""
+
+    whole = False
+
+    @property
+    def _head(self) -> Vocabulary:
+        assert isinstance(self.model.lm_head, Vocabulary)
+        return self.model.lm_head
+
+    def score(self, hidden: Tensor) -> Tensor:
+        if self.whole:
+            return super().score(hidden)
+        T, head, out = len(hidden), self._head, None
+        width = head.part.shape[0]
+        if len(self._logits) >= T:
+            out = self._logits.flatten()[: T * width].view(T, width)
+        return self.model.logits(hidden, out, head.part)
+
+    def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
+        if self.whole:
+            return super().draw(logits, batch, proposal)
+        head = self._head
+        count = min(logits.shape[1], head.size - head.first)
+        return across.choose(head.gather(across.best(logits, head.first, count, self.table, batch)))
+
+
+class Rank(Worker):
+    """The worker of one rank.
+
+    Attributes:
+        group: the ranks.
+        memory: the plan of each rank, see `MemoryPlan`.
+    """
+
+    def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None, group: Group) -> None:
+        self.group = group
+        self._whole: set[int] = set()  # rows whose requests need the logits of all tokens
+        super().__init__(config, model, drafter)
+
+    def make_step(self, kind: type[Step] = SplitStep) -> Step:
+        return super().make_step(kind)
+
+    def plan_cache(self) -> tuple[int, int]:
+        """As much as fits on all ranks."""
+        plans = gathered(self.group, super().plan_cache(), self.device)
+        blocks, lengths = (min(numbers) for numbers in zip(*plans, strict=True))
+        return blocks, lengths
+
+    @on_own_device
+    def _build(self) -> None:
+        super()._build()
+        plans = gathered(self.group, super().memory[0], self.device)
+        self._memory = [MemoryPlan(*plan) for plan in plans]
+
+    @property
+    def memory(self) -> list[MemoryPlan]:
+        return self._memory
+
+    def admit(self, requests: Sequence[Admission]) -> None:
+        super().admit(requests)
+        for request in requests:
+            needs = needs_whole(request.params, self.config.spec.acceptance)
+            (self._whole.add if needs else self._whole.discard)(request.row)
+
+    def prepare(self, order: StepOrder) -> Hashable:
+        variant = super().prepare(order)
+        asked = max(order.logprobs) >= 0 or not self._whole.isdisjoint(order.rows)
+        whole = variant is not None or asked
+        self._step.whole = whole  # type: ignore[attr-defined]
+        return ("whole", variant) if whole else None
+
+
+def needs_whole(params: SamplingParams, acceptance: str) -> bool:
+    """Whether a request's tokens depend on more than which one has the largest logit plus noise."""
+    cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    exact = (params.acceptance or acceptance) == "exact"
+    return bool(cuts or params.changes_logits or params.extra_args) or not exact
+
+
+class Leader(Rank):
+    """The rank that the engine speaks to; the others do the same."""
+
+    def __init__(
+        self, config: EngineConfig, model: Model, drafter: Drafter | None, group: Group, team: Team
+    ) -> None:
+        self.team = team
+        self._flights: deque[Flight] = deque()
+        self._end = weakref.finalize(self, _end, team, group)
+        with team.together():
+            super().__init__(config, model, drafter, group)
+
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        return self.team.failure
+
+    def admit(self, requests: Sequence[Admission]) -> None:
+        with self.team.together(("admit", requests)):
+            super().admit(requests)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        with self.team.together(("prefill", chunks)):
+            super().prefill(chunks)
+
+    def step(self, order: StepOrder, cut: Cut) -> Flight:
+        def told(*columns: list[int]) -> list[int]:
+            kept = cut(*columns)
+            self.team.tell(kept)
+            return kept
+
+        with self.team.together(("step", order)):
+            self._flights.append(super().step(order, told))
+        return self._flights[-1]
+
+    def fetch(self, flight: Flight) -> list[RowResult]:
+        while self._flights[0] is not flight:  # nobody wants to know any more
+            self._flights.popleft()
+            self.team.tell(("forget",))
+        self._flights.popleft()
+        with self.team.together(("fetch",)):
+            return super().fetch(flight)
+
+    def release(self, row: int) -> None:
+        if self.team.failure is None:  # else nobody has anything left
+            with self.team.together(("release", row)):
+                super().release(row)
+
+    def measure(self) -> StepCosts:
+        with self.team.together(("measure",)):
+            return super().measure()
+
+    def close(self) -> None:
+        self._end()
+
+
+def _end(team: Team, group: Group) -> None:
+    team.close()
+    group.close()
+
+
+def follow(worker: Rank, messages: Iterator[Any]) -> None:
+    """Do what the leader does, until it says that this is the end."""
+    flights: deque[Flight] = deque()
+    for verb, *args in messages:
+        if verb == "end":
+            return
+        elif verb == "step":  # for a step without graphs, the next message is what was cut
+            flights.append(worker.step(args[0], lambda *columns: next(messages)))
+        elif verb == "forget":
+            flights.popleft()
+        elif verb == "fetch":
+            worker.fetch(flights.popleft())
+        else:
+            getattr(worker, verb)(*args)

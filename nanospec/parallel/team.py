@@ -1,0 +1,173 @@
+"""The other ranks, as the leader knows them: how it speaks to them, and what becomes of the job if one fails.
+
+Messages go over a connection to each rank. Nothing comes back but the sentence of a rank that fails. A rank
+that dies, fails, or does not answer in time ends them all: the leader gets one error within a bounded time,
+or, where it waits for a device that will never answer, its process ends with that sentence. No process is
+left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+LOOK = 0.2  # seconds between looks at the clock
+GRACE = 10.0  # seconds that a failed job has to end by itself, and ranks have to end when told to
+
+
+class RankFailed(ConnectionError):
+    """A rank died, failed or hangs, and the job with it; says which, and why."""
+
+
+class Team:
+    """The ranks from 1 on.
+
+    Attributes:
+        failure: why the job is over, None while it is not.
+    """
+
+    def __init__(
+        self, connections: Sequence[Connection], processes: Sequence[subprocess.Popen[bytes]], seconds: float
+    ) -> None:
+        """`processes` are those that were started here, in the order of ranks, which may be none. What takes
+        longer than `seconds` has failed."""
+        self.connections, self.processes, self.seconds = list(connections), list(processes), seconds
+        self.failure: str | None = None
+        self._since: float | None = None  # when the leader began what it does
+        self._closing = False
+        self._watch = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="ranks")
+        self._watch.start()
+
+    def tell(self, message: Any) -> None:
+        """Send all ranks the same."""
+        data = ForkingPickler.dumps(message)
+        for connection in self.connections:
+            connection.send_bytes(data)
+
+    @contextmanager
+    def together(self, message: Any = None) -> Iterator[None]:
+        """Do something that all ranks do, after a message to them if there is one. Ctrl-C waits until it is
+        done, since a rank that is cut short is out of step with the others for good; other errors end the
+        job, as RankFailed."""
+        if self.failure is not None:
+            raise RankFailed(self.failure)
+        self._since = time.monotonic()
+        try:
+            with _undisturbed():
+                if message is not None:
+                    self.tell(message)
+                yield
+        except Exception as error:
+            if isinstance(error, RankFailed):
+                raise
+            raise RankFailed(self._reason(error)) from error
+        finally:
+            self._since = None
+
+    def _reason(self, error: Exception) -> str:
+        """Why the job is over: what the watch finds, else what went wrong here."""
+        deadline = time.monotonic() + 2
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(LOOK / 10)
+        self.fail(f"Rank 0 failed, and the others with it: {told(error)}")
+        return str(self.failure)
+
+    def fail(self, sentence: str) -> None:
+        """The job is over."""
+        self.failure = self.failure or sentence
+        self._kill()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._closing = True
+        if self.failure is None:
+            self.failure = "This model has been closed; make a new LLM."
+            with suppress(OSError):
+                self.tell(("end",))
+            deadline = time.monotonic() + GRACE
+            with suppress(subprocess.TimeoutExpired):
+                for process in self.processes:
+                    process.wait(max(deadline - time.monotonic(), 0))
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.close()
+
+    def look(self) -> bool:
+        """Whether to go on looking: notes what ranks say, and what takes too long."""
+        if self.failure is not None:
+            return False
+        for connection in wait(self.connections, LOOK):
+            rank = self.connections.index(connection) + 1  # type: ignore[arg-type]
+            self._failed(f"Rank {rank} {self._why(rank, connection)}, and the others with it.")  # type: ignore
+            return False
+        if self._since is not None and time.monotonic() > self._since + self.seconds:
+            self._failed(f"A rank has not answered for {self.seconds:g} seconds; all of them are ended.")
+            return False
+        return True
+
+    def _failed(self, sentence: str) -> None:
+        """End the job; where the leader does not notice, its process too."""
+        if self._closing:
+            return
+        self.fail(sentence)
+        deadline = time.monotonic() + GRACE
+        while self._since is not None and time.monotonic() < deadline:
+            time.sleep(LOOK)
+        if self._since is not None:
+            print(sentence, file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _why(self, rank: int, connection: Connection) -> str:
+        with suppress(EOFError, OSError):
+            return str(connection.recv())
+        if rank > len(self.processes):
+            return "is gone"
+        with suppress(subprocess.TimeoutExpired):
+            code = self.processes[rank - 1].wait(1)
+            return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        return "is gone"
+
+
+def _watch(team: weakref.ref[Team]) -> None:
+    """Look after a team for as long as there is one."""
+    while (found := team()) is not None and found.look():
+        del found
+
+
+def told(error: BaseException) -> str:
+    """An error in a sentence."""
+    return str(error) if isinstance(error, ValueError | OSError) else repr(error)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let Ctrl-C wait; only the main thread gets it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)

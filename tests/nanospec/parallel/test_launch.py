@@ -1,0 +1,217 @@
+"""Ranks as processes: they start, do what one process does, and none is left when the job ends, however."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.drafters.base import Drafter
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
+from nanospec.llm import Prompt
+from nanospec.parallel.team import RankFailed
+from tests.ranks import weights_of
+from tests.tiny import tiny_config, tiny_tokenizer
+
+ROOT = Path(__file__).parents[3]
+PROMPTS: list[Prompt] = ["a red red green red red", "ab ab ab abab", [5, 9, 5, 9, 5], "ab red"]
+GRAMMAR = {"type": "regex", "regex": "(ab|red)+"}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=40, stop=["q"]),
+    SamplingParams(temperature=0.9, seed=4, top_p=0.8, max_tokens=20, logprobs=2, repetition_penalty=1.1),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=20, response_format=GRAMMAR),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("random")
+    vocab_size = tiny_tokenizer(folder).vocab_size
+    fields = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": vocab_size, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "eos_token_id": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(weights_of(tiny_config(vocab_size=vocab_size)), folder / "model.safetensors")
+    return folder
+
+
+def make(folder: Path, size: int, **options: Any) -> LLM:
+    spec = SpecConfig(num_speculative_tokens=4)
+    options = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128, "threads": 1, **options}
+    return LLM(folder, spec=spec, device="cpu", tensor_parallel_size=size, **options)
+
+
+def ranks_of(llm: LLM) -> list[int]:
+    return [process.pid for process in llm.engine.worker.team.processes]  # type: ignore[attr-defined]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_gone(pids: Sequence[int], seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"{pids} are still there"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[tuple[str, list[int]]]:
+    outputs = make(folder, 1).generate(PROMPTS, PARAMS)
+    return [(output.text, output.token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    """One for the tests that leave it as it was."""
+    with make(folder, 2) as llm:
+        yield llm
+    assert_gone(ranks_of(llm))
+    with pytest.raises(RankFailed, match="has been closed; make a new LLM"):
+        llm.generate(PROMPTS, PARAMS)
+    llm.close()  # once more does no harm
+
+
+def test_writes_what_one_process_writes(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
+    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
+    assert "".join(llm.stream(PROMPTS[0], PARAMS[0])) == expected[0][0]
+    assert llm.engine.metrics.spec.num_accepted > 0
+    report: Any = llm.metrics()
+    assert report["memory"][0] == report["memory"][1]
+    assert len(ranks_of(llm)) == 1
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+
+
+def test_ctrl_c_ends_requests_and_nothing_else(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
+    for delay in (0.02, 0.05, 0.11):
+        timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for_ever(llm)
+    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+def for_ever(llm: LLM) -> None:
+    while True:
+        llm.generate(PROMPTS, PARAMS)
+
+
+def interrupt(llm: LLM, number: int) -> float:
+    """Send a rank a signal in the middle of its work; seconds until the job ended."""
+    [rank] = ranks_of(llm)
+    at = [0.0]
+
+    def strike() -> None:
+        at[0] = time.monotonic()
+        os.kill(rank, number)
+
+    timer = threading.Timer(0.5, strike)
+    timer.start()
+    with pytest.raises(RankFailed) as raised:
+        for_ever(llm)
+    seconds = time.monotonic() - at[0]
+    sentence = str(raised.value)
+    assert_gone([rank])
+    for _ in range(2):  # and again, at once
+        with pytest.raises(RankFailed) as raised:
+            llm.generate(PROMPTS, PARAMS)
+        assert str(raised.value) == sentence
+    assert not llm.engine.scheduler.has_work
+    llm.close()
+    llm.failure = sentence  # type: ignore[attr-defined]
+    return seconds
+
+
+def test_a_rank_that_is_killed_ends_the_job_at_once(folder: Path) -> None:
+    llm = make(folder, 2)  # beside the other one
+    assert interrupt(llm, signal.SIGKILL) < 8
+    assert llm.failure == "Rank 1 was killed by signal 9, and the others with it."  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_hangs_ends_the_job_in_time(folder: Path) -> None:
+    llm = make(folder, 2, distributed_timeout=3)
+    assert interrupt(llm, signal.SIGSTOP) < 12
+    assert "has not answered for 3 seconds" in llm.failure  # type: ignore[attr-defined]
+
+
+class Unequal(Drafter):
+    """Fails where it is made anew, which is in other processes."""
+
+    def __reduce__(self) -> Any:
+        return fail, ()
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        raise NotImplementedError
+
+
+def fail() -> None:
+    raise ValueError("This drafter is for one process.")
+
+
+def test_ranks_that_cannot_start_are_told_of(folder: Path) -> None:
+    before = set(children())
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 cannot divide 4 attention heads"):
+        make(folder, 3)
+    with pytest.raises(ValueError, match="kv_cache_memory of 99 bytes hold"):
+        make(folder, 2, kv_cache_memory=99)
+    with pytest.raises(RankFailed, match="Rank 1 failed: This drafter is for one process."):
+        LLM(folder, drafter=Unequal(), device="cpu", tensor_parallel_size=2)
+    assert set(children()) == before
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    asked = ["--model", str(folder), "--prompt", "a red red", "--max-tokens", "30", "--temperature", "0"]
+    sizes = ["--tensor-parallel-size", "2", "--max-model-len", "128", "--device", "cpu", "--dtype", "float32"]
+    return [str(ROOT / "run.py"), *asked, *sizes, *more]
+
+
+def test_torchrun_starts_them_too(folder: Path) -> None:
+    expected = make(folder, 1).generate("a red red", SamplingParams(temperature=0, max_tokens=30))[0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    asked = [*torchrun, *command(folder, "--json")]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [result] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert result["outputs"][0]["token_ids"] == expected.token_ids
+    assert len(result["metrics"]["memory"]) == 2
+
+
+def test_ranks_do_not_outlive_a_leader_that_is_killed(folder: Path) -> None:
+    """While it waits, and it is told what each rank takes."""
+    chat = command(folder, "--chat")
+    del chat[chat.index("--prompt") : chat.index("--prompt") + 2]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, *chat], text=True, **pipes)  # type: ignore[call-overload]
+    assert process.stderr is not None
+    lines = [process.stderr.readline() for _ in range(2)]
+    assert [line.split(" MB")[0].rsplit(" ", 1)[0] for line in lines] == ["Rank 0 takes", "Rank 1 takes"]
+    task = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    ranks = [int(pid) for pid in task.read_text().split()]
+    assert len(ranks) == 1
+    process.kill()
+    process.communicate()
+    assert_gone(ranks)
