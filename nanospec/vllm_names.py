@@ -14,7 +14,6 @@ from typing import Any
 
 from .config import EngineConfig, SamplingParams, SpecConfig
 
-ONE_DEVICE = "nanospec runs on one device"
 NO_LORA = "LoRA is not there"
 NO_MEDIA = "models of text only are there"
 OWN_REVISION = "fetch the revision that you want, and give its folder"
@@ -22,10 +21,9 @@ OLD_SPEC = "give speculative_config={...} or spec=SpecConfig(...)"
 
 # vLLM's option -> (the values that ask for nothing else than what is done anyway, what to say of others)
 FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel_size": ((1,), ONE_DEVICE),
-    "pipeline_parallel_size": ((1,), ONE_DEVICE),
-    "data_parallel_size": ((1,), ONE_DEVICE),
-    "distributed_executor_backend": ((None,), ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), "tensor_parallel_size splits a model"),
+    "data_parallel_size": ((1,), "nanospec --replicas and nanospec serve --replicas run several, by Ray"),
+    "distributed_executor_backend": ((None, "mp"), "ranks are processes, started here or by torchrun"),
     "gpu_memory_utilization": ((), "kv_cache_memory='4G', say, sizes the KV cache"),
     "kv_cache_memory_bytes": ((None,), "its name here is kv_cache_memory"),
     "num_gpu_blocks_override": ((None,), "kv_cache_memory='4G', say, sizes the KV cache"),
@@ -155,8 +153,8 @@ def spec_config(asked: Mapping[str, Any]) -> SpecConfig:
         ours[named] = model
     elif model is not None:
         raise TypeError(f"speculative_config: model={model!r} is of no use to method={method!r}.")
-    if ours.pop("draft_tensor_parallel_size", None) not in (None, 1):
-        raise TypeError(f"speculative_config: draft_tensor_parallel_size must be 1: {ONE_DEVICE}.")
+    if (size := ours.pop("draft_tensor_parallel_size", None)) not in (None, 1):
+        ours["options"] = {**ours.get("options", {}), "draft_tensor_parallel_size": size}
     if "prompt_lookup_min" in ours:  # alone it is the longest, too
         ours.setdefault("prompt_lookup_max", ours["prompt_lookup_min"])
     names = {field.name for field in fields(SpecConfig)}

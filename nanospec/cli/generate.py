@@ -18,6 +18,7 @@ from .batch import Batch, batch_summary, run_batch
 from .chat import Chat
 from .console import DIM, Console
 from .demo import run_demo
+from .main import announce_ranks
 from .options import engine_options, spec_config
 from .savings import faster
 from .trace import TraceFile
@@ -44,6 +45,7 @@ def run_traced(
     if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
         options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
     llm = trace.watch(LLM(args.folder, spec=spec, **options))
+    announce_ranks(llm)
     if batch is not None:
         figures = run_batch(llm, batch, args.model)
         Console(sys.stderr).line(batch_summary(figures))

@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 COMMANDS = {  # words -> the module whose main(argv) runs it
     "serve": "nanospec.serve.command",
@@ -49,6 +53,13 @@ def announce(name: str, folder: Path) -> None:
     if sys.stderr.isatty():
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
+
+
+def announce_ranks(llm: LLM) -> None:
+    """Where a model is split, say what each rank needs."""
+    plans = llm.engine.worker.memory
+    for rank, plan in enumerate(plans if len(plans) > 1 else ()):
+        print(f"Rank {rank} takes {plan}.", file=sys.stderr)
 
 
 def prompt_from_standard_input() -> str:

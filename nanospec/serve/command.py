@@ -19,6 +19,7 @@ from .settings import ServeConfig
 MISSING = "serving needs {}: pip install 'nanospec[serve]', or `make run` in a checkout."
 CHUNK = 512  # default of --max-num-batched-tokens: how long a prompt holds up the others
 KEYS = "NANOSPEC_API_KEY"
+LOOK = 0.5  # seconds between looks at whether there still is an engine
 SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig, "engine"))
 
 
@@ -79,7 +80,7 @@ def build_parser(full: bool = False) -> Parser:
 
 
 def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
-    from ..cli.main import announce
+    from ..cli.main import announce, announce_ranks
     from ..llm import LLM
     from .app import App
     from .http import listen
@@ -90,6 +91,7 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     announce(args.model, folder)
     options = {"max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
     llm = LLM(folder, spec=spec_config(args), **options)
+    announce_ranks(llm)
     app = App(llm, config, config.served_model_name or folder.name)
     return asyncio.run(run(app, listener))
 
@@ -109,8 +111,20 @@ async def run(app: Any, listener: socket.socket) -> int:
         log.info("ready", extra={"facts": {**facts, **app.runs()}})
         if not config.is_local and not config.api_key:
             log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
+        watch = asyncio.create_task(_end_with(app.engine, server))
         await server.serve(sockets=[listener])
+        watch.cancel()
     finally:
         await app.engine.stop()
         log.info("ended")
-    return 0
+    return 0 if app.engine.end is None else 1
+
+
+async def _end_with(engine: Any, server: Any) -> None:
+    """Serve no longer than there is an engine: whoever started the server can start another one."""
+    from .logs import log
+
+    while engine.end is None:
+        await asyncio.sleep(LOOK)
+    log.error(engine.end)
+    server.should_exit = True

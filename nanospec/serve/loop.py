@@ -70,7 +70,12 @@ class EngineLoop:
     @property
     def is_alive(self) -> bool:
         """Whether requests are answered: the thread runs, and not all of its latest steps failed."""
-        return self._thread.is_alive() and self.failures < MOST_FAILURES
+        return self._thread.is_alive() and self.failures < MOST_FAILURES and self.end is None
+
+    @property
+    def end(self) -> str | None:
+        """Why nothing will ever be answered again: a device that the model is split among is gone."""
+        return self.llm.engine.worker.failure
 
     def submit(
         self,
@@ -140,7 +145,8 @@ class EngineLoop:
         try:
             action()
         except Exception:
-            log.exception("A step failed, and the requests under way with it.")
+            if self.end is None:  # else whoever ends the server says why
+                log.exception("A step failed, and the requests under way with it.")
             self.failures += 1
             self._fail(EngineFailed())
 

@@ -12,7 +12,7 @@ from nanospec.vllm_names import FOREIGN, in_our_words
 
 
 def test_what_asks_for_nothing_else_is_accepted() -> None:
-    asked = {"tensor_parallel_size": 1, "trust_remote_code": False, "quantization": None, "max_num_seqs": 3}
+    asked = {"pipeline_parallel_size": 1, "trust_remote_code": False, "quantization": None, "max_num_seqs": 3}
     assert in_our_words(None, asked) == {"spec": SpecConfig(), "max_num_seqs": 3}
     assert EngineConfig(**in_our_words(None, {"kv_cache_memory": "4G"})).kv_cache_memory == 4 << 30
 
@@ -20,7 +20,7 @@ def test_what_asks_for_nothing_else_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"tensor_parallel_size": 2}, "=2 is no option here: nanospec runs on one device"),
+        ({"pipeline_parallel_size": 2}, "=2 is no option here: tensor_parallel_size splits a model"),
         ({"gpu_memory_utilization": 0.9}, "kv_cache_memory='4G', say, sizes the KV cache"),
         ({"max_seqs": 3}, "max_seqs=3 is no option here: the closest is max_num_seqs."),
         ({"num_speculative_tokens": 3}, "it belongs to spec=SpecConfig(num_speculative_tokens=...)"),
@@ -60,6 +60,10 @@ def test_no_option_of_ours_is_refused_as_foreign() -> None:
             {"method": "draft_model", "model": "small", "draft_tensor_parallel_size": 1},
             SpecConfig(method="draft", draft_model="small"),
         ),
+        (
+            {"method": "draft_model", "model": "small", "draft_tensor_parallel_size": 2},
+            SpecConfig(method="draft", draft_model="small", options={"draft_tensor_parallel_size": 2}),
+        ),
         ({"model": "small"}, SpecConfig(method="draft", draft_model="small")),
         ({"method": "medusa", "model": "file"}, SpecConfig(method="medusa", heads="file")),
         (
@@ -67,7 +71,7 @@ def test_no_option_of_ours_is_refused_as_foreign() -> None:
             SpecConfig(method="ngram+draft", draft_model="small", tree_width=2),
         ),
     ],
-    ids=["ngram", "old-ngram", "shortest", "null", "longest", "draft", "model-alone", "medusa", "ours"],
+    ids=["ngram", "old-ngram", "shortest", "null", "longest", "draft", "split", "model", "medusa", "ours"],
 )
 def test_speculative_config_is_read(asked: dict[str, Any], ours: SpecConfig) -> None:
     assert in_our_words(None, {"speculative_config": asked})["spec"] == ours

@@ -3,6 +3,8 @@ next request is answered. `Served.gate` stops the engine, so that nothing here d
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import random
 import signal
@@ -21,6 +23,11 @@ import httpx
 import pytest
 
 from nanospec.serve import sending
+from nanospec.serve.app import App
+from nanospec.serve.command import run
+from nanospec.serve.http import listen
+from nanospec.serve.logs import log_to
+from nanospec.serve.settings import ServeConfig
 from tests.drive import MODES
 from tests.nanospec.serve.conftest import Served, serving
 from tests.nanospec.test_llm import ALPHABET, after, folder, make
@@ -410,3 +417,24 @@ def test_sigterm_under_load(folder: Path, seconds: float, signals: int) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_server_without_an_engine_ends(folder: Path) -> None:
+    """As when the model was split among devices of which one is gone."""
+    llm, lines = make(folder), io.StringIO()
+    app = App(llm, ServeConfig(port=0), "m")
+    listener = listen(app.config)
+    port, seen = listener.getsockname()[1], dict[str, Any]()
+
+    def end() -> None:
+        seen["before"] = httpx.get(f"http://127.0.0.1:{port}/health").json()
+        llm.engine.worker.failure = "Rank 1 is gone."
+        seen["after"] = httpx.get(f"http://127.0.0.1:{port}/health").json()
+
+    timer = threading.Timer(0.3, end)
+    timer.start()
+    log_to(lines)
+    assert asyncio.run(run(app, listener)) == 1
+    timer.join()
+    assert seen == {"before": {"status": "ok"}, "after": {"status": "failed"}}
+    assert lines.getvalue().count("Rank 1 is gone.") == 1
