@@ -14,6 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..serve.answers import event
 from ..serve.errors import HTTPError
 from ..serve.gate import Gate
 from ..serve.settings import ServeConfig
@@ -22,6 +23,8 @@ from .routing import Balancer, pieces
 
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 NOBODY = "No replica answers; try again in some seconds."
+LOST = "The replica ended before it could finish this request, which may be sent again."
+LINGER = 5.0  # seconds that it outlives its replicas, to say so
 LOOK = 10.0  # seconds that a replica has for its figures, and for saying how it is
 
 
@@ -93,9 +96,11 @@ class Front:
                 raise
             except Exception as error:  # of Ray's: the replica has died
                 scope["state"]["facts"]["ended_by"] = f"{type(error).__name__} of replica {to}"
-                if begun:
-                    raise
-                raise HTTPError(503, NOBODY, headers={"retry-after": "5"}) from None
+                failure = HTTPError(503, LOST, headers={"retry-after": "5"})
+                if not begun:
+                    raise failure from None
+                last = event(failure.body())  # of a stream: nothing else is sent in parts
+                await send({"type": "http.response.body", "body": last, "more_body": False})
             finally:
                 messages.cancel()  # nothing if it has ended
 

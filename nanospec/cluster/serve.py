@@ -31,7 +31,7 @@ from ..serve.app import App
 from ..serve.http import listen
 from ..serve.logs import log, log_to
 from ..serve.settings import ServeConfig
-from .front import Front
+from .front import LINGER, Front
 from .replica import Settings, load
 from .router import ToReplica
 from .routing import replicas
@@ -142,7 +142,7 @@ def application(
         .options(
             max_ongoing_requests=config.max_connections,
             ray_actor_options={"num_cpus": 0},
-            graceful_shutdown_timeout_s=config.drain_timeout,
+            graceful_shutdown_timeout_s=config.drain_timeout + LINGER,
             logging_config=QUIET,
         )
         .bind(engines, config, max(rows // 4, 1), level, stamp)
