@@ -1,6 +1,7 @@
 # make run          install into .venv, fetch the default model, show a demo
 # make test         all tests that need no GPU (kernels run in Triton's interpreter)
 # make test-models  the tests that need the second, larger model
+# make test-ray     the tests that start Ray, one of which `make test` runs too
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
@@ -29,7 +30,7 @@ TORCH  ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
 INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torch --editable
 
-.PHONY: run test test-models lint gpu peers wheels pictures clean
+.PHONY: run test test-models test-ray lint gpu peers wheels pictures clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -43,6 +44,9 @@ test: $(VENV)/.test
 test-models: $(VENV)/.test
 	@$(BIN)/nanospec fetch $(MODEL2)
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
+
+test-ray: $(VENV)/.test
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/cluster $(ARGS)
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check nanospec kernels bench tests run.py

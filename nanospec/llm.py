@@ -129,8 +129,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        text = self.tokenizer.apply_chat_template(messages, **template_options)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.chat_ids(messages, **template_options)
 
     def stream(
         self,

@@ -10,10 +10,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
@@ -27,6 +29,9 @@ from .options import given, in_flags
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..outputs import RequestOutput
+    from ..text.tokenizer import Tokenizer
+
+Check = Callable[[Sequence[int], SamplingParams], None]  # raises ValueError for what cannot run
 
 
 @dataclass
@@ -38,6 +43,11 @@ class Batch:
     tasks: list[Task]
     done: set[int]
     file: BinaryIO
+
+    @property
+    def todo(self) -> list[Task]:
+        """What is left to do."""
+        return [task for task in self.tasks if task.index not in self.done]
 
     @property
     def is_done(self) -> bool:
@@ -75,38 +85,82 @@ def _what_changes_results(args: argparse.Namespace) -> list[tuple[str, Any]]:
 def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     """Answer what is not answered yet; returns figures for a summary. Raises LineError, before anything runs,
     for a line that the model cannot take, and KeyboardInterrupt with a sentence."""
-    todo = [task for task in batch.tasks if task.index not in batch.done]
-    _say_how(llm, todo)
-    prompts = [_prompt_ids(llm, task, batch.source) for task in todo]
+    todo = batch.todo
+    say_how(llm.tokenizer, todo)
+    prompts = [prompt_ids(llm.tokenizer, llm.engine.check, task, batch.source) for task in todo]
     outputs: list[RequestOutput] = []
-    start, steps = time.perf_counter(), llm.engine.metrics.num_forward_steps
-    total, before = len(batch.tasks), len(batch.done)
-    with tqdm(total=total, initial=before, unit="request", disable=None) as bar:
+    steps = llm.engine.metrics.num_forward_steps
+    with Writer(batch) as writer:
 
         def write(position: int, output: RequestOutput) -> None:
-            batch.file.write(result_line(todo[position], output, model))
-            batch.file.flush()
+            writer.write(result_line(todo[position], output, model), num_tokens(output))
             outputs.append(output)
-            bar.update()
 
-        try:
-            llm.generate(prompts, [task.params for task in todo], write) if todo else None
-        except KeyboardInterrupt:
-            again = "" if batch.target == "-" else "; the same command goes on from there"
-            raise KeyboardInterrupt(f"{before + len(outputs)} of {total} requests are done{again}") from None
-    seconds = time.perf_counter() - start
-    tokens = sum(len(done.token_ids) for output in outputs for done in output.outputs)
+        params = seeded(batch.tasks, llm.config.seed)
+        llm.generate(prompts, [params[task.index] for task in todo], write) if todo else None
     from .savings import saved_seconds
 
-    saved = saved_seconds(llm, outputs, llm.engine.metrics.num_forward_steps - steps, seconds)
-    return {
-        "requests": total,
-        "done_before": before,
-        "seconds": round(seconds, 3),
-        "tokens": tokens,
-        "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
-        **({} if saved is None else {"saved_seconds_estimate": round(saved, 3)}),
-    }
+    steps = llm.engine.metrics.num_forward_steps - steps
+    saved = saved_seconds(llm, outputs, steps, writer.seconds)
+    return {**writer.figures(), **({} if saved is None else {"saved_seconds_estimate": round(saved, 3)})}
+
+
+class Writer:
+    """Appends results as they come, and shows how many. Ctrl-C within it becomes a sentence."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.written, self.tokens, self.seconds = batch, 0, 0, 0.0
+
+    def __enter__(self) -> Writer:
+        total, before = len(self.batch.tasks), len(self.batch.done)
+        self._bar = tqdm(total=total, initial=before, unit="request", disable=None)
+        self._start = time.perf_counter()
+        return self
+
+    def write(self, line: bytes, tokens: int) -> None:
+        """One result, whole or not at all: a line that was torn is cut off by the next run."""
+        self.batch.file.write(line)
+        self.batch.file.flush()
+        self.written, self.tokens = self.written + 1, self.tokens + tokens
+        self._bar.update()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.seconds = time.perf_counter() - self._start
+        self._bar.close()
+        if kind is KeyboardInterrupt:
+            again = "" if self.batch.target == "-" else "; the same command goes on from there"
+            done, total = len(self.batch.done) + self.written, len(self.batch.tasks)
+            raise KeyboardInterrupt(f"{done} of {total} requests are done{again}") from None
+
+    def figures(self) -> dict[str, Any]:
+        """For a summary."""
+        return {
+            "requests": len(self.batch.tasks),
+            "done_before": len(self.batch.done),
+            "seconds": round(self.seconds, 3),
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+        }
+
+
+def seeded(tasks: Sequence[Task], seed: int) -> list[SamplingParams]:
+    """The parameters of each task, those without a seed with the one that an engine of this `seed` gives them
+    when it runs all tasks in their order. So it matters neither which of them were done before, nor who runs
+    them."""
+    from ..request import seed_of  # here, as it needs torch
+
+    first = accumulate((task.params.n for task in tasks), initial=seed + 1)
+    return [
+        task.params if task.params.seed is not None else replace(task.params, seed=seed_of(None, 0, number))
+        for task, number in zip(tasks, first)
+    ]
+
+
+def num_tokens(output: RequestOutput) -> int:
+    """Of all outputs of a request."""
+    return sum(len(done.token_ids) for done in output.outputs)
 
 
 def batch_summary(figures: dict[str, Any]) -> str:
@@ -115,36 +169,43 @@ def batch_summary(figures: dict[str, Any]) -> str:
     if not todo:
         return "All requests were done before."
     text = f"{todo} request{'s' * (todo != 1)} in {figures['seconds']:.1f} s, "
+    if "replicas" in figures:
+        text += f"{figures['replicas']} replica{'s' * (figures['replicas'] != 1)}, "
     text += f"{figures['tokens_per_second']:.0f} tok/s"
     if figures.get("saved_seconds_estimate", 0) >= 0.1:
         text += f", saved about {figures['saved_seconds_estimate']:.1f} s by guessing (an estimate)"
     return text + (f"; {figures['done_before']} were done before" if figures["done_before"] else "")
 
 
-def _say_how(llm: LLM, todo: list[Task]) -> None:
+def say_how(tokenizer: Tokenizer, todo: Sequence[Task]) -> None:
     """How texts are taken, as it cannot be seen from them."""
     texts = [task for task in todo if isinstance(task.prompt, str) and not task.url]
     if not texts:
         return
     if texts[0].raw:
         print("Prompts are continued as they are (--raw).", file=sys.stderr)
-    elif llm.tokenizer.has_chat_template:
+    elif tokenizer.has_chat_template:
         print("Prompts are answered as chats; --raw continues them as they are.", file=sys.stderr)
     else:
         print("The model has no chat template: prompts are continued as they are.", file=sys.stderr)
 
 
-def _prompt_ids(llm: LLM, task: Task, source: str) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, check: Check, task: Task, source: str) -> list[int]:
+    """The token ids of what a line asks. Raises LineError if `check` refuses it."""
     try:
         if task.messages is not None:
-            ids = llm.chat_prompt(task.messages)
+            ids = tokenizer.chat_ids(task.messages)
         elif isinstance(task.prompt, str):
-            chat = not task.raw and llm.tokenizer.has_chat_template
-            ids = llm.chat_prompt(as_message(task.prompt)) if chat else llm.tokenizer.encode(task.prompt)
+            chat = not task.raw and tokenizer.has_chat_template
+            ids = tokenizer.chat_ids(as_message(task.prompt)) if chat else tokenizer.encode(task.prompt)
         else:
             ids = task.prompt or []
-        llm.engine.check(ids, task.params)
+        check(ids, task.params)
     except ValueError as error:
-        where = place(source, task.index + 1)
-        raise LineError(f"{where}: {in_flags(str(error), (EngineConfig,))}") from None
+        raise refused(source, task.index, str(error)) from None
     return ids
+
+
+def refused(source: str, index: int, why: str) -> LineError:
+    """What to raise for a line that the model cannot take."""
+    return LineError(f"{place(source, index + 1)}: {in_flags(why, (EngineConfig,))}")

@@ -42,6 +42,14 @@ def run_traced(
     if args.demo:
         run_demo(args.folder, spec, console, options, trace)
         return
+    if args.replicas is not None and batch is not None:
+        from ..cluster.batch import run_on_ray
+
+        figures = run_on_ray(batch, args.folder, args.model, spec, options, args.replicas)
+        Console(sys.stderr).line(batch_summary(figures))
+        if args.json:
+            print(json.dumps({"batch": figures}))
+        return
     if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
         options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
     llm = trace.watch(LLM(args.folder, spec=spec, **options))

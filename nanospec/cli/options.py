@@ -224,6 +224,10 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         parser.error("--input and --output go together; - is standard input or output")
     if args.trace is not None and args.trace in (args.input, args.output):
         parser.error(f"--trace {args.trace} is the file of the batch too; name another for the trace")
+    if args.replicas is not None and not (args.input and args.replicas > 0):
+        parser.error(f"--replicas {args.replicas} must be at least 1, and needs --input")
+    if args.replicas is not None and args.trace is not None:
+        parser.error("--trace shows the steps of one engine; leave out --replicas")
     if args.output == "-" and args.json:
         parser.error("--output - and --json both write to standard output; give --output a file")
     if args.raw and (args.system or args.chat):
@@ -253,6 +257,7 @@ def build_parser(full: bool = False) -> Parser:
     add("--demo", action="store_true", help="three requests with and without speculation")
     add("--explain", action="store_true", help="what a step costs by the number of tokens, and why")
     add = parser.add_argument_group("how").add_argument
+    add("--replicas", type=int, metavar="N", help="answer --input with so many engines, by Ray")
     add("--raw", action="store_true", help="continue the text of a prompt instead of chatting about it")
     add("--system", metavar="TEXT", help="the system message of chats that have none")
     add("--json", action="store_true", help="print statistics as JSON on standard output")

@@ -69,6 +69,9 @@ def build_parser(full: bool = False) -> Parser:
         "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
     )
     parser.add_argument("positional", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)  # as vLLM has it
+    parser.add_argument(
+        "--replicas", type=replicas, metavar="N|MIN:MAX", help="so many engines, by Ray, or as are needed"
+    )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full or settings is ServeConfig)
@@ -79,6 +82,15 @@ def build_parser(full: bool = False) -> Parser:
     return parser
 
 
+def replicas(text: str) -> tuple[int, int]:
+    """(least, most) of "2" or "1:4"."""
+    least, colon, most = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in (least, most if colon else least)]
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 1, or MIN:MAX, as in 1:4")
+    return numbers[0], numbers[1]
+
+
 def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     from ..cli.main import announce, announce_ranks
     from ..llm import LLM
@@ -87,10 +99,17 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     from .logs import log_to
 
     log_to(level=args.log_level)
+    spec, options = spec_config(args), {"max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
+    if args.replicas is not None:
+        from ..cluster.start import need_ray
+
+        need_ray()
+        from ..cluster.serve import run as deploy
+
+        return deploy(config, folder, args.model, spec, options, args.replicas, args.log_level)
     listener = listen(config)  # first, as it may not be had
     announce(args.model, folder)
-    options = {"max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
-    llm = LLM(folder, spec=spec_config(args), **options)
+    llm = LLM(folder, spec=spec, **options)
     announce_ranks(llm)
     app = App(llm, config, config.served_model_name or folder.name)
     return asyncio.run(run(app, listener))

@@ -128,6 +128,11 @@ class Tokenizer:
         variables = {**self._named_tokens, **kwargs}
         return render(self._templates, messages, add_generation_prompt=add_generation_prompt, **variables)
 
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        text = self.apply_chat_template(messages, **template_options)
+        return self.encode(text, add_special_tokens=False)
+
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raise ValueError, naming the first difference, unless both give every token the same id."""

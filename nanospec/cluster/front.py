@@ -1,0 +1,136 @@
+"""What clients connect to: it reads a request, chooses a replica by its beginning, and hands the answer on.
+
+Paths, answers and errors are those of the server in the replica (`serve/app.py`). Here is only what comes
+before, keys and log lines (`serve/gate.py`), and what is about all replicas, `/metrics`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..serve.answers import event
+from ..serve.errors import HTTPError
+from ..serve.gate import Gate
+from ..serve.settings import ServeConfig
+from .figures import together
+from .routing import Balancer, pieces
+
+SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
+NOBODY = "No replica answers; try again in some seconds."
+LOST = "The replica ended before it could finish this request, which may be sent again."
+LINGER = 5.0  # seconds that it outlives its replicas, to say so
+LOOK = 10.0  # seconds that a replica has for its figures, and for saying how it is
+
+
+class Front:
+    """An ASGI app.
+
+    Args:
+        replicas: the names of those that are there.
+        ask: (scope, body, name of a replica or None) -> messages as ASGI sends them, and last of all what is
+            to be logged, under "facts".
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        slack: int,
+        replicas: Callable[[], Sequence[str]],
+        ask: Callable[[dict[str, Any], bytes, str | None], Any],
+    ) -> None:
+        self.config, self.balancer = config, Balancer(slack)
+        self._replicas, self._ask = replicas, ask
+
+    def asgi(self) -> ASGIApp:
+        """Behind the gate."""
+        return Gate(self, self.config, Counter())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["path"] == "/metrics" and scope["method"] == "GET" and self._replicas():
+                await (await self._figures(scope))(scope, receive, send)
+            else:
+                await self._pass_on(scope, await self._body(receive), send)
+        except HTTPError as error:
+            await error.response()(scope, receive, send)
+
+    async def _body(self, receive: Receive) -> bytes:
+        """What the client sends; of a body that is too large only as much as shows it."""
+        data = bytearray()
+
+        async def read() -> None:
+            more = True
+            while more and len(data) <= self.config.max_body:
+                message = await receive()
+                data.extend(message.get("body", b""))
+                more = message.get("more_body", False)
+
+        try:
+            await asyncio.wait_for(read(), self.config.read_timeout)
+        except asyncio.TimeoutError:
+            raise HTTPError(408, "The body did not come in time.", headers={"connection": "close"}) from None
+        return bytes(data)
+
+    async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
+        names = await asyncio.to_thread(pieces, body, scope["state"]["salt"]) if body else []
+        there = self._replicas()
+        to = self.balancer.choose(names, there) if there else None
+        begun = False
+        with self.balancer.busy(to or ""):
+            messages = self._ask(self._plain(scope), body, to)
+            try:
+                async for message in messages:
+                    if "facts" in message:
+                        scope["state"]["facts"].update(message["facts"])
+                        return
+                    begun = True
+                    await send(message)
+            except asyncio.CancelledError:
+                scope["state"]["facts"]["ended_by"] = "client gone"
+                raise
+            except Exception as error:  # of Ray's: the replica has died
+                scope["state"]["facts"]["ended_by"] = f"{type(error).__name__} of replica {to}"
+                failure = HTTPError(503, LOST, headers={"retry-after": "5"})
+                if not begun:
+                    raise failure from None
+                last = event(failure.body())  # of a stream: nothing else is sent in parts
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+            finally:
+                messages.cancel()  # nothing if it has ended
+
+    def _plain(self, scope: Scope) -> dict[str, Any]:
+        """What a process elsewhere can use of a scope, with the id that the gate has given the request."""
+        headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+        headers.append((b"x-request-id", scope["state"]["id"].encode()))
+        return {**{name: scope[name] for name in SCOPE if name in scope}, "headers": headers}
+
+    async def _figures(self, scope: Scope) -> Response:
+        there = self._replicas()
+        found = await asyncio.gather(*(self._figures_of(scope, replica) for replica in there))
+        texts = {name: text for name, text in zip(there, found, strict=True) if text is not None}
+        if not texts:
+            raise HTTPError(503, NOBODY)
+        text, kind = together(texts)
+        return Response(text, media_type=kind)
+
+    async def _figures_of(self, scope: Scope, replica: str) -> str | None:
+        """None where none come: it is ending, say."""
+        text, status = b"", 0
+
+        async def read() -> None:
+            nonlocal text, status
+            async for message in self._ask(self._plain(scope), b"", replica):
+                status = message.get("status", status)
+                text += message.get("body", b"")
+
+        try:
+            await asyncio.wait_for(read(), LOOK)
+        except Exception:
+            return None
+        return text.decode() if status == 200 else None
