@@ -13,8 +13,8 @@ import logging
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ QUEUED = 2  # lines that a replica has, for each of its rows: the next are there
 TASKS = 4000  # of Ray, which takes some ms for each: longer batches have several lines in one,
 MOST_LINES = 16  # whose results come together
 RETRIES = 3  # of a line whose replica died
+RESTARTS = 5  # of a replica
 
 
 def run_on_ray(
@@ -56,8 +57,9 @@ def run_on_ray(
                 settings = Settings(
                     str(folder.absolute()), model, spec, share.options(options), share.neighbours
                 )
-                pipeline = stream(lines, settings, share, replicas, config.max_num_seqs)
-                write_once(pipeline, batch.source, writer)
+                # Closed while Ray is there: left to the garbage collector it would start another one.
+                with closing(stream(lines, settings, share, replicas, config.max_num_seqs)) as results:
+                    write_once(results, batch.source, writer)
     return {**writer.figures(), "replicas": replicas}
 
 
@@ -94,7 +96,7 @@ def checks(folder: Path, config: EngineConfig, tokenizer: Tokenizer) -> Check:
 
 def stream(
     lines: Sequence[Line], settings: Settings, share: Share, replicas: int, rows: int
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """The results, as they come."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext
@@ -118,11 +120,13 @@ def stream(
             fn_constructor_args=(settings,),
             num_cpus=share.cpus,
             num_gpus=share.gpus,
-            ray_remote_args_fn=lambda: {"max_task_retries": RETRIES},
+            ray_remote_args_fn=lambda: {"max_task_retries": RETRIES, "max_restarts": RESTARTS},
         )
+    tables = iter(data.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"))
     try:
-        for table in data.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
-            yield from (Result(**row) for row in table.to_pylist())
+        with closing(tables):
+            for table in tables:
+                yield from (Result(**row) for row in table.to_pylist())
     except ray.exceptions.RayError as error:
         raise OSError(f"{why(error)}; the same command goes on from there.") from None
 
@@ -132,7 +136,7 @@ def why(error: BaseException) -> str:
     import ray
 
     if isinstance(error, ray.exceptions.RayActorError):
-        return f"a replica has died {RETRIES + 1} times with the same lines, see Ray's logs"
+        return f"a replica has died {RESTARTS + 1} times, or {RETRIES + 1} with one line; see Ray's logs"
     last = [line for line in str(error).splitlines() if line.strip()][-1:]
     return f"a replica has failed: {''.join(last).strip().rstrip('.')}"
 

@@ -25,7 +25,7 @@ SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_
 NOBODY = "No replica answers; try again in some seconds."
 LOST = "The replica ended before it could finish this request, which may be sent again."
 LINGER = 5.0  # seconds that it outlives its replicas, to say so
-LOOK = 10.0  # seconds that a replica has for its figures, and for saying how it is
+LOOK = 4.0  # seconds that a replica has for its figures
 
 
 class Front:
@@ -34,7 +34,7 @@ class Front:
     Args:
         replicas: the names of those that are there.
         ask: (scope, body, name of a replica or None) -> messages as ASGI sends them, and last of all what is
-            to be logged, under "facts".
+            to be logged, under "facts", with the name of the replica: another where that had died.
     """
 
     def __init__(
@@ -111,26 +111,29 @@ class Front:
         return {**{name: scope[name] for name in SCOPE if name in scope}, "headers": headers}
 
     async def _figures(self, scope: Scope) -> Response:
-        there = self._replicas()
-        found = await asyncio.gather(*(self._figures_of(scope, replica) for replica in there))
-        texts = {name: text for name, text in zip(there, found, strict=True) if text is not None}
-        if not texts:
+        found: dict[str, str] = {}
+        for replica in self._replicas():  # one after the other: to Ray, all calls of a request have one id
+            found.update(await self._figures_of(scope, replica))
+        if not found:
             raise HTTPError(503, NOBODY)
-        text, kind = together(texts)
-        return Response(text, media_type=kind)
+        page, kind = together(found)
+        return Response(page, media_type=kind)
 
-    async def _figures_of(self, scope: Scope, replica: str) -> str | None:
-        """None where none come: it is ending, say."""
-        text, status = b"", 0
+    async def _figures_of(self, scope: Scope, replica: str) -> dict[str, str]:
+        """By the name of who told them; nothing where none come."""
+        page, name = bytearray(), ""
+        messages = self._ask(self._plain(scope), b"", replica)
 
         async def read() -> None:
-            nonlocal text, status
-            async for message in self._ask(self._plain(scope), b"", replica):
-                status = message.get("status", status)
-                text += message.get("body", b"")
+            nonlocal name
+            async for message in messages:
+                page.extend(message.get("body", b""))
+                name = message.get("facts", {}).get("replica", name)
 
         try:
             await asyncio.wait_for(read(), LOOK)
-        except Exception:
-            return None
-        return text.decode() if status == 200 else None
+        except Exception:  # of Ray's, or it takes too long
+            return {}
+        finally:
+            messages.cancel()
+        return {name: page.decode()}

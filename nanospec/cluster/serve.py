@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ import sys
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class ServingEngine:
 
     def __init__(self, settings: Settings, config: ServeConfig, model: str) -> None:
         log_to(level="warning")  # the ingress says what was asked
-        name = serve.get_replica_context().replica_id.unique_id
-        seed = settings.options.get("seed", 0) ^ int(hashlib.sha256(name.encode()).hexdigest()[:7], 16)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        seed = settings.options.get("seed", 0) ^ int(hashlib.sha256(self._name.encode()).hexdigest()[:7], 16)
         own = settings._replace(options={**settings.options, "seed": seed})  # unasked seeds are nobody else's
         self._app = App(load(own), config, model)
         self._asgi, self._is_started = self._app.asgi(), False
@@ -83,7 +84,7 @@ class ServingEngine:
             while (message := await sent.get()) is not None:
                 yield message
             await running
-            yield {"facts": scope["state"].get("facts", {})}
+            yield {"facts": {**scope["state"].get("facts", {}), "replica": self._name}}
         finally:
             gone.set()  # a client that has gone away: what runs for it ends by itself
 
@@ -174,10 +175,7 @@ def run(
         config, ours = start_serve(config)
         settings = Settings(str(folder.absolute()), model, spec, share.options(options), share.neighbours)
         app = application(settings, config, name, share, number, level, stamp)
-        try:
-            handle = serve.run(app, name=APP, logging_config=QUIET)
-        except RuntimeError as error:
-            raise ValueError(said(str(error))) from None
+        handle = deployed(app, ours)
         where = f"http://{config.host}:{config.port}"
         facts = {"page": f"{where}/", "api": f"{where}/v1", "model": name, "keys": len(config.api_key)}
         log.info("ready", extra={"facts": {**facts, "replicas": ":".join(map(str, sorted(set(number))))}})
@@ -200,6 +198,20 @@ def start_serve(config: ServeConfig) -> tuple[ServeConfig, bool]:
         config = replace(config, port=listener.getsockname()[1])
     serve.start(http_options={"host": config.host, "port": config.port}, logging_config=QUIET)
     return config, True
+
+
+def deployed(app: serve.Application, ours: bool) -> Any:
+    """A handle of the ingress, when all replicas are there. ValueError with a sentence if they cannot be: what
+    Ray prints of it is in its logs."""
+    try:
+        with redirect_stdout(io.StringIO()) as nowhere, redirect_stderr(nowhere):
+            return serve.run(app, name=APP, logging_config=QUIET)
+    except RuntimeError:
+        found = serve.status().applications[APP].deployments.values()
+        why = said("\n".join(each.message for each in found))
+        if ours:
+            serve.delete(APP)
+        raise ValueError(why) from None
 
 
 def current_stamp(handle: Any) -> str | None:

@@ -147,11 +147,11 @@ async def counting(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncI
     yield begin()
     text = "# HELP nanospec:steps Steps\n# TYPE nanospec:steps counter\n"
     yield part(f'{text}nanospec:steps_total{{model_name="m"}} {len(to or "")}\n'.encode())
-    yield {"facts": {}}
+    yield {"facts": {"replica": "bb" if to == "dead" else to}}
 
 
 def test_figures_are_those_of_all_replicas() -> None:
-    [response] = run(counting, ("GET", "/metrics", b""), names=("a", "gone", "bb"))
+    [response] = run(counting, ("GET", "/metrics", b""), names=("a", "gone", "dead", "bb"))
     assert response.text.count("# TYPE nanospec:steps_total counter") == 1
     lines = [line for line in response.text.splitlines() if not line.startswith("#")]
     assert lines == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,10 +41,29 @@ def test_what_is_no_number_of_replicas(text: str, capsys: pytest.CaptureFixture[
     assert f"'{text}' must be a number from 1, or MIN:MAX, as in 1:4." in capsys.readouterr().err
 
 
+@needs_ray
+@pytest.mark.ray
+def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    served = Served(folder, tmp_path / "log", "--kv-cache-memory", "1K")
+    assert served.process.wait(150) == 2
+    [line] = served.log.read_text().splitlines()
+    assert "--kv-cache-memory of 1,024 bytes hold the K/V of 0 tokens, too few for" in line
+
+
+@needs_ray
+@pytest.mark.ray
+def test_replicas_are_added_when_each_has_more_requests_than_rows() -> None:
+    from nanospec.cluster.serve import scaling
+
+    assert scaling((2, 2), 64) == {"num_replicas": 2}
+    found = scaling((1, 4), 64)["autoscaling_config"]
+    assert (found["min_replicas"], found["max_replicas"], found["target_ongoing_requests"]) == (1, 4, 64)
+
+
 class Served:
     """`nanospec serve --replicas 2` in a process of its own."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, *more: str) -> None:
         with listen(ServeConfig(port=0)) as free:
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
@@ -51,7 +71,7 @@ class Served:
         command = [sys.executable, "-m", "nanospec", "serve", str(folder), *options.split()]
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*command, "--api-key", KEY, "--port", str(port)],
+                [*command, "--api-key", KEY, "--port", str(port), *more],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -70,6 +90,12 @@ class Served:
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+
+    def steps(self) -> dict[str, float]:
+        """By replica."""
+        lines = self.get("/metrics").text.splitlines()
+        found = [re.fullmatch(r'nanospec:steps_total\{.*replica="(\w+)"\} (.*)', line) for line in lines]
+        return {each[1]: float(each[2]) for each in found if each}
 
     def replicas(self) -> list[int]:
         every = children(self.process.pid)
@@ -121,26 +147,25 @@ def test_a_beginning_stays_where_it_is_cached(served: Served) -> None:
     homes = ["abcd" * 70, "dcba" * 70, "acbd" * 70]  # three on two replicas
     assert [cached(prompt) for prompt in homes] == [0, 0, 0]
     assert min(cached(prompt + end) for end in ("x", "yy", "zzz") for prompt in homes) >= 240
-    figures = served.get("/metrics").text.splitlines()
-    steps = [line for line in figures if line.startswith("nanospec:steps_total")]
-    assert len({line.split('replica="')[1] for line in steps}) == 2
-    assert all(float(line.split()[-1]) > 0 for line in steps)
+    steps = served.steps()
+    assert len(steps) == 2
+    assert min(steps.values()) > 0
 
 
 @needs_ray
 @pytest.mark.ray
 def test_a_replica_that_is_killed_is_replaced_and_the_other_answers(served: Served) -> None:
-    before = served.replicas()
-    assert len(before) == 2
+    before, names = served.replicas(), set(served.steps())
+    assert (len(before), len(names)) == (2, 2)
     os.kill(before[0], signal.SIGKILL)
     found = [served.post({"prompt": "ab" * i, "max_tokens": 2}).status_code for i in range(1, 9)]
     assert set(found) <= {200, 503}  # 503: it was under way there
     assert found[-1] == 200
     end = time.monotonic() + 100
-    while served.get("/metrics").text.count("nanospec:steps_total{") < 2:
+    while len(now := set(served.steps())) < 2 or now == names:
         assert time.monotonic() < end
         time.sleep(0.5)
-    assert before[0] not in served.replicas()
+    assert len(now & names) == 1
 
 
 @needs_ray
