@@ -104,7 +104,7 @@ def linear_add(
 ) -> Stream:
     """The stream plus h @ weight.T + bias, or plus its `own` norm, for the `norm` that comes next."""
     if isinstance(weight, Summed):
-        return residual_add(weight.gather(linear(h, weight.part)), stream.x, norm, bias, own)
+        return residual_add(weight.parts(linear(h, weight.part, bias)), stream.x, norm, own)
     if own is not None:
         return residual_add(linear(h, weight, bias)[None], stream.x, norm, own=own)
     if use_triton(h):

@@ -1,6 +1,6 @@
 """What attention or an MLP gave, added to the residual stream x [T, H] where the product cannot do so itself.
 
-    x + h, or x + RMSNorm(h) with a norm of its own (Gemma);  h = the sum of `parts` [N, T, H], plus bias [H]
+    x + h, or x + RMSNorm(h) with a norm of its own (Gemma);  h = the sum of `parts` [N, T, H]
 
 Parts are what N ranks computed of one product (`split.py`). They are added in their order in float32 and h is
 rounded once, so its bits depend neither on which rank adds nor on how many tokens there are. A norm needs
@@ -10,7 +10,6 @@ Kernel: one program per token, which holds the whole row, as in `norm.py`; all i
 and code depend on N and H only, so a token's bits do not depend on its neighbours.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,32 +19,25 @@ from ..launch import next_power_of_2
 from ..overlap import options, release_next, wait_for_previous
 from . import norm as norms
 from .norm import MAX_WIDTH, Norm
+from .split import total
 from .stream import GROUP, Stream, tree_sum
 
 
-def residual_add(
-    parts: Tensor, x: Tensor, norm: Norm, bias: Tensor | None = None, own: Norm | None = None
-) -> Stream:
+def residual_add(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
     """x plus h, or plus its `own` norm, for the `norm` that comes next."""
     if use_triton(parts):
-        return launch(parts, x, norm, bias, own)
-    return Stream(naive(parts, x, bias, own), norm)
+        return launch(parts, x, norm, own)
+    return Stream(naive(parts, x, own), norm)
 
 
-def naive(parts: Tensor, x: Tensor, bias: Tensor | None = None, own: Norm | None = None) -> Tensor:
-    h = parts[0]
-    if len(parts) > 1 or bias is not None:
-        wide = torch.promote_types(parts.dtype, torch.float32)
-        total = parts[0].to(wide)
-        for part in (*parts[1:], *(() if bias is None else (bias,))):
-            total = total + part.to(wide)
-        h = total.to(parts.dtype)
+def naive(parts: Tensor, x: Tensor, own: Norm | None = None) -> Tensor:
+    h = parts[0] if len(parts) == 1 else total(parts)
     return x + (h if own is None else norms.naive(h, own))
 
 
 @triton.jit(do_not_specialize=["T"])
 def _residual_add(
-    parts, bias, own, x, weight, new, scaled, squares, T, H, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    parts, own, x, weight, new, scaled, squares, T, H, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
@@ -58,8 +50,6 @@ def _residual_add(
     h = tl.load(parts + at, inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         h += tl.load(parts + part * T.to(tl.int64) * H + at, inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        h += tl.load(bias + i, inside, other=0.0).to(tl.float32)
     h = h.to(new.dtype.element_ty).to(tl.float32)
     value = h
     if own is not None:
@@ -74,13 +64,10 @@ def _residual_add(
     tl.store(squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
 
 
-def launch(
-    parts: Tensor, x: Tensor, norm: Norm, bias: Tensor | None = None, own: Norm | None = None
-) -> Stream:
+def launch(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
     N, T, H = parts.shape
-    weights = bias, None if own is None else own.weight, norm.weight
-    expected: list[tuple[Tensor | None, tuple[int, ...]]] = [(parts, (N, T, H)), (x, (T, H))]
-    for tensor, shape in expected + [(weight, (H,)) for weight in weights]:
+    own_weight = None if own is None else own.weight
+    for tensor, shape in ((parts, (N, T, H)), (x, (T, H)), (own_weight, (H,)), (norm.weight, (H,))):
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
             raise ValueError(f"All must be contiguous and fit h {[T, H]}, not {list(tensor.shape)}.")
     if H > MAX_WIDTH:
@@ -89,7 +76,7 @@ def launch(
     if T:
         block = max(next_power_of_2(H), GROUP.value)
         _residual_add[(T,)](
-            parts, weights[0], weights[1], x, norm.weight, new.x, new.scaled, new.squares, T, H,
+            parts, own_weight, x, norm.weight, new.x, new.scaled, new.squares, T, H,
             0.0 if own is None else own.eps, PARTS=N, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
             **options(parts),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """What ranks exchange: each has a tensor, all get everybody's.
 
-One collective is enough. Sums of parts, candidates for the next token and whole logits are what each rank
-computes of the same gathered numbers in the same order, so all have the same bits, whatever their sizes.
+Sums of parts, candidates for the next token and whole logits are what each rank computes of the same numbers
+in the same order, so all have the same bits, whatever their sizes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ class Group(Protocol):
 
     def gather(self, x: Tensor) -> Tensor:
         """x [...] of every rank, equal in shape and dtype -> [size, ...] in the order of ranks."""
+        ...
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """x [size, ...] of every rank, x[r] for rank r -> [size, ...] in the order of who sent it."""
         ...
 
     def close(self) -> None:
@@ -49,6 +53,11 @@ class Processes:
     def gather(self, x: Tensor) -> Tensor:  # bytes, as gloo has them for every dtype
         out, given = x.new_empty(self.size, *x.shape), x.contiguous().flatten().view(torch.uint8)
         self._group._allgather_base(out.flatten().view(torch.uint8), given).wait()
+        return out
+
+    def exchange(self, x: Tensor) -> Tensor:
+        out, given = x.new_empty(x.shape), x.contiguous().flatten().view(torch.uint8)
+        self._group.alltoall_base(out.flatten().view(torch.uint8), given, [], []).wait()
         return out
 
     def close(self) -> None:

@@ -4,7 +4,8 @@
     gate, up                rows
     o, down                 columns: each rank has a summand of every number, which `linear_add` adds up
     embedding, lm_head      rows, by tokens
-    norms, biases of o and down   all of it
+    biases of o and down    rank 0; the others have zeros
+    norms                   all of it
 
 All ranks have the same shapes, hence the same memory and work. Heads of keys and values that do not divide
 are filled up with zeros; where there are fewer than ranks, several ranks keep a copy of one and share its
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -108,7 +110,10 @@ class Shard:
 
     def _joined_layer(self, layer: Layer) -> Layer:
         def summed(projection: Projection) -> Projection:
-            return projection._replace(weight=Summed(projection.weight, self.group.gather))
+            group, (weight, bias) = self.group, projection
+            if bias is not None and group.rank:
+                bias = torch.zeros_like(bias)  # added once
+            return Projection(Summed(weight, group.gather, group.exchange, group.size), bias)
 
         return replace(layer, o=summed(layer.o), down=summed(layer.down))
 

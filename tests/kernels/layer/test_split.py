@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
+from nanospec.kernels.layer import split
 from nanospec.kernels.layer.linear import linear, linear_add, pack
 from nanospec.kernels.layer.norm import Norm
 from nanospec.kernels.layer.residual import naive, residual_add
-from nanospec.kernels.layer.split import Summed, Vocabulary
+from nanospec.kernels.layer.split import Summed, Vocabulary, total
 from nanospec.kernels.layer.stream import Stream, embed
+from nanospec.parallel.group import Group
 from tests.kernels.products import normed, stream_of
+from tests.ranks import together
 from tests.util import assert_close
 
 SHAPES = [(1, 1, 64), (2, 3, 63), (3, 5, 100), (8, 2, 576)]  # N, T, H
@@ -27,18 +28,16 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("N", "T", "H"), SHAPES, ids=lambda n: str(n))
 def test_kernel_adds_as_naive_does(N: int, T: int, H: int, dtype: torch.dtype) -> None:
-    parts, x, bias = normal(N, T, H, dtype=dtype), normal(T, H, seed=1, dtype=dtype), normal(H, seed=2)
+    parts, x = normal(N, T, H, dtype=dtype), normal(T, H, seed=1, dtype=dtype)
     norm, own = Norm(normal(H, seed=3).to(dtype), 1e-5), Norm(1 + normal(H, seed=4), 1e-5)
-    both: dict[str, Any] = {"bias": bias.to(dtype), "own": own}
-    for names in ((), ("bias",), ("own",), ("bias", "own")):
-        more = {name: both[name] for name in names}
+    for its in (None, own):
         with forced("triton"):
-            found = residual_add(parts, x, norm, **more)
-        expected = naive(parts, x, **more)
+            found = residual_add(parts, x, norm, its)
+        expected = naive(parts, x, its)
         tolerance = 1e-6 if dtype == torch.float32 else 2e-3
-        assert_close(found.x, expected, tolerance, f"{names}")
+        assert_close(found.x, expected, tolerance, f"{its}")
         wanted = torch.nn.functional.rms_norm(expected.float(), (H,), norm.weight.float(), 1e-5)
-        assert_close(normed(found).float(), wanted, 2e-6 if dtype == torch.float32 else 4e-3, f"{names}")
+        assert_close(normed(found).float(), wanted, 2e-6 if dtype == torch.float32 else 4e-3, f"{its}")
 
 
 def test_parts_are_added_in_their_order_and_rounded_once() -> None:
@@ -64,22 +63,38 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         residual_add(normal(2, 3, 64), normal(2, 64), Norm(torch.ones(64), 1e-5))
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+# (Triton's interpreter is for one thread at a time.)
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "triton"), (1, "naive"), (2, "naive"), (3, "naive")])
 def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -> None:
-    h, weight, x, bias = normal(3, 48), normal(40, 48, seed=1), normal(3, 40, seed=2), normal(40, seed=3)
-    norm = Norm(torch.ones(40), 1e-5)
-    with forced(backend):  # type: ignore[arg-type]
-        stream, columns = stream_of(x, norm), 48 // ranks
-        inputs, parts = h.split(columns, 1), [pack(p.contiguous()) for p in weight.split(columns, 1)]
+    """Gathered, or added in slices: the same bits."""
+    h, weight, x, bias = normal(5, 48), normal(40, 48, seed=1), normal(5, 40, seed=2), normal(40, seed=3)
+    norm, columns = Norm(torch.ones(40), 1e-5), 48 // ranks
 
-        def gather(own: Tensor) -> Tensor:
-            products = torch.stack([linear(i.contiguous(), p) for i, p in zip(inputs, parts, strict=True)])
-            assert torch.equal(own, products[0])
-            return products
+    def run(group: Group) -> list[Tensor]:
+        part = pack(weight.split(columns, 1)[group.rank].contiguous())
+        summed = Summed(part, group.gather, group.exchange, group.size)
+        mine = h.split(columns, 1)[group.rank].contiguous()
+        own_bias = torch.zeros_like(bias) if group.rank else bias
+        return [linear_add(mine, summed, stream_of(x, norm), norm, own_bias).x for _ in range(2)]
 
-        found = linear_add(inputs[0].contiguous(), Summed(parts[0], gather), stream, norm, bias)
-    assert_close(found.x, x + h @ weight.T + bias, 1e-5)
+    def compare(backend: str, limit: int) -> list[Tensor]:
+        with forced(backend), pytest.MonkeyPatch.context() as patch:  # type: ignore[arg-type]
+            patch.setattr(split, "EXCHANGE", limit)
+            found = [tensor for each in together(ranks, run) for tensor in each]
+        assert all(torch.equal(tensor, found[0]) for tensor in found)
+        return found
+
+    gathered, in_slices = compare(backend, 1 << 30)[0], compare(backend, -1)[0]
+    assert torch.equal(gathered, in_slices)
+    assert_close(gathered, x + h @ weight.T + bias, 1e-5)
+
+
+def test_the_kernel_and_the_slices_add_to_the_same_bits() -> None:
+    parts, x, norm = normal(5, 7, 64, dtype=torch.float16), normal(7, 64, seed=1), Norm(torch.ones(64), 1e-5)
+    x = x.half()
+    with forced("triton"):
+        assert torch.equal(residual_add(parts, x, norm).x, residual_add(total(parts)[None], x, norm).x)
+    assert torch.equal(naive(parts, x), naive(total(parts)[None], x))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

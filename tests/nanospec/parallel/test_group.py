@@ -1,0 +1,51 @@
+"""What ranks exchange, by gloo; here each rank is a thread, as a group is no process's own."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanospec.parallel.group import Processes, gathered
+
+SIZE = 3
+
+
+def exchanged(rank: int, port: int) -> dict[str, Any]:
+    group = Processes(torch.device("cpu"), rank, SIZE, dist.TCPStore("127.0.0.1", port, is_master=False), 30)
+    x = torch.arange(12).view(SIZE, 2, 2) + 100 * rank
+    found: dict[str, Any] = {"numbers": gathered(group, [rank, 7], group.device)}
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
+        found[str(dtype)] = group.gather(x.to(dtype)), group.exchange(x.to(dtype))
+    found["columns"] = group.gather(x[0].T)  # not contiguous
+    found["nothing"] = group.gather(x[:0]).shape
+    group.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(exchanged, range(SIZE), [store.port] * SIZE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
+def test_all_get_everybodys_tensor_and_each_what_is_its_own(
+    results: list[dict[str, Any]], dtype: torch.dtype
+) -> None:
+    given = torch.stack([torch.arange(12).view(SIZE, 2, 2) + 100 * rank for rank in range(SIZE)]).to(dtype)
+    for rank, found in enumerate(results):
+        whole, own = found[str(dtype)]
+        assert torch.equal(whole, given)
+        assert torch.equal(own, given[:, rank])
+
+
+def test_numbers_and_other_shapes(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["numbers"] == [[0, 7], [1, 7], [2, 7]]
+        assert torch.equal(found["columns"][1], torch.tensor([[100, 102], [101, 103]]))
+        assert found["nothing"] == (SIZE, 0, 2, 2)
