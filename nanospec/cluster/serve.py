@@ -201,8 +201,8 @@ def start_serve(config: ServeConfig) -> tuple[ServeConfig, bool]:
 
 
 def deployed(app: serve.Application, ours: bool) -> Any:
-    """A handle of the ingress, when all replicas are there. ValueError with a sentence if they cannot be: what
-    Ray prints of it is in its logs."""
+    """A handle of the ingress, when all replicas are there. ValueError with a sentence if they cannot be;
+    what Ray prints of it is in its logs."""
     try:
         with redirect_stdout(io.StringIO()) as nowhere, redirect_stderr(nowhere):
             return serve.run(app, name=APP, logging_config=QUIET)
