@@ -102,20 +102,15 @@ def own_cpus() -> int:
     return cores if math.isinf(quota) else min(cores, max(math.ceil(quota), 1))
 
 
-def ranks(config: EngineConfig) -> int:
-    """Processes that compute together as one replica."""
-    return int(getattr(config, "tensor_parallel_size", 1))
-
-
 def least_cpus(config: EngineConfig) -> int:
     """Processors that a replica takes at least, if it computes on them."""
-    return ranks(config) * (1 if config.threads == "auto" else config.threads)
+    return config.tensor_parallel_size * (1 if config.threads == "auto" else config.threads)
 
 
 def share(replicas: int, config: EngineConfig, machines: Sequence[dict[str, float]]) -> Share:
     """What each of so many replicas gets of these machines: GPUs if there are any, else as many processors as
     let all of them run. ValueError if there are too few."""
-    each = ranks(config)
+    each = config.tensor_parallel_size
     if config.device.startswith("cuda:"):
         raise ValueError(f"device={config.device!r} is one GPU; with replicas it is 'cuda', 'cpu' or 'auto'.")
     gpus = [int(machine.get("GPU", 0)) for machine in machines]
