@@ -45,8 +45,8 @@ class Machine:
         link: bytes per second that a GPU receives over NVLink: 450e9 at the wire, of which applications see
             370e9 (a developer of NCCL in its issue 1442).
         exchange: seconds that an exchange of any size between the GPUs of a machine costs besides its bytes.
-            In CUDA graphs sums over 8 GPUs of up to 64 KiB take 6 to 8 us at best and 17 to 20 by NCCL
-            (SGLang's pull request 22734); NCCL's own model of a gather over 8 is 10.8.
+            In CUDA graphs sums of up to 64 KiB take 6 to 8 us at best and 17 to 20 by NCCL (SGLang's pull
+            request 22734); the latencies that NCCL reckons with (its issue 1334) make 10.8 of a gather over 8.
     """
 
     bandwidth: float = 4.3e12
