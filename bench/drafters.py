@@ -205,7 +205,9 @@ def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) ->
             if rule == "rejection" and spec["method"] == "medusa":
                 continue  # point guesses: the same as exact
             params = [
-                SamplingParams(temperature=1, seed=i, max_tokens=args.max_tokens, acceptance=rule, logprobs=0)
+                SamplingParams(
+                    temperature=1, seed=i, max_tokens=args.max_tokens, acceptance=rule, logprobs=0
+                )
                 for i in range(len(prompts))
             ]
             runs = [run(engine, prompt, asked) for prompt, asked in zip(prompts, params)]

@@ -1,6 +1,6 @@
 """The roofline of some models: tables of what drafts cost and bring, computed (`nanospec/cli/account.py`).
 
-python bench/roofline.py [--model qwen3-8b] [--config PATH] [--context 1024] [--gpus 1] [--out .]
+    python bench/roofline.py [--model qwen3-8b] [--config PATH] [--context 1024] [--gpus 1] [--out .]
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Machine:
             370e9 (a developer of NCCL in its issue 1442).
         exchange: seconds that an exchange of any size between the GPUs of a machine costs besides its bytes.
             In CUDA graphs sums of up to 64 KiB take 6 to 8 us at best and 17 to 20 by NCCL (SGLang's pull
-            request 22734); the latencies that NCCL reckons with (its issue 1334) make 10.8 of a gather over 8.
+            request 22734); by the latencies NCCL reckons with (its issue 1334) a gather over 8 takes 10.8.
     """
 
     bandwidth: float = 4.3e12
