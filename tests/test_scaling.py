@@ -172,7 +172,9 @@ def of_runs() -> dict[str, str]:
         ", ".join(f"{by_size[n][router]['prompt_tokens_cached']:.0%}" for n in ("8", "16", "64"))
         for router in ("least loaded", "prefix")
     ]
+    wait = {name: row["ttft_ms"]["p99"] for name, row in found()["bursts"]["bursts"].items()}
     return {
+        "bursts": f"{wait['least loaded']:.0f} ms for a first token, {wait['random']:.0f} if routed at random",
         "cached": f"finds {cached[0]} of all prompt tokens in caches on 8, 16 and 64 GPUs, where routing by "
         f"prefix finds {cached[1]}",
         "bandwidths": f"{delays['50']:.1f} ms at 50 GB/s per GPU, {delays['10']:.1f} at 10, "
