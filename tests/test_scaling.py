@@ -174,7 +174,7 @@ def of_runs() -> dict[str, str]:
     ]
     wait = {name: row["ttft_ms"]["p99"] for name, row in found()["bursts"]["bursts"].items()}
     return {
-        "bursts": f"{wait['least loaded']:.0f} ms for a first token, {wait['random']:.0f} if routed at random",
+        "bursts": f"{wait['least loaded']:.0f} ms for a first token, {wait['random']:.0f} routed at random",
         "cached": f"finds {cached[0]} of all prompt tokens in caches on 8, 16 and 64 GPUs, where routing by "
         f"prefix finds {cached[1]}",
         "bandwidths": f"{delays['50']:.1f} ms at 50 GB/s per GPU, {delays['10']:.1f} at 10, "
