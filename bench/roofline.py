@@ -1,6 +1,6 @@
-"""The roofline of some models: tables of what drafts cost and bring, computed (`nanospec/cli/roofline.py`).
+"""The roofline of some models: tables of what drafts cost and bring, computed (`nanospec/cli/account.py`).
 
-    python bench/roofline.py [--model qwen3-8b] [--config PATH] [--context 1024] [--out bench/results]
+    python bench/roofline.py [--model qwen3-8b] [--config PATH] [--context 1024] [--gpus 1] [--out .]
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from nanospec.cli.roofline import ACCEPTANCES, Machine, account, break_even, expected_tokens, explain
+from nanospec.cli.account import Machine, account
+from nanospec.cli.roofline import ACCEPTANCES, break_even, expected_tokens, explain
 from nanospec.cli.shapes import SHAPES as MODELS
 from nanospec.models.config import ModelConfig, read_json
 
@@ -31,14 +32,19 @@ def load_model(path: Path) -> ModelConfig:
 
 
 def table(
-    config: ModelConfig, machine: Machine, context: int, batches: Iterable[int], drafts: Sequence[int]
+    config: ModelConfig,
+    machine: Machine,
+    context: int,
+    batches: Iterable[int],
+    drafts: Sequence[int],
+    gpus: int = 1,
 ) -> list[dict[str, Any]]:
-    """Every figure of every (B, K), one dict each."""
+    """Every figure of every (B, K), one dict each; bytes and FLOPs are those of one of the GPUs."""
     rows = []
     for B in batches:
         for K in drafts:
-            step = account(config, B, K, context)
-            ratio = break_even(config, B, K, context, machine)
+            step = account(config, B, K, context, gpus=gpus)
+            ratio = break_even(config, B, K, context, machine, gpus)
             rows.append(
                 {
                     "B": B,
@@ -47,6 +53,7 @@ def table(
                     "flops": step.flops,
                     "intensity": round(step.intensity, 2),
                     "launches": step.launches,
+                    **({"exchanges": step.exchanges, "received": step.received} if gpus > 1 else {}),
                     "bound_ms": round(step.bound(machine), 4),
                     "estimate_ms": round(step.estimate(machine), 4),
                     "break_even_tokens": round(ratio, 4),
@@ -81,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bandwidth", type=float, default=Machine.bandwidth, help="bytes/s")
     parser.add_argument("--flops", type=float, default=Machine.flops, help="FLOP/s")
     parser.add_argument("--launch-us", type=float, default=Machine.launch * 1e6, help="per kernel")
+    parser.add_argument("--gpus", type=int, default=1, help="that share a model (tensor parallelism)")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
 
@@ -90,10 +98,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         models[str(args.config)] = load_model(args.config)
     tables = {}
     for name, config in models.items():
-        print(f"\n{name}: one request, context {args.context}\n{explain(config, machine, args.context)}")
-        tables[name] = table(config, machine, args.context, args.batch, args.drafts)
+        if args.gpus == 1:
+            print(f"\n{name}: one request, context {args.context}\n{explain(config, machine, args.context)}")
+        tables[name] = table(config, machine, args.context, args.batch, args.drafts, args.gpus)
         show(name, tables[name], args.drafts)
     settings = {"bandwidth": machine.bandwidth, "flops": machine.flops, "launch_s": machine.launch}
+    if args.gpus > 1:
+        settings |= {"gpus": args.gpus, "link": machine.link, "exchange_s": machine.exchange}
     result = {"environment": common.environment(), "machine": settings, "context": args.context}
     common.save("roofline", {**result, "models": tables}, args.out)
 

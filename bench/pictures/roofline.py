@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common import streamed_bytes
-from nanospec.cli.roofline import account
+from nanospec.cli.account import account
 from nanospec.cli.shapes import SHAPES
 
 from . import style

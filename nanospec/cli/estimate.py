@@ -1,6 +1,6 @@
 """How long each kernel of a step should take on a GPU that need not be there, from how it is launched.
 
-The roofline (`roofline.py`) says what a kernel must at least move and compute. This model adds what the
+The account (`account.py`) says what a kernel must at least move and compute. This model adds what the
 launch makes of it, asking the functions that decide how a kernel is cut into programs:
 
     start     a kernel in a graph has to start; less where it may start before the one before it ends
@@ -39,8 +39,8 @@ from ..kernels.layer.qkv_rope import holds_heads
 from ..kernels.layer.tiling import plan
 from ..models.config import ModelConfig
 from ..models.hub import program, resolve_model
+from .account import Kernel, Machine, account
 from .parser import Parser
-from .roofline import Kernel, Machine, account
 from .shapes import SHAPES
 
 REGISTERS = 240  # of a thread of attention, about: 198 to 255 as compiled for sm_90

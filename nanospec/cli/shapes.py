@@ -32,4 +32,5 @@ SHAPES = {
     "qwen3-0.6b": _shape("Qwen3ForCausalLM", 1024, 3072, 28, 16, 8, 128, 151936, True),
     "llama-3.2-1b": _shape("LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128256, True, 131072),
     "qwen3-8b": _shape("Qwen3ForCausalLM", 4096, 12288, 36, 32, 8, 128, 151936, False),
+    "llama-3.3-70b": _shape("LlamaForCausalLM", 8192, 28672, 80, 64, 8, 128, 128256, False, 131072),
 }

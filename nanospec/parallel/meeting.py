@@ -95,8 +95,10 @@ def messages_of(connection: Connection) -> Iterator[Any]:
                 inbox.put(connection.recv())
         except (EOFError, OSError):
             inbox.put(("end",))
-            time.sleep(GRACE)
-            os._exit(1)
+        except Exception as error:  # what came cannot be made here, so this rank is out of step
+            inbox.put(error)
+        time.sleep(GRACE)
+        os._exit(1)
 
     threading.Thread(target=read, daemon=True, name="messages").start()
     return iter(inbox.get, None)

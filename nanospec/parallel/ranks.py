@@ -175,7 +175,10 @@ def _end(team: Team, group: Group) -> None:
 def follow(worker: Rank, messages: Iterator[Any]) -> None:
     """Do what the leader does, until it says that this is the end."""
     flights: deque[Flight] = deque()
-    for verb, *args in messages:
+    for message in messages:
+        if isinstance(message, Exception):
+            raise message
+        verb, *args = message
         if verb == "end":
             return
         elif verb == "step":  # for a step without graphs, the next message is what was cut

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.pictures import guessing, over_k, peers, roofline, style
+from bench.pictures import fleet, guessing, over_k, peers, roofline, style
 from bench.pictures.__main__ import PICTURES, main
 
 Json = dict[str, Any]
@@ -100,6 +100,7 @@ FOUND: dict[str, Json] = {
         "sum_gb_per_s": [27.0, 28.0, 29.0],
         "product_gflop_per_s": [1400.0, 1500.0, 1600.0],
     },
+    "fleet": json.loads((RESULTS / "fleet.json").read_text()),
     "automatic": {"environment": HERE, "step_ms_by_tokens": {"1": 10.0, "8": 11.0, "16": 12.5, "64": 20.0}},
 }  # fmt: skip
 
@@ -212,6 +213,37 @@ def test_the_head_of_a_prompt_scores_one_token() -> None:
     head, attention = 576 * 49152, 30 * 500 * 576
     flops = 2 * 1000 * (134.5e6 - head) + 2 * head + 4 * 1000 * attention
     assert roofline.point("nanospec", 1000, 100.0, prompt=True).gflops == pytest.approx(flops / 1e8, rel=0.01)
+
+
+def test_pictures_of_a_fleet(found: dict[str, Json]) -> None:
+    made = found["fleet"]
+    made["routing"]["by_size"] = {
+        str(n): {router: {"requests_per_s_and_gpu": rate / n} for router, rate in rates.items()}
+        for n in (1, 8)
+        for rates in [{"prefix": 24.0, "least loaded": 16.0, "random": 15.0, "hash": 8.0}]
+    }
+    assert fleet.rates(made, "prefix") == {1: 24.0, 8: 3.0}
+    assert fleet.routing_title(made).startswith(
+        "On 8 GPUs routing by prefix takes 1.5 times the load of the least loaded, a hash alone 0.5"
+    )
+    for policy, ms in {"none": 10.0, "auto": 5.0, "K=4": 20.0}.items():
+        made["day"]["policies"][policy]["tpot_ms"] = [ms] * 24
+    made["day"]["policies"]["auto"]["tpot_ms"][12] = 4.0
+    made["day"]["policies"]["K=4"]["tpot_ms"][13] = 30.0
+    assert fleet.day_title(made) == (
+        "Automatic K makes tokens 2.0 times as fast as none at night and 2.5 times at noon; "
+        "a fixed K = 4 makes them up to 3.0 times as slow"
+    )
+    rows = {"1": {"gain": 2.5}, "64": {"gain": 1.25}}
+    for kind, last in (("prose", 16), ("code edits", 64)):
+        made["drafts"]["qwen3-8b"][kind] = {"worth_until": last, "rows": rows}
+    assert fleet.gain_title(made) == (
+        "Drafts pay an 8B model up to 16 rows of prose; with code edits they still gain 25% at 64 rows"
+    )
+    made["draft_models"]["crossovers"] = [
+        {"gpus": n, "layers": 28, "rows": 1, "exchange_us": 10, "parameters": 16e9 / n} for n in (2, 8)
+    ]
+    assert "over 2 GPUs from 8.0B parameters on, over 8 from 2.0B" in fleet.split_title(made)
 
 
 def test_machines_in_words() -> None:

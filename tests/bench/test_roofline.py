@@ -122,6 +122,15 @@ def test_the_explanation_names_every_kernel_and_the_break_even_point() -> None:
     assert "break even at 1.43 tokens" in text
 
 
+def test_the_command_line_splits_over_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "qwen3-8b", "--batch", "2", "--drafts", "2", "--gpus", "4", "--out", str(tmp_path)]
+    roofline.main(options)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    [row], step = result["models"]["qwen3-8b"], account(MODELS["qwen3-8b"], 2, 2, gpus=4)
+    assert (row["received"], row["exchanges"], row["bytes"]) == (step.received, step.exchanges, step.bytes)
+    assert result["machine"]["gpus"] == 4
+
+
 def test_the_command_line_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MISTRAL))
