@@ -45,9 +45,9 @@ class Exchange:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def _allgather_base(self, out: Tensor, given: Tensor) -> Any:
+    def _allgather_base(self, out: Tensor, given: Tensor, *options: Any) -> Any:
         start = time.perf_counter()
-        work = self._group._allgather_base(out, given)
+        work = self._group._allgather_base(out, given, *options)
         work.wait()
         self.seconds += time.perf_counter() - start
         self.count, self.bytes = self.count + 1, self.bytes + out.nbytes - given.nbytes

@@ -129,13 +129,19 @@ class StepGraphs:
         """How many tokens the largest step scores."""
         return max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
 
-    def capture_all(self) -> None:
-        """Capture every bucket."""
+    def capture_all(self, variant: Hashable = None) -> None:
+        """Capture every bucket of the step as it is now, which is this variant."""
         start, before = time.perf_counter(), _allocated(self.device)
+        captures = self._variants.setdefault(variant, {})
         for bucket in tqdm(self.buckets(), desc="Capturing steps", disable=None, leave=False):
-            self.capture(bucket)
-        self.seconds = time.perf_counter() - start
-        self.bytes = _allocated(self.device) - before
+            captures[bucket] = self._record(bucket)
+        self.seconds += time.perf_counter() - start
+        self.bytes += _allocated(self.device) - before
+
+    def clear(self) -> None:
+        """Free all captures."""
+        for captures in self._variants.values():
+            captures.clear()
 
     def run(self, rows: Sequence[int], k: int, variant: Hashable = None) -> StepResult:
         """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each. A variant

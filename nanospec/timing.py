@@ -39,6 +39,12 @@ ATTENTION_BYTES = 64 << 20
 SLEEP = 1 << 21  # cycles, about a millisecond; the host launches a step in a fraction of that
 Rehearse = Callable[[int], AbstractContextManager[None]]
 """Fills so many request rows with what drafts, and empties them at the end of the `with` block."""
+Meet = Callable[[], None]
+"""Queues a wait of the device for those of other ranks, so that nobody's wait for them is measured."""
+
+
+def alone() -> None:
+    """There are no other ranks."""
 
 
 @torch.inference_mode()
@@ -100,34 +106,38 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     return times
 
 
-def captured_ms(graphs: StepGraphs, rehearse: Rehearse) -> dict[int, dict[int, float]]:
+def captured_ms(graphs: StepGraphs, rehearse: Rehearse, meet: Meet) -> dict[int, dict[int, float]]:
     """Milliseconds by batch size and K of all captured steps. To be called before the first request."""
     found: dict[int, dict[int, float]] = {}
     for bucket in tqdm(graphs.captures, desc="Timing steps", disable=None, leave=False):
-        found.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse)
+        found.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, meet=meet)
     return found
 
 
-def replay_ms(graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5) -> float:
+def replay_ms(
+    graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5, meet: Meet = alone
+) -> float:
     """Milliseconds of one replay, the median of `repeats`. A step changes the rows that it reads, so each
     starts from rehearsed rows: all do the same work."""
     capture, times = graphs.captures[bucket], []
     for _ in range(repeats + 1):
         with rehearse(bucket.batch):
             capture.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
-            times.append(elapsed_ms(capture.replay, graphs.device))
+            times.append(elapsed_ms(capture.replay, graphs.device, meet))
     return statistics.median(times[1:])
 
 
-def elapsed_ms(run: Callable[[], None], device: torch.device) -> float:
+def elapsed_ms(run: Callable[[], None], device: torch.device, meet: Meet = alone) -> float:
     """Milliseconds that `run` takes: on a GPU there, not counting how long the host takes to launch it."""
     synchronize(device)
     if device.type != "cuda":
+        meet()
         start = time.perf_counter()
         run()
         return (time.perf_counter() - start) * 1e3
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(SLEEP)  # while the host launches what follows, which then starts without a gap
+    meet()
     before.record()
     run()
     after.record()

@@ -194,6 +194,9 @@ class Worker:
     def close(self) -> None:
         """Nothing needs to be ended where all is in this process."""
 
+    def meet(self) -> None:
+        """Nothing needs to be waited for where there is one device."""
+
     @on_own_device
     def admit(self, requests: Sequence[Admission]) -> None:
         """Give requests their rows."""
@@ -292,7 +295,7 @@ class Worker:
             return StepCosts(None, packed, propose, attention_ms(self.model, self.table, packed))
         if self.config.lazy_capture:  # what costs are to be known of must be captured
             self.graphs.capture_all()
-        return StepCosts(captured=captured_ms(self.graphs, self.rehearsal))
+        return StepCosts(captured=captured_ms(self.graphs, self.rehearsal, self.meet))
 
     def runs(self) -> dict[str, str | int]:
         """How the model is computed."""

@@ -89,9 +89,9 @@ class ThreadTeam(Team):
         self.failure = f"{error!r} {self.errors!r}"
         return self.failure
 
-    def close(self) -> None:
-        super().close()
-        for thread in self.threads:
+    def dismiss(self) -> None:
+        super().dismiss()
+        for thread in self.threads:  # they are to be done before their group is closed
             thread.join(PATIENCE)
             assert not thread.is_alive()
         assert not self.errors, self.errors

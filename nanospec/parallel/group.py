@@ -6,6 +6,7 @@ in the same order, so all have the same bits, whatever their sizes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,6 +14,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from .team import GRACE
+
+# In the stream of the kernels before and after them, which else would be waited for through events.
+_GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
+_GATHER.asyncOp = _EXCHANGE.asyncOp = False
 
 
 class Group(Protocol):
@@ -38,7 +46,10 @@ class Processes:
     group of its own: a process may have several, and may use `torch.distributed` for something else."""
 
     def __init__(self, device: torch.device, rank: int, size: int, store: dist.Store, seconds: float) -> None:
-        """Meet the others at `store`. A rank that others wait for longer than `seconds` is an error."""
+        """Meet the others at `store`. A rank that others wait for longer than `seconds` is an error.
+
+        What NCCL allocates for its first exchanges it has from then on, so memory may be measured.
+        """
         self.device, self.rank, self.size = device, rank, size
         timeout = timedelta(seconds=seconds)
         store = dist.PrefixStore("nanospec", store)
@@ -49,19 +60,32 @@ class Processes:
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._is_closed = False
+        self.exchange(self.gather(torch.zeros(1, device=device)))
 
     def gather(self, x: Tensor) -> Tensor:  # bytes, as gloo has them for every dtype
         out, given = x.new_empty(self.size, *x.shape), x.contiguous().flatten().view(torch.uint8)
-        self._group._allgather_base(out.flatten().view(torch.uint8), given).wait()
+        self._group._allgather_base(out.flatten().view(torch.uint8), given, _GATHER).wait()
         return out
 
     def exchange(self, x: Tensor) -> Tensor:
         out, given = x.new_empty(x.shape), x.contiguous().flatten().view(torch.uint8)
-        self._group.alltoall_base(out.flatten().view(torch.uint8), given, [], []).wait()
+        self._group.alltoall_base(out.flatten().view(torch.uint8), given, [], [], _EXCHANGE).wait()
         return out
 
     def close(self) -> None:
-        self._group.shutdown()
+        """In a thread, since NCCL may wait for ever for a GPU whose neighbours are gone."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        end = self._group.abort if self.device.type == "cuda" else self._group.shutdown
+        thread = threading.Thread(target=end, daemon=True, name="parting")
+        try:
+            thread.start()
+        except RuntimeError:  # at the interpreter's end no thread starts any more
+            end()
+        else:
+            thread.join(GRACE)
 
 
 def gathered(group: Group, numbers: Sequence[int], device: torch.device) -> list[list[int]]:

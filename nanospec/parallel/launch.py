@@ -28,8 +28,8 @@ from ..models.decoder import Model
 from ..text.tokenizer import Tokenizer
 from ..threads import use_threads
 from .group import Processes
-from .meeting import READY, Meeting, hand_over, messages_of, visit
-from .ranks import Leader, Rank, follow
+from .meeting import READY, Meeting, hand_over, messages_of, new_key, visit
+from .ranks import Leader, Rank, follow, part
 from .shard import check_split
 from .team import RankFailed, Team, told
 
@@ -41,15 +41,18 @@ class Place(NamedTuple):
     """Where a rank belongs.
 
     Attributes:
-        local: its number on its machine, which is that of its GPU.
+        local, neighbours: its number on its machine, which is that of its GPU, and how many ranks are there.
         host, port: of the store where ranks meet.
+        key: what they know each other by, if it is not in the store.
     """
 
     rank: int
     size: int
     local: int
+    neighbours: int
     host: str
     port: int
+    key: str = ""
 
     def store(self) -> Store:
         """The store. Under torchrun it is torchrun's, whoever keeps that."""
@@ -72,8 +75,9 @@ def torchrun_place() -> Place | None:
     env = os.environ
     if not {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= env.keys():
         return None
-    rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return Place(rank, size, local, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    rank, size, local, neighbours = (int(env[name]) for name in names)
+    return Place(rank, size, local, neighbours, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
 
 
 def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
@@ -84,7 +88,7 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
     """
     size, place = parts.config.tensor_parallel_size, torchrun_place()
     check_split(ModelConfig.from_path(parts.folder), size)
-    _check_devices(parts.config, size if place is None else place.local + 1)
+    _check_devices(parts.config, size if place is None else gpu_of(place) + 1)
     if place is None:
         return _lead_started(parts, tokenizer)
     if place.size != size:
@@ -116,7 +120,7 @@ def _lead_started(parts: Parts, tokenizer: Tokenizer) -> Leader:
     """Start the other ranks."""
     size = parts.config.tensor_parallel_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = Place(0, size, 0, "127.0.0.1", store.port)
+    place = Place(0, size, 0, size, "127.0.0.1", store.port, new_key())
     processes = [_start(place._replace(rank=i, local=i)) for i in range(1, size)]
     try:
         return _lead(parts, tokenizer, place, store, processes)
@@ -146,9 +150,11 @@ def _lead(
     store: Store,
     processes: Sequence[subprocess.Popen[bytes]],
 ) -> Leader:
-    connections = Meeting(place.host, store).await_ranks(place.size - 1, processes, START)
-    hand_over(connections, parts)
+    meeting = Meeting(place.host, store, place.key, place.neighbours < place.size)
+    connections = meeting.await_ranks(place.size - 1, processes, START)
+    hand_over(connections, parts, START)
     team = Team(connections, processes, parts.config.distributed_timeout)
+    group = None
     try:
         with team.together():
             device = _device(place, parts.config)
@@ -157,6 +163,8 @@ def _lead(
         return Leader(parts.config, target, drafter, group, team)
     except RankFailed as error:
         team.close()
+        if group is not None:
+            group.close()
         if isinstance(error.__cause__, ValueError | OSError):  # of this rank, in the user's words
             raise error.__cause__ from None
         raise
@@ -165,7 +173,7 @@ def _lead(
 def serve(place: Place) -> int:
     """Be a rank until the leader is done; the exit status."""
     store = place.store()
-    connection = visit(store, place.rank)
+    connection = visit(store, place.rank, place.key)
     try:
         parts = connection.recv()
         device = _device(place, parts.config)
@@ -173,11 +181,12 @@ def serve(place: Place) -> int:
         messages = messages_of(connection)
         group = Processes(device, place.rank, place.size, store, parts.config.distributed_timeout)
         target, drafter = _load(parts, Tokenizer(parts.folder), group)
-        follow(Rank(parts.config, target, drafter, group), messages)
+        rank = Rank(parts.config, target, drafter, group)
+        follow(rank, messages)
     except Exception as error:
         connection.send(f"failed: {told(error)}")
         return 1
-    group.close()
+    part(group, rank.graphs)
     return 0
 
 
@@ -185,12 +194,17 @@ def _device(place: Place, config: EngineConfig) -> torch.device:
     """The rank's device, made ready."""
     device = resolve_device(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", place.local)
+        device = torch.device("cuda", gpu_of(place))
         torch.cuda.set_device(device)
     else:  # no number adapts to what else runs, since all ranks must have the same
-        shared = max(len(os.sched_getaffinity(0)) // place.size, 1)
+        shared = max(len(os.sched_getaffinity(0)) // place.neighbours, 1)
         use_threads(shared if config.threads == "auto" else config.threads)
     return device
+
+
+def gpu_of(place: Place) -> int:
+    """The number of the rank's GPU. A launcher may show each process its own alone."""
+    return 0 if os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0 else place.local
 
 
 def _load(parts: Parts, tokenizer: Tokenizer, group: Processes) -> tuple[Model, Drafter | None]:

@@ -1,7 +1,7 @@
-"""How the leader and the other ranks find each other: by an address and a key in a store that all know.
+"""How the leader and the other ranks find each other: by an address in a store that all know.
 
-What comes over a connection is unpickled, so the leader listens where ranks are expected only, and asks for
-the key first.
+What comes over a connection is unpickled, so the leader listens where ranks are expected only, and both sides
+ask for a key first. Ranks that the leader starts get it in their environment, others find it in the store.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import struct
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from queue import SimpleQueue
@@ -24,16 +26,20 @@ from .team import GRACE, LOOK, RankFailed
 
 ADDRESS, KEY = "nanospec/address", "nanospec/key"
 READY = "is ready"  # what a rank says of itself
+PATIENCE = 5  # seconds within which who comes must say who it is
 
 
 class Meeting:
     """Where the leader awaits the others."""
 
-    def __init__(self, host: str, store: Store) -> None:
-        self._server = socket.create_server((host, 0))
-        self._key = secrets.token_bytes(32)
+    def __init__(self, host: str, store: Store, key: str = "", everywhere: bool = False) -> None:
+        """`host` is what others call this machine. If they are on other machines too, it may not be the name
+        of an address here, so the leader listens `everywhere`."""
+        if not key:
+            store.set(KEY, key := new_key())
+        self._key = bytes.fromhex(key)
+        self._server = _listen(host, everywhere)
         store.set(ADDRESS, f"{host} {self._server.getsockname()[1]}")
-        store.set(KEY, self._key.hex())
 
     def await_ranks(
         self, count: int, processes: Sequence[subprocess.Popen[bytes]], seconds: float
@@ -50,36 +56,37 @@ class Meeting:
                 if time.monotonic() > deadline:
                     lost = count - len(found)
                     raise RankFailed(f"{lost} of {count + 1} ranks did not start within {seconds:g} s.")
-                try:
+                with suppress(AuthenticationError, EOFError, OSError):
                     connection = _connection(self._server.accept()[0])
+                    _wait_at_most(PATIENCE, connection)
                     deliver_challenge(connection, self._key)
                     answer_challenge(connection, self._key)
                     found[connection.recv()] = connection
-                except (TimeoutError, AuthenticationError, EOFError, OSError):
-                    continue
+                    _wait_at_most(0, connection)
         return [connection for _, connection in sorted(found.items())]
 
 
-def hand_over(connections: Sequence[Connection], parts: Any) -> None:
-    """Tell ranks what they are made of. Raises RankFailed if one of them says that it cannot be."""
+def hand_over(connections: Sequence[Connection], parts: Any, seconds: float) -> None:
+    """Tell ranks what they are made of. Raises RankFailed if one of them says that it cannot be, or says
+    nothing for so long."""
     for connection in connections:
         connection.send(parts)
     for rank, connection in enumerate(connections, 1):
         try:
-            answer = connection.recv()
+            answer = connection.recv() if connection.poll(seconds) else f"did not answer for {seconds:g} s"
         except (EOFError, OSError):
             answer = "ended while it started"
         if answer != READY:
             raise RankFailed(f"Rank {rank} {answer}")
 
 
-def visit(store: Store, rank: int) -> Connection:
+def visit(store: Store, rank: int, key: str = "") -> Connection:
     """A connection to the leader."""
     host, port = store.get(ADDRESS).decode().split()
-    key = bytes.fromhex(store.get(KEY).decode())
+    secret = bytes.fromhex(key or store.get(KEY).decode())
     connection = _connection(socket.create_connection((host, int(port))))
-    answer_challenge(connection, key)
-    deliver_challenge(connection, key)
+    answer_challenge(connection, secret)
+    deliver_challenge(connection, secret)
     connection.send(rank)
     return connection
 
@@ -104,7 +111,27 @@ def messages_of(connection: Connection) -> Iterator[Any]:
     return iter(inbox.get, None)
 
 
+def new_key() -> str:
+    """As hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def _listen(host: str, everywhere: bool) -> socket.socket:
+    if everywhere:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
+
+
 def _connection(found: socket.socket) -> Connection:
     found.settimeout(None)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(found.detach())
+
+
+def _wait_at_most(seconds: int, connection: Connection) -> None:
+    """Have it be an OSError if nothing comes for so long; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..admission import Admission
@@ -20,6 +21,7 @@ from ..config import EngineConfig, SamplingParams
 from ..costs import StepCosts
 from ..device import on_own_device
 from ..drafters.base import Drafter
+from ..graphs import StepGraphs
 from ..kernels.batch import Batch, Chunk
 from ..kernels.layer.split import Vocabulary
 from ..kernels.sampling import across
@@ -30,6 +32,8 @@ from ..step import Cut, Step
 from ..worker import Flight, RowResult, StepOrder, Worker
 from .group import Group, gathered
 from .team import Team
+
+WHOLE = "whole"
 
 
 class SplitStep(Step):
@@ -67,6 +71,8 @@ class Rank(Worker):
         memory: the plan of each rank, see `MemoryPlan`.
     """
 
+    _step: SplitStep
+
     def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None, group: Group) -> None:
         self.group = group
         self._whole: set[int] = set()  # rows whose requests need the logits of all tokens
@@ -84,6 +90,10 @@ class Rank(Worker):
     @on_own_device
     def _build(self) -> None:
         super()._build()
+        if self.graphs is not None and not self.graphs.lazy:  # else the first such request would wait
+            self._step.whole = True
+            self.graphs.capture_all((WHOLE, None))
+            self._step.whole = False
         plans = gathered(self.group, super().memory[0], self.device)
         self._memory = [MemoryPlan(*plan) for plan in plans]
 
@@ -101,8 +111,11 @@ class Rank(Worker):
         variant = super().prepare(order)
         asked = max(order.logprobs) >= 0 or not self._whole.isdisjoint(order.rows)
         whole = variant is not None or asked
-        self._step.whole = whole  # type: ignore[attr-defined]
-        return ("whole", variant) if whole else None
+        self._step.whole = whole
+        return (WHOLE, variant) if whole else None
+
+    def meet(self) -> None:
+        self.group.gather(torch.zeros(1, device=self.device))
 
 
 def needs_whole(params: SamplingParams, acceptance: str) -> bool:
@@ -120,9 +133,10 @@ class Leader(Rank):
     ) -> None:
         self.team = team
         self._flights: deque[Flight] = deque()
-        self._end = weakref.finalize(self, _end, team, group)
+        team.give_up = group.close
         with team.together():
             super().__init__(config, model, drafter, group)
+        self._end = weakref.finalize(self, _end, team, group, self.graphs)
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
@@ -147,11 +161,9 @@ class Leader(Rank):
         return self._flights[-1]
 
     def fetch(self, flight: Flight) -> list[RowResult]:
-        while self._flights[0] is not flight:  # nobody wants to know any more
-            self._flights.popleft()
-            self.team.tell(("forget",))
-        self._flights.popleft()
-        with self.team.together(("fetch",)):
+        before = next(i for i, queued in enumerate(self._flights) if queued is flight)
+        with self.team.together(("fetch", before)):
+            _pop(self._flights, before)
             return super().fetch(flight)
 
     def release(self, row: int) -> None:
@@ -167,9 +179,24 @@ class Leader(Rank):
         self._end()
 
 
-def _end(team: Team, group: Group) -> None:
+def _end(team: Team, group: Group, graphs: StepGraphs | None) -> None:
+    team.dismiss()
+    part(group, graphs)
     team.close()
+
+
+def part(group: Group, graphs: StepGraphs | None) -> None:
+    """Leave the others. NCCL waits for its kernels that are captured, so these go first."""
+    if graphs is not None:
+        graphs.clear()
     group.close()
+
+
+def _pop(flights: deque[Flight], before: int) -> Flight:
+    """The next flight but those `before` it, which nobody wants to know of any more."""
+    for _ in range(before):
+        flights.popleft()
+    return flights.popleft()
 
 
 def follow(worker: Rank, messages: Iterator[Any]) -> None:
@@ -183,9 +210,7 @@ def follow(worker: Rank, messages: Iterator[Any]) -> None:
             return
         elif verb == "step":  # for a step without graphs, the next message is what was cut
             flights.append(worker.step(args[0], lambda *columns: next(messages)))
-        elif verb == "forget":
-            flights.popleft()
         elif verb == "fetch":
-            worker.fetch(flights.popleft())
+            worker.fetch(_pop(flights, *args))
         else:
             getattr(worker, verb)(*args)

@@ -8,6 +8,7 @@ left.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -43,7 +44,8 @@ class Team:
         longer than `seconds` has failed."""
         self.connections, self.processes, self.seconds = list(connections), list(processes), seconds
         self.failure: str | None = None
-        self._since: float | None = None  # when the leader began what it does
+        self.give_up: Callable[[], None] = lambda: None  # what frees the leader from waiting for a device
+        self._until: float | None = None  # when the leader must be done with what it does
         self._closing = False
         self._watch = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="ranks")
         self._watch.start()
@@ -56,23 +58,25 @@ class Team:
 
     @contextmanager
     def together(self, message: Any = None) -> Iterator[None]:
-        """Do something that all ranks do, after a message to them if there is one. Ctrl-C waits until it is
-        done, since a rank that is cut short is out of step with the others for good; other errors end the
-        job, as RankFailed."""
+        """Do something that all ranks do, after a message to them; without one it is what they do to begin
+        with, which takes as long as it takes. Ctrl-C waits until it is done, since a rank that is cut short
+        is out of step with the others for good; other errors end the job, as RankFailed."""
         if self.failure is not None:
             raise RankFailed(self.failure)
-        self._since = time.monotonic()
+        self._until = math.inf if message is None else time.monotonic() + self.seconds
         try:
             with _undisturbed():
                 if message is not None:
                     self.tell(message)
                 yield
+                if self.failure is not None:  # so what was computed is worth nothing
+                    raise RankFailed(self.failure)
         except Exception as error:
             if isinstance(error, RankFailed):
                 raise
             raise RankFailed(self._reason(error)) from error
         finally:
-            self._since = None
+            self._until = None
 
     def _reason(self, error: Exception) -> str:
         """Why the job is over: what the watch finds, else what went wrong here."""
@@ -87,17 +91,21 @@ class Team:
         self.failure = self.failure or sentence
         self._kill()
 
-    def close(self) -> None:
-        """End the other ranks."""
+    def dismiss(self) -> None:
+        """Tell the other ranks that this is the end."""
         self._closing = True
         if self.failure is None:
             self.failure = "This model has been closed; make a new LLM."
             with suppress(OSError):
                 self.tell(("end",))
-            deadline = time.monotonic() + GRACE
-            with suppress(subprocess.TimeoutExpired):
-                for process in self.processes:
-                    process.wait(max(deadline - time.monotonic(), 0))
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.dismiss()
+        deadline = time.monotonic() + GRACE
+        with suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(max(deadline - time.monotonic(), 0))
         self._kill()
 
     def _kill(self) -> None:
@@ -118,7 +126,7 @@ class Team:
             rank = self.connections.index(connection) + 1  # type: ignore[arg-type]
             self._failed(f"Rank {rank} {self._why(rank, connection)}, and the others with it.")  # type: ignore
             return False
-        if self._since is not None and time.monotonic() > self._since + self.seconds:
+        if self._until is not None and time.monotonic() > self._until:
             self._failed(f"A rank has not answered for {self.seconds:g} seconds; all of them are ended.")
             return False
         return True
@@ -129,9 +137,10 @@ class Team:
             return
         self.fail(sentence)
         deadline = time.monotonic() + GRACE
-        while self._since is not None and time.monotonic() < deadline:
+        self.give_up()
+        while self._until is not None and time.monotonic() < deadline:
             time.sleep(LOOK)
-        if self._since is not None:
+        if self._until is not None:
             print(sentence, file=sys.stderr, flush=True)
             os._exit(1)
 

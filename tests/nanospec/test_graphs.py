@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int)
 
 
 def test_on_a_gpu_a_replay_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has launched everything before the first event happens."""
+    """The host has launched everything before the first event happens, which is when all ranks are there."""
     order: list[str] = []
 
     class Event:
@@ -222,8 +223,9 @@ def test_on_a_gpu_a_replay_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append("idle"))
-    assert elapsed_ms(lambda: order.append("run"), torch.device("cuda")) == 0.25
-    assert order == ["idle", "sleep", "event", "run", "event", "wait"]
+    meet = partial(order.append, "meet")
+    assert elapsed_ms(lambda: order.append("run"), torch.device("cuda"), meet) == 0.25
+    assert order == ["idle", "sleep", "meet", "event", "run", "event", "wait"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from nanospec.drafters.base import Drafter
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.llm import Prompt
+from nanospec.parallel.launch import gpu_of, torchrun_place
 from nanospec.parallel.team import RankFailed
 from tests.ranks import weights_of
 from tests.tiny import tiny_config, tiny_tokenizer
@@ -115,6 +116,26 @@ def test_ctrl_c_ends_requests_and_nothing_else(llm: LLM, expected: list[tuple[st
     assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
 
 
+def test_ctrl_c_between_a_step_and_its_result(
+    llm: LLM, expected: list[tuple[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told to fetch and who fetches agree on what was queued before."""
+    team: Any = llm.engine.worker.team  # type: ignore[attr-defined]
+    together, fetches = team.together, [0]
+
+    def interrupted(message: Any = None) -> Any:
+        fetches[0] += message is not None and message[0] == "fetch"
+        if fetches[0] == 4:
+            fetches[0] += 1
+            raise KeyboardInterrupt
+        return together(message)
+
+    monkeypatch.setattr(team, "together", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, PARAMS)
+    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
 def for_ever(llm: LLM) -> None:
     while True:
         llm.generate(PROMPTS, PARAMS)
@@ -181,6 +202,25 @@ def test_ranks_that_cannot_start_are_told_of(folder: Path) -> None:
     with pytest.raises(RankFailed, match="Rank 1 failed: This drafter is for one process."):
         LLM(folder, drafter=Unequal(), device="cpu", tensor_parallel_size=2)
     assert set(children()) == before
+
+
+def test_a_rank_knows_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of its number, unless its launcher shows it one alone."""
+    for name, value in (("RANK", 11), ("WORLD_SIZE", 16), ("LOCAL_RANK", 3), ("LOCAL_WORLD_SIZE", 8)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert torchrun_place() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    place = torchrun_place()
+    assert place == (11, 16, 3, 8, "node-0", 29500, "")
+    for shown, number in ((None, 3), ("4,5,6,7", 3), ("5", 0), ("GPU-5ebe9", 0)):
+        if shown is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert gpu_of(place) == number
 
 
 def command(folder: Path, *more: str) -> list[str]:

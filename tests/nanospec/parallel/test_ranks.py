@@ -199,6 +199,29 @@ def test_logits_are_exchanged_only_for_those_who_ask() -> None:
             assert sizes == [each] * 2, params
 
 
+def test_steps_with_all_logits_are_captured_before_requests_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all captures are gone when the group is left, since NCCL waits for them."""
+    of, left = whole(), list[int]()
+    options = options_of(2, of, "ngram", 3, enforce_eager=False)
+    with split_engine(2, of.config, of.weights, options) as split:
+        graphs, group = split.engine.worker.graphs, split.groups[0]
+        assert graphs is not None
+        captures = graphs._variants
+        monkeypatch.setattr(graphs, "_record", lambda bucket: pytest.fail(f"{bucket} is captured late"))
+        for params in ({"temperature": 0}, {"top_p": 0.5, "seed": 7}, {"temperature": 0, "logprobs": 1}):
+            job = Job([1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=9, **params))
+            assert_same(outcome(run(split.engine, [job])[0]), alone(of.model, [job])[0])
+        assert [len(kept) for kept in captures.values()] == [len(graphs.buckets())] * 2
+        close = group.close
+
+        def spy() -> None:
+            left.append(sum(map(len, captures.values())))
+            close()
+
+        monkeypatch.setattr(group, "close", spy)
+    assert left == [0]
+
+
 def test_a_logit_that_is_no_number_ends_its_request_alone() -> None:
     of = whole()
     broken = {**of.weights, "model.embed_tokens.weight": of.weights["model.embed_tokens.weight"].clone()}

@@ -1,0 +1,65 @@
+"""What becomes of a job: clocks, and who is told what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import pytest
+
+from nanospec.parallel.team import RankFailed, Team
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Team, Connection]]:
+    """A team of one rank that was not started here and has 0.3 seconds to answer; and its end."""
+    ours, theirs = Pipe()
+    team = Team([ours], (), 0.3)
+    yield team, theirs
+    team.close()
+
+
+def eventually(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_loading_takes_as_long_as_it_takes(pair: tuple[Team, Connection]) -> None:
+    team, _ = pair
+    with team.together():
+        time.sleep(1)
+    assert team.failure is None
+
+
+def test_an_answer_does_not(pair: tuple[Team, Connection]) -> None:
+    """Whoever waits for a device is freed, and gets an error instead of what was computed without a rank."""
+    team, rank = pair
+    freed: list[bool] = []
+    team.give_up = lambda: freed.append(True)
+    sentence = r"A rank has not answered for 0.3 seconds; all of them are ended\."
+    with pytest.raises(RankFailed, match=sentence), team.together(("step", 1)):
+        eventually(lambda: freed)
+    assert rank.recv() == ("step", 1)
+    with pytest.raises(RankFailed, match=sentence), team.together():
+        pytest.fail("nothing is begun any more")
+
+
+def test_a_rank_that_is_gone_ends_what_is_loading(pair: tuple[Team, Connection]) -> None:
+    team, rank = pair
+    rank.close()
+    with pytest.raises(RankFailed, match=r"Rank 1 is gone, and the others with it\."), team.together():
+        eventually(lambda: team.failure)
+
+
+def test_ranks_are_told_of_the_end_once(pair: tuple[Team, Connection]) -> None:
+    team, rank = pair
+    for _ in range(2):
+        team.dismiss()
+    assert rank.recv() == ("end",)
+    assert not rank.poll(0.1)
+    with pytest.raises(RankFailed, match="has been closed; make a new LLM"), team.together():
+        pytest.fail("nothing is begun any more")
