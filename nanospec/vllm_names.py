@@ -1,7 +1,7 @@
 """What users of vLLM write for `LLM` and `SamplingParams`: in our words, or a sentence about ours.
 
 Most options have the same names and need nothing from here. An option that means nothing here is accepted
-where it asks for what is done anyway (`tensor_parallel_size=1`), and refused otherwise: never dropped.
+where it asks for what is done anyway (`pipeline_parallel_size=1`), and refused otherwise: never dropped.
 """
 
 from __future__ import annotations

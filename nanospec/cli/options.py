@@ -19,6 +19,7 @@ from typing import Any
 from .. import __version__
 from ..config import EngineConfig, SamplingParams, SpecConfig
 from ..models.hub import program
+from ..vllm_names import FOREIGN
 from .parser import Parser, did_you_mean
 
 DESCRIPTION = """\
@@ -43,6 +44,7 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # what can be set, and its title; fir
     (EngineConfig, "engine"),
 )
 FLAGS = {"method": "--spec"}  # that are not called like their field
+SHORT = {"tensor_parallel_size": "-tp"}
 NO_OPTIONS = ("options", "extra_args")  # fields that others fill
 DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
 COMMON = ("method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed")  # in --help
@@ -120,6 +122,8 @@ def descriptions(settings: type) -> dict[str, str]:
 
 def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, full: bool) -> None:
     """Add the fields of a class of settings as options."""
+    if settings is EngineConfig and isinstance(parser, Parser):
+        parser.elsewhere = {flag_of(name): in_flags(hint) for name, (_, hint) in FOREIGN.items() if hint}
     group = parser.add_argument_group(title)
     for field in fields(settings):
         name, flag = field.name, flag_of(field.name)
@@ -131,7 +135,8 @@ def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, fu
         text = descriptions(settings).get(name, "").replace("`", "") + _default(field)
         text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
         dest = f"{settings.__name__}.{name}"
-        action = group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, **how)
+        flags = (flag, SHORT[name]) if name in SHORT else (flag,)
+        action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **how)
         # Not as an argument: Python 3.10 and 3.11 add a default to the help of an option with a --no- form.
         action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
 

@@ -14,6 +14,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.elsewhere: dict[str, str] = {}  # options that others have, and what is here instead
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -25,6 +26,8 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> str:
         name = word.split("=", 1)[0]
+        if name in self.elsewhere:
+            return f"there is no option {name}: {self.elsewhere[name]}"
         if word.startswith("-"):
             return f"there is no option {name}{did_you_mean(name, self._option_string_actions)}"
         return f"{word!r} belongs to no option; a text with blanks needs quotes"

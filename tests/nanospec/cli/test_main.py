@@ -324,6 +324,8 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--json=1"], "--json takes no value, but was given '1'"),
         (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' is no number of bytes"),
         (["--temp", "1"], "there is no option --temp; did you mean --temperature?"),
+        (["--gpu-memory-utilization", "1"], "--gpu-memory-utilization: --kv-cache-memory '4G', say, sizes"),
+        (["--prompt", "x", "-tp", "two"], "-tp 'two' must be a whole number"),
         (["--"], "there is no option --. See"),
         (["chat"], "there is no command 'chat'; did you mean --chat?"),
         (["--demo", "--output", "-"], "--input and --output go together"),
