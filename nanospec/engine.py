@@ -82,6 +82,7 @@ class Engine:
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
         check_request(prompt_ids, params, self._stop_ids(params), self.limits)
+        self.worker.check(params)
         if params.response_format is not None and self.grammars is not None:
             self.grammars.check(params.response_format)
 

@@ -58,7 +58,12 @@ class LLM:
         who_guesses(self.config.spec, drafter)  # bad ones are refused before the model is loaded
         folder = resolve_model(model)
         tokenizer = Tokenizer(folder)
-        self.engine = Engine(self.config, _worker(self.config, folder, drafter, tokenizer), tokenizer)
+        worker = _worker(self.config, folder, drafter, tokenizer)
+        try:
+            self.engine = Engine(self.config, worker, tokenizer)
+        except BaseException:
+            worker.close()
+            raise
         self.shared = SharedEngine(self.engine)
         self._groups = itertools.count()
 

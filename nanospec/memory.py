@@ -104,7 +104,7 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
     size = config.block_size
     per_token = model.config.kv_bytes_per_token(model.dtype)
     per_block = size * (per_token + (drafter.kv_bytes_per_token if drafter is not None else 0))
-    budget = config.kv_cache_memory or spare_memory(model.device)
+    budget = config.kv_cache_memory or spare_memory(model.device, model.num_ranks)
     source = f"kv_cache_memory of {budget:,} bytes" if config.kv_cache_memory else f"{budget:,} spare bytes"
     if not config.kv_cache_memory and model.device.type == "cuda":
         needed = step_memory(config, model, window, drafter)
@@ -192,12 +192,12 @@ def zero_blocks(kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:
             kv_cache[:, :, :, block] = 0
 
 
-def spare_memory(device: torch.device) -> int:
-    """Bytes that the KV cache may take on this device."""
+def spare_memory(device: torch.device, sharing: int = 1) -> int:
+    """Bytes that the KV cache may take on this device, on a CPU one of the processes `sharing` it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(int(free - (1 - GPU_SHARE) * total), 0)
-    return min(int(_free_cpu_memory() * CPU_SHARE), CPU_LIMIT)
+    return min(int(_free_cpu_memory() * CPU_SHARE), CPU_LIMIT) // sharing
 
 
 def _free_cpu_memory() -> int:

@@ -21,7 +21,7 @@ import torch
 
 from . import admission
 from .admission import Admission, HostWrites
-from .config import EngineConfig
+from .config import EngineConfig, SamplingParams
 from .costs import StepCosts, lookup_ms
 from .device import on_own_device
 from .drafters.base import Drafter
@@ -193,6 +193,9 @@ class Worker:
 
     def close(self) -> None:
         """Nothing needs to be ended where all is in this process."""
+
+    def check(self, params: SamplingParams) -> None:
+        """ValueError if a request cannot run here."""
 
     def meet(self) -> None:
         """Nothing needs to be waited for where there is one device."""

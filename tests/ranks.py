@@ -28,6 +28,7 @@ from nanospec.parallel.group import Group
 from nanospec.parallel.ranks import Leader, Rank, follow
 from nanospec.parallel.shard import Shard
 from nanospec.parallel.team import Team
+from nanospec.sampling.base import registered
 
 Weights = dict[str, Tensor]
 MakeDrafter = Callable[[Model, Group], Drafter | None]
@@ -85,9 +86,8 @@ class ThreadTeam(Team):
         for inbox in self.inboxes:
             inbox.put(message)
 
-    def _reason(self, error: Exception) -> str:
+    def _explain(self, error: Exception) -> None:
         self.failure = f"{error!r} {self.errors!r}"
-        return self.failure
 
     def dismiss(self) -> None:
         super().dismiss()
@@ -157,7 +157,7 @@ def split_engine(
     team.threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(1, size)]
     for thread in team.threads:
         thread.start()
-    leader = Leader(*parts(0), team)
+    leader = Leader(*parts(0), team, registered())
     try:
         yield Split(Engine(options, leader), groups, workers)
     finally:

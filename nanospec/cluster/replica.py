@@ -37,6 +37,7 @@ def load(settings: Settings) -> LLM:
     folder, options = Path(settings.folder), dict(settings.options)
     device = resolve_device(options.get("device", "auto"))
     if device.type == "cpu" and settings.neighbours > 1:  # all start at once, and see the same free memory
-        options.setdefault("kv_cache_memory", spare_memory(device) // settings.neighbours)
+        ranks = options.get("tensor_parallel_size", 1)
+        options.setdefault("kv_cache_memory", spare_memory(device, settings.neighbours * ranks))
     here = folder if folder.is_dir() else resolve_model(settings.model)
     return LLM(here, spec=settings.spec, **options)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +24,19 @@ from torch.distributed import Store
 from ..config import EngineConfig
 from ..device import current, resolve_device
 from ..drafters.base import Drafter
+from ..drafters.base import registered as methods
 from ..drafters.loading import Guessers, load_parts
 from ..models.config import ModelConfig
 from ..models.decoder import Model
+from ..sampling.base import registered
 from ..text.tokenizer import Tokenizer
 from ..threads import use_threads
 from .group import Processes
-from .meeting import READY, Meeting, hand_over, messages_of, new_key, visit
+from .guesses import for_others
+from .meeting import ADDRESS, READY, Meeting, hand_over, messages_of, new_key, visit
 from .ranks import Leader, Rank, follow, part
 from .shard import check_split
-from .team import RankFailed, Team, told
+from .team import RankFailed, Team, is_asked_for, told
 
 VARIABLE = "NANOSPEC_RANK"  # of a rank's environment: its `Place` as JSON
 START = 300  # seconds within which all ranks must be there
@@ -44,6 +49,7 @@ class Place(NamedTuple):
         local, neighbours: its number on its machine, which is that of its GPU, and how many ranks are there.
         host, port: of the store where ranks meet.
         key: what they know each other by, if it is not in the store.
+        leader: the process of the leader, if it has started this one.
     """
 
     rank: int
@@ -53,6 +59,7 @@ class Place(NamedTuple):
     host: str
     port: int
     key: str = ""
+    leader: int = 0
 
     def store(self) -> Store:
         """The store. Under torchrun it is torchrun's, whoever keeps that."""
@@ -63,11 +70,16 @@ class Place(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a rank is made of."""
+    """What a rank is made of.
+
+    Attributes:
+        modules: what the user's program has imported that adds drafters or sampling parameters.
+    """
 
     config: EngineConfig
     folder: Path
     drafter: Guessers | None
+    modules: tuple[str, ...] = ()
 
 
 def torchrun_place() -> Place | None:
@@ -97,7 +109,22 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
         )
     if place.rank:
         raise SystemExit(serve(place))
-    return _lead(parts, tokenizer, place, place.store(), [])
+    if (store := place.store()).check([ADDRESS]):
+        raise ValueError("Under torchrun a program has one LLM, since the other ranks stay in its first.")
+    return _lead(parts, tokenizer, place, store, [])
+
+
+def _sendable(parts: Parts) -> Parts:
+    """As the other ranks get it. ValueError if a drafter cannot be sent."""
+    added = {*map(type, registered().values()), *methods().values()}
+    modules = {kind.__module__ for kind in added} - {"__main__"}
+    own = (name for name in modules if not name.startswith("nanospec."))
+    parts = parts._replace(drafter=for_others(parts.drafter), modules=tuple(sorted(own)))
+    try:
+        pickle.dumps(parts.drafter)
+    except Exception as error:
+        raise ValueError(f"drafter={parts.drafter!r} cannot be sent to the other ranks: {error}") from None
+    return parts
 
 
 def _check_devices(config: EngineConfig, count: int) -> None:
@@ -120,9 +147,11 @@ def _lead_started(parts: Parts, tokenizer: Tokenizer) -> Leader:
     """Start the other ranks."""
     size = parts.config.tensor_parallel_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = Place(0, size, 0, size, "127.0.0.1", store.port, new_key())
-    processes = [_start(place._replace(rank=i, local=i)) for i in range(1, size)]
+    place = Place(0, size, 0, size, "127.0.0.1", store.port, new_key(), os.getpid())
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for i in range(1, size):
+            processes.append(_start(place._replace(rank=i, local=i)))
         return _lead(parts, tokenizer, place, store, processes)
     except BaseException:
         for process in processes:
@@ -132,10 +161,11 @@ def _lead_started(parts: Parts, tokenizer: Tokenizer) -> Leader:
 
 
 def _start(place: Place) -> subprocess.Popen[bytes]:
-    """The process of a rank. In a session of its own, so that Ctrl-C is the leader's."""
+    """The process of a rank. In a session of its own, so that Ctrl-C is the leader's; modules are looked for
+    where this process does."""
     here = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
-    own = {VARIABLE: json.dumps(place), "PYTHONPATH": path, "TQDM_DISABLE": "1"}
+    path = os.pathsep.join(folder or os.getcwd() for folder in (*sys.path, here))
+    own = {VARIABLE: json.dumps(place), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
     own["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return subprocess.Popen(
         [sys.executable, "-m", "nanospec.parallel.rank"],
@@ -152,7 +182,7 @@ def _lead(
 ) -> Leader:
     meeting = Meeting(place.host, store, place.key, place.neighbours < place.size)
     connections = meeting.await_ranks(place.size - 1, processes, START)
-    hand_over(connections, parts, START)
+    known = [set(names) for names in hand_over(connections, _sendable(parts), START)]
     team = Team(connections, processes, parts.config.distributed_timeout)
     group = None
     try:
@@ -160,7 +190,7 @@ def _lead(
             device = _device(place, parts.config)
             group = Processes(device, 0, place.size, store, parts.config.distributed_timeout)
             target, drafter = _load(parts, tokenizer, group)
-        return Leader(parts.config, target, drafter, group, team)
+        return Leader(parts.config, target, drafter, group, team, set.intersection(*known))
     except RankFailed as error:
         team.close()
         if group is not None:
@@ -176,15 +206,17 @@ def serve(place: Place) -> int:
     connection = visit(store, place.rank, place.key)
     try:
         parts = connection.recv()
+        for name in parts.modules:
+            import_module(name)
         device = _device(place, parts.config)
-        connection.send(READY)
+        connection.send((READY, list(registered())))
         messages = messages_of(connection)
         group = Processes(device, place.rank, place.size, store, parts.config.distributed_timeout)
         target, drafter = _load(parts, Tokenizer(parts.folder), group)
         rank = Rank(parts.config, target, drafter, group)
         follow(rank, messages)
     except Exception as error:
-        connection.send(f"failed: {told(error)}")
+        connection.send((told(error), is_asked_for(error)))
         return 1
     part(group, rank.graphs)
     return 0

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any
 
@@ -66,18 +67,25 @@ class Meeting:
         return [connection for _, connection in sorted(found.items())]
 
 
-def hand_over(connections: Sequence[Connection], parts: Any, seconds: float) -> None:
-    """Tell ranks what they are made of. Raises RankFailed if one of them says that it cannot be, or says
-    nothing for so long."""
+def hand_over(connections: Sequence[Connection], parts: Any, seconds: float) -> list[Any]:
+    """Tell ranks what they are made of: what each answers. Raises RankFailed if one of them says that it
+    cannot be, or says nothing for so long."""
+    data = ForkingPickler.dumps(parts)
     for connection in connections:
-        connection.send(parts)
-    for rank, connection in enumerate(connections, 1):
-        try:
-            answer = connection.recv() if connection.poll(seconds) else f"did not answer for {seconds:g} s"
-        except (EOFError, OSError):
-            answer = "ended while it started"
-        if answer != READY:
-            raise RankFailed(f"Rank {rank} {answer}")
+        connection.send_bytes(data)
+    return [_answer(rank, connection, seconds) for rank, connection in enumerate(connections, 1)]
+
+
+def _answer(rank: int, connection: Connection, seconds: float) -> Any:
+    if not connection.poll(seconds):
+        raise RankFailed(f"Rank {rank} did not answer for {seconds:g} s.")
+    try:
+        word, answer = connection.recv()
+    except (EOFError, OSError):
+        raise RankFailed(f"Rank {rank} ended while it started.") from None
+    if word != READY:
+        raise RankFailed(f"Rank {rank} failed: {word}")
+    return answer
 
 
 def visit(store: Store, rank: int, key: str = "") -> Connection:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..memory import MemoryPlan
 from ..models.decoder import Model
 from ..step import Cut, Step
 from ..worker import Flight, RowResult, StepOrder, Worker
+from . import guesses
 from .group import Group, gathered
 from .team import Team
 
@@ -126,17 +127,36 @@ def needs_whole(params: SamplingParams, acceptance: str) -> bool:
 
 
 class Leader(Rank):
-    """The rank that the engine speaks to; the others do the same."""
+    """The rank that the engine speaks to; the others do the same.
+
+    Attributes:
+        team: the others.
+        known: the sampling parameters that all of them know.
+    """
 
     def __init__(
-        self, config: EngineConfig, model: Model, drafter: Drafter | None, group: Group, team: Team
+        self,
+        config: EngineConfig,
+        model: Model,
+        drafter: Drafter | None,
+        group: Group,
+        team: Team,
+        known: Collection[str],
     ) -> None:
-        self.team = team
+        self.team, self.known = team, known
         self._flights: deque[Flight] = deque()
         team.give_up = group.close
         with team.together():
             super().__init__(config, model, drafter, group)
         self._end = weakref.finalize(self, _end, team, group, self.graphs)
+        guesses.tell(self.drafters, team.tell)
+
+    def check(self, params: SamplingParams) -> None:
+        if unknown := params.extra_args.keys() - self.known:
+            raise ValueError(
+                f"extra_args={params.extra_args!r} names {min(unknown)!r}, which other ranks do not know: "
+                "define it in a module that is imported before LLM(...) is called, not in the script itself."
+            )
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
@@ -180,9 +200,10 @@ class Leader(Rank):
 
 
 def _end(team: Team, group: Group, graphs: StepGraphs | None) -> None:
-    team.dismiss()
-    part(group, graphs)
-    team.close()
+    if team.is_ours:
+        team.dismiss()
+        part(group, graphs)
+        team.close()
 
 
 def part(group: Group, graphs: StepGraphs | None) -> None:
@@ -202,13 +223,14 @@ def _pop(flights: deque[Flight], before: int) -> Flight:
 def follow(worker: Rank, messages: Iterator[Any]) -> None:
     """Do what the leader does, until it says that this is the end."""
     flights: deque[Flight] = deque()
+    guesses.hear(worker.drafters, messages, worker.device)
     for message in messages:
         if isinstance(message, Exception):
             raise message
         verb, *args = message
         if verb == "end":
             return
-        elif verb == "step":  # for a step without graphs, the next message is what was cut
+        elif verb == "step":  # without graphs, the next messages are guesses of the host's, and what was cut
             flights.append(worker.step(args[0], lambda *columns: next(messages)))
         elif verb == "fetch":
             worker.fetch(_pop(flights, *args))

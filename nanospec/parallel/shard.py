@@ -81,8 +81,7 @@ class Shard:
     @property
     def num_tokens(self) -> int:
         """Rows of the vocabulary; in whole units if that leaves some for every rank."""
-        V, ranks = self.whole.vocab_size, self.group.size
-        return _share(V, ranks, UNIT if UNIT * ranks**2 <= V else 1)
+        return _tokens(self.whole, self.group.size)
 
     @property
     def _copies(self) -> int:
@@ -128,7 +127,9 @@ def local_heads(whole: ModelConfig, size: int) -> tuple[int, int]:
 
 
 def check_split(whole: ModelConfig, size: int) -> None:
-    """ValueError unless every rank gets heads that others do not have."""
+    """ValueError unless every rank gets heads that others do not have, and tokens."""
+    if (size - 1) * _tokens(whole, size) >= whole.vocab_size:
+        raise ValueError(f"tensor_parallel_size={size} is too much for {whole.vocab_size} tokens; lower it.")
     fits = [n for n in range(1, whole.num_heads + 1) if _all_have_heads(whole, n)]
     if size not in fits:
         raise ValueError(
@@ -141,6 +142,10 @@ def _all_have_heads(whole: ModelConfig, size: int) -> bool:
     if size <= whole.num_kv_heads:
         return (size - 1) * _share(whole.num_kv_heads, size) < whole.num_kv_heads
     return size % whole.num_kv_heads == 0 and whole.num_heads % size == 0
+
+
+def _tokens(whole: ModelConfig, size: int) -> int:
+    return _share(whole.vocab_size, size, UNIT if UNIT * size**2 <= whole.vocab_size else 1)
 
 
 def _share(count: int, size: int, unit: int = 1) -> int:

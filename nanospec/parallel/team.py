@@ -44,11 +44,18 @@ class Team:
         longer than `seconds` has failed."""
         self.connections, self.processes, self.seconds = list(connections), list(processes), seconds
         self.failure: str | None = None
+        self.cause: Exception | None = None  # of what failed because of what the user asked
+        self._process = os.getpid()
         self.give_up: Callable[[], None] = lambda: None  # what frees the leader from waiting for a device
         self._until: float | None = None  # when the leader must be done with what it does
         self._closing = False
         self._watch = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="ranks")
         self._watch.start()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that has started them, and no copy of it."""
+        return os.getpid() == self._process
 
     def tell(self, message: Any) -> None:
         """Send all ranks the same."""
@@ -61,8 +68,10 @@ class Team:
         """Do something that all ranks do, after a message to them; without one it is what they do to begin
         with, which takes as long as it takes. Ctrl-C waits until it is done, since a rank that is cut short
         is out of step with the others for good; other errors end the job, as RankFailed."""
+        if not self.is_ours:
+            raise RankFailed("A forked process cannot use the ranks of its parent; make an LLM of its own.")
         if self.failure is not None:
-            raise RankFailed(self.failure)
+            raise self._error()
         self._until = math.inf if message is None else time.monotonic() + self.seconds
         try:
             with _undisturbed():
@@ -70,21 +79,26 @@ class Team:
                     self.tell(message)
                 yield
                 if self.failure is not None:  # so what was computed is worth nothing
-                    raise RankFailed(self.failure)
+                    raise self._error()
         except Exception as error:
             if isinstance(error, RankFailed):
                 raise
-            raise RankFailed(self._reason(error)) from error
+            self._explain(error)
+            raise self._error() from self.cause or error
         finally:
             self._until = None
 
-    def _reason(self, error: Exception) -> str:
-        """Why the job is over: what the watch finds, else what went wrong here."""
+    def _error(self) -> RankFailed:
+        found = RankFailed(self.failure)
+        found.__cause__ = self.cause
+        return found
+
+    def _explain(self, error: Exception) -> None:
+        """End the job: because of what the watch finds, else of what went wrong here."""
         deadline = time.monotonic() + 2
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(LOOK / 10)
         self.fail(f"Rank 0 failed, and the others with it: {told(error)}")
-        return str(self.failure)
 
     def fail(self, sentence: str) -> None:
         """The job is over."""
@@ -124,7 +138,7 @@ class Team:
             return False
         for connection in wait(self.connections, LOOK):
             rank = self.connections.index(connection) + 1  # type: ignore[arg-type]
-            self._failed(f"Rank {rank} {self._why(rank, connection)}, and the others with it.")  # type: ignore
+            self._failed(self._why(rank, connection))  # type: ignore[arg-type]
             return False
         if self._until is not None and time.monotonic() > self._until:
             self._failed(f"A rank has not answered for {self.seconds:g} seconds; all of them are ended.")
@@ -146,13 +160,15 @@ class Team:
 
     def _why(self, rank: int, connection: Connection) -> str:
         with suppress(EOFError, OSError):
-            return str(connection.recv())
-        if rank > len(self.processes):
-            return "is gone"
-        with suppress(subprocess.TimeoutExpired):
-            code = self.processes[rank - 1].wait(1)
-            return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        return "is gone"
+            sentence, is_asked_for = connection.recv()
+            self.cause = ValueError(sentence) if is_asked_for else None
+            return f"Rank {rank} failed, and the others with it: {sentence}"
+        end = "is gone"
+        if rank <= len(self.processes):
+            with suppress(subprocess.TimeoutExpired):
+                code = self.processes[rank - 1].wait(1)
+                end = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        return f"Rank {rank} {end}, and the others with it."
 
 
 def _watch(team: weakref.ref[Team]) -> None:
@@ -161,9 +177,14 @@ def _watch(team: weakref.ref[Team]) -> None:
         del found
 
 
+def is_asked_for(error: BaseException) -> bool:
+    """Whether it comes of what the user asked, and says so."""
+    return isinstance(error, ValueError | OSError)
+
+
 def told(error: BaseException) -> str:
     """An error in a sentence."""
-    return str(error) if isinstance(error, ValueError | OSError) else repr(error)
+    return str(error) if is_asked_for(error) else repr(error)
 
 
 @contextmanager

@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.config import EngineConfig
 from nanospec.drafters.base import Drafter
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.llm import Prompt
-from nanospec.parallel.launch import gpu_of, torchrun_place
+from nanospec.parallel import launch
+from nanospec.parallel.launch import Place, gpu_of, torchrun_place
+from nanospec.parallel.meeting import ADDRESS
 from nanospec.parallel.team import RankFailed
 from tests.ranks import weights_of
 from tests.tiny import tiny_config, tiny_tokenizer
@@ -40,8 +44,12 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a tokenizer."""
-    folder = tmp_path_factory.mktemp("random")
+    return random_model(tmp_path_factory.mktemp("random"))
+
+
+def random_model(folder: Path) -> Path:
+    """Write one with a tokenizer."""
+    folder.mkdir(exist_ok=True)
     vocab_size = tiny_tokenizer(folder).vocab_size
     fields = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": vocab_size, "hidden_size": 32,
@@ -96,7 +104,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def test_writes_what_one_process_writes(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
     assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
-    assert "".join(llm.stream(PROMPTS[0], PARAMS[0])) == expected[0][0]
+    for prompt, params, (text, _) in zip(PROMPTS, PARAMS, expected, strict=True):  # alone
+        assert "".join(llm.stream(prompt, params)) == text
     assert llm.engine.metrics.spec.num_accepted > 0
     report: Any = llm.metrics()
     assert report["memory"][0] == report["memory"][1]
@@ -182,30 +191,43 @@ def test_a_rank_that_hangs_ends_the_job_in_time(folder: Path) -> None:
 class Unequal(Drafter):
     """Fails where it is made anew, which is in other processes."""
 
+    def __init__(self, *given: object) -> None:
+        self.given = given
+
     def __reduce__(self) -> Any:
-        return fail, ()
+        return fail, self.given
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         raise NotImplementedError
 
 
-def fail() -> None:
+def fail(*given: object) -> None:
     raise ValueError("This drafter is for one process.")
 
 
-def test_ranks_that_cannot_start_are_told_of(folder: Path) -> None:
+def test_ranks_that_cannot_start_are_told_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(children())
     with pytest.raises(ValueError, match="tensor_parallel_size=3 cannot divide 4 attention heads"):
         make(folder, 3)
+    load = launch._load
+
+    def slowly(*args: Any) -> Any:  # so that another rank says it first
+        time.sleep(2)
+        return load(*args)
+
+    monkeypatch.setattr(launch, "_load", slowly)
     with pytest.raises(ValueError, match="kv_cache_memory of 99 bytes hold"):
         make(folder, 2, kv_cache_memory=99)
+    with pytest.raises(ValueError, match=r"Unequal object at .* cannot be sent .*: Can't pickle local"):
+        LLM(folder, drafter=Unequal(lambda: None), device="cpu", tensor_parallel_size=2)
     with pytest.raises(RankFailed, match="Rank 1 failed: This drafter is for one process."):
         LLM(folder, drafter=Unequal(), device="cpu", tensor_parallel_size=2)
     assert set(children()) == before
 
 
-def test_a_rank_knows_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one of its number, unless its launcher shows it one alone."""
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """What torchrun tells the 12th of 16 processes, on the second of two machines."""
     for name, value in (("RANK", 11), ("WORLD_SIZE", 16), ("LOCAL_RANK", 3), ("LOCAL_WORLD_SIZE", 8)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "node-0")
@@ -213,8 +235,41 @@ def test_a_rank_knows_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert torchrun_place() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    place = torchrun_place()
-    assert place == (11, 16, 3, 8, "node-0", 29500, "")
+    found = torchrun_place()
+    assert found == Place(11, 16, 3, 8, "node-0", 29500)
+    return found
+
+
+@pytest.mark.usefixtures("place")
+def test_as_many_ranks_as_torchrun_has_started(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"torchrun has started 16 processes, but tensor_parallel_size=2;"):
+        make(folder, 2)
+
+
+def test_under_torchrun_there_is_one_llm(
+    folder: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    store.set(ADDRESS, "that of the first")
+    monkeypatch.setattr(Place, "store", lambda self: store)
+    monkeypatch.setattr(launch, "torchrun_place", lambda: place._replace(rank=0, size=2, local=0))
+    with pytest.raises(ValueError, match="Under torchrun a program has one LLM"):
+        make(folder, 2)
+
+
+def test_ranks_of_a_machine_share_its_cores(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equally, also where other ranks are elsewhere."""
+    threads: list[object] = []
+    monkeypatch.setattr(launch, "use_threads", threads.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
+    for local in range(8):
+        launch._device(place._replace(rank=8 + local, local=local), EngineConfig(device="cpu"))
+    launch._device(place, EngineConfig(device="cpu", threads=3))
+    assert threads == [4] * 8 + [3]
+
+
+def test_a_rank_knows_its_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of its number, unless its launcher shows it one alone."""
     for shown, number in ((None, 3), ("4,5,6,7", 3), ("5", 0), ("GPU-5ebe9", 0)):
         if shown is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

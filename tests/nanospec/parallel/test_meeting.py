@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
@@ -91,7 +94,7 @@ def pipe() -> Iterator[tuple[Connection, Connection]]:
 def test_a_rank_that_says_nothing_of_its_parts_has_failed(pipe: tuple[Connection, Connection]) -> None:
     with pytest.raises(RankFailed, match=r"Rank 1 did not answer for 0\.2 s"):
         hand_over(pipe[:1], "parts", 0.2)
-    pipe[1].send("failed: no such model")
+    pipe[1].send(("no such model", True))
     with pytest.raises(RankFailed, match="Rank 1 failed: no such model"):
         hand_over(pipe[:1], "parts", 0.2)
 
@@ -102,15 +105,42 @@ def test_a_rank_fails_of_a_message_that_it_cannot_read(
     pipe: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would wait for ever, and the others for it."""
-    monkeypatch.setattr(meeting, "GRACE", 3600)  # it ends its process, which is here that of the test
+    monkeypatch.setattr(meeting, "GRACE", 3600)  # then it ends its process, which is here that of the test
     pipe[0].send_bytes(pickle.dumps(("end",))[:-3])
     with pytest.raises(Exception, match=r"truncated|Ran out of input"):
-        follow(None, messages_of(pipe[1]))  # type: ignore[arg-type]
+        follow(Follower(), messages_of(pipe[1]))  # type: ignore[arg-type]
 
 
 def test_a_rank_ends_with_its_leader(
     pipe: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "GRACE", 3600)
+    """By itself, or, if it waits for something else, after a while."""
+    ended: SimpleQueue[int] = SimpleQueue()
+    monkeypatch.setattr(meeting, "GRACE", 0.2)
+    monkeypatch.setattr("os._exit", ended.put)
     pipe[0].close()
-    follow(None, messages_of(pipe[1]))  # type: ignore[arg-type]
+    follow(Follower(), messages_of(pipe[1]))  # type: ignore[arg-type]
+    assert ended.get(timeout=10) == 1
+
+
+class Follower:
+    """Queues steps, and notes which are fetched."""
+
+    drafters, device = (), torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def step(self, order: int, cut: Any) -> int:
+        return order
+
+    def fetch(self, flight: int) -> None:
+        self.fetched.append(flight)
+
+
+def test_a_rank_forgets_what_the_leader_forgets() -> None:
+    worker = Follower()
+    messages: list[Any] = [("step", 0), ("step", 1), ("fetch", 0), ("step", 2), ("step", 3), ("fetch", 1)]
+    messages += [("step", 4), ("step", 5), ("step", 6), ("fetch", 2), ("fetch", 0), ("end",)]
+    follow(worker, iter(messages))  # type: ignore[arg-type]
+    assert worker.fetched == [0, 2, 5, 6]

@@ -14,8 +14,11 @@ from torch import Tensor
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.first_match import FirstMatch
 from nanospec.drafters.loading import load_drafter
 from nanospec.drafters.medusa import MedusaDrafter
+from nanospec.drafters.ngram import NgramDrafter
+from nanospec.drafters.simple import SimpleDrafter
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
@@ -121,6 +124,47 @@ def test_output_is_that_of_one_device(shape: str, way: str, mode: str) -> None:
     assert way == "none" or split.engine.metrics.spec.num_accepted > 0
 
 
+class Whim(SimpleDrafter):
+    """Guesses what it pleases."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def guess(self, tokens: list[int], k: int) -> list[int]:
+        after = [i for i, token in enumerate(tokens) if i and tokens[i - 1] == tokens[-1]]
+        first = self.random.choice(after or [0])
+        return tokens[first : first + k]
+
+
+@pytest.mark.parametrize("lookup", [True, False], ids=["behind lookup", "alone"])
+def test_ranks_that_would_guess_differently_verify_the_same(lookup: bool) -> None:
+    of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
+
+    def make(model: Model, group: Group) -> Drafter:
+        whim = Whim(group.rank)
+        return FirstMatch(NgramDrafter(options.spec), whim) if lookup else whim
+
+    options = options_of(2, of, "ngram", 4, trace=True)
+    with split_engine(2, of.config, of.weights, options, make) as split:
+        found = [outcome(request) for request in run(split.engine, jobs)]
+    split.assert_equal()
+    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
+        assert_same(got, wanted)
+    assert split.engine.metrics.spec.num_accepted > 0
+
+
+def test_rows_that_fill_up_a_vocabulary_are_no_tokens() -> None:
+    """Their logits are 0, as likely as any here."""
+    of = whole(vocab_size=33)
+    hot = [SamplingParams(temperature=50.0, seed=seed, max_tokens=30) for seed in range(3)]
+    jobs = [Job([1, 2, 3], params) for params in hot]
+    wanted = [outcome.token_ids for outcome in alone(of.model, jobs)]
+    with split_engine(4, of.config, of.weights, options_of(4, of, "none", None)) as split:
+        head: Any = split.engine.worker.model.lm_head
+        assert head.part.shape[0] * 4 > 33
+        assert [outcome(request).token_ids for request in run(split.engine, jobs)] == wanted
+
+
 def test_automatic_k_is_the_leaders_choice_for_all() -> None:
     """How many drafts of a row are verified depends on times, which ranks do not share."""
     of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
@@ -187,13 +231,14 @@ def test_logits_are_exchanged_only_for_those_who_ask() -> None:
 
         model = split.engine.worker.model
         model.lm_head = model.lm_head._replace(gather=spy)  # type: ignore
-        plain: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 1}]
+        plain: list[dict[str, Any]] = [{"temperature": 1.0, "seed": 1}, {"temperature": 0, "top_p": 0.5}]
         asking: list[dict[str, Any]] = [
             {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0, "logprobs": 0},
             {"temperature": 0, "logit_bias": {3: 1.0}}, {"temperature": 0, "min_tokens": 2},
             {"temperature": 0, "repetition_penalty": 1.2}, {"extra_args": {"top_n_sigma": 1.0}},
         ]  # fmt: skip
-        for params, each in (*((p, 2) for p in plain), *((p, VOCAB // 2) for p in asking)):
+        asked = [*((p, 2) for p in plain), *((p, VOCAB // 2) for p in asking), *((p, 2) for p in plain)]
+        for params, each in asked:
             sizes.clear()
             run(split.engine, [Job([1, 2, 3], SamplingParams(max_tokens=2, **params))])
             assert sizes == [each] * 2, params

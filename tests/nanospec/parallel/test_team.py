@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
@@ -53,6 +55,37 @@ def test_a_rank_that_is_gone_ends_what_is_loading(pair: tuple[Team, Connection])
     rank.close()
     with pytest.raises(RankFailed, match=r"Rank 1 is gone, and the others with it\."), team.together():
         eventually(lambda: team.failure)
+
+
+def test_where_the_leader_waits_for_ever_its_process_ends(
+    pair: tuple[Team, Connection], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    team, _ = pair
+    ended: list[int] = []
+    monkeypatch.setattr("nanospec.parallel.team.GRACE", 0.3)
+    monkeypatch.setattr("os._exit", ended.append)
+    with pytest.raises(RankFailed), team.together(("step", 1)):
+        eventually(lambda: ended)
+    assert ended == [1]
+    assert capfd.readouterr().err == "A rank has not answered for 0.3 seconds; all of them are ended.\n"
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_what_a_rank_says_is_the_error(pair: tuple[Team, Connection], is_asked_for: bool) -> None:
+    """Also where the leader looks only when the job is over."""
+    team, rank = pair
+    rank.send(("max_model_len=7 is too short.", is_asked_for))
+    eventually(lambda: team.failure)
+    sentence = r"^Rank 1 failed, and the others with it: max_model_len=7 is too short\.$"
+    with pytest.raises(RankFailed, match=sentence) as raised, team.together():
+        pytest.fail("nothing is begun any more")
+    assert isinstance(raised.value.__cause__, ValueError) == is_asked_for
+
+
+def test_ranks_have_time_to_end() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    Team((), [process], 1).close()
+    assert process.returncode == 0
 
 
 def test_ranks_are_told_of_the_end_once(pair: tuple[Team, Connection]) -> None:
