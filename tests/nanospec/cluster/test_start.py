@@ -37,12 +37,11 @@ def test_options_that_say_how_much() -> None:
     assert share(2, EngineConfig(), machines).options({"seed": 1}) == {"seed": 1}
 
 
-def test_a_replica_of_several_ranks_is_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "ranks", lambda config: 2)
-    assert share(2, EngineConfig(device="cuda"), [{"GPU": 2.0}, {"GPU": 3.0}]) == Share(1, 2, None, 1)
-    assert share(2, EngineConfig(), [{"CPU": 7.0}]) == Share(2, 0, 1, 2)  # not 3: two ranks get as much
+def test_a_replica_of_several_ranks_is_on_one_machine() -> None:
+    assert share(2, EngineConfig(device="cuda", tensor_parallel_size=2), [{"GPU": 2.0}, {"GPU": 3.0}]) == Share(1, 2, None, 1)
+    assert share(2, EngineConfig(tensor_parallel_size=2), [{"CPU": 7.0}]) == Share(2, 0, 1, 2)  # not 3: two ranks get as much
     with pytest.raises(ValueError, match=r"2 replicas with 2 GPUs each .* has 3 \+ 1, room for 1;"):
-        share(2, EngineConfig(device="cuda"), [{"GPU": 3.0}, {"GPU": 1.0}])
+        share(2, EngineConfig(device="cuda", tensor_parallel_size=2), [{"GPU": 3.0}, {"GPU": 1.0}])
 
 
 @pytest.mark.parametrize(
