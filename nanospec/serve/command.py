@@ -53,6 +53,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.help_all:
         build_parser(full=True).print_help()
         parser.exit()
+    if args.replicas is not None and "write_timeout" in given(args, "ServeConfig"):
+        parser.error("--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out")
     return args
 
 
