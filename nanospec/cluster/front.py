@@ -33,8 +33,8 @@ class Front:
 
     Args:
         replicas: the names of those that are there.
-        ask: (scope, body, name of a replica or None) -> messages as ASGI sends them, and last of all what is
-            to be logged, under "facts", with the name of the replica: another where that had died.
+        ask: (scope, body, name of a replica or None) -> lists of messages as ASGI sends them, and last of all
+            what is to be logged, under "facts", with the name of the replica: another where that had died.
     """
 
     def __init__(
@@ -81,28 +81,30 @@ class Front:
         names = await asyncio.to_thread(pieces, body, scope["state"]["salt"]) if body else []
         there = self._replicas()
         to = self.balancer.choose(names, there) if there else None
-        begun = False
+        more: bool | None = None  # to be sent; None: nothing was sent yet
         with self.balancer.busy(to or ""):
-            messages = self._ask(self._plain(scope), body, to)
+            answer = self._ask(self._plain(scope), body, to)
             try:
-                async for message in messages:
-                    if "facts" in message:
-                        scope["state"]["facts"].update(message["facts"])
-                        return
-                    begun = True
-                    await send(message)
+                async for messages in answer:
+                    for message in messages:
+                        if "facts" in message:
+                            scope["state"]["facts"].update(message["facts"])
+                            return
+                        more = message.get("more_body", message["type"] == "http.response.start")
+                        await send(message)
             except asyncio.CancelledError:
                 scope["state"]["facts"]["ended_by"] = "client gone"
                 raise
             except Exception as error:  # of Ray's: the replica has died
                 scope["state"]["facts"]["ended_by"] = f"{type(error).__name__} of replica {to}"
                 failure = HTTPError(503, LOST, headers={"retry-after": "5"})
-                if not begun:
+                if more is None:
                     raise failure from None
-                last = event(failure.body())  # of a stream: nothing else is sent in parts
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+                if more:
+                    last = event(failure.body())  # of a stream: nothing else is sent in parts
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
             finally:
-                messages.cancel()  # nothing if it has ended
+                answer.cancel()  # nothing if it has ended
 
     def _plain(self, scope: Scope) -> dict[str, Any]:
         """What a process elsewhere can use of a scope, with the id that the gate has given the request."""
@@ -122,18 +124,19 @@ class Front:
     async def _figures_of(self, scope: Scope, replica: str) -> dict[str, str]:
         """By the name of who told them; nothing where none come."""
         page, name = bytearray(), ""
-        messages = self._ask(self._plain(scope), b"", replica)
+        answer = self._ask(self._plain(scope), b"", replica)
 
         async def read() -> None:
             nonlocal name
-            async for message in messages:
-                page.extend(message.get("body", b""))
-                name = message.get("facts", {}).get("replica", name)
+            async for messages in answer:
+                for message in messages:
+                    page.extend(message.get("body", b""))
+                    name = message.get("facts", {}).get("replica", name)
 
         try:
             await asyncio.wait_for(read(), LOOK)
         except Exception:  # of Ray's, or it takes too long
             return {}
         finally:
-            messages.cancel()
+            answer.cancel()
         return {name: page.decode()}

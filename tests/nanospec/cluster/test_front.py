@@ -18,14 +18,15 @@ Ask = Callable[[dict[str, Any], bytes, str | None], AsyncIterator[dict[str, Any]
 URL = "/v1/completions"
 
 
-class Messages:
-    """What a replica sends, as Ray's handle gives it."""
+class Answer:
+    """What a replica sends, as Ray's handle gives it: lists, here of one message each."""
 
     def __init__(self, source: AsyncIterator[dict[str, Any]], cancelled: list[bool]) -> None:
         self._source, self._cancelled = source, cancelled
 
-    def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        return self._source
+    async def __aiter__(self) -> AsyncIterator[list[dict[str, Any]]]:
+        async for message in self._source:
+            yield [message]
 
     def cancel(self) -> None:
         self._cancelled.append(True)
@@ -48,7 +49,7 @@ async def echo(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncItera
 
 def front(ask: Ask, names: tuple[str, ...] = ("a", "b"), **config: Any) -> tuple[httpx.AsyncClient, Front]:
     cancelled: list[bool] = []
-    made = Front(ServeConfig(**config), 1, lambda: names, lambda *asked: Messages(ask(*asked), cancelled))
+    made = Front(ServeConfig(**config), 1, lambda: names, lambda *asked: Answer(ask(*asked), cancelled))
     transport = httpx.ASGITransport(made.asgi(), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost"), made
 
@@ -94,18 +95,30 @@ def test_keys_and_sizes_are_checked_before_a_replica_is_asked() -> None:
     assert len(eval(long.text)["body"]) == 3000  # enough for the replica to see that it is too long
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["before-it-answers", "in-a-stream"])
-def test_a_replica_that_dies_is_an_error_in_words(begun: bool) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status", "text"),
+    [
+        ([], 503, ""),
+        ([b"data: {}\n\n"], 200, "data: {}\n\ndata: "),
+        ([b"data: {}\n\n", b""], 200, "data: {}\n\n"),
+    ],
+    ids=["before-it-answers", "in-a-stream", "after-it"],
+)
+def test_a_replica_that_dies_is_an_error_in_words(sent: list[bytes], status: int, text: str) -> None:
     async def dies(*_: object) -> AsyncIterator[dict[str, Any]]:
-        if begun:
+        if sent:
             yield begin()
-            yield part(b"data: {}\n\n", more=True)
+        for data in sent:
+            yield part(data, more=data != b"")
         raise RuntimeError("ActorDiedError")
 
     [response] = run(dies, ("POST", URL, "{}"))
-    assert response.status_code == (200 if begun else 503)
-    last = response.text.split("data: ")[-1]
-    assert json.loads(last)["error"]["message"] == LOST
+    assert response.status_code == status
+    assert response.text.startswith(text)
+    if sent[-1:] != [b""]:
+        assert json.loads(response.text.removeprefix(text))["error"]["message"] == LOST
+    else:
+        assert response.text == text
 
 
 def test_where_no_replica_is_known_ray_chooses() -> None:
@@ -120,7 +133,7 @@ def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
 
     async def go_away() -> tuple[Any, list[bool]]:
         cancelled: list[bool] = []
-        made = Front(ServeConfig(), 1, lambda: ("a",), lambda *asked: Messages(never(*asked), cancelled))
+        made = Front(ServeConfig(), 1, lambda: ("a",), lambda *asked: Answer(never(*asked), cancelled))
         received: Iterator[dict[str, Any]] = iter([{"type": "http.request", "body": b"{}"}])
         scope = {"type": "http", "method": "POST", "path": URL, "headers": [(b"host", b"localhost")]}
 
