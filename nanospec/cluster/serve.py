@@ -18,13 +18,13 @@ import sys
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, redirect_stderr, redirect_stdout
+from contextlib import aclosing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray import serve
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Scope
 
 from ..config import EngineConfig, SpecConfig
 from ..serve.app import App
@@ -56,9 +56,7 @@ class ServingEngine:
         self._app = App(load(own), config, model)
         self._sender, self._is_started = Sender(self._app.asgi()), False
 
-    async def ask(
-        self, scope: dict[str, Any], body: bytes, to: str | None = None
-    ) -> AsyncIterator[list[dict[str, Any]]]:
+    async def ask(self, scope: Scope, body: bytes, to: str | None = None) -> AsyncIterator[list[Message]]:
         """The answer to a request, as ASGI has it, and then what is to be logged. `to` is the router's."""
         if not self._is_started:  # here, as it is the event loop's
             self._is_started = True
@@ -90,6 +88,10 @@ class Ingress:
     def stamp(self) -> str:
         """Tells the command that has deployed this from others."""
         return self._stamp
+
+    async def drain(self) -> None:
+        """As `Front.drain`."""
+        await self._front.drain()
 
 
 def application(
@@ -161,9 +163,12 @@ def run(
         facts = {"page": f"{where}/", "api": f"{where}/v1", "model": name, "keys": len(config.api_key)}
         log.info("ready", extra={"facts": {**facts, "replicas": ":".join(map(str, sorted(set(number))))}})
         if wait(lambda: current_stamp(handle) in (None, stamp)):
-            serve.delete(APP)  # drains
-            if ours and "RAY_ADDRESS" in os.environ:  # a Ray of our own ends anyway
-                serve.shutdown()
+            with suppress(Exception):  # of Ray's: there is no ingress just now
+                handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)
+            if "RAY_ADDRESS" in os.environ:  # a Ray of our own ends anyway
+                serve.delete(APP)
+                if ours:
+                    serve.shutdown()
         log.info("ended")
     return 0
 

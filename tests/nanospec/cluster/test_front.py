@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 
 from nanospec.cluster.figures import together
 from nanospec.cluster.front import LOST, NOBODY, Front
+from nanospec.serve.errors import DRAINING
 from nanospec.serve.settings import ServeConfig
 
 Ask = Callable[[dict[str, Any], bytes, str | None], AsyncIterator[dict[str, Any]]]
@@ -23,13 +25,19 @@ class Answer:
 
     def __init__(self, source: AsyncIterator[dict[str, Any]], cancelled: list[bool]) -> None:
         self._source, self._cancelled = source, cancelled
+        self._next: asyncio.Future[dict[str, Any]] | None = None
 
     async def __aiter__(self) -> AsyncIterator[list[dict[str, Any]]]:
-        async for message in self._source:
-            yield [message]
+        with suppress(StopAsyncIteration):
+            while True:
+                self._next = asyncio.ensure_future(anext(self._source))  # type: ignore[arg-type]
+                yield [await self._next]
 
     def cancel(self) -> None:
+        """To whoever awaits it the answer is then cancelled."""
         self._cancelled.append(True)
+        if self._next is not None:
+            self._next.cancel()
 
 
 def begin(status: int = 200) -> dict[str, Any]:
@@ -152,6 +160,42 @@ def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
         return (running, dict(made.balancer.running)), cancelled
 
     assert asyncio.run(go_away()) == (({"a": 1}, {}), [True])
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])
+def test_what_runs_is_finished_and_new_requests_are_told_so(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanospec.cluster.front.LAST", 0.0)
+    told = asyncio.Event()
+
+    async def answer(*_: object) -> AsyncIterator[dict[str, Any]]:
+        yield begin()
+        yield part(b"data: first\n\n", more=True)
+        await told.wait()
+        yield part(b"data: [DONE]\n\n")
+        yield {"facts": {}}
+
+    async def end() -> tuple[httpx.Response, httpx.Response]:
+        client, made = front(answer, drain_timeout=30.0 if ends else 0.1)
+        async with client:
+            running = asyncio.ensure_future(client.post(URL, content="{}"))
+            while not made.balancer.running:
+                await asyncio.sleep(0.01)
+            draining = asyncio.ensure_future(made.drain())
+            await asyncio.sleep(0.01)
+            refused = await client.post(URL, content="{}")
+            if ends:
+                assert not draining.done()
+                told.set()
+            await asyncio.wait_for(draining, 10)
+            return await running, refused
+
+    finished, refused = asyncio.run(end())
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, DRAINING)
+    first, last, _ = finished.text.split("\n\n")
+    assert first == "data: first"
+    assert last == "data: [DONE]" if ends else LOST in last
 
 
 async def counting(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncIterator[dict[str, Any]]:
