@@ -47,13 +47,12 @@ class Share(NamedTuple):
         return options if self.threads is None else {**options, "threads": self.threads}
 
 
-def need_ray() -> None:
-    """Import it, quietly. ValueError if it, or what it needs, is not installed."""
+def need_ray(part: str) -> None:
+    """Import a part of it, quietly. ValueError if it, or what it needs, is not installed."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
-        for module in ("ray.data", "ray.serve"):
-            import_module(module)
+        import_module(part)
     except ModuleNotFoundError as error:
         raise ValueError(MISSING.format(error.name)) from None
 
@@ -61,9 +60,8 @@ def need_ray() -> None:
 @contextmanager
 def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) -> Iterator[Share]:
     """Ray with room for so many replicas: this process's if it has one, else that of RAY_ADDRESS, else one
-    of our own, which ends with the block. ValueError if it is not installed or has no room, OSError if it
-    is not there."""
-    need_ray()
+    of our own, which ends with the block. ValueError if it has no room, OSError if it is not there. After
+    `need_ray`."""
     import ray
 
     ours = not ray.is_initialized()

@@ -105,7 +105,7 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     if args.replicas is not None:
         from ..cluster.start import need_ray
 
-        need_ray()
+        need_ray("ray.serve")
         from ..cluster.serve import run as deploy
 
         return deploy(config, folder, args.model, spec, options, args.replicas, args.log_level)

@@ -30,7 +30,7 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[list[dict[str, Any]]]:
         with suppress(StopAsyncIteration):
             while True:
-                self._next = asyncio.ensure_future(anext(self._source))  # type: ignore[arg-type]
+                self._next = asyncio.ensure_future(anext(self._source))
                 yield [await self._next]
 
     def cancel(self) -> None:

@@ -88,7 +88,6 @@ def test_all_of_them_fit_and_no_more_could_be_given(replicas: int, cpus: list[in
 def test_a_ray_that_is_not_there_is_one_sentence(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = address.format(free.getsockname()[1])
-    monkeypatch.setattr(start, "need_ray", lambda: None)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(OSError) as caught, start.ray_for(1, EngineConfig()):
@@ -109,4 +108,4 @@ def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(start, "import_module", missing)
     with pytest.raises(ValueError, match=r"replicas need ray: pip install 'nanospec\[ray\]'"):
-        start.need_ray()
+        start.need_ray("ray.data")
