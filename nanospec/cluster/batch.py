@@ -27,7 +27,7 @@ from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer
 from .lines import Line, LineEngine, Result
 from .replica import Settings
-from .start import Share, ray_for
+from .start import Share, need_ray, ray_for
 
 QUEUED = 2  # lines that a replica has, for each of its rows: the next are there when one ends
 TASKS = 4000  # of Ray, which takes some ms for each: longer batches have several lines in one,
@@ -53,6 +53,7 @@ def run_on_ray(
     lines = [Line(task, ids, params[task.index]) for task, ids in zip(todo, prompts, strict=True)]
     with Writer(batch) as writer:
         if lines:
+            need_ray("ray.data")
             with redirect_stdout(sys.stderr), ray_for(replicas, config) as share:  # Ray prints its messages
                 settings = Settings(
                     str(folder.absolute()), model, spec, share.options(options), share.neighbours

@@ -7,6 +7,7 @@ before, keys and log lines (`serve/gate.py`), and what is about all replicas, `/
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..serve.answers import event
-from ..serve.errors import HTTPError
+from ..serve.errors import HTTPError, draining
 from ..serve.gate import Gate
 from ..serve.settings import ServeConfig
 from .figures import together
@@ -25,6 +26,7 @@ SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_
 NOBODY = "No replica answers; try again in some seconds."
 LOST = "The replica ended before it could finish this request, which may be sent again."
 LINGER = 5.0  # seconds that it outlives its replicas, to say so
+LAST = 1.0  # seconds that the last bytes have to reach their clients
 LOOK = 4.0  # seconds that a replica has for its figures
 
 
@@ -33,8 +35,8 @@ class Front:
 
     Args:
         replicas: the names of those that are there.
-        ask: (scope, body, name of a replica or None) -> messages as ASGI sends them, and last of all what is
-            to be logged, under "facts", with the name of the replica: another where that had died.
+        ask: (scope, body, name of a replica or None) -> lists of messages as ASGI sends them, and last of all
+            what is to be logged, under "facts", with the name of the replica: another where that had died.
     """
 
     def __init__(
@@ -46,10 +48,22 @@ class Front:
     ) -> None:
         self.config, self.balancer = config, Balancer(slack)
         self._replicas, self._ask = replicas, ask
+        self._answers: set[Any] = set()  # under way
+        self._draining = self._is_over = False
 
     def asgi(self) -> ASGIApp:
         """Behind the gate."""
         return Gate(self, self.config, Counter())
+
+    async def drain(self) -> None:
+        """Take no new requests, wait until those that run have ended, and end them when time is over."""
+        self._draining, end = True, time.monotonic() + self.config.drain_timeout
+        while self._answers and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self._is_over = True
+        for answer in self._answers:
+            answer.cancel()
+        await asyncio.sleep(LAST)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -79,30 +93,37 @@ class Front:
 
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         names = await asyncio.to_thread(pieces, body, scope["state"]["salt"]) if body else []
+        if self._draining:
+            raise draining(self.config.drain_timeout)
         there = self._replicas()
         to = self.balancer.choose(names, there) if there else None
-        begun = False
+        more: bool | None = None  # to be sent; None: nothing was sent yet
         with self.balancer.busy(to or ""):
-            messages = self._ask(self._plain(scope), body, to)
+            answer = self._ask(self._plain(scope), body, to)
+            self._answers.add(answer)
             try:
-                async for message in messages:
-                    if "facts" in message:
-                        scope["state"]["facts"].update(message["facts"])
-                        return
-                    begun = True
-                    await send(message)
-            except asyncio.CancelledError:
-                scope["state"]["facts"]["ended_by"] = "client gone"
-                raise
-            except Exception as error:  # of Ray's: the replica has died
-                scope["state"]["facts"]["ended_by"] = f"{type(error).__name__} of replica {to}"
+                async for messages in answer:
+                    for message in messages:
+                        if "facts" in message:
+                            scope["state"]["facts"].update(message["facts"])
+                            return
+                        more = message.get("more_body", message["type"] == "http.response.start")
+                        await send(message)
+            except (Exception, asyncio.CancelledError) as error:
+                gone = isinstance(error, asyncio.CancelledError) and not self._is_over
+                why = "client gone" if gone else f"{type(error).__name__} of replica {to}"  # that has died
+                scope["state"]["facts"]["ended_by"] = why
+                if gone:
+                    raise
                 failure = HTTPError(503, LOST, headers={"retry-after": "5"})
-                if not begun:
+                if more is None:
                     raise failure from None
-                last = event(failure.body())  # of a stream: nothing else is sent in parts
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+                if more:
+                    last = event(failure.body())  # of a stream: nothing else is sent in parts
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
             finally:
-                messages.cancel()  # nothing if it has ended
+                self._answers.discard(answer)
+                answer.cancel()  # nothing if it has ended
 
     def _plain(self, scope: Scope) -> dict[str, Any]:
         """What a process elsewhere can use of a scope, with the id that the gate has given the request."""
@@ -122,18 +143,19 @@ class Front:
     async def _figures_of(self, scope: Scope, replica: str) -> dict[str, str]:
         """By the name of who told them; nothing where none come."""
         page, name = bytearray(), ""
-        messages = self._ask(self._plain(scope), b"", replica)
+        answer = self._ask(self._plain(scope), b"", replica)
 
         async def read() -> None:
             nonlocal name
-            async for message in messages:
-                page.extend(message.get("body", b""))
-                name = message.get("facts", {}).get("replica", name)
+            async for messages in answer:
+                for message in messages:
+                    page.extend(message.get("body", b""))
+                    name = message.get("facts", {}).get("replica", name)
 
         try:
             await asyncio.wait_for(read(), LOOK)
         except Exception:  # of Ray's, or it takes too long
             return {}
         finally:
-            messages.cancel()
+            answer.cancel()
         return {name: page.decode()}

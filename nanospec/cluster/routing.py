@@ -1,4 +1,4 @@
-"""Which replica gets a request: one that has computed its beginning before, unless it has much more to do.
+"""Which replica gets a request: one that has computed much of its beginning before, unless it has more to do.
 
 A prompt is cut into pieces of `PIECE` characters, and each piece is named by a hash of all text up to its
 end, so that two prompts have as many names in common as they begin alike. Where a piece was sent is
@@ -13,11 +13,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from math import ceil
 from typing import Any
 
 PIECE = 128  # characters: about two pages of the KV cache
 MOST_PIECES = 512  # of one prompt
 MOST = 200_000  # pieces that are remembered
+SHARE = 1 / 3  # of a prompt that counts as known: to compute less of it again adds at most half to the rest
 _there: tuple[str, ...] = ()
 
 
@@ -86,8 +88,9 @@ class Balancer:
                 del self.running[replica]
 
     def _longest(self, names: Sequence[bytes], replicas: Collection[str]) -> list[str]:
-        """Who of these was sent the longest beginning that anybody of them was sent."""
-        for name in reversed(names):
+        """Who of these was sent the longest beginning that anybody of them was sent. Nobody if it is a small
+        part, as of a system prompt that all share: the idlest then gets it, and soon all hold it."""
+        for name in reversed(names[ceil(len(names) * SHARE) - 1 :]):
             if found := [replica for replica in replicas if replica in self._holders.get(name, ())]:
                 return found
         return []

@@ -8,7 +8,6 @@ that go finish what they have begun. The command of before then ends, as what it
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 import logging
@@ -19,13 +18,13 @@ import sys
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import aclosing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray import serve
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Scope
 
 from ..config import EngineConfig, SpecConfig
 from ..serve.app import App
@@ -33,6 +32,7 @@ from ..serve.http import listen
 from ..serve.logs import log, log_to
 from ..serve.settings import ServeConfig
 from .front import LINGER, Front
+from .messages import Sender
 from .replica import Settings, load
 from .router import ToReplica
 from .routing import replicas
@@ -54,39 +54,18 @@ class ServingEngine:
         seed = settings.options.get("seed", 0) ^ int(hashlib.sha256(self._name.encode()).hexdigest()[:7], 16)
         own = settings._replace(options={**settings.options, "seed": seed})  # unasked seeds are nobody else's
         self._app = App(load(own), config, model)
-        self._asgi, self._is_started = self._app.asgi(), False
+        self._sender, self._is_started = Sender(self._app.asgi()), False
 
-    async def ask(
-        self, scope: dict[str, Any], body: bytes, to: str | None = None
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def ask(self, scope: Scope, body: bytes, to: str | None = None) -> AsyncIterator[list[Message]]:
         """The answer to a request, as ASGI has it, and then what is to be logged. `to` is the router's."""
         if not self._is_started:  # here, as it is the event loop's
             self._is_started = True
             self._app.engine.start()
-        sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        gone, received = asyncio.Event(), iter([{"type": "http.request", "body": body}])
         scope["state"] = {}
-
-        async def receive() -> dict[str, Any]:
-            if (request := next(received, None)) is not None:
-                return request
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def run() -> None:
-            try:
-                await self._asgi(scope, receive, sent.put)  # type: ignore[arg-type]
-            finally:
-                sent.put_nowait(None)
-
-        running = asyncio.create_task(run())
-        try:
-            while (message := await sent.get()) is not None:
-                yield message
-            await running
-            yield {"facts": {**scope["state"].get("facts", {}), "replica": self._name}}
-        finally:
-            gone.set()  # a client that has gone away: what runs for it ends by itself
+        async with aclosing(self._sender.lists(scope, body)) as answer:
+            async for messages in answer:
+                yield messages
+        yield [{"facts": {**scope["state"].get("facts", {}), "replica": self._name}}]
 
     def check_health(self) -> None:
         """Ray replaces a replica for which this raises."""
@@ -109,6 +88,10 @@ class Ingress:
     def stamp(self) -> str:
         """Tells the command that has deployed this from others."""
         return self._stamp
+
+    async def drain(self) -> None:
+        """As `Front.drain`."""
+        await self._front.drain()
 
 
 def application(
@@ -180,9 +163,12 @@ def run(
         facts = {"page": f"{where}/", "api": f"{where}/v1", "model": name, "keys": len(config.api_key)}
         log.info("ready", extra={"facts": {**facts, "replicas": ":".join(map(str, sorted(set(number))))}})
         if wait(lambda: current_stamp(handle) in (None, stamp)):
-            serve.delete(APP)  # drains
-            if ours and "RAY_ADDRESS" in os.environ:  # a Ray of our own ends anyway
-                serve.shutdown()
+            with suppress(Exception):  # of Ray's: there is no ingress just now
+                handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)
+            if "RAY_ADDRESS" in os.environ:  # a Ray of our own ends anyway
+                serve.delete(APP)
+                if ours:
+                    serve.shutdown()
         log.info("ended")
     return 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from ..quota import cpu_quota
 
 MISSING = "replicas need {}: pip install 'nanospec[ray]', or leave out --replicas."
 STORE = 256 << 20  # bytes of the object store of a Ray of our own: requests and results are small
+WAIT = 10.0  # seconds for the Ray of RAY_ADDRESS to answer
 QUIET = {  # of the environment; what it has already counts
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -45,13 +47,12 @@ class Share(NamedTuple):
         return options if self.threads is None else {**options, "threads": self.threads}
 
 
-def need_ray() -> None:
-    """Import it, quietly. ValueError if it, or what it needs, is not installed."""
+def need_ray(part: str) -> None:
+    """Import a part of it, quietly. ValueError if it, or what it needs, is not installed."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
-        for module in ("ray.data", "ray.serve"):
-            import_module(module)
+        import_module(part)
     except ModuleNotFoundError as error:
         raise ValueError(MISSING.format(error.name)) from None
 
@@ -59,8 +60,8 @@ def need_ray() -> None:
 @contextmanager
 def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) -> Iterator[Share]:
     """Ray with room for so many replicas: this process's if it has one, else that of RAY_ADDRESS, else one
-    of our own, which ends with the block. ValueError if it is not installed or has no room."""
-    need_ray()
+    of our own, which ends with the block. ValueError if it has no room, OSError if it is not there. After
+    `need_ray`."""
     import ray
 
     ours = not ray.is_initialized()
@@ -68,7 +69,9 @@ def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) ->
         how: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": log_to_driver}
         if not log_to_driver:  # else it would be told that this is set, once by each process
             os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        if "RAY_ADDRESS" not in os.environ:
+        if "RAY_ADDRESS" in os.environ:
+            check_there(os.environ["RAY_ADDRESS"])
+        else:
             cpus = max(own_cpus(), replicas * least_cpus(config))
             how |= {"address": "local", "num_cpus": cpus, "object_store_memory": STORE}
             how["include_dashboard"] = False
@@ -80,6 +83,21 @@ def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) ->
     finally:
         if ours:
             ray.shutdown()
+
+
+def check_there(address: str) -> None:
+    """OSError with a sentence if nobody listens at a host and port: Ray would try for some minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # "auto", which Ray knows, or what it refuses
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), WAIT).close()
+    except (OSError, UnicodeError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"RAY_ADDRESS={address}: nobody answers there ({reason}); start Ray there, or unset RAY_ADDRESS, "
+            "which starts one here."
+        ) from None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from .. import __version__
 from ..llm import LLM
 from .answers import Answer
-from .errors import HTTPError, bad_request
+from .errors import HTTPError, bad_request, draining
 from .gate import Gate
 from .jobs import QueueFull
 from .logs import log
@@ -38,7 +38,6 @@ READERS = 2  # threads that read requests: templates and tokenizers take their t
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
-DRAINING = "The server is ending; running requests are finished, new ones are not taken."
 
 
 class App:
@@ -122,8 +121,7 @@ class App:
     def _check_room(self) -> None:
         """Raise HTTPError if nothing more is taken."""
         if self.draining:
-            headers = {"retry-after": str(int(self.config.drain_timeout) + 1), "connection": "close"}
-            raise HTTPError(503, DRAINING, headers=headers)
+            raise draining(self.config.drain_timeout)
         if self.engine.num_outputs >= self.engine.most:
             raise self._full(QueueFull(self.engine.seconds_left()))
 

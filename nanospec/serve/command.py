@@ -53,6 +53,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.help_all:
         build_parser(full=True).print_help()
         parser.exit()
+    if args.replicas is not None and "write_timeout" in given(args, "ServeConfig"):
+        parser.error("--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out")
     return args
 
 
@@ -103,7 +105,7 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     if args.replicas is not None:
         from ..cluster.start import need_ray
 
-        need_ray()
+        need_ray("ray.serve")
         from ..cluster.serve import run as deploy
 
         return deploy(config, folder, args.model, spec, options, args.replicas, args.log_level)

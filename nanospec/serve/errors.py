@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+DRAINING = "The server is ending; running requests are finished, new ones are not taken."
 MOST = 1500  # characters of a message, which may repeat what a client sent
 TYPES = {
     400: "invalid_request_error",
@@ -47,6 +48,11 @@ class HTTPError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def draining(seconds: float) -> HTTPError:
+    """What new requests are told while those that run have so many seconds left."""
+    return HTTPError(503, DRAINING, headers={"retry-after": str(int(seconds) + 1), "connection": "close"})
 
 
 def bad_request(error: ValueError, body: Mapping[str, Any]) -> HTTPError:

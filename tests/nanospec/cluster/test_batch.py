@@ -175,7 +175,7 @@ def children(pid: int) -> Iterator[tuple[int, str]]:
 
 LINES = [
     {"prompt": after("a"), "temperature": 100 * (i % 3 > 0), "max_tokens": 400, "ignore_eos": True}
-    for i in range(32)
+    for i in range(16)
 ]
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'nanospec[ray]'")
 
@@ -233,5 +233,5 @@ def test_every_line_is_there_once_though_the_command_is_killed(folder: Path, tmp
     command.process.kill()
     command.process.communicate()
     assert 3 <= command.target.read_bytes().count(b"\n") < len(LINES)
-    assert Command(folder, tmp_path, replicas=2).figures()["done_before"] >= 3
+    assert Command(folder, tmp_path, replicas=1).figures()["done_before"] >= 3
     assert texts(command.target) == texts(one_engine(folder, tmp_path, LINES))

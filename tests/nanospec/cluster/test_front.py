@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -12,23 +13,31 @@ import pytest
 
 from nanospec.cluster.figures import together
 from nanospec.cluster.front import LOST, NOBODY, Front
+from nanospec.serve.errors import DRAINING
 from nanospec.serve.settings import ServeConfig
 
 Ask = Callable[[dict[str, Any], bytes, str | None], AsyncIterator[dict[str, Any]]]
 URL = "/v1/completions"
 
 
-class Messages:
-    """What a replica sends, as Ray's handle gives it."""
+class Answer:
+    """What a replica sends, as Ray's handle gives it: lists, here of one message each."""
 
     def __init__(self, source: AsyncIterator[dict[str, Any]], cancelled: list[bool]) -> None:
         self._source, self._cancelled = source, cancelled
+        self._next: asyncio.Future[dict[str, Any]] | None = None
 
-    def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        return self._source
+    async def __aiter__(self) -> AsyncIterator[list[dict[str, Any]]]:
+        with suppress(StopAsyncIteration):
+            while True:
+                self._next = asyncio.ensure_future(anext(self._source))
+                yield [await self._next]
 
     def cancel(self) -> None:
+        """To whoever awaits it the answer is then cancelled."""
         self._cancelled.append(True)
+        if self._next is not None:
+            self._next.cancel()
 
 
 def begin(status: int = 200) -> dict[str, Any]:
@@ -48,7 +57,7 @@ async def echo(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncItera
 
 def front(ask: Ask, names: tuple[str, ...] = ("a", "b"), **config: Any) -> tuple[httpx.AsyncClient, Front]:
     cancelled: list[bool] = []
-    made = Front(ServeConfig(**config), 1, lambda: names, lambda *asked: Messages(ask(*asked), cancelled))
+    made = Front(ServeConfig(**config), 1, lambda: names, lambda *asked: Answer(ask(*asked), cancelled))
     transport = httpx.ASGITransport(made.asgi(), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost"), made
 
@@ -94,18 +103,30 @@ def test_keys_and_sizes_are_checked_before_a_replica_is_asked() -> None:
     assert len(eval(long.text)["body"]) == 3000  # enough for the replica to see that it is too long
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["before-it-answers", "in-a-stream"])
-def test_a_replica_that_dies_is_an_error_in_words(begun: bool) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status", "text"),
+    [
+        ([], 503, ""),
+        ([b"data: {}\n\n"], 200, "data: {}\n\ndata: "),
+        ([b"data: {}\n\n", b""], 200, "data: {}\n\n"),
+    ],
+    ids=["before-it-answers", "in-a-stream", "after-it"],
+)
+def test_a_replica_that_dies_is_an_error_in_words(sent: list[bytes], status: int, text: str) -> None:
     async def dies(*_: object) -> AsyncIterator[dict[str, Any]]:
-        if begun:
+        if sent:
             yield begin()
-            yield part(b"data: {}\n\n", more=True)
+        for data in sent:
+            yield part(data, more=data != b"")
         raise RuntimeError("ActorDiedError")
 
     [response] = run(dies, ("POST", URL, "{}"))
-    assert response.status_code == (200 if begun else 503)
-    last = response.text.split("data: ")[-1]
-    assert json.loads(last)["error"]["message"] == LOST
+    assert response.status_code == status
+    assert response.text.startswith(text)
+    if sent[-1:] != [b""]:
+        assert json.loads(response.text.removeprefix(text))["error"]["message"] == LOST
+    else:
+        assert response.text == text
 
 
 def test_where_no_replica_is_known_ray_chooses() -> None:
@@ -120,7 +141,7 @@ def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
 
     async def go_away() -> tuple[Any, list[bool]]:
         cancelled: list[bool] = []
-        made = Front(ServeConfig(), 1, lambda: ("a",), lambda *asked: Messages(never(*asked), cancelled))
+        made = Front(ServeConfig(), 1, lambda: ("a",), lambda *asked: Answer(never(*asked), cancelled))
         received: Iterator[dict[str, Any]] = iter([{"type": "http.request", "body": b"{}"}])
         scope = {"type": "http", "method": "POST", "path": URL, "headers": [(b"host", b"localhost")]}
 
@@ -139,6 +160,42 @@ def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
         return (running, dict(made.balancer.running)), cancelled
 
     assert asyncio.run(go_away()) == (({"a": 1}, {}), [True])
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])
+def test_what_runs_is_finished_and_new_requests_are_told_so(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanospec.cluster.front.LAST", 0.0)
+    told = asyncio.Event()
+
+    async def answer(*_: object) -> AsyncIterator[dict[str, Any]]:
+        yield begin()
+        yield part(b"data: first\n\n", more=True)
+        await told.wait()
+        yield part(b"data: [DONE]\n\n")
+        yield {"facts": {}}
+
+    async def end() -> tuple[httpx.Response, httpx.Response]:
+        client, made = front(answer, drain_timeout=30.0 if ends else 0.1)
+        async with client:
+            running = asyncio.ensure_future(client.post(URL, content="{}"))
+            while not made.balancer.running:
+                await asyncio.sleep(0.01)
+            draining = asyncio.ensure_future(made.drain())
+            await asyncio.sleep(0.01)
+            refused = await client.post(URL, content="{}")
+            if ends:
+                assert not draining.done()
+                told.set()
+            await asyncio.wait_for(draining, 10)
+            return await running, refused
+
+    finished, refused = asyncio.run(end())
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, DRAINING)
+    first, last, _ = finished.text.split("\n\n")
+    assert first == "data: first"
+    assert last == "data: [DONE]" if ends else LOST in last
 
 
 async def counting(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncIterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,6 +85,16 @@ def test_the_longest_beginning_counts() -> None:
         second,
         first,
     ]
+
+
+@pytest.mark.parametrize(("own", "homes"), [(4, {"a"}), (5, set(REPLICAS))], ids=["a-third", "less"])
+def test_a_small_beginning_that_all_share_does_not_gather_them(own: int, homes: set[str]) -> None:
+    """Two pieces of a system prompt, and so many of each request alone."""
+    balancer = Balancer(slack=2)
+    prompts = [names("ss" + str(number) * own) for number in range(6)]
+    assert {balancer.choose(prompt, REPLICAS) for prompt in prompts} == homes
+    with balancer.busy("a"), balancer.busy("b"):  # the idlest has it now, if all have
+        assert balancer.choose(names("ss!"), REPLICAS) == ("c" if "c" in homes else "a")
 
 
 @given(

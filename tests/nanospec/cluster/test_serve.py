@@ -19,6 +19,7 @@ import pytest
 
 from nanospec import SamplingParams
 from nanospec.serve.command import build_parser
+from nanospec.serve.errors import DRAINING
 from nanospec.serve.http import listen
 from nanospec.serve.settings import ServeConfig
 from tests.nanospec.cluster.test_batch import ROOT, children, needs_ray
@@ -44,7 +45,7 @@ def test_what_is_no_number_of_replicas(text: str, capsys: pytest.CaptureFixture[
 @needs_ray
 @pytest.mark.ray
 def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Path) -> None:
-    served = Served(folder, tmp_path / "log", "--kv-cache-memory", "1K")
+    served = Served(folder, tmp_path / "log", "--kv-cache-memory", "1K", replicas=1)
     assert served.process.wait(150) == 2
     [line] = served.log.read_text().splitlines()
     assert "--kv-cache-memory of 1,024 bytes hold the K/V of 0 tokens, too few for" in line
@@ -61,17 +62,17 @@ def test_replicas_are_added_when_each_has_more_requests_than_rows() -> None:
 
 
 class Served:
-    """`nanospec serve --replicas 2` in a process of its own."""
+    """`nanospec serve --replicas` in a process of its own."""
 
-    def __init__(self, folder: Path, log: Path, *more: str) -> None:
+    def __init__(self, folder: Path, log: Path, *more: str, replicas: int = 2) -> None:
         with listen(ServeConfig(port=0)) as free:
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        options = "--max-model-len 512 --max-num-seqs 2 --dtype float32 --spec none --replicas 2"
+        options = "--max-model-len 512 --max-num-seqs 2 --dtype float32 --spec none"
         command = [sys.executable, "-m", "nanospec", "serve", str(folder), *options.split()]
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*command, "--api-key", KEY, "--port", str(port), *more],
+                [*command, "--replicas", str(replicas), "--api-key", KEY, "--port", str(port), *more],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -180,6 +181,9 @@ def test_what_runs_is_finished_before_it_ends(served: Served) -> None:
     while "num_requests_running" not in served.get("/metrics").text and time.monotonic() < end:
         pass
     served.process.send_signal(signal.SIGINT)
+    while (late := served.post({"prompt": "a", "max_tokens": 1})).status_code == 200:
+        pass  # it was not told yet
+    assert (late.status_code, late.json()["error"]["message"]) == (503, DRAINING)
     for thread in threads:
         thread.join(60)
     assert [response.status_code for response in found] == [200] * 4

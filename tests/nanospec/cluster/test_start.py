@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import sys
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,12 +41,13 @@ def test_options_that_say_how_much() -> None:
     assert share(2, EngineConfig(), machines).options({"seed": 1}) == {"seed": 1}
 
 
-def test_a_replica_of_several_ranks_is_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "ranks", lambda config: 2)
-    assert share(2, EngineConfig(device="cuda"), [{"GPU": 2.0}, {"GPU": 3.0}]) == Share(1, 2, None, 1)
-    assert share(2, EngineConfig(), [{"CPU": 7.0}]) == Share(2, 0, 1, 2)  # not 3: two ranks get as much
+def test_a_replica_of_several_ranks_is_on_one_machine() -> None:
+    on_gpus = EngineConfig(device="cuda", tensor_parallel_size=2)
+    assert share(2, on_gpus, [{"GPU": 2.0}, {"GPU": 3.0}]) == Share(1, 2, None, 1)
+    threads = share(2, EngineConfig(tensor_parallel_size=2), [{"CPU": 7.0}])
+    assert threads == Share(2, 0, 1, 2)  # not 3: two ranks get as much
     with pytest.raises(ValueError, match=r"2 replicas with 2 GPUs each .* has 3 \+ 1, room for 1;"):
-        share(2, EngineConfig(device="cuda"), [{"GPU": 3.0}, {"GPU": 1.0}])
+        share(2, on_gpus, [{"GPU": 3.0}, {"GPU": 1.0}])
 
 
 @pytest.mark.parametrize(
@@ -79,10 +84,28 @@ def test_all_of_them_fit_and_no_more_could_be_given(replicas: int, cpus: list[in
     assert sum(count // (each + 1) for count in cpus) < replicas
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "127.0.0.1:{}99999", "[::1]:{}"])
+def test_a_ray_that_is_not_there_is_one_sentence(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = address.format(free.getsockname()[1])
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(OSError) as caught, start.ray_for(1, EngineConfig()):
+        pass
+    assert str(caught.value).startswith(f"RAY_ADDRESS={address}: nobody answers there (")
+    assert str(caught.value).endswith("; start Ray there, or unset RAY_ADDRESS, which starts one here.")
+
+
+def test_a_ray_that_is_there_or_found_by_itself_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        for address in ("127.0.0.1:{}", "ray://127.0.0.1:{}", "auto"):
+            start.check_there(address.format(there.getsockname()[1]))
+
+
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name="ray")
 
     monkeypatch.setattr(start, "import_module", missing)
     with pytest.raises(ValueError, match=r"replicas need ray: pip install 'nanospec\[ray\]'"):
-        start.need_ray()
+        start.need_ray("ray.data")

@@ -49,6 +49,14 @@ def test_a_port_in_use_and_a_host_that_is_none(folder: Path, capsys: pytest.Capt
     assert "cannot listen at no.such.host.invalid:0: " in capsys.readouterr().err
 
 
+def test_replicas_refuse_what_would_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--replicas", "2", "--write-timeout", "5"])
+    assert "--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out." in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
