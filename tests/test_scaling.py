@@ -65,10 +65,10 @@ def drafts() -> list[str]:
 
 
 def sums() -> list[str]:
-    """ms gathered in order of rank, and as by a ring."""
+    """ms gathered and in slices."""
     cases = ("B=1", "B=64", "prompt")
     return [
-        cells(name, gpus, *(f"{row[case][0]:.1f}, {row[case][1]:.1f}" for case in cases), row["ring_from"])
+        cells(name, gpus, *(f"{row[case][0]:.1f}, {row[case][1]:.1f}" for case in cases), row["slices_from"])
         for model, name in MODELS.items()
         for gpus, row in found()["sums"][model].items()
         if gpus in ("4", "8") and model != "qwen3-0.6b"
@@ -132,7 +132,7 @@ def sensitivity() -> list[str]:
     return [
         cells(what, *(point(by_model[model]["20"][text]) for model, text in columns))
         for what, by_model in {"as assumed": found()["replicas"], **found()["sensitivity"]}.items()
-        if what != "sums as by a ring"
+        if what != "sums gathered"
     ]
 
 
