@@ -53,7 +53,7 @@ def sensitivity(kinds: Mapping[str, paper.Brought]) -> dict[str, Any]:
         "exchanges of 6 us": paper.replicas(kinds, replace(machine, exchange=6e-6)),
         "exchanges of 20 us": paper.replicas(kinds, replace(machine, exchange=20e-6)),
         "7/8 of a prompt cached": paper.replicas(kinds, cached=896),
-        "sums as by a ring": paper.replicas(kinds, by_ring=True),
+        "sums gathered": paper.replicas(kinds, slices=False),
     }
 
 

@@ -65,10 +65,10 @@ def drafts() -> list[str]:
 
 
 def sums() -> list[str]:
-    """ms gathered in order of rank, and as by a ring."""
+    """ms gathered and in slices."""
     cases = ("B=1", "B=64", "prompt")
     return [
-        cells(name, gpus, *(f"{row[case][0]:.1f}, {row[case][1]:.1f}" for case in cases), row["ring_from"])
+        cells(name, gpus, *(f"{row[case][0]:.1f}, {row[case][1]:.1f}" for case in cases), row["slices_from"])
         for model, name in MODELS.items()
         for gpus, row in found()["sums"][model].items()
         if gpus in ("4", "8") and model != "qwen3-0.6b"
@@ -132,7 +132,7 @@ def sensitivity() -> list[str]:
     return [
         cells(what, *(point(by_model[model]["20"][text]) for model, text in columns))
         for what, by_model in {"as assumed": found()["replicas"], **found()["sensitivity"]}.items()
-        if what != "sums as by a ring"
+        if what != "sums gathered"
     ]
 
 
@@ -145,9 +145,9 @@ def of_paper() -> dict[str, str]:
     """What is said of figures in between, of steps alone."""
     ms = found()["draft_models"]["passes"]["qwen3-0.6b"]["1"]["8"]
     made = [f"{row['gb_per_s_and_gpu']:.1f}" for row in found()["moving"].values()]
-    ours, ring = (
+    ours, gathered = (
         money(by_model["llama-3.3-70b"]["20"]["none"]["dollars"])
-        for by_model in (found()["replicas"], found()["sensitivity"]["sums as by a ring"])
+        for by_model in (found()["replicas"], found()["sensitivity"]["sums gathered"])
     )
     tokens = found()["tokens_per_step"]
     brought = [
@@ -157,7 +157,7 @@ def of_paper() -> dict[str, str]:
         "brought": f"{brought[0]} tokens in prose, {brought[1]} in code edits",
         "draft_pass": f"{ms['whole']:.2f} ms a pass, split over eight {ms['split']:.2f}",
         "moving": f"{made[0]} GB/s of K/V with a 0.6B model, {made[1]} with 8B, {made[2]} with 70B on four",
-        "ring": f"a 70B model's tokens at 20 ms cost {ring} for {ours}",
+        "gathered": f"a 70B model's tokens at 20 ms would cost {gathered} for {ours}",
     }
 
 

@@ -17,20 +17,20 @@ FAR = 1 << 20  # tokens: where the second account is taken
 
 
 class Costs:
-    """Of a replica of so many GPUs. `ring_from`: passes of so many tokens exchange their sums as a ring does
-    (see the account), None: none of them."""
+    """Of a replica of so many GPUs. `slices`: whether sums over them are added in slices, None: as the engine
+    decides by the number of tokens."""
 
     def __init__(
         self,
         config: ModelConfig,
         machine: Machine | None = None,
         gpus: int = 1,
-        ring_from: int | None = None,
+        slices: bool | None = None,
     ) -> None:
         if any(config.windows):
             raise ValueError("With sliding windows, steps do not grow in proportion to the text.")
         self.config, self.machine, self.gpus = config, machine or Machine(), gpus
-        self.ring_from = ring_from
+        self.slices = slices
         self.kv_tokens = kv_tokens(config, self.machine, gpus)
         self.kv_bytes = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim  # of a token, bf16
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
@@ -40,9 +40,8 @@ class Costs:
         """ms of a step of so many rows, with `context` cached positions together and k drafts each."""
         line = self._lines.get((rows, k))
         if line is None:
-            ring = self._by_ring(rows * (k + 1))
             near, far = (
-                account(self.config, rows, k, at, gpus=self.gpus, ring=ring).estimate(self.machine)
+                account(self.config, rows, k, at, gpus=self.gpus, slices=self.slices).estimate(self.machine)
                 for at in (1, FAR)
             )
             slope = (far - near) / (rows * (FAR - 1))
@@ -53,15 +52,12 @@ class Costs:
         """ms of one pass over pieces of prompts: (tokens, cached ones before them) of each."""
         tokens = sum(n for n, _ in chunks)
         if tokens not in self._passes:
-            work, ring = Work(tokens, 1, 0, 0), self._by_ring(tokens)
-            self._passes[tokens] = count(self.config, work, gpus=self.gpus, ring=ring).estimate(self.machine)
+            step = count(self.config, Work(tokens, 1, 0, 0), gpus=self.gpus, slices=self.slices)
+            self._passes[tokens] = step.estimate(self.machine)
         read, pair = self._attention
         moved = read * sum(n + start for n, start in chunks)
         computed = pair * sum(n * start + n * (n + 1) / 2 for n, start in chunks)
         return self._passes[tokens] + max(moved, computed)
-
-    def _by_ring(self, tokens: int) -> bool:
-        return self.ring_from is not None and tokens >= self.ring_from
 
     def prompt(self, tokens: int, start: int = 0, chunk: int = 2048) -> float:
         """ms of a prompt by itself, in pieces."""

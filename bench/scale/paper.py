@@ -18,6 +18,7 @@ from bench.scale.guessing import Brought, captured
 from nanospec.cli.account import Machine, account
 from nanospec.cli.shapes import SHAPES
 from nanospec.graphs import batch_sizes
+from nanospec.kernels.layer.split import in_slices
 from nanospec.models.config import ModelConfig
 
 Json = dict[str, Any]
@@ -89,15 +90,16 @@ def best(
 
 
 def replicas(
-    kinds: Mapping[str, Brought], machine: Machine | None = None, by_ring: bool = False, cached: int = 0
+    kinds: Mapping[str, Brought],
+    machine: Machine | None = None,
+    slices: bool | None = None,
+    cached: int = 0,
 ) -> Json:
-    """The best batch, TP and K by model, bound on the time of a token, and text. `by_ring`: sums of many
-    tokens move what a ring moves; `cached`: tokens of each prompt of 1,024."""
+    """The best batch, TP and K by model, bound on the time of a token, and text. `slices`: how sums are added
+    (see `Costs`); `cached`: tokens of each prompt of 1,024."""
     found: Json = {}
     for model in MODELS:
-        splits = [Costs(SHAPES[model], machine, gpus) for gpus in SPLITS]
-        for costs in splits:
-            costs.ring_from = ring_from(costs) if by_ring else None
+        splits = [Costs(SHAPES[model], machine, gpus, slices) for gpus in SPLITS]
         found[model] = {
             str(bound): {
                 name: point.report() if (point := best(splits, kind, bound, cached)) else None
@@ -131,31 +133,26 @@ def _gain(costs: Costs, kind: Brought, rows: int, context: int) -> tuple[int, fl
 
 
 def sums() -> Json:
-    """ms of steps and of a prompt of 2,048 by split, with sums gathered in order of rank and as a ring moves
-    them, and from how many tokens on the ring is the faster."""
+    """ms of steps and of a prompt of 2,048 by split, with sums gathered and with sums in slices, and from how
+    many tokens on the engine takes slices."""
     found: Json = {}
     for model in MODELS:
         found[model] = {}
-        for gpus in SPLITS:
-            both = [Costs(SHAPES[model], gpus=gpus, ring_from=tokens) for tokens in (None, 1)]
+        for gpus in SPLITS[1:]:
+            both = [Costs(SHAPES[model], gpus=gpus, slices=slices) for slices in (False, True)]
             if both[0].kv_tokens:
                 cases = {f"B={n}": [costs.step(n, 0, n * 1152) for costs in both] for n in (1, 16, 64, 256)}
                 cases["prompt"] = [costs.prompt(2048) for costs in both]
                 shown = {case: [round(ms, 3) for ms in pair] for case, pair in cases.items()}
-                more = {"kv_tokens": both[0].kv_tokens, "ring_from": ring_from(both[0])}
+                more = {"kv_tokens": both[0].kv_tokens, "slices_from": slices_from(both[0])}
                 found[model][str(gpus)] = {**shown, **more}
     return found
 
 
-def ring_from(costs: Costs) -> int | None:
-    """From how many tokens on sums are faster as a ring moves them: it takes two exchanges for one, and moves
-    2 (N - 1) / N messages for N - 1. None if there are no sums, or never."""
-
-    def ms(tokens: int, ring: bool) -> float:
-        step = account(costs.config, tokens, 0, 0, gpus=costs.gpus, ring=ring)
-        return step.estimate(costs.machine)
-
-    return next((n for n in range(1, 4097) if ms(n, True) < ms(n, False)), None) if costs.gpus > 2 else None
+def slices_from(costs: Costs) -> int | None:
+    """Tokens of a pass from which on the engine adds in slices; None: of no pass that there is."""
+    row = 2 * costs.config.hidden_size
+    return next((n for n in range(1, 4097) if in_slices(n * row, costs.gpus)), None)
 
 
 # ---- a draft model beside a split target --------------------------------------------------------
@@ -196,23 +193,25 @@ def _passes(
     exchange of what they drafted; or split."""
 
     def ms(rows: int, gpus: int) -> float:
-        return account(config, rows, 0, context, gpus=gpus).estimate(machine)
+        return account(config, rows, 0, context, gpus=gpus, whole=True).estimate(machine)
 
     dealt = ms(-(-rows // gpus), 1) + 1e3 * machine.exchange
     return {"whole": ms(rows, 1), "rows dealt": dealt, "split": ms(rows, gpus)}
 
 
 def _crossover(gpus: int, layers: int, rows: int, machine: Machine) -> float | None:
-    """Parameters of the smallest model that is faster split, and all larger ones with it, of those with so
-    many layers."""
-    found = None
+    """Parameters from which on a model of so many layers is faster split, and all larger ones with it; in
+    proportion between the widths that were computed."""
+    size = gain = 0.0
     for width in reversed(WIDTHS):
         config = draft_shape(width, layers)
         ms = _passes(config, rows, gpus, machine)
-        if ms["split"] >= min(ms["whole"], ms["rows dealt"]):
-            break
-        found = float(f"{config.num_parameters:.3g}")
-    return found
+        smaller, larger, above = config.num_parameters, size, gain
+        gain = min(ms["whole"], ms["rows dealt"]) - ms["split"]
+        if gain <= 0:
+            return float(f"{larger - above / (above - gain) * (larger - smaller):.3g}") if larger else None
+        size = smaller
+    return float(f"{size:.3g}")
 
 
 def draft_shape(width: int, layers: int) -> ModelConfig:

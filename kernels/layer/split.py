@@ -24,8 +24,18 @@ Gather = Callable[[Tensor], Tensor]
 Exchange = Callable[[Tensor], Tensor]
 """x [N, ...] of every rank, x[r] for rank r -> [N, ...] in the order of ranks who sent it."""
 
-# What a GPU receives from its neighbours (370 GB/s) in the time that one more exchange takes (10 us).
-EXCHANGE = 3_700_000  # bytes
+# What a GPU receives from its neighbours (370 GB/s) in the 20 us or so that slices cost beside their bytes:
+# one more exchange (10 us), and starts of kernels that add (one a rank and two or three, 1.3 us each).
+EXCHANGE = 7_400_000  # bytes
+
+
+def in_slices(size: int, ranks: int) -> bool:
+    """Whether summands of so many bytes are added a slice by each rank.
+
+    Gathered, a rank receives ranks - 1 of them. In slices it receives 2 (ranks - 1) / ranks, as in a ring, in
+    two exchanges for one.
+    """
+    return size * (ranks - 1) * (ranks - 2) > ranks * EXCHANGE
 
 
 class Summed(NamedTuple):
@@ -41,11 +51,10 @@ class Summed(NamedTuple):
         """From this rank's summand [T, H]: those of all ranks [ranks, T, H], or their sum [1, T, H]. Added in
         order in float32 and rounded, they are the same.
 
-        Gathered, each rank receives ranks - 1 summands. Where that takes longer, each adds some rows for all:
-        two exchanges, of 2 (ranks - 1) / ranks summands together, as in a ring.
+        They are gathered, or, where that takes longer (`in_slices`), each rank adds some rows for all.
         """
         (T, H), n = product.shape, self.ranks
-        if product.nbytes * (n - 1) * (n - 2) <= n * EXCHANGE:
+        if not in_slices(product.nbytes, n):
             return self.gather(product)
         slices = F.pad(product, (0, 0, 0, -T % n)).view(n, -1, H)
         return self.gather(total(self.exchange(slices))).view(1, -1, H)[:, :T]
@@ -56,7 +65,7 @@ def total(parts: Tensor) -> Tensor:
     wide = torch.promote_types(parts.dtype, torch.float32)
     found = parts[0].to(wide)
     for part in parts[1:]:
-        found = found + part.to(wide)
+        found = found + part  # which widens it: one kernel on a GPU
     return found.to(parts.dtype)
 
 

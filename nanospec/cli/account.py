@@ -13,11 +13,9 @@ the one ahead has ended (`kernels/overlap.py`), which hides some of it; how much
 nothing is taken off here, and `estimate.py` has a guess. A prompt's pass is counted in the same way.
 
 Split over N GPUs of one machine (tensor parallelism) each has a share of the heads, of the MLP and of the
-vocabulary, and a layer has two sums over them. Every GPU gathers the parts of the N - 1 others and adds all
-in the order of their ranks, so that a sum's bits do not depend on who comes first: it receives N - 1
-messages, where a ring receives 2 (N - 1) / N. (Adding a slice each in that order and gathering the sums moves
-as little as a ring, and takes two exchanges as that does.) Logits are gathered, and every GPU draws the same
-tokens. What is received counts into the bound, every exchange costs `exchange` in the estimate, and neither
+vocabulary. They exchange embeddings, candidates for the next token or whole logits, and two sums a layer,
+whose parts are gathered or added a slice each: by the engine's own rule (`kernels/layer/split.py`), unless
+told. What is received counts into the bound, every exchange costs `exchange` in the estimate, and neither
 overlaps with computing.
 
 The defaults are those of an H200: 4.3e12 B/s copied and 790e12 FLOP/s in bf16 were measured on one; nothing
@@ -29,6 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.layer.qkv_rope import holds_heads
+from ..kernels.layer.split import in_slices
+from ..kernels.sampling.scan import CHUNK
 from ..memory import GPU_SHARE
 from ..models.config import ModelConfig
 
@@ -144,6 +144,8 @@ class Work:
         read: cached positions whose K/V are read, `pairs` of a token and a position that it sees; both are
             summed over the layers.
         looked_up: tokens of text in which guesses are looked for.
+        whole: GPUs that share the vocabulary gather all logits, as a split draft model does, and a step in
+            which somebody asks for more than the likeliest token; else candidates.
     """
 
     tokens: int
@@ -151,6 +153,7 @@ class Work:
     read: int
     pairs: int
     looked_up: int = 0
+    whole: bool = False
 
 
 def account(
@@ -161,16 +164,19 @@ def account(
     itemsize: int = 2,
     arch: str = "sm_90",
     gpus: int = 1,
-    ring: bool = False,
+    slices: bool | None = None,
+    whole: bool = False,
 ) -> Step:
     """Count a step of B requests with K drafts each and `context` cached tokens, as the engine launches it on
-    `arch`; `itemsize` is bytes per weight, activation and logit. `ring`: sums move what a ring moves."""
+    `arch`; `itemsize` is bytes per weight, activation and logit. `slices`: whether sums over `gpus` are added
+    in slices, None: as the engine decides. `whole`: see `Work`."""
     T = B * (K + 1)
     seen = sum(min(context, window or context) for window in config.windows)  # K/V rows, over layers
-    return count(config, Work(T, T, B * seen, T * seen, B * context * (K > 0)), itemsize, arch, gpus, ring)
+    work = Work(T, T, B * seen, T * seen, B * context * (K > 0), whole)
+    return count(config, work, itemsize, arch, gpus, slices)
 
 
-def prefill(config: ModelConfig, tokens: int, start: int = 0, gpus: int = 1, ring: bool = False) -> Step:
+def prefill(config: ModelConfig, tokens: int, start: int = 0, gpus: int = 1) -> Step:
     """Count the pass over `tokens` of a prompt behind `start` cached ones, of which the last is scored."""
     read = pairs = 0
     for window in config.windows:
@@ -178,11 +184,16 @@ def prefill(config: ModelConfig, tokens: int, start: int = 0, gpus: int = 1, rin
         short = max(min(end, most) - start, 0)  # tokens that see all before them
         read += min(end, most + tokens - 1)
         pairs += short * start + short * (short + 1) // 2 + (tokens - short) * most
-    return count(config, Work(tokens, 1, read, pairs), gpus=gpus, ring=ring)
+    return count(config, Work(tokens, 1, read, pairs), gpus=gpus)
 
 
 def count(
-    config: ModelConfig, work: Work, itemsize: int = 2, arch: str = "sm_90", gpus: int = 1, ring: bool = False
+    config: ModelConfig,
+    work: Work,
+    itemsize: int = 2,
+    arch: str = "sm_90",
+    gpus: int = 1,
+    slices: bool | None = None,
 ) -> Step:
     """The kernels of a pass on one of `gpus`."""
     T, L, H = work.tokens, config.num_layers, config.hidden_size
@@ -190,13 +201,13 @@ def count(
     kernels = (
         Kernel("propose", "propose", 2 if work.looked_up else 0, 4 * work.looked_up),
         Kernel("layout, embedding", "embedding", 2, itemsize * T * H),
+        *([_lookup(itemsize * T * H, gpus)] if gpus > 1 else []),
         *_inputs(config, T, itemsize, arch, gpus),
         Kernel("attention", "attention", L, itemsize * work.read * 2 * kv, 4 * work.pairs * q),
         *_outputs(config, T, itemsize, gpus),
-        *([_sums(2 * L, itemsize * T * H, gpus, ring)] if gpus > 1 else []),
+        *([_sums(2 * L, T, itemsize * H, gpus, slices)] if gpus > 1 else []),
         Kernel("final norm", "head", 1),
-        _head(config, work.logits, itemsize, gpus),
-        Kernel("sample", "sample", 2, itemsize * work.logits * config.vocab_size),
+        *_head(config, work, itemsize, gpus),
         Kernel("verify, commit, report", "commit", 1),
     )
     return Step(T, kernels)
@@ -242,25 +253,39 @@ def _heads(config: ModelConfig, gpus: int) -> tuple[int, int]:
     return heads // gpus * config.head_dim, max(kv // gpus, 1) * config.head_dim
 
 
-def _sums(number: int, message: int, gpus: int, ring: bool) -> Kernel:
-    """Of messages of so many bytes over the GPUs."""
-    received = 2 * (gpus - 1) * message // gpus if ring else (gpus - 1) * message
-    added = (3 if ring else gpus + 1) * message
-    return Kernel("sums", "sums", number, number * added, 0, number * (1 + ring), number * received)
+def _lookup(message: int, gpus: int) -> Kernel:
+    """`Vocabulary.lookup`: each GPU's rows of the embedding, zeros for the others' tokens, and their sum."""
+    return Kernel("rows of all", "embedding", 11, (gpus + 5) * message, 0, 1, (gpus - 1) * message)
 
 
-def _head(config: ModelConfig, rows: int, itemsize: int, gpus: int) -> Kernel:
-    """Logits of a share of the vocabulary, and the others' gathered."""
-    H, V = config.hidden_size, -(-config.vocab_size // gpus)
-    received = itemsize * (gpus - 1) * rows * V
-    moved, flops = itemsize * (H * V + rows * V), 2 * rows * H * V
-    return Kernel("head", "head", 1, moved, flops, int(gpus > 1), received)
+def _sums(number: int, T: int, row: int, gpus: int, slices: bool | None) -> Kernel:
+    """`Summed.parts` of T rows of so many bytes, and `residual_add` of what it gives."""
+    if slices is None:
+        slices = in_slices(T * row, gpus)
+    if not slices:
+        exchanges, received, launches, added = 1, (gpus - 1) * T * row, 1, (gpus + 1) * T * row
+    else:  # torch cuts, adds part by part and rounds
+        part = -(-T // gpus) * row  # of the rows that a GPU adds for all
+        exchanges, received = 2, 2 * (gpus - 1) * part
+        launches, added = gpus + 3 + (T % gpus > 0), (5 * gpus + 1) * part
+    return Kernel("sums", "sums", number * launches, number * added, 0, number * exchanges, number * received)
+
+
+def _head(config: ModelConfig, work: Work, itemsize: int, gpus: int) -> list[Kernel]:
+    """Logits of a share of the vocabulary, what of them is exchanged, and drawing from it."""
+    H, rows, V = config.hidden_size, work.logits, -(-config.vocab_size // gpus)
+    head = Kernel("head", "head", 1, itemsize * (H * V + rows * V), 2 * rows * H * V)
+    if gpus == 1 or not work.whole:
+        given = 8 * rows * -(-V // CHUNK.value)  # a value and a token of each chunk
+        sample = Kernel("sample", "sample", 2, itemsize * rows * V, 0, int(gpus > 1), (gpus - 1) * given)
+        return [head, sample]
+    given = itemsize * rows * V
+    logits = Kernel("logits of all", "head", 2, 4 * gpus * given, 0, 1, (gpus - 1) * given)
+    return [head, logits, Kernel("sample", "sample", 2, itemsize * rows * config.vocab_size)]
 
 
 def kv_tokens(config: ModelConfig, machine: Machine, gpus: int = 1, itemsize: int = 2) -> int:
-    """Cached tokens for which the GPUs that share the model have room; 0 if it does not fit. The embedding is
-    on all of them, everything else is split."""
-    table = config.vocab_size * config.hidden_size
-    weights = itemsize * (table + (config.num_parameters - table) / gpus)
+    """Cached tokens for which the GPUs that share the model have room; 0 if it does not fit."""
+    weights = itemsize * config.num_parameters / gpus
     per_token = itemsize * 2 * config.num_layers * _heads(config, gpus)[1]
     return max(int((GPU_SHARE * machine.memory - weights) / per_token), 0)

@@ -47,12 +47,16 @@ def test_a_step_costs_what_the_account_says(rows: int, k: int, gpus: int) -> Non
     assert costs.step(rows, k, rows * 1700) == pytest.approx(exact, rel=1e-9)
 
 
-def test_passes_of_many_tokens_may_go_by_a_ring() -> None:
-    never, some, always = (Costs(MODELS["qwen3-8b"], gpus=8, ring_from=n) for n in (None, 64, 1))
-    assert some.step(8, 6, 0) == never.step(8, 6, 0) < always.step(8, 6, 0)
-    assert some.step(8, 7, 0) == always.step(8, 7, 0)
-    assert some.prompts([(63, 0)]) == never.prompts([(63, 0)])
-    assert some.prompts([(1000, 0)]) == always.prompts([(1000, 0)]) < never.prompts([(1000, 0)])
+def test_passes_of_many_tokens_add_in_slices() -> None:
+    """As the engine does, or always, or never."""
+    engine, never, always = (Costs(MODELS["qwen3-8b"], gpus=8, slices=how) for how in (None, False, True))
+    first = paper.slices_from(engine)
+    assert first == 173  # of 8 KiB: 42 times these against 8 times 7.4 MB
+    assert engine.step(43, 3, 0) == never.step(43, 3, 0) < always.step(43, 3, 0)
+    assert engine.step(64, 3, 0) == always.step(64, 3, 0) < never.step(64, 3, 0)
+    assert engine.prompts([(first - 1, 0)]) == never.prompts([(first - 1, 0)])
+    assert engine.prompts([(first, 0)]) == always.prompts([(first, 0)])
+    assert paper.slices_from(Costs(MODELS["qwen3-8b"], gpus=2)) is None
 
 
 @pytest.mark.parametrize(("tokens", "start"), [(1, 0), (2048, 0), (300, 5000)])
@@ -428,20 +432,10 @@ def test_a_draft_model_is_split_from_its_crossover_on() -> None:
     assert size == pytest.approx(33 * 10e-6 * 4.3e12 / (2 * (1 - 1 / 2)), rel=0.35)
     sizes = {r["gpus"]: r["parameters"] for r in found if (r["layers"], r["rows"]) == (28, 1)}
     assert sizes[2] > sizes[4] > sizes[8]
-
-
-def test_the_ring_wins_from_where_it_is_said_to() -> None:
-    for gpus in (4, 8):
-        costs = Costs(MODELS["qwen3-8b"], gpus=gpus)
-        start = paper.ring_from(costs)
-        assert start
-        for tokens, faster in ((start - 1, False), (start, True), (4 * start, True)):
-            ring, gathered = (
-                account(costs.config, tokens, 0, 0, gpus=gpus, ring=ring).estimate(Machine())
-                for ring in (True, False)
-            )
-            assert (ring < gathered) is faster
-    assert paper.ring_from(EIGHT) is None
+    assert paper._crossover(2, 20, 1, Machine()) == pytest.approx(4e9 / 2, rel=0.05), "tensor-parallel.md"
+    assert paper._crossover(2, 8, 1, Machine(exchange=1.0)) is None
+    least = paper.draft_shape(paper.WIDTHS[0], 8).num_parameters
+    assert paper._crossover(2, 8, 1, Machine(bandwidth=1e9)) == pytest.approx(least, rel=0.01)
 
 
 # ---- the command -------------------------------------------------------------------------------
