@@ -129,14 +129,15 @@ def step_memory(
     c, item, rows = model.config, model.dtype.itemsize, config.max_num_seqs
     table = Table.empty(rows, max_context, config.block_size, c.vocab_size, "meta")
     k = min(config.spec.max_k, drafter.max_drafts) if drafter is not None else 0
-    target, most = arch(model.like), max(MAX_STEP_TOKENS, rows)
+    target, most, ranks = arch(model.like), max(MAX_STEP_TOKENS, rows), model.num_ranks
     ks = {0, k, *(n for n in config.spec.ks if n < k)}
     steps = [(b, n + 1) for b in batch_sizes(rows) for n in ks if b * (n + 1) <= most]
     tokens = max(b * q for b, q in steps)
     logits = tokens * c.vocab_size * item
     attention = max(_units(c, b, q, max_context, b * q, target) for b, q in steps)
     sampling = tokens * c.vocab_size // 4
-    step = _activations(c, tokens, item) + max(attention, _parts(c, tokens, item, target), sampling)
+    gathered = 2 * logits + logits // ranks if ranks > 1 else 0  # a part, all parts, and side by side
+    step = _activations(c, tokens, item) + max(attention, _parts(c, tokens, item, target), sampling, gathered)
     if drafter is not None and drafter.runs_model:  # its logits, and once more while they are put together
         step += 2 * logits
     longest = config.max_num_batched_tokens
@@ -144,6 +145,7 @@ def step_memory(
     pieces = [(1 << i, n) for n in range(longest, 0, -PIECE) for i in range(rows.bit_length())]
     units = max(_units(c, b, -(-n // b), max_context, n + PIECE - 1, target) for b, n in pieces)
     prefill = _activations(c, longest, item) + max(units, _parts(c, longest, item, target))
+    prefill = max(prefill, _exchanged(c, longest, item, ranks))
     # While a step is captured, the largest lies in the graphs' pool and another one is run to warm up.
     sizes = logits, step, max(step, prefill)
     return StepMemory(sum(t.nbytes for t in table if isinstance(t, torch.Tensor)), *sizes)
@@ -162,6 +164,12 @@ def _activations(c: ModelConfig, tokens: int, item: int) -> int:
     stream = item * 2 * c.hidden_size + 4 * -(-c.hidden_size // 64)
     hidden = c.hidden_size * (2 if c.out_norms else 1)
     return tokens * (2 * stream + item * (hidden + 3 * q + 2 * kv + c.intermediate_size))
+
+
+def _exchanged(c: ModelConfig, tokens: int, item: int, ranks: int) -> int:
+    """Bytes of what ranks exchange: the largest are the rows of the embedding, of which each has its own,
+    without those of others, and everybody's."""
+    return item * tokens * c.hidden_size * (ranks + 2) if ranks > 1 else 0
 
 
 def _parts(c: ModelConfig, tokens: int, item: int, arch: str) -> int:

@@ -20,8 +20,10 @@ from nanospec.graphs import StepGraphs
 from nanospec.kernels.batch import Batch
 from nanospec.memory import StepMemory, plan_cache, step_memory, zeros_on_demand
 from nanospec.models.decoder import Model
+from nanospec.parallel.ranks import SplitStep
+from nanospec.step import Step
 from tests.drive import finish, make_engine
-from tests.dry import DryRun, dry_step, meta_model
+from tests.dry import DryRun, dry_step, meta_model, meta_part
 from tests.tiny import tiny_config, tiny_model
 
 MIB = 1 << 20
@@ -110,8 +112,20 @@ def test_the_plan_knows_what_steps_allocate(name: str, rows: int, k: Any) -> Non
     """Two layers, all captured sizes and a whole prefill on `meta` tensors, against the formula."""
     model = meta_model(tiny_config(**MODELS[name]))
     spec = SpecConfig(num_speculative_tokens=k, acceptance="typical") if k else SpecConfig(method="none")
-    config = EngineConfig(spec=spec, max_num_seqs=rows)
-    step = dry_step(model, spec, rows)
+    assert_planned(dry_step(model, spec, rows), EngineConfig(spec=spec, max_num_seqs=rows))
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_plan_knows_what_ranks_exchange(ranks: int, rows: int) -> None:
+    spec = SpecConfig(num_speculative_tokens=4)
+    step = dry_step(meta_part(tiny_config(**MODELS["qwen3-8b"]), ranks), spec, rows, SplitStep)
+    step.whole = True  # type: ignore[attr-defined]
+    assert_planned(step, EngineConfig(spec=spec, max_num_seqs=rows, tensor_parallel_size=ranks))
+
+
+def assert_planned(step: Step, config: EngineConfig) -> None:
+    model, rows, spec = step.model, config.max_num_seqs, config.spec
     graphs = StepGraphs(step, model.device, rows, spec.ks)
     step.share_logits(graphs.max_tokens)
     one, largest = torch.empty(1, dtype=torch.int32, device="meta"), 0
@@ -138,7 +152,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, spare: int) -> Model:
     """A model that says that it is on a GPU with so many bytes to spare."""
     model = tiny_model()
     model.device = torch.device("cuda")
-    monkeypatch.setattr(memory, "spare_memory", lambda device: spare)
+    monkeypatch.setattr(memory, "spare_memory", lambda device, sharing: spare)
     return model
 
 
