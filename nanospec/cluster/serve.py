@@ -69,8 +69,9 @@ class ServingEngine:
 
     def check_health(self) -> None:
         """Ray replaces a replica for which this raises."""
-        if self._is_started and not self._app.engine.is_alive:
-            raise RuntimeError("the engine's steps fail one after the other")
+        engine = self._app.engine
+        if engine.end is not None or (self._is_started and not engine.is_alive):
+            raise RuntimeError(engine.end or "the engine's steps fail one after the other")
 
 
 class Ingress:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -49,6 +50,20 @@ def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Pat
     assert served.process.wait(150) == 2
     [line] = served.log.read_text().splitlines()
     assert "--kv-cache-memory of 1,024 bytes hold the K/V of 0 tokens, too few for" in line
+
+
+def test_a_replica_whose_device_is_gone_is_replaced_before_anybody_asks() -> None:
+    serve = pytest.importorskip("nanospec.cluster.serve")
+    engine = SimpleNamespace(end=None, is_alive=False)
+    replica = object.__new__(serve.ServingEngine)
+    replica._app, replica._is_started = SimpleNamespace(engine=engine), False
+    replica.check_health()
+    engine.end = "Rank 1 is gone, and the others with it."
+    with pytest.raises(RuntimeError, match="Rank 1 is gone"):
+        replica.check_health()
+    engine.end, replica._is_started = None, True
+    with pytest.raises(RuntimeError, match="steps fail"):
+        replica.check_health()
 
 
 @needs_ray
