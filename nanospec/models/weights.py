@@ -75,9 +75,6 @@ def load_model(
     """Load the checkpoint in the folder `path`, for texts of up to `max_len` tokens if that is given; with a
     `group`, this rank's part of it.
 
-    Reads `config.json` and `model.safetensors`, or the shards of `model.safetensors.index.json`, or
-    the only other `*.safetensors`.
-
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is corrupt, the config is not supported, or tensors do not fit it.
@@ -90,14 +87,10 @@ def load_model(
     if max_len is not None and max_len < config.max_position_embeddings:
         config = replace(config, max_position_embeddings=max_len)
     with ExitStack() as stack:
-        source: dict[str, Any] = {}  # tensor name -> the open file that has it
-        for file in weight_files(folder):
-            handle = stack.enter_context(open_safetensors(file))
-            source.update(dict.fromkeys(handle.keys(), handle))
         places = family.places(config)
-        used = {n: file.get_slice(n) for n, file in source.items() if not family.is_ignored(n, config)}
-        shapes = stored_shapes(config, places)
-        check_fit(used, shapes, f"The weights in {folder} do not fit its config.json")
+        source = {n: file for n, file in _opened(folder, stack).items() if not family.is_ignored(n, config)}
+        used = {name: file.get_slice(name) for name, file in source.items()}
+        check_fit(used, stored_shapes(config, places), f"The weights in {folder} do not fit its config.json")
 
         def get(name: str, part: Part | None = None) -> Tensor:
             whole, first, rows = places[name]
@@ -113,8 +106,18 @@ def load_model(
         return shard.joined(Model(shard.config, dtype, device, lambda name: get(name, shard.part(name))))
 
 
+def _opened(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """By the name of each tensor the file that has it, open as long as the stack is."""
+    found: dict[str, Any] = {}
+    for file in weight_files(folder):
+        handle = stack.enter_context(open_safetensors(file))
+        found.update(dict.fromkeys(handle.keys(), handle))
+    return found
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint in `folder`."""
+    """The safetensors files that make up the checkpoint in `folder`: `model.safetensors`, or the shards of
+    `model.safetensors.index.json`, or the only other one."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
