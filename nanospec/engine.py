@@ -19,6 +19,7 @@ from typing import NamedTuple
 from .config import EngineConfig, SamplingParams
 from .kernels.batch import Chunk
 from .metrics import Metrics
+from .orders import Flight, Pages, RowResult, StepOrder
 from .policy import AutoPolicy, Policy
 from .request import Limits, Request, check_request, seed_of
 from .sampling.guided import Guided
@@ -27,7 +28,7 @@ from .text.detokenize import Detokenizer
 from .text.grammar import PLAN_SECONDS, Draft, Grammars
 from .text.tokenizer import Tokenizer
 from .tracing.recorder import Recorder, Weighed, watch
-from .worker import Flight, Pages, RowResult, StepOrder, Worker
+from .worker import Worker
 
 
 class Queued(NamedTuple):

@@ -6,16 +6,16 @@
     fetch     what a queued step gave; waits for it
     release   requests have left their rows
 
-Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data, so that
-the same five messages could go to several workers; only steps without graphs ask back, how many drafts to
-verify.
+Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data
+(`orders.py`), so that the same five messages can go to several workers (`parallel/ranks.py`); only steps
+without graphs ask back, how many drafts to verify.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,20 +28,20 @@ from .drafters.base import Drafter
 from .graphs import StepGraphs
 from .kernels.batch import Batch, Chunk
 from .kernels.codes import NOBODY, RUNNING, STOPPED
-from .kernels.sampling.logprobs import Logprobs
 from .kernels.speculation.report import RowReport
 from .kernels.table import Table
 from .memory import MemoryPlan, empty_cache, memory_plan, plan_cache, step_memory, zero_blocks
 from .metrics import Stopwatch
 from .models.compiled import computed_by
 from .models.decoder import Model
-from .request import Logprob, as_dict
-from .sampling.guided import METHOD, Guided, GuidedRows
+from .orders import Flight, RowResult, StepOrder
+from .request import as_dict
+from .sampling.guided import METHOD, GuidedRows
 from .sampling.rows import ExtraRows
 from .step import Cut, Step
 from .threads import Adapts, look_around
 from .timing import attention_ms, captured_ms, forward_ms
-from .tracing.drafts import Guesses, WatchedDrafter
+from .tracing.drafts import WatchedDrafter
 
 TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
 NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
@@ -57,53 +57,6 @@ def captures_steps(config: EngineConfig, model: Model, drafter: Drafter | None) 
         )
     on_gpu = model.device.type == "cuda"
     return on_gpu and not on_host if config.enforce_eager is None else not config.enforce_eager
-
-
-class Pages(NamedTuple):
-    """The pages of a request row, of which those from `num_kept` on are new to it."""
-
-    row: int
-    blocks: list[int]
-    num_kept: int
-
-
-class StepOrder(NamedTuple):
-    """A step of B request rows.
-
-    Attributes:
-        rows, limits: [B] who takes part, and for how many drafts of each drafters are asked at most.
-        k, passes: the most drafts of a row; for how many of them a model is run at most.
-        grown: rows whose pages have become more.
-        logprobs: [B] how many likeliest tokens are to be reported for each row, -1: none at all.
-        guided: the rows that a grammar guides, with the drafts and masks of each.
-    """
-
-    rows: list[int]
-    limits: list[int]
-    k: int
-    passes: int
-    grown: list[Pages]
-    logprobs: list[int]
-    guided: Sequence[Guided] = ()
-
-
-class RowResult(NamedTuple):
-    """What a step gave one row; log-probabilities of its tokens, if they were asked for; all that was
-    guessed, in a traced engine."""
-
-    report: RowReport
-    logprobs: list[dict[int, Logprob]] | None
-    guesses: Guesses | None
-
-
-class Flight(NamedTuple):
-    """A step that has been queued: waits for its reports, tells the drafters, and what else was asked. A
-    ticket for `fetch`; nobody else looks inside."""
-
-    reports: Callable[[], list[RowReport]]
-    follow: list[Callable[[], None]]
-    logprobs: Logprobs | None
-    wanted: list[int]
 
 
 class Worker:

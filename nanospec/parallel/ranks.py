@@ -28,8 +28,9 @@ from ..kernels.sampling import across
 from ..kernels.speculation.proposal import Proposal
 from ..memory import MemoryPlan
 from ..models.decoder import Model
+from ..orders import Flight, RowResult, StepOrder
 from ..step import Cut, Step
-from ..worker import Flight, RowResult, StepOrder, Worker
+from ..worker import Worker
 from . import guesses
 from .group import Group, gathered
 from .team import Team

@@ -13,8 +13,9 @@ from .reasons import Rates, WatchedPolicy, Weighed
 
 if TYPE_CHECKING:
     from ..engine import Engine, Queued
+    from ..orders import RowResult
     from ..request import Request
-    from ..worker import RowResult, Worker
+    from ..worker import Worker
 
 MAX_REQUESTS = 64  # the latest, of which the recorder itself can tell
 
