@@ -23,6 +23,8 @@ OLD_SPEC = "give speculative_config={...} or spec=SpecConfig(...)"
 FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_parallel_size": ((1,), "tensor_parallel_size splits a model"),
     "data_parallel_size": ((1,), "nanospec --replicas and nanospec serve --replicas run several, by Ray"),
+    "nnodes": ((1,), "torchrun starts ranks on several machines"),
+    "enable_expert_parallel": ((False,), "models with experts are not there"),
     "distributed_executor_backend": ((None, "mp"), "ranks are processes, started here or by torchrun"),
     "gpu_memory_utilization": ((), "kv_cache_memory='4G', say, sizes the KV cache"),
     "kv_cache_memory_bytes": ((None,), "its name here is kv_cache_memory"),

@@ -47,7 +47,10 @@ FLAGS = {"method": "--spec"}  # that are not called like their field
 SHORT = {"tensor_parallel_size": "-tp"}
 NO_OPTIONS = ("options", "extra_args")  # fields that others fill
 DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
-COMMON = ("method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed")  # in --help
+COMMON = (  # in --help
+    "method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed",
+    "tensor_parallel_size",
+)  # fmt: skip
 
 
 def flag_of(name: str) -> str:
@@ -124,6 +127,9 @@ def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, fu
     """Add the fields of a class of settings as options."""
     if settings is EngineConfig and isinstance(parser, Parser):
         parser.elsewhere = {flag_of(name): in_flags(hint) for name, (_, hint) in FOREIGN.items() if hint}
+        for short, name in (("-pp", "pipeline_parallel_size"), ("-dp", "data_parallel_size")):
+            parser.elsewhere[short] = parser.elsewhere[flag_of(name)]
+        parser.elsewhere["--speculative-config"] = "--spec, --num-speculative-tokens and others say it"
     group = parser.add_argument_group(title)
     for field in fields(settings):
         name, flag = field.name, flag_of(field.name)
@@ -229,8 +235,10 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         parser.error("--input and --output go together; - is standard input or output")
     if args.trace is not None and args.trace in (args.input, args.output):
         parser.error(f"--trace {args.trace} is the file of the batch too; name another for the trace")
-    if args.replicas is not None and not (args.input and args.replicas > 0):
-        parser.error(f"--replicas {args.replicas} must be at least 1, and needs --input")
+    if args.replicas is not None and not args.input:
+        parser.error("--replicas are of use to --input, a file of requests, and to the server")
+    if args.replicas is not None and args.replicas < 1:
+        parser.error(f"--replicas {args.replicas} must be at least 1")
     if args.replicas is not None and args.trace is not None:
         parser.error("--trace shows the steps of one engine; leave out --replicas")
     if args.output == "-" and args.json:

@@ -54,6 +54,7 @@ def run_on_ray(
     with Writer(batch) as writer:
         if lines:
             need_ray("ray.data")
+            print(f"Starting Ray and {replicas} replicas ...", file=sys.stderr, flush=True)
             with redirect_stdout(sys.stderr), ray_for(replicas, config) as share:  # Ray prints its messages
                 settings = Settings(
                     str(folder.absolute()), model, spec, share.options(options), share.neighbours

@@ -155,6 +155,8 @@ def run(
     """Deploy, and wait until told to end, or replaced. Returns the exit status."""
     engine = EngineConfig(spec=spec, **options)
     name, stamp = config.served_model_name or folder.name, uuid.uuid4().hex
+    how_many = {"replicas": ":".join(map(str, sorted(set(number))))}
+    log.info("starting", extra={"facts": how_many})
     with redirect_stdout(sys.stderr), ray_for(number[1], engine, log_to_driver=True) as share:
         config, ours = start_serve(config)
         settings = Settings(str(folder.absolute()), model, spec, share.options(options), share.neighbours)
@@ -162,7 +164,7 @@ def run(
         handle = deployed(app, ours)
         where = f"http://{config.host}:{config.port}"
         facts = {"page": f"{where}/", "api": f"{where}/v1", "model": name, "keys": len(config.api_key)}
-        log.info("ready", extra={"facts": {**facts, "replicas": ":".join(map(str, sorted(set(number))))}})
+        log.info("ready", extra={"facts": {**facts, **how_many}})
         if wait(lambda: current_stamp(handle) in (None, stamp)):
             with suppress(Exception):  # of Ray's: there is no ingress just now
                 handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)

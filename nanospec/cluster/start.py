@@ -53,8 +53,8 @@ def need_ray(part: str) -> None:
         os.environ.setdefault(name, value)
     try:
         import_module(part)
-    except ModuleNotFoundError as error:
-        raise ValueError(MISSING.format(error.name)) from None
+    except ImportError as error:
+        raise ValueError(MISSING.format(error.name or "ray")) from None
 
 
 @contextmanager
@@ -76,7 +76,13 @@ def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) ->
             how |= {"address": "local", "num_cpus": cpus, "object_store_memory": STORE}
             how["include_dashboard"] = False
         with no_chatter():
-            ray.init(**how)
+            try:
+                ray.init(**how)
+            except ConnectionError:
+                raise OSError(
+                    f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: no Ray is found; `ray start --head` "
+                    "starts one, and without RAY_ADDRESS this command has its own."
+                ) from None
     try:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         yield share(replicas, config, machines)

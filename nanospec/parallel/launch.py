@@ -25,7 +25,7 @@ from ..config import EngineConfig
 from ..device import current, resolve_device
 from ..drafters.base import Drafter
 from ..drafters.base import registered as methods
-from ..drafters.loading import Guessers, load_parts
+from ..drafters.loading import Guessers, load_parts, who_guesses
 from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..sampling.base import registered
@@ -115,16 +115,27 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
 
 
 def _sendable(parts: Parts) -> Parts:
-    """As the other ranks get it. ValueError if a drafter cannot be sent."""
+    """As ranks that are started here get it. ValueError if they could not make a drafter."""
     added = {*map(type, registered().values()), *methods().values()}
     modules = {kind.__module__ for kind in added} - {"__main__"}
     own = (name for name in modules if not name.startswith("nanospec."))
     parts = parts._replace(drafter=for_others(parts.drafter), modules=tuple(sorted(own)))
+    if in_script := [kind for kind in _kinds(parts) if kind.__module__ == "__main__"]:
+        raise ValueError(
+            f"{in_script[0].__name__} is defined in the script, which other ranks do not run: define it in a "
+            "module that the script imports."
+        )
     try:
         pickle.dumps(parts.drafter)
     except Exception as error:
         raise ValueError(f"drafter={parts.drafter!r} cannot be sent to the other ranks: {error}") from None
     return parts
+
+
+def _kinds(parts: Parts) -> list[type[Drafter]]:
+    """The drafters that other ranks make."""
+    found = who_guesses(parts.config.spec, parts.drafter)
+    return [methods()[who] if isinstance(who, str) else type(who) for who in found]
 
 
 def _check_devices(config: EngineConfig, count: int) -> None:
@@ -182,7 +193,8 @@ def _lead(
 ) -> Leader:
     meeting = Meeting(place.host, store, place.key, place.neighbours < place.size)
     connections = meeting.await_ranks(place.size - 1, processes, START)
-    known = [set(names) for names in hand_over(connections, _sendable(parts), START)]
+    sent = _sendable(parts) if processes else parts._replace(drafter=for_others(parts.drafter))
+    known = [set(names) for names in hand_over(connections, sent, START)]
     team = Team(connections, processes, parts.config.distributed_timeout)
     group = None
     try:
@@ -229,8 +241,11 @@ def _device(place: Place, config: EngineConfig) -> torch.device:
         device = torch.device("cuda", gpu_of(place))
         torch.cuda.set_device(device)
     else:  # no number adapts to what else runs, since all ranks must have the same
-        shared = max(len(os.sched_getaffinity(0)) // place.neighbours, 1)
-        use_threads(shared if config.threads == "auto" else config.threads)
+        cores = len(os.sched_getaffinity(0))
+        threads = max(cores // place.neighbours, 1) if config.threads == "auto" else config.threads
+        if threads > cores:  # they would wait for each other awake
+            raise ValueError(f"threads={threads} of each rank are more than {cores} processors; use fewer.")
+        use_threads(threads)
     return device
 
 

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+CLOSED = "This model has been closed; make a new LLM."
 LOOK = 0.2  # seconds between looks at the clock
 GRACE = 10.0  # seconds that a failed job has to end by itself, and ranks have to end when told to
 
@@ -47,7 +48,8 @@ class Team:
         self.cause: Exception | None = None  # of what failed because of what the user asked
         self._process = os.getpid()
         self.give_up: Callable[[], None] = lambda: None  # what frees the leader from waiting for a device
-        self._until: float | None = None  # when the leader must be done with what it does
+        self._asked = ""  # of all ranks
+        self._until: float | None = None  # when the leader must be done with it
         self._closing = False
         self._watch = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="ranks")
         self._watch.start()
@@ -70,8 +72,11 @@ class Team:
         is out of step with the others for good; other errors end the job, as RankFailed."""
         if not self.is_ours:
             raise RankFailed("A forked process cannot use the ranks of its parent; make an LLM of its own.")
+        if self._closing:
+            raise RuntimeError(CLOSED)
         if self.failure is not None:
             raise self._error()
+        self._asked = "" if message is None else message[0]
         self._until = math.inf if message is None else time.monotonic() + self.seconds
         try:
             with _undisturbed():
@@ -109,7 +114,7 @@ class Team:
         """Tell the other ranks that this is the end."""
         self._closing = True
         if self.failure is None:
-            self.failure = "This model has been closed; make a new LLM."
+            self.failure = CLOSED
             with suppress(OSError):
                 self.tell(("end",))
 
@@ -141,7 +146,10 @@ class Team:
             self._failed(self._why(rank, connection))  # type: ignore[arg-type]
             return False
         if self._until is not None and time.monotonic() > self._until:
-            self._failed(f"A rank has not answered for {self.seconds:g} seconds; all of them are ended.")
+            self._failed(
+                f"A rank has not answered {self._asked!r} for {self.seconds:g} seconds, which is the limit "
+                "that distributed_timeout sets; all of them are ended."
+            )
             return False
         return True
 

@@ -307,7 +307,7 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     short, full = (options.build_parser(full).format_help() for full in (False, True))
     assert max(map(len, (*short.splitlines(), *full.splitlines()))) <= 80
-    assert len(short.splitlines()) < 66
+    assert len(short.splitlines()) < 72
     assert "--top-k" in full
     assert "--top-k" not in short
 

@@ -13,7 +13,7 @@ from nanospec.cli.batch_lines import Task
 from nanospec.cli.batch_results import result_line
 from nanospec.cluster import lines
 from nanospec.cluster.lines import Line, LineEngine, Result
-from nanospec.cluster.replica import Settings
+from nanospec.cluster.replica import Settings, load
 from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
@@ -70,10 +70,13 @@ def test_settings_that_cannot_be_are_told_for_every_line(folder: Path) -> None:
 
 
 def test_neighbours_share_the_memory_of_a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanospec.memory.spare_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("nanospec.memory.spare_memory", lambda device, sharing=1: (1 << 20) // sharing)
     alone, beside = (LineEngine(settings(folder, neighbours=n)).llm for n in (1, 2))
     assert alone.config.kv_cache_memory is None
     assert beside.config.kv_cache_memory == 1 << 19
+    monkeypatch.setattr("nanospec.llm.LLM", lambda folder, **options: options)
+    split: Any = load(settings(folder, neighbours=2)._replace(options={"tensor_parallel_size": 2}))
+    assert split["kv_cache_memory"] == 1 << 18
 
 
 def test_a_failed_step_ends_the_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ def test_what_is_no_number_of_replicas(text: str, capsys: pytest.CaptureFixture[
 def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Path) -> None:
     served = Served(folder, tmp_path / "log", "--kv-cache-memory", "1K", replicas=1)
     assert served.process.wait(150) == 2
-    [line] = served.log.read_text().splitlines()
+    starting, line = served.log.read_text().splitlines()
+    assert "starting" in starting
     assert "--kv-cache-memory of 1,024 bytes hold the K/V of 0 tokens, too few for" in line
 
 

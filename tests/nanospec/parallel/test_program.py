@@ -26,7 +26,10 @@ class Nudge(SamplingParameter, name="nudge", help="what is added to the logit of
 SCRIPT = """
 import json, os, random, signal, sys, time
 import beside
-from nanospec import LLM, SamplingParameter, SamplingParams, SimpleDrafter
+from nanospec import LLM, Drafter, SamplingParameter, SamplingParams, SimpleDrafter
+
+class Echo(Drafter):
+    pass
 
 class Own(SamplingParameter, name="own", help="of the script"):
     def change(self, logits, value):
@@ -42,10 +45,16 @@ def written(**params):
     asked = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, **params)
     return [output.token_ids for output in llm.generate([[5, 9, 5, 7, 5, 9], [8, 3, 8, 3]], asked)]
 
-folder, size = sys.argv[1], int(sys.argv[2])
-llm = LLM(folder, drafter=["ngram", Mine()], tensor_parallel_size=size, device="cpu", dtype="float32",
-          max_model_len=128, threads=1)
-found = {"seeded": written(), "greedy": written(temperature=0)}
+folder, size, found = sys.argv[1], int(sys.argv[2]), {}
+options = {"tensor_parallel_size": size, "device": "cpu", "threads": 1, "dtype": "float32"}
+options["max_model_len"] = 128
+if size > 1:
+    try:
+        LLM(folder, drafter=Echo(), **options)
+    except ValueError as error:
+        found["echo"] = str(error)
+llm = LLM(folder, drafter=["ngram", Mine()], **options)
+found |= {"seeded": written(), "greedy": written(temperature=0)}
 found["nudged"] = written(extra_args={"nudge": 100.0})
 found["accepted"] = llm.engine.metrics.spec.num_accepted > 0
 try:
@@ -102,6 +111,7 @@ def test_a_program_of_ones_own(tmp_path: Path) -> None:
     for what in ("seeded", "greedy", "nudged"):
         assert several[what] == one[what], what  # with other guesses
     assert several["accepted"]
+    assert several["echo"].startswith("Echo is defined in the script, which other ranks do not run: define")
     assert "refused" not in one
     assert several["refused"].startswith("extra_args={'own': 0.5} names 'own', which other ranks do not know")
     assert several["after"] == one["seeded"]

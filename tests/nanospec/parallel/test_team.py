@@ -42,7 +42,7 @@ def test_an_answer_does_not(pair: tuple[Team, Connection]) -> None:
     team, rank = pair
     freed: list[bool] = []
     team.give_up = lambda: freed.append(True)
-    sentence = r"A rank has not answered for 0.3 seconds; all of them are ended\."
+    sentence = r"A rank has not answered 'step' for 0.3 seconds, which is .* distributed_timeout sets; all of"
     with pytest.raises(RankFailed, match=sentence), team.together(("step", 1)):
         eventually(lambda: freed)
     assert rank.recv() == ("step", 1)
@@ -67,7 +67,7 @@ def test_where_the_leader_waits_for_ever_its_process_ends(
     with pytest.raises(RankFailed), team.together(("step", 1)):
         eventually(lambda: ended)
     assert ended == [1]
-    assert capfd.readouterr().err == "A rank has not answered for 0.3 seconds; all of them are ended.\n"
+    assert capfd.readouterr().err.startswith("A rank has not answered 'step' for 0.3 seconds, which is")
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])
@@ -94,5 +94,5 @@ def test_ranks_are_told_of_the_end_once(pair: tuple[Team, Connection]) -> None:
         team.dismiss()
     assert rank.recv() == ("end",)
     assert not rank.poll(0.1)
-    with pytest.raises(RankFailed, match="has been closed; make a new LLM"), team.together():
+    with pytest.raises(RuntimeError, match="has been closed; make a new LLM"), team.together():
         pytest.fail("nothing is begun any more")
