@@ -93,10 +93,11 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     that no busy moment of the machine falls on one alone."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    began, most = time.perf_counter(), REPEATS if table.num_rows > 1 else FEW_REPEATS
+    alone = model.num_ranks == 1  # ranks must all do the same, however fast they are
+    began, most = time.perf_counter(), REPEATS if table.num_rows > 1 and alone else FEW_REPEATS
     for i, (key, batch) in product(range(most), batches.items()):
         start = time.perf_counter()
-        if i >= 2 and start > began + PATIENCE and model.num_ranks == 1:  # ranks must do the same
+        if i >= 2 and start > began + PATIENCE and alone:
             break
         if i >= FEW_REPEATS and batch.num_tokens >= LONG:
             continue
