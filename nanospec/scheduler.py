@@ -185,7 +185,9 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
-        self.waiting.appendleft(request)  # first, so that it is in a queue whatever interrupts this
+        # Queued first, so that it is in a queue whatever interrupts this; behind those who let it pass.
+        earlier = sum(other.arrival_time < request.arrival_time for other in self.waiting)
+        self.waiting.insert(earlier, request)
         self.running.remove(request)
         plan.preempted.append(request.row)
         self._release(request)

@@ -259,6 +259,18 @@ def test_scheduler_keeps_its_invariants_in_any_order_of_events() -> None:
     )
 
 
+def test_who_passed_another_resumes_behind_it() -> None:
+    """The second waits for the first's blocks and lets the third go on, which is preempted later."""
+    simulation = Simulation(window=17, extra_blocks=1, num_rows=2, max_tokens=5, k=0)
+    for prompt, max_new, salt in ([0] * 13, 4, b""), ([0] * 13, 4, b""), ([0] * 7, 3, b"other"):
+        simulation.add(prompt, max_new, salt)
+    while not (plan := simulation.step()).preempted:
+        assert {"1", "2"} & {request.id for request in simulation.scheduler.running} == {"2"}
+    assert len(plan.preempted) == 1
+    assert [request.id for request in simulation.scheduler.waiting] == ["1", "2"]
+    simulation.finish()
+
+
 def test_preempted_requests_resume_in_order_of_arrival() -> None:
     simulation = Simulation(window=24, extra_blocks=1, num_rows=4, max_tokens=100, k=3)
     requests = [simulation.add([i % 2] * 8, 16) for i in range(4)]
