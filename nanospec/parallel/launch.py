@@ -114,28 +114,23 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
     return _lead(parts, tokenizer, place, store, [])
 
 
-def _sendable(parts: Parts) -> Parts:
-    """As ranks that are started here get it. ValueError if they could not make a drafter."""
+def _modules(parts: Parts) -> tuple[str, ...]:
+    """Those that add drafters or sampling parameters. ValueError if other ranks could not make a drafter."""
+    given = for_others(parts.drafter)
+    for who in who_guesses(parts.config.spec, given):
+        kind = methods()[who] if isinstance(who, str) else type(who)
+        if kind.__module__ == "__main__":
+            raise ValueError(
+                f"{kind.__name__} is defined in the script, which other ranks do not run: define it in a "
+                "module that the script imports."
+            )
+    try:
+        pickle.dumps(given)
+    except Exception as error:
+        raise ValueError(f"drafter={given!r} cannot be sent to the other ranks: {error}") from None
     added = {*map(type, registered().values()), *methods().values()}
     modules = {kind.__module__ for kind in added} - {"__main__"}
-    own = (name for name in modules if not name.startswith("nanospec."))
-    parts = parts._replace(drafter=for_others(parts.drafter), modules=tuple(sorted(own)))
-    if in_script := [kind for kind in _kinds(parts) if kind.__module__ == "__main__"]:
-        raise ValueError(
-            f"{in_script[0].__name__} is defined in the script, which other ranks do not run: define it in a "
-            "module that the script imports."
-        )
-    try:
-        pickle.dumps(parts.drafter)
-    except Exception as error:
-        raise ValueError(f"drafter={parts.drafter!r} cannot be sent to the other ranks: {error}") from None
-    return parts
-
-
-def _kinds(parts: Parts) -> list[type[Drafter]]:
-    """The drafters that other ranks make."""
-    found = who_guesses(parts.config.spec, parts.drafter)
-    return [methods()[who] if isinstance(who, str) else type(who) for who in found]
+    return tuple(sorted(name for name in modules if not name.startswith("nanospec.")))
 
 
 def _check_devices(config: EngineConfig, count: int) -> None:
@@ -155,7 +150,8 @@ def _check_devices(config: EngineConfig, count: int) -> None:
 
 
 def _lead_started(parts: Parts, tokenizer: Tokenizer) -> Leader:
-    """Start the other ranks."""
+    """Start the other ranks. They do not run the user's script, but import what it has imported."""
+    parts = parts._replace(modules=_modules(parts))
     size = parts.config.tensor_parallel_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Place(0, size, 0, size, "127.0.0.1", store.port, new_key(), os.getpid())
@@ -193,8 +189,8 @@ def _lead(
 ) -> Leader:
     meeting = Meeting(place.host, store, place.key, place.neighbours < place.size)
     connections = meeting.await_ranks(place.size - 1, processes, START)
-    sent = _sendable(parts) if processes else parts._replace(drafter=for_others(parts.drafter))
-    known = [set(names) for names in hand_over(connections, sent, START)]
+    others = parts._replace(drafter=for_others(parts.drafter))
+    known = [set(names) for names in hand_over(connections, others, START)]
     team = Team(connections, processes, parts.config.distributed_timeout)
     group = None
     try:
