@@ -118,11 +118,19 @@ def children() -> list[int]:
 
 def test_ctrl_c_ends_requests_and_nothing_else(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
     for delay in (0.02, 0.05, 0.11):
-        timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
-        timer.start()
+        done = threading.Event()
+        threading.Thread(target=press, args=(delay, done)).start()
         with pytest.raises(KeyboardInterrupt):
             for_ever(llm)
+        done.set()
     assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+def press(delay: float, done: threading.Event) -> None:
+    """Ctrl-C; again if nothing comes of it, as Python drops it in callbacks of its garbage collector."""
+    while not done.wait(delay):
+        signal.raise_signal(signal.SIGINT)
+        delay = 20
 
 
 def test_ctrl_c_between_a_step_and_its_result(
