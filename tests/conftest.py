@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,15 @@ if not torch.cuda.is_available():  # the kernels run in Triton's interpreter, se
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.interpreter import find_builtins_once, keep_conditions
+    from tests.interpreter import find_builtins_once, keep_conditions, remember_types, replace_once
 
     find_builtins_once()
+    replace_once()
+    remember_types()
     keep_conditions()
+
+# Ctrl-C reaches tests and what they start, also where their own parent ignores it, as `make test &` does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     torch.set_num_threads(1)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,15 +54,6 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
     assert process.returncode in (141, 0)  # 0 where output is not buffered: argparse does not mind
 
 
-@pytest.fixture
-def sigint() -> Iterator[None]:
-    """Ctrl-C reaches child processes, also where the tests' own parent ignores it, as `make test &` does."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     source, target = requests_file(tmp_path, 30, ignore_eos=True), tmp_path / "results.jsonl"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

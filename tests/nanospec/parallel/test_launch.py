@@ -120,9 +120,11 @@ def test_ctrl_c_ends_requests_and_nothing_else(llm: LLM, expected: list[tuple[st
     for delay in (0.02, 0.05, 0.11):
         done = threading.Event()
         threading.Thread(target=press, args=(delay, done)).start()
-        with pytest.raises(KeyboardInterrupt):
-            for_ever(llm)
-        done.set()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                for_ever(llm)
+        finally:
+            done.set()
     assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
 
 
