@@ -23,7 +23,7 @@ class Result:
         spills: bytes of local memory per thread.
         shared: bytes per program.
         mma: tensor-core instructions; with needs_mma there must be some.
-        fingerprint: of what was compiled, see `compile.py`.
+        source, fingerprint: of what was compiled, see `compile.py`.
         loop, narrowest, in_flight, per_step, early, order: of NVIDIA's machine code, see `machine_code.py`.
     """
 
@@ -40,6 +40,7 @@ class Result:
     shared: int
     mma: str
     needs_mma: bool
+    source: str = ""
     fingerprint: str = ""
     loop: str = ""
     narrowest: int | None = None

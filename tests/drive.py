@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -124,9 +125,17 @@ def outcome(request: Request) -> Outcome:
 
 
 def alone(model: Model, jobs: Sequence[Job], **options: Any) -> list[Outcome]:
-    """The reference: every job by itself, without speculation, prefix cache and chunking."""
-    engine = make_engine(model, None, max_num_seqs=1, enable_prefix_caching=False, **options)
-    return [outcome(run(engine, [job])[0]) for job in jobs]
+    """The reference: every job by itself, without speculation, prefix cache and chunking. A job that was run
+    before is not run again."""
+    given = tuple(sorted(options.items()))
+    known = _alone.setdefault(model, {})
+    if new := {key: job for job in jobs if (key := (given, repr(job))) not in known}:
+        engine = make_engine(model, None, max_num_seqs=1, enable_prefix_caching=False, **options)
+        known.update({key: outcome(run(engine, [job])[0]) for key, job in new.items()})
+    return [known[given, repr(job)] for job in jobs]
+
+
+_alone: WeakKeyDictionary[Model, dict[Any, Outcome]] = WeakKeyDictionary()
 
 
 def assert_same(actual: Outcome, expected: Outcome, what: object = "") -> None:

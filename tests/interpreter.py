@@ -51,7 +51,7 @@ def replace_once() -> None:
 
 def remember_types() -> None:
     """What follows from a type alone is worked out anew for each value. Here it is kept: a block's type for
-    its elements and shape, a value's shape and size, numpy's dtype for a type, and that two shapes are equal."""
+    its elements and shape, a value's shape and size, numpy's dtypes, and that two shapes are equal."""
     describe, make, find = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
     spread: Callable[..., Any] = TritonSemantic.broadcast_impl_value
     shapes: dict[tuple[int, ...], Any] = {}

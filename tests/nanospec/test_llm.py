@@ -536,8 +536,14 @@ def with_k(
     return other
 
 
+@pytest.fixture(scope="module")
+def wanted(real: LLM) -> list[RequestOutput]:
+    """Each prompt by itself, without guesses."""
+    return [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
+
+
 @pytest.mark.parametrize("way", ["ngram-tree", "draft", "medusa", "medusa-tree", "ngram+medusa"])
-def test_smollm2_on_equals_off_whoever_drafts(real: LLM, way: str) -> None:
+def test_smollm2_on_equals_off_whoever_drafts(real: LLM, wanted: list[RequestOutput], way: str) -> None:
     """Chains to the bit; trees add their keys in another order, so in float32."""
     model = real.engine.worker.model
     if "tree" in way and model.dtype == torch.bfloat16:
@@ -550,7 +556,6 @@ def test_smollm2_on_equals_off_whoever_drafts(real: LLM, way: str) -> None:
         heads = Heads.load(default_heads(Path("smollm2-135m-instruct")), model)
         parts["medusa"] = lambda spec: MedusaDrafter(spec, heads, model)
     llm = with_k(real, 5, guess, parts)
-    wanted = [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
     outputs = llm.generate(PROMPTS, MIXED)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
     stats = llm.engine.metrics.spec
@@ -561,19 +566,18 @@ def test_smollm2_on_equals_off_whoever_drafts(real: LLM, way: str) -> None:
             assert params.changes_logits or drafted == accepted
 
 
-def test_smollm2_on_equals_off_alone_and_in_a_batch(real: LLM) -> None:
+def test_smollm2_on_equals_off_alone_and_in_a_batch(real: LLM, wanted: list[RequestOutput]) -> None:
     """In bfloat16 too, to the bit: on a CPU a row's result depends neither on its neighbours nor on how
     its prompt is cut into chunks."""
-    alone = [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
     together = with_k(real, 6, max_num_batched_tokens=50)
     accepted = 0
-    for wanted, got in zip(alone, together.generate(PROMPTS, MIXED), strict=True):
-        assert got.token_ids == wanted.token_ids
-        assert got.text == wanted.text
-        assert got.finish_reason == wanted.finish_reason
+    for alone, got in zip(wanted, together.generate(PROMPTS, MIXED), strict=True):
+        assert got.token_ids == alone.token_ids
+        assert got.text == alone.text
+        assert got.finish_reason == alone.finish_reason
         accepted += got.stats.num_accepted
     assert accepted > 15
-    assert alone[0].text.startswith(" brown fox jumps over the lazy dog.")
+    assert wanted[0].text.startswith(" brown fox jumps over the lazy dog.")
 
 
 def test_smollm2_texts_are_those_of_the_tokens_and_streams_join_to_them(real: LLM) -> None:
