@@ -20,7 +20,7 @@ from ..overlap import options, release_next, wait_for_previous
 from . import norm as norms
 from .norm import MAX_WIDTH, Norm
 from .split import total
-from .stream import GROUP, Stream, tree_sum
+from .stream import GROUP, Stream, store_row
 
 
 def residual_add(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
@@ -55,13 +55,7 @@ def _residual_add(
     if own is not None:
         value = h * tl.rsqrt(tl.sum(h * h) / H + eps) * tl.load(own + i, inside, other=0.0).to(tl.float32)
     value = (value + tl.load(x + at, inside, other=0.0).to(tl.float32)).to(new.dtype.element_ty)
-    tl.store(new + at, value, inside)
-    wide = value.to(tl.float32)
-    tl.store(scaled + at, (wide * by).to(scaled.dtype.element_ty), inside)
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    sums = tree_sum(tl.reshape(wide * wide, [GROUPS, GROUP]), GROUPS, GROUP)
-    group = tl.arange(0, GROUPS)
-    tl.store(squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
+    store_row(value, by, new, scaled, squares, token, T, H, BLOCK)
 
 
 def launch(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:

@@ -101,6 +101,21 @@ def load_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def store_row(value, by, x, scaled, squares, token, T, H, BLOCK: tl.constexpr):
+    """Write a token's row of x, `value` [BLOCK], that times the norm's weight `by`, and the sums of squares
+    of its groups."""
+    i = tl.arange(0, BLOCK)
+    at = token.to(tl.int64) * H + i
+    tl.store(x + at, value, i < H)
+    wide = value.to(tl.float32)
+    tl.store(scaled + at, (wide * by).to(scaled.dtype.element_ty), i < H)
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    sums = tree_sum(tl.reshape(wide * wide, [GROUPS, GROUP]), GROUPS, GROUP)
+    group = tl.arange(0, GROUPS)
+    tl.store(squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
+
+
+@triton.jit
 def inverse_rms(sums, H, eps, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
     """1 / rms(x) [1, WIDTH] of tokens, from what `load_squares` gave, added by a tree."""
     return tl.rsqrt(tree_sum(sums, WIDTH, triton.next_power_of_2(GROUPS)) / H + eps)[None, :]
@@ -146,14 +161,7 @@ def _embed(
     value = tl.load(table + row * H + i, inside, other=0.0)
     if SCALE is not None:
         value = (value.to(tl.float32) * SCALE).to(value.dtype)
-    at = token.to(tl.int64) * H + i
-    tl.store(x + at, value, inside)
-    wide = value.to(tl.float32)
-    tl.store(scaled + at, (wide * by).to(scaled.dtype.element_ty), inside)
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    sums = tree_sum(tl.reshape(wide * wide, [GROUPS, GROUP]), GROUPS, GROUP)
-    group = tl.arange(0, GROUPS)
-    tl.store(squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
+    store_row(value, by, x, scaled, squares, token, T, H, BLOCK)
 
 
 def launch(ids: Tensor, table: Tensor, norm: Norm, scale: float = 1.0) -> Stream:

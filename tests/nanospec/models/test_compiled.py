@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
@@ -403,26 +404,29 @@ PROCESSORS = {
 
 @pytest.fixture(scope="session")
 def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Compiles for what -march names, once: pytest sets a fixture with parameters up for each model anew."""
+    """Compiles for what -march names, once for all processes that share the tests."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
     @cache
     def built(option: str) -> Path:
-        with pytest.MonkeyPatch.context() as patch:
+        folder = shared / option.replace(" ", "")
+        folder.mkdir(exist_ok=True)
+        with pytest.MonkeyPatch.context() as patch, (folder / "lock").open("w") as lock:
             patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march={option}")
-            return build.built(tmp_path_factory.mktemp("other"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return build.built(folder)
 
     return built
 
 
 @pytest.fixture(scope="module", params=PROCESSORS)
 def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path]) -> ctypes.CDLL:
-    """The library for a kind of processor, which also compiles where there is none."""
-    if platform.machine() != "x86_64":
-        pytest.skip("not an x86 processor")
+    """The library for a kind of processor."""
     option, flag = PROCESSORS[request.param]
-    library = ctypes.CDLL(str(built_for(option)))
-    if flag not in Path("/proc/cpuinfo").read_text().split():
+    if platform.machine() != "x86_64" or flag not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"not a processor with {flag}")
+    library = ctypes.CDLL(str(built_for(option)))
     library.nanospec_target.restype = ctypes.c_char_p
     said = library.nanospec_target().decode()
     if (request.param, said) == ("AMX", "AVX-512"):
@@ -437,6 +441,12 @@ def other_library(compiled_for: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) ->
     call._function.cache_clear()
     yield
     call._function.cache_clear()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_it_compiles_for_processors_that_are_not_here(built_for: Callable[[str], Path], name: str) -> None:
+    assert ctypes.CDLL(str(built_for(PROCESSORS[name][0]))).nanospec_target
 
 
 @pytest.mark.usefixtures("other_library")
