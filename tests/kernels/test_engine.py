@@ -18,7 +18,7 @@ def small_model() -> Model:
 
 
 def jobs_for(seed: int) -> list[Job]:
-    jobs = random_jobs(random.Random(seed), 64, 4, max_prompt=40, max_tokens=7)
+    jobs = random_jobs(random.Random(seed), 64, 3, max_prompt=40, max_tokens=7)
     again = SamplingParams(temperature=0, max_tokens=9, logit_bias={5: 60.0}, logprobs=2)
     return [*jobs, Job([5, 9, 5, 5], again)]  # says 5 for ever, so that drafts are accepted
 
