@@ -17,8 +17,8 @@ def small_model() -> Model:
     return tiny_model(num_layers=1, vocab_size=64)
 
 
-def jobs_for(seed: int) -> list[Job]:
-    jobs = random_jobs(random.Random(seed), 64, 3, max_prompt=40, max_tokens=7)
+def make_jobs() -> list[Job]:
+    jobs = random_jobs(random.Random(5), 64, 3, max_prompt=40, max_tokens=7)
     again = SamplingParams(temperature=0, max_tokens=9, logit_bias={5: 60.0}, logprobs=2)
     return [*jobs, Job([5, 9, 5, 5], again)]  # says 5 for ever, so that drafts are accepted
 
@@ -29,7 +29,7 @@ def jobs_for(seed: int) -> list[Job]:
     ids=["K0", "K3-few-blocks", "K4-recorded"],
 )
 def test_engine_on_the_kernels_equals_naive(k: int, eager: bool, num_blocks: int | None) -> None:
-    jobs = jobs_for(k)
+    jobs = make_jobs()
     expected = alone(small_model(), jobs, max_model_len=64)
     with dispatch.forced("triton"):
         model = small_model()  # made here, so that its weights are packed for the kernels
@@ -47,3 +47,4 @@ def test_engine_on_the_kernels_equals_naive(k: int, eager: bool, num_blocks: int
     for request, wanted in zip(requests, expected, strict=True):
         assert_same(outcome(request), wanted)
     assert (requests[-1].stats.num_accepted > 0) == (k > 0)
+    assert (engine.metrics.num_preemptions > 0) == (num_blocks is not None)
