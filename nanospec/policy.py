@@ -34,6 +34,8 @@ PROMISES_DECAY, ENOUGH = 0.98, 0.75  # for a row to be believed that its drafts 
 MOST_SAVED = 4.0  # steps without drafts that a probe may cost; one that costs more cannot pay
 MARGIN = 0.002  # another K must promise so much more than the one in use: no flutter between equals
 
+Chances = Sequence[Sequence[float]] | None
+
 
 class Policy:
     """A fixed K: whatever is proposed is verified."""
@@ -53,9 +55,15 @@ class Policy:
         return most
 
     def cut(
-        self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int], match_len: Sequence[int]
+        self,
+        rows: Sequence[int],
+        drafter: Sequence[int],
+        num_drafts: Sequence[int],
+        match_len: Sequence[int],
+        chances: Chances = None,
     ) -> list[int]:
-        """Packed steps: how many of each row's drafts to verify. Every argument is by row."""
+        """Packed steps: how many of each row's drafts to verify. Every argument is by row; `chances`, as in
+        `Proposal`, are those that a drafter gives its drafts itself."""
         return list(num_drafts)
 
     def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
@@ -170,7 +178,12 @@ class AutoPolicy(Policy):
         return larger if self._probing else best
 
     def cut(
-        self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int], match_len: Sequence[int]
+        self,
+        rows: Sequence[int],
+        drafter: Sequence[int],
+        num_drafts: Sequence[int],
+        match_len: Sequence[int],
+        chances: Chances = None,
     ) -> list[int]:
         B, context = len(rows), self._context
         cost = partial(self.costs.cost, B, context=context)
@@ -183,7 +196,9 @@ class AutoPolicy(Policy):
         likely = best * self.costs.least_slope(B, least, context)
         gains: list[tuple[float, int]] = []  # probability that a draft and all before it are right; its row
         for b, (row, code, n, length) in enumerate(zip(rows, drafter, num_drafts, match_len)):
-            if n > taken[b]:
+            if n > taken[b] and chances is not None and chances[b][0] >= 0:
+                gains += [(gain, b) for gain in chances[b][taken[b] : n] if gain >= likely]
+            elif n > taken[b]:
                 gain, on = self.estimator.chances(row, (code, length))
                 while n and gain >= likely:
                     gains.append((gain, b))

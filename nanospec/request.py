@@ -7,6 +7,7 @@ drafts after it), so the same code draws the first token and all others.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -130,6 +131,7 @@ class Request:
             seed=self.seed,
             stop_ids=self.stop_ids,
             params=self.params,
+            salt=_number(self.salt),
         )
 
     def hashes(self, block_size: int) -> list[bytes]:
@@ -294,3 +296,8 @@ def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_to
             break
         found.setdefault(ids[i], Logprob(top[i], i + 1))
     return found
+
+
+def _number(salt: bytes) -> int:
+    """An int32 for a salt, 0 for none."""
+    return int.from_bytes(hashlib.blake2b(salt, digest_size=4).digest(), "little", signed=True) if salt else 0

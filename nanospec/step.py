@@ -36,7 +36,7 @@ from .metrics import Stopwatch
 from .models.decoder import Model
 from .sampling.guided import GuidedRows
 
-Cut = Callable[[list[int], list[int], list[int], list[int]], list[int]]
+Cut = Callable[[list[int], list[int], list[int], list[int], list[list[float]] | None], list[int]]
 """`Policy.cut`: how many drafts of each row to verify."""
 
 
@@ -130,7 +130,7 @@ class Step:
                 kv_move(self.kv_cache, verdict, batch)
             if drafter is not None:
                 others = proposal if guided is None else guided.of_others(proposal)
-                drafter.learn(table, others, batch, verdict, hidden)
+                drafter.learn(table, others, batch, verdict, hidden, logits)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def score(self, hidden: Tensor) -> Tensor:
@@ -148,6 +148,9 @@ class Step:
 
 def _cut(rows: Tensor, proposal: Proposal, cut: Cut) -> Proposal:
     """The proposal with fewer drafts, as the policy has it."""
-    parts = (rows, proposal.drafter, proposal.num_drafts, proposal.match_len)
-    kept = cut(*(part.tolist() for part in parts))
+    rows_on_host, drafter, num_drafts, match_len = (
+        part.tolist() for part in (rows, proposal.drafter, proposal.num_drafts, proposal.match_len)
+    )
+    chances = None if proposal.chances is None else proposal.chances.tolist()
+    kept = cut(rows_on_host, drafter, num_drafts, match_len, chances)
     return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))

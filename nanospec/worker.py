@@ -163,6 +163,7 @@ class Worker:
             zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
             for part in self.drafters:
                 part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
+                part.share(request.row, request.salt)
         if penalized := [request for request in requests if request.params.changes_logits]:
             self.writes.flush()
             for request in penalized:

@@ -69,6 +69,8 @@ class Drafter:
         method, help, options: what the user knows it by; for statistics and the command line.
         names: the methods that `Proposal.drafter` tells apart.
         makes_trees: whether a tree width above 1 means anything to it.
+        grows: whether it makes trees of its own on the chains of others, so that it comes last.
+        reads_logits: whether `learn` needs the logits of all tokens.
         max_drafts: the most it ever guesses for a row.
         runs_model: whether its guesses cost time before it is known what they are worth.
         passes: for how many drafts its model is run in the next step without a graph; None: for all.
@@ -82,6 +84,8 @@ class Drafter:
     help: ClassVar[str] = ""
     options: ClassVar[tuple[Option, ...]] = ()
     makes_trees: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+    reads_logits: bool = False
     runs_model: bool = False
     reads_on_host: bool = False
     max_drafts: int = MAX_DRAFTS
@@ -112,6 +116,12 @@ class Drafter:
     def names(self) -> tuple[str, ...]:
         return (self.method or type(self).__name__,)
 
+    def behind(self, first: Drafter) -> Drafter:
+        """Both, for a method "first+this": this one guesses where `first` has no drafts."""
+        from .first_match import FirstMatch
+
+        return FirstMatch(first, self)
+
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         """Make device rows and caches, at addresses that stay. `max_tokens`: the most to compute before a
         step."""
@@ -123,15 +133,19 @@ class Drafter:
         raise NotImplementedError
 
     def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
     ) -> None:
-        """See what the target made of the drafts: its hidden states [T, H] and its verdict over `batch`,
-        which is committed already. `proposal.drafter` is NOBODY for rows that others drafted for."""
+        """See what the target made of the drafts: its hidden states [T, H], logits [T, V] (of a split model
+        only with `reads_logits`) and its verdict over `batch`, which is committed already.
+        `proposal.drafter` is NOBODY for rows that others drafted for."""
 
     # What the host tells, between steps. Blocks are the request's pages, in order.
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
         """A request of so many tokens took the row; its first `num_cached` blocks hold the target's K/V."""
+
+    def share(self, row: int, salt: int) -> None:
+        """Said with `admit`: what is remembered of a request may serve those of the same salt alone."""
 
     def grow(self, row: int, blocks: Sequence[int]) -> None:
         """The request of a row got further blocks."""
@@ -167,10 +181,13 @@ def registered() -> Mapping[str, type[Drafter]]:
 
 
 def method_names() -> list[str]:
-    """What `SpecConfig.method` may be: every method, one behind another that costs nothing, and "none"."""
+    """What `SpecConfig.method` may be: every method, one behind another that costs nothing, one that grows on
+    any of these, and "none"."""
     known = registered()
-    pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].runs_model]
-    return [*known, *pairs, "none"]
+    plain = [name for name, kind in known.items() if not kind.grows]
+    pairs = [f"{a}+{b}" for a in plain for b in plain if a != b and not known[a].runs_model]
+    grown = [f"{a}+{b}" for b, kind in known.items() if kind.grows for a in (*plain, *pairs)]
+    return [*known, *pairs, *grown, "none"]
 
 
 def room(table: Table, rows: Tensor, k: int) -> Tensor:

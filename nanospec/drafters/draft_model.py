@@ -154,7 +154,7 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         return logits[:, : self.vocab_size]
 
     def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
     ) -> None:
         # The last draft was never fed to the model.
         right = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1

@@ -56,13 +56,13 @@ class FirstMatch(Drafter):
         )
 
     def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
     ) -> None:
         offset = 0
         for part in self.parts:
             code = proposal.drafter - offset
             own = torch.where((code >= 0) & (code < len(part.names)), code, NOBODY)
-            part.learn(table, proposal._replace(drafter=own), batch, verdict, hidden)
+            part.learn(table, proposal._replace(drafter=own), batch, verdict, hidden, logits)
             offset += len(part.names)
 
     def ms(self, batch: int, passes: int) -> float:

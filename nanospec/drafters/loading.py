@@ -14,7 +14,6 @@ from ..models.weights import load_model, resolve_dtype
 from ..parallel.group import Group
 from ..text.tokenizer import Tokenizer
 from .base import Drafter, Target, registered
-from .first_match import FirstMatch
 
 Guessers = Drafter | str | Sequence[Drafter | str]
 """Who guesses: a drafter or the name of a method, or several, first come first."""
@@ -42,7 +41,10 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
             'them. What goes with a drafter of yours is "ngram".'
         )
     kinds = [known[who] if isinstance(who, str) else who for who in found]
-    if costly := [kind for kind in kinds[:-1] if kind.runs_model]:
+    if early := [kind for kind in kinds[:-1] if kind.grows]:
+        raise ValueError(f"{early[0].method} grows on what others guess, so it must come last.")
+    chains = [kind for kind in kinds if not kind.grows]
+    if costly := [kind for kind in chains[:-1] if kind.runs_model]:
         name = costly[0].method or type(costly[0]).__name__
         raise ValueError(f"{name} takes time to guess, so it must come last: drafter=[..., {name}].")
     if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
@@ -82,7 +84,7 @@ def load_drafter(
             "tokens; lower num_speculative_tokens or use tree_width=1."
         )
     drafter: Drafter | None = None
-    for who in reversed(guessers if spec.max_k else ()):
+    for who in guessers if spec.max_k else ():
         made = (ready or {}).get(who) or registered()[who].load(spec, target) if isinstance(who, str) else who
-        drafter = made if drafter is None else FirstMatch(made, drafter)
+        drafter = made if drafter is None else made.behind(drafter)
     return drafter

@@ -101,7 +101,7 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         return self._trees[k]
 
     def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
     ) -> None:
         last = (verdict.num_emitted - 1).clamp(min=0).long()
         query = batch.q_start + verdict.path.gather(1, last[:, None]).squeeze(1)

@@ -112,7 +112,7 @@ class Rank(Worker):
     def prepare(self, order: StepOrder) -> Hashable:
         variant = super().prepare(order)
         asked = max(order.logprobs) >= 0 or not self._whole.isdisjoint(order.rows)
-        whole = variant is not None or asked
+        whole = variant is not None or asked or any(part.reads_logits for part in self.drafters)
         self._step.whole = whole
         return (WHOLE, variant) if whole else None
 
@@ -172,7 +172,7 @@ class Leader(Rank):
             super().prefill(chunks)
 
     def step(self, order: StepOrder, cut: Cut) -> Flight:
-        def told(*columns: list[int]) -> list[int]:
+        def told(*columns: Any) -> list[int]:
             kept = cut(*columns)
             self.team.tell(kept)
             return kept

@@ -78,9 +78,9 @@ class WatchedDrafter(Drafter):
         return proposal
 
     def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
     ) -> None:
-        self.inner.learn(table, proposal, batch, verdict, hidden)
+        self.inner.learn(table, proposal, batch, verdict, hidden, logits)
 
     def follow(self, rows: Sequence[int]) -> Callable[[], None]:
         wait = to_host(self._lines[: max(rows) + 1])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ..costs import StepCosts
-from ..policy import AutoPolicy, Policy
+from ..policy import AutoPolicy, Chances, Policy
 
 Rates = dict[int, float]  # tokens per ms, by the row's number of drafts
 
@@ -74,15 +74,23 @@ class WatchedPolicy(Policy):
         return n
 
     def cut(
-        self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int], match_len: Sequence[int]
+        self,
+        rows: Sequence[int],
+        drafter: Sequence[int],
+        num_drafts: Sequence[int],
+        match_len: Sequence[int],
+        chances: Chances = None,
     ) -> list[int]:
-        taken = self.inner.cut(rows, drafter, num_drafts, match_len)
+        taken = self.inner.cut(rows, drafter, num_drafts, match_len, chances)
         B = len(rows)
         self.weighed.ms = self.costs.cost(B, B + sum(taken), self._context)
         if not isinstance(self.inner, AutoPolicy):
             return taken
-        chances = [self.inner.estimator.chances(row, (d, n)) for row, d, n in zip(rows, drafter, match_len)]
-        hopes = [_hopes(*of_row, n) for of_row, n in zip(chances, num_drafts)]
+        estimates = [self.inner.estimator.chances(row, (d, n)) for row, d, n in zip(rows, drafter, match_len)]
+        hopes = [_hopes(*of_row, n) for of_row, n in zip(estimates, num_drafts)]
+        for b, own in enumerate(chances or ()):
+            if own[0] >= 0:
+                hopes[b] = list(accumulate(own[: num_drafts[b]], initial=0.0))
         total = B + sum(hope[n] for hope, n in zip(hopes, taken))
         tokens = B + sum(taken)
         for row, hope, n in zip(rows, hopes, taken):

@@ -1,0 +1,86 @@
+"""Guess what the target said before (Token Recycling; `kernels/speculation/recycled.py`).
+
+Alone, or on what others guess, whose chain becomes a branch of its tree: `--spec ngram+recycle`. What it
+remembers serves later requests too, among those that may share cached prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..kernels.batch import Batch
+from ..kernels.codes import NOBODY
+from ..kernels.speculation.grow import Marks, grow
+from ..kernels.speculation.learn import learn
+from ..kernels.speculation.proposal import Proposal
+from ..kernels.speculation.recycled import PAIRS, WIDTH, Recycled
+from ..kernels.speculation.verify import Verdict
+from ..kernels.table import Table
+from .base import Drafter, Target, nothing
+
+if TYPE_CHECKING:
+    from ..config import SpecConfig
+
+
+class RecycleDrafter(
+    Drafter, method="recycle", help="what the model itself found likely after the same tokens, in any request"
+):
+    """Grows a tree of recycled tokens, on the chains of `base` if there is one."""
+
+    grows = True
+    reads_logits = True
+
+    def __init__(self, vocab_size: int, base: Drafter | None = None) -> None:
+        self.vocab_size, self.base = vocab_size, base
+        self.weight_bytes = 4 * (vocab_size + PAIRS) * (WIDTH + 1)
+        self._marks: Marks | None = None  # of the step that is under way, or being captured
+        if base is not None:
+            self.runs_model, self.reads_on_host = base.runs_model, base.reads_on_host
+            self.kv_bytes_per_token, self.max_context = base.kv_bytes_per_token, base.max_context
+
+    @classmethod
+    def load(cls, spec: SpecConfig, target: Target) -> RecycleDrafter:
+        return cls(target.model.config.vocab_size)
+
+    def behind(self, first: Drafter) -> Drafter:
+        return RecycleDrafter(self.vocab_size, first)
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        return (self,) if self.base is None else (*self.base.parts, self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.method,) if self.base is None else (*self.base.names, self.method)
+
+    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+        super().attach(table, num_blocks, max_tokens, may_wait)
+        self.state = Recycled.empty(table.num_rows, self.vocab_size, table.device)
+
+    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
+        self.state.record[row].zero_()
+
+    def share(self, row: int, salt: int) -> None:
+        self.state.salts[row] = salt
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        base = nothing(rows, k) if self.base is None else self.base.propose(table, rows, k)
+        tree, self._marks = grow(base, self.state, table, rows, k)
+        drafter = torch.where(tree.drafter == NOBODY, NOBODY, len(self.names) - 1)
+        return tree._replace(drafter=drafter.int())
+
+    def learn(
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
+    ) -> None:
+        marks, self._marks = self._marks, None
+        learn(self.state, logits, table, batch, proposal, marks, verdict)
+        if self.base is not None:  # to whom its tokens came from somebody else
+            others = proposal._replace(drafter=torch.full_like(proposal.drafter, NOBODY))
+            self.base.learn(table, others, batch, verdict, hidden, logits)
+
+    def ms(self, batch: int, passes: int) -> float:
+        return 0.0 if self.base is None else self.base.ms(batch, passes)
