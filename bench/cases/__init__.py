@@ -48,7 +48,7 @@ class Case:
     timed: bool = True
 
 
-MODULES = tuple(f"bench.cases.{name}" for name in ("layer", "speculation", "layout", "host", "split"))
+MODULES = tuple(f"bench.cases.{name}" for name in ("layer", "speculation", "recycle", "layout", "host", "split"))
 
 
 def all_cases() -> Iterator[Case]:

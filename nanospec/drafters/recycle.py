@@ -65,7 +65,7 @@ class RecycleDrafter(
         self.state.record[row].zero_()
 
     def share(self, row: int, salt: int) -> None:
-        self.state.salts[row] = salt
+        self.state.salts[row].fill_(salt)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         base = nothing(rows, k) if self.base is None else self.base.propose(table, rows, k)

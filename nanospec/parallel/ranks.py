@@ -81,7 +81,13 @@ class Rank(Worker):
         super().__init__(config, model, drafter)
 
     def make_step(self, kind: type[Step] = SplitStep) -> Step:
-        return super().make_step(kind)
+        step = super().make_step(kind)
+        step.whole = self._always_whole  # type: ignore[attr-defined]
+        return step
+
+    @property
+    def _always_whole(self) -> bool:
+        return self.drafter is not None and any(part.reads_logits for part in self.drafter.parts)
 
     def plan_cache(self) -> tuple[int, int]:
         """As much as fits on all ranks."""
@@ -92,7 +98,7 @@ class Rank(Worker):
     @on_own_device
     def _build(self) -> None:
         super()._build()
-        if self.graphs is not None and not self.graphs.lazy:  # else the first such request would wait
+        if self.graphs is not None and not (self.graphs.lazy or self._always_whole):  # else the first such request would wait
             self._step.whole = True
             self.graphs.capture_all((WHOLE, None))
             self._step.whole = False
@@ -111,8 +117,10 @@ class Rank(Worker):
 
     def prepare(self, order: StepOrder) -> Hashable:
         variant = super().prepare(order)
+        if self._always_whole:
+            return variant
         asked = max(order.logprobs) >= 0 or not self._whole.isdisjoint(order.rows)
-        whole = variant is not None or asked or any(part.reads_logits for part in self.drafters)
+        whole = variant is not None or asked
         self._step.whole = whole
         return (WHOLE, variant) if whole else None
 

@@ -235,6 +235,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "medusa": {"method": "medusa"},
     "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+draft": {"method": "ngram+draft"},
+    "ngram+recycle": {"method": "ngram+recycle"},
 }
 
 

@@ -43,6 +43,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
     "ngram+medusa": {"method": "ngram+medusa"},
     "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2},
+    "recycle": {"method": "recycle"},
+    "ngram+recycle": {"method": "ngram+recycle"},
+    "draft+recycle": {"method": "draft+recycle"},
+    "ngram+medusa+recycle": {"method": "ngram+medusa+recycle"},
 }
 
 

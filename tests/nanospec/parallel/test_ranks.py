@@ -52,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+medusa": {"method": "ngram+medusa"},
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
+    "ngram+recycle": {"method": "ngram+recycle"},
 }
 
 
