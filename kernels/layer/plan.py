@@ -83,8 +83,12 @@ def _visible(batch: Batch, width: int, window: int | None) -> Tensor:
         bit = (masks >> own.clamp(0, MAX_QUERIES - 1)) & 1
         visible = (own < 0) | ((bit == 1) & (own < MAX_QUERIES))
     if window is not None:
-        near = j > batch.positions[batch.grid][..., None] - window
-        visible = visible & (near if batch.ancestors is None else near | (own >= 0))
+        positions = batch.positions[batch.grid]  # [B, Q]
+        at = j.expand(len(positions), 1, -1)  # [B, 1, width]: the position of each entry
+        if batch.ancestors is not None:
+            place = own.clamp(0, batch.max_q_len - 1)
+            at = torch.where(own < 0, at, positions[:, None].gather(2, place).to(at.dtype))
+        visible = visible & (at > positions[..., None] - window)
     return visible
 
 

@@ -3,6 +3,10 @@
 // Both products are that of `arithmetic.h`, on the tiles of the cache as they are, for the queries of all heads that
 // share them at once. A query's positions are cut into spans with fixed borders, whose results are joined
 // in order: so its bits depend neither on the queries beside it, nor on whether its spans ran apart.
+//
+// Nor do they depend on the tree that it is in: a node of depth d sees its ancestors and itself as a chain of these
+// alone would have them, at positions base .. base + d, in copies of the tiles. Spans that end before `base` are
+// computed for all nodes together, as in a chain, and only the last one or two for each by itself.
 
 #pragma once
 #include <cmath>
@@ -14,6 +18,7 @@
 constexpr long SPAN = 256;     // positions whose softmax is computed at once; the spans of a query are joined in order
 constexpr long TOGETHER = 96;  // queries of all heads of a group that are treated together, if a group is not larger
 constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // as models/compiled.py has them
+constexpr long MAX_NODES = 64, COPIES = MAX_NODES / LANES + 1;  // of a tree; tiles that hold them
 constexpr long APART = 64 << 20;               // bytes that results of spans may take
 
 // Some queries of one row, for one head of keys and values and the heads that share it.
@@ -22,27 +27,20 @@ struct Piece {
     long begin, end;               // cache indices
 };
 
-// What a query sees: cache indices low .. high - 1, and from `own` on those set in `bits`.
+// What a query sees: positions low .. high - 1.
 struct Seen {
-    long low, high, own;
-    uint64_t bits;
+    long low, high;
 
     // Makes those of the scores of 32 positions from `first` on that are not seen -infinity.
     void hide(float* scores, long first) const {
         if (first >= low && first + WIDTH <= high) return;
-        for (long n = 0; n < WIDTH; n++) {
-            const long j = first + n, bit = j - own;
-            const bool seen = (j >= low && j < high) || (bit >= 0 && bit < 64 && (bits >> (bit & 63) & 1));
-            scores[n] = seen ? scores[n] : -INFINITY;
-        }
+        for (long n = 0; n < WIDTH; n++) scores[n] = first + n >= low && first + n < high ? scores[n] : -INFINITY;
     }
 };
 
 inline Seen seen_by(const Batch& batch, long row, long i, long window) {
-    const long base = batch.base_len[row], t = batch.q_start[row] + i;
-    const long low = window ? std::max(batch.positions[t] - window + 1, 0L) : 0;
-    if (batch.ancestors) return {low, base, base, uint64_t(batch.ancestors[t])};
-    return {low, base + i + 1, base, 0};
+    const long position = batch.positions[batch.q_start[row] + i];
+    return {window ? std::max(position - window + 1, 0L) : 0, position + 1};
 }
 
 // Weighted sums of values [dim] over some positions, with the weights exp2(score - largest), whose sum is `total`.
@@ -59,36 +57,41 @@ struct Partial {
         largest = most;
     }
 };
+constexpr Partial NOTHING{-1e30f, 0, {}};
 
-// 32 keys as columns: two tiles [dim / 2][16][2]. The values, a page further, will be needed next.
+// 16 positions in the cache: keys [dim / 2][16][2] and values [8][dim][2].
+struct Tile {
+    bf16 *keys, *values;
+};
+
+// 32 keys as columns: of two tiles. Their values will be needed next.
 struct Keys {
-    const bf16 *tile, *other;
-    long page;
+    Tile one, other;
     static constexpr long RUN = 16;
 
     static long stride() { return LANES * sizeof(uint32_t); }
-    const bf16* left(long p) const { return tile + p * WIDTH; }
-    const bf16* right(long p) const { return other + p * WIDTH; }
+    const bf16* left(long p) const { return one.keys + p * WIDTH; }
+    const bf16* right(long p) const { return other.keys + p * WIDTH; }
     void prefetch(long p, long count) const {
         for (; count--; p++) {
-            __builtin_prefetch(left(p) + page, 0, 2);
-            __builtin_prefetch(right(p) + page, 0, 2);
+            __builtin_prefetch(one.values + p * WIDTH, 0, 2);
+            __builtin_prefetch(other.values + p * WIDTH, 0, 2);
         }
     }
 };
 
-// 32 numbers of each value as columns: from `first` on, in tiles [8][dim][2] a page after those of the keys.
+// 32 numbers of each value as columns: from `first` on.
 struct Values {
-    const bf16 *const *keys, *const *next;  // tiles of keys that will be needed later
-    long page, first, dim;
+    const Tile *tiles, *next;  // `next`: whose keys will be needed later
+    long first, dim;
     static constexpr long RUN = 8;
 
     long stride() const { return dim * sizeof(uint32_t); }
-    const bf16* left(long p) const { return keys[p / 8] + page + (p % 8 * dim + first) * 2; }
+    const bf16* left(long p) const { return tiles[p / 8].values + (p % 8 * dim + first) * 2; }
     const bf16* right(long p) const { return left(p) + WIDTH; }
     void prefetch(long p, long count) const {
         for (; count--; p++) {
-            const bf16* ahead = next[p / 8] + (first / WIDTH * 8 + p % 8) * 2 * WIDTH;
+            const bf16* ahead = next[p / 8].keys + (first / WIDTH * 8 + p % 8) * 2 * WIDTH;
             __builtin_prefetch(ahead, 0, 2);
             __builtin_prefetch(ahead + WIDTH, 0, 2);
         }
@@ -112,20 +115,50 @@ struct Attention {
         static constexpr long ROWS = std::max(TOGETHER, MAX_GROUP), SCORES = SPAN + LANES, WEIGHTS = SPAN + WIDTH;
         alignas(64) float scores[ROWS][SCORES];
         alignas(64) bf16 weights[ROWS][WEIGHTS], q[ROWS * MAX_DIM];
-        const bf16 *keys[SPAN / LANES], *next[SPAN / LANES];  // tiles of this span and the next one
+        Tile tiles[SPAN / LANES], next[SPAN / LANES];  // of this span and the next one
+        alignas(64) bf16 room[COPIES][2][LANES * MAX_DIM];
         Seen seen[ROWS];
         Partial part[ROWS], total[ROWS];
     };
 
-    // The tiles of keys that hold the SPAN cache indices from `begin` on, a multiple of 16; the last of a piece again
-    // where it has no more.
-    void find(const Piece& p, long begin, const bf16** tiles) const {
+    // The tile that holds a cache index of a row.
+    Tile tile(const Head& head, long row, long j) const {
+        const int block = batch.block_table[row * batch.max_blocks + (j >> __builtin_ctzl(cache.block_size))];
+        bf16* keys = head.tile(block, j & (cache.block_size - 1));  // the size is a power of two
+        return {keys, keys + head.page()};
+    }
+
+    // The tiles that hold the SPAN cache indices from `begin` on, a multiple of 16; the last of a piece again where it
+    // has no more.
+    void find(const Piece& p, long begin, Tile* tiles) const {
         const Head head(cache, layer, p.head);
-        const int* blocks = batch.block_table + p.row * batch.max_blocks;
-        const int shift = __builtin_ctzl(cache.block_size);  // a power of two
-        for (long n = 0; n < SPAN; n += LANES) {
-            const long j = std::min(begin + n, p.end - 1);
-            *tiles++ = head.tile(blocks[j >> shift], j & (cache.block_size - 1));
+        for (long n = 0; n < SPAN; n += LANES) *tiles++ = tile(head, p.row, std::min(begin + n, p.end - 1));
+    }
+
+    // Whether all queries of a piece follow each other, and so have what they see in its place.
+    bool is_chain(const Piece& p) const {
+        const long last = p.first + p.count - 1;
+        return !batch.ancestors || uint64_t(batch.ancestors[batch.q_start[p.row] + last]) == (2ull << last) - 1;
+    }
+
+    // Puts copies in the place of those tiles of a span that hold the step's own tokens: as they would be if there were
+    // none but the ancestors of query i, and they a chain.
+    void fold(const Piece& p, long i, long begin, long end, Scratch& at) const {
+        const Head head(cache, layer, p.head);
+        const long base = batch.base_len[p.row], first = std::max(base / LANES * LANES, begin);
+        uint64_t path = batch.ancestors[batch.q_start[p.row] + i];  // parents come first, so bits are in order of depth
+        for (long j = base; j < first; j++) path &= path - 1;  // those in the span before
+        for (long n = 0, from = first; from < end; n++, from += LANES) {
+            const Tile cached = tile(head, p.row, from), copy{at.room[n][0], at.room[n][1]};
+            memcpy(copy.keys, cached.keys, LANES * dim * sizeof(bf16));
+            memcpy(copy.values, cached.values, LANES * dim * sizeof(bf16));
+            for (long j = std::max(base, from); j < std::min(from + LANES, end); j++, path &= path - 1) {
+                const long node = base + __builtin_ctzll(path);
+                const Tile found = tile(head, p.row, node);
+                head.copy(Head::key_in(found.keys, node), head.value_in(found.values, node),
+                          Head::key_in(copy.keys, j), head.value_in(copy.values, j));
+            }
+            at.tiles[(from - begin) / LANES] = copy;
         }
     }
 
@@ -135,27 +168,28 @@ struct Attention {
         long low = p.end;
         for (long i = 0; i < p.count; i++) {  // in a tree, later queries may see earlier ones
             const Seen seen = seen_by(batch, p.row, p.first + i, window);
-            low = std::min({low, seen.low, seen.own});
+            low = std::min(low, seen.low);
         }
         return std::max(p.begin, low / SPAN * SPAN);
     }
 
-    // Positions begin .. end - 1, at most SPAN, for `rows` of q.
-    void span(long begin, long end, long rows, Scratch& at, Partial* result) const {
+    // Positions begin .. end - 1, at most SPAN, for `rows` of q from `first` on.
+    void span(long begin, long end, long first, long rows, Scratch& at, Partial* result) const {
         const float scale = cap ? LOG2_E * cap : LOG2_E / root;
-        const long tiles = (end - begin + LANES - 1) / LANES, page = cache.block_size * dim;
+        const long tiles = (end - begin + LANES - 1) / LANES;
         for (long s = 0; s < tiles; s += 2) {
-            const Keys keys{at.keys[s], at.keys[s + 1], page};
+            const Keys keys{at.tiles[s], at.tiles[s + 1]};
             in_parts(rows, most_rows<Keys>(dim / 2), [&](long i, long m, long) {
-                multiply_rows(m, at.q + i * dim, dim, keys, dim / 2, {at.scores[i] + s * LANES, at.SCORES});
+                multiply_rows(m, at.q + (first + i) * dim, dim, keys, dim / 2, {at.scores[i] + s * LANES, at.SCORES});
             });
             for (long i = 0; i < rows; i++) {
                 float* scores = at.scores[i] + s * LANES;
                 for (long j = 0; cap && j < WIDTH; j += LANES)
                     *(Floats*)(scores + j) = tanh_of(load(scores + j) / (root * cap));
-                at.seen[i].hide(scores, begin + s * LANES);
+                at.seen[first + i].hide(scores, begin + s * LANES);
             }
         }
+        result += first;
         for (long i = 0; i < rows; i++) {
             Floats most = splat(-1e30f);
             for (long j = 0; j < tiles * LANES; j += LANES) most = larger(load(at.scores[i] + j), most);
@@ -172,7 +206,7 @@ struct Attention {
         }
         for (long d = 0; d < dim; d += WIDTH) {
             const long from = std::min(d, dim - WIDTH);  // the last columns may begin within those before
-            const Values values{at.keys, at.next, page, from, dim};
+            const Values values{at.tiles, at.next, from, dim};
             in_parts(rows, most_rows<Values>(tiles * LANES / 2), [&](long i, long m, long) {
                 const Sums sums{result[i].sums + from, sizeof(Partial) / sizeof(float)};
                 multiply_rows(m, at.weights[i], at.WEIGHTS, values, tiles * LANES / 2, sums);
@@ -180,20 +214,38 @@ struct Attention {
         }
     }
 
+    // The same for the nodes of a tree, which do not share all positions: for each by itself.
+    void folded_span(const Piece& p, long begin, Scratch& at, Partial* result) const {
+        for (long i = 0; i < p.count; i++) {
+            const long first = i * group, end = std::min(begin + SPAN, at.seen[first].high);
+            if (end <= begin) {
+                std::fill_n(result + first, group, NOTHING);
+                continue;
+            }
+            fold(p, p.first + i, begin, end, at);
+            span(begin, end, first, group, at, result);
+        }
+    }
+
     // All positions of a piece, in spans; to `result` [count * group]. `after` is what will be computed then.
     void operator()(const Piece& p, const Piece& after, Scratch& at, Partial* result) const {
         const long rows = p.count * group, first = start(p);
+        const long shared = is_chain(p) ? p.end : batch.base_len[p.row];
         for (long i = 0; i < p.count; i++) {
             std::fill_n(at.seen + i * group, group, seen_by(batch, p.row, p.first + i, window));
             const bf16* q = qkv[batch.q_start[p.row] + p.first + i] + p.head * group * dim;
             memcpy(at.q + i * group * dim, q, group * dim * sizeof(bf16));
         }
-        if (first >= p.end) std::fill_n(result, rows, Partial{-1e30f, 0, {}});
+        if (first >= p.end) std::fill_n(result, rows, NOTHING);
         for (long begin = first; begin < p.end; begin += SPAN) {
-            const bool last = begin + SPAN >= p.end;
-            find(p, begin, at.keys);
-            find(last ? after : p, last ? start(after) : begin + SPAN, at.next);
-            span(begin, std::min(begin + SPAN, p.end), rows, at, begin == first ? result : at.part);
+            const long end = std::min(begin + SPAN, p.end);
+            Partial* to = begin == first ? result : at.part;
+            find(p, begin, at.tiles);
+            find(end == p.end ? after : p, end == p.end ? start(after) : end, at.next);
+            if (end <= shared)
+                span(begin, end, 0, rows, at, to);
+            else
+                folded_span(p, begin, at, to);
             if (begin != first)
                 for (long i = 0; i < rows; i++) result[i].join(at.part[i], dim);
         }

@@ -25,14 +25,14 @@ struct Head {
     // The tile of keys that holds a position of a block.
     bf16* tile(long block, long i) const { return data + block * next + i / LANES * LANES * dim; }
 
-    // A tile of keys is [dim / 2][16][2]: number d of the key in a slot is at key(slot)[d / 2 * 32 + d % 2].
-    bf16* key(long slot) const { return tile(slot / block_size, slot % block_size) + slot % LANES * 2; }
+    // A tile of keys is [dim / 2][16][2]: number d of the key of position i is at key_in(tile, i)[d / 2 * 32 + d % 2].
+    static bf16* key_in(bf16* tile, long i) { return tile + i % LANES * 2; }
 
-    // A tile of values is [8][dim][2]: number d of the value in a slot is at value(slot)[2 * d].
-    bf16* value(long slot) const {
-        const long i = slot % LANES;
-        return tile(slot / block_size, slot % block_size) + page() + i / 2 * 2 * dim + i % 2;
-    }
+    // A tile of values is [8][dim][2]: number d of the value of position i is at value_in(tile, i)[2 * d].
+    bf16* value_in(bf16* tile, long i) const { return tile + i % LANES / 2 * 2 * dim + i % 2; }
+
+    bf16* key(long slot) const { return key_in(tile(slot / block_size, slot % block_size), slot); }
+    bf16* value(long slot) const { return value_in(tile(slot / block_size, slot % block_size) + page(), slot); }
 
     void write(long slot, const bf16* k, const bf16* v) const {
         bf16 *to_key = key(slot), *to_value = value(slot);
@@ -40,12 +40,13 @@ struct Head {
         for (long d = 0; d < dim; d++) to_value[2 * d] = finite(v[d]);
     }
 
-    void move(long from, long to) const {
-        const bf16 *k = key(from), *v = value(from);
-        bf16 *to_key = key(to), *to_value = value(to);
+    // From keys and values in tiles to such.
+    void copy(const bf16* k, const bf16* v, bf16* to_key, bf16* to_value) const {
         for (long d = 0; d < dim; d += 2) memcpy(to_key + d * LANES, k + d * LANES, 2 * sizeof(bf16));
         for (long d = 0; d < dim; d++) to_value[2 * d] = v[2 * d];
     }
+
+    void move(long from, long to) const { copy(key(from), value(from), key(to), value(to)); }
 
     // NaN becomes 0 and infinity the largest number: 0 * NaN would reach queries that do not see its token.
     static bf16 finite(bf16 x) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from nanospec.config import SamplingParams
 from nanospec.kernels.native.build import library
 from nanospec.models.decoder import Model
-from tests.drive import Job, K, Outcome, alone, assert_same, make_engine, outcome, random_jobs, run
+from nanospec.models.heads import Heads
+from tests.drive import Job, K, Outcome, alone, make_engine, outcome, random_jobs, run
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -45,7 +47,37 @@ def test_neither_drafts_nor_neighbours_change_anything(
     engine = make_engine(model, k, max_model_len=WINDOW, enforce_eager=mode == "packed")
     assert model.runs_compiled
     for job, request, wanted in zip(jobs, run(engine, jobs), expected, strict=True):
-        assert_same(outcome(request), wanted, job)
+        assert outcome(request) == wanted, job  # log-probabilities too
+
+
+@pytest.fixture(scope="module")
+def wide() -> Model:
+    """Whose attention a change of order would show in."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_heads": 8}
+    return tiny_model(dtype=torch.bfloat16, vocab_size=VOCAB, num_layers=3, **sizes)
+
+
+@pytest.mark.parametrize("mode", ["packed", "recorded"])
+@pytest.mark.parametrize("method", ["ngram", "medusa", "ngram+medusa"])
+@pytest.mark.parametrize("width", [1, 4], ids=["chains", "trees"])
+def test_tokens_and_log_probabilities_of_trees_are_those_without(
+    wide: Model, width: int, method: str, mode: str
+) -> None:
+    """Greedy and seeded, in one batch, some beyond the border of two spans of attention."""
+    rng = random.Random(1)
+    jobs = [
+        Job(job.prompt * rng.choice((1, 4)), replace(job.params, logprobs=3))
+        for job in random_jobs(rng, VOCAB, 10, max_tokens=80)
+    ]
+    heads = Heads.random(wide, 3, vocab=20) if "medusa" in method else None
+    engine = make_engine(
+        wide, 12, guess={"method": method, "tree_width": width}, heads=heads, max_model_len=400,
+        enforce_eager=mode == "packed",
+    )  # fmt: skip
+    requests = run(engine, jobs)
+    for job, request, wanted in zip(jobs, requests, alone(wide, jobs, max_model_len=400), strict=True):
+        assert outcome(request) == wanted, job
+    assert engine.metrics.spec.num_accepted > 100
 
 
 @pytest.mark.parametrize("width", [1, 4], ids=["chains", "trees"])
