@@ -228,9 +228,8 @@ class Engine:
             touched.append(request)
             report = result.report
             if queued.k and request.params.num_speculative_tokens != 0:
-                self.policy.observe(
-                    row, report.drafter, report.match_len, report.num_drafted, report.num_accepted
-                )
+                seen = report.drafter, report.match_len, report.num_drafted, report.num_accepted
+                self.policy.observe(row, *seen, report.chances)
             before = request.num_tokens
             method = self.worker.methods[report.drafter] if report.num_drafted else ""
             ended = request.append(report, method, result.logprobs)

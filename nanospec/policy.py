@@ -26,6 +26,7 @@ from functools import partial
 from .costs import StepCosts
 from .estimator import UNKNOWN, Estimator, Situation
 from .kernels.codes import NOBODY
+from .tree_estimator import TreeEstimator
 
 PROBE_BUDGET = 0.005  # share of the time that may go into probes
 OTHERS_BUDGET = 0.005  # share of the time that the slowest row may lose to drafts of others
@@ -66,8 +67,17 @@ class Policy:
         `Proposal`, are those that a drafter gives its drafts itself."""
         return list(num_drafts)
 
-    def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
-        """Learn from a row of a step with K > 0, of which `drafted` drafts were verified."""
+    def observe(
+        self,
+        row: int,
+        drafter: int,
+        match_len: int,
+        drafted: int,
+        accepted: int,
+        chances: Sequence[float] = (),
+    ) -> None:
+        """Learn from a row of a step with K > 0, of which `drafted` drafts were verified; `chances` as in
+        `cut`."""
 
     def reset(self, row: int) -> None:
         """A new request took the row."""
@@ -122,6 +132,7 @@ class AutoPolicy(Policy):
         self.costs: StepCosts = costs
         self._model = model
         self.estimator = Estimator()
+        self._trees: TreeEstimator | None = None  # once a drafter says how likely its guesses are
         self.rates: dict[int, float] = {}  # tokens per ms by K, as `_pick` weighed them last
         self._best = 0  # what `_pick` found, without the probe
         self._probing = False  # it took more
@@ -167,7 +178,10 @@ class AutoPolicy(Policy):
         """The K that promises most, of those with a time, or now and then the next larger one as a probe;
         `others` are rows without drafts."""
         ks = tuple(ms)
-        tokens = self.estimator.tokens(rows, limits, situation, ks)
+        if self._trees:
+            tokens = self._trees.tokens(rows, limits, ks)
+        else:
+            tokens = self.estimator.tokens(rows, limits, situation, ks)
         self.rates = rate = {k: (total + others) / ms[k] for k, total in zip(ks, tokens)}
         best = max(rate, key=rate.__getitem__)
         if self._best in rate and rate[best] < rate[self._best] * (1 + MARGIN):
@@ -237,8 +251,19 @@ class AutoPolicy(Policy):
         """Whether a row that this drafter guesses for drafts, or drafts more, as a probe."""
         return row in self._probed or (self._probing and drafter in (self._model, NOBODY))
 
-    def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
+    def observe(
+        self,
+        row: int,
+        drafter: int,
+        match_len: int,
+        drafted: int,
+        accepted: int,
+        chances: Sequence[float] = (),
+    ) -> None:
         self._promises[row].settle(accepted)
+        if chances and self.costs.captured:
+            self._trees = self._trees or TreeEstimator()
+            self._trees.observe(row, chances)
         if drafted or self.costs.captured:
             situation = UNKNOWN if self.costs.captured else (drafter, match_len)
             self.estimator.observe(row, situation, drafted, accepted)
@@ -248,5 +273,7 @@ class AutoPolicy(Policy):
 
     def reset(self, row: int) -> None:
         self.estimator.reset(row)
+        if self._trees:
+            self._trees.reset(row)
         self._promises.pop(row, None)
         self._probed.discard(row)

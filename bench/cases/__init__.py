@@ -48,7 +48,8 @@ class Case:
     timed: bool = True
 
 
-MODULES = tuple(f"bench.cases.{name}" for name in ("layer", "speculation", "recycle", "layout", "host", "split"))
+NAMES = ("layer", "speculation", "recycle", "layout", "host", "split")
+MODULES = tuple(f"bench.cases.{name}" for name in NAMES)
 
 
 def all_cases() -> Iterator[Case]:

@@ -98,7 +98,8 @@ class Rank(Worker):
     @on_own_device
     def _build(self) -> None:
         super()._build()
-        if self.graphs is not None and not (self.graphs.lazy or self._always_whole):  # else the first such request would wait
+        # Else the first request that needs it would wait.
+        if self.graphs is not None and not (self.graphs.lazy or self._always_whole):
             self._step.whole = True
             self.graphs.capture_all((WHOLE, None))
             self._step.whole = False

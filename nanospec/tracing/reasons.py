@@ -103,8 +103,16 @@ class WatchedPolicy(Policy):
         self.weighed.probes = set(probed)
         return taken
 
-    def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
-        self.inner.observe(row, drafter, match_len, drafted, accepted)
+    def observe(
+        self,
+        row: int,
+        drafter: int,
+        match_len: int,
+        drafted: int,
+        accepted: int,
+        chances: Sequence[float] = (),
+    ) -> None:
+        self.inner.observe(row, drafter, match_len, drafted, accepted, chances)
 
     def reset(self, row: int) -> None:
         self.inner.reset(row)

@@ -259,7 +259,9 @@ def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the
     events: list[tuple[Any, ...]] = []
 
     class Spy(Policy):
-        def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
+        def observe(
+            self, row: int, drafter: int, match_len: int, drafted: int, accepted: int, *_: Any
+        ) -> None:
             events.append((row, drafted, accepted))
 
         def reset(self, row: int) -> None:

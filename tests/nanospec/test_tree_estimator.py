@@ -1,0 +1,58 @@
+"""What trees are expected to give, and the K that follows."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanospec.costs import StepCosts
+from nanospec.policy import AutoPolicy
+from nanospec.tree_estimator import FIRST, TreeEstimator
+
+KS = (0, 1, 2, 4, 8, 16)
+FALLING = [0.6 / (i + 1) for i in range(16)]
+
+
+def test_before_anything_is_known_trees_promise_what_they_give_on_real_text() -> None:
+    tokens = TreeEstimator().tokens([3], [63], KS)
+    assert tokens[:3] == pytest.approx([1, 1 + FIRST, 1 + 1.5 * FIRST])
+    assert tokens == sorted(tokens)
+
+
+def test_rows_add_up_and_keep_to_their_limits() -> None:
+    trees = TreeEstimator()
+    trees.observe(0, [0.5, 0.25])
+    assert trees.tokens([0, 1], [2, 0], (0, 1, 2, 8)) == pytest.approx([2, 2.5, 2.75, 2.75])
+
+
+def test_what_a_row_says_of_its_nodes_is_believed() -> None:
+    """Also of places that it has not reached, in proportion."""
+    trees = TreeEstimator()
+    for _ in range(30):
+        trees.observe(0, [0.9, 0.8])
+        trees.observe(1, [0.1])
+    good, bad = (trees.tokens([row], [63], (2, 16)) for row in (0, 1))
+    assert good[0] == pytest.approx(2.7)
+    assert good[1] > 3.5
+    assert bad[1] < 1.4
+    trees.reset(0)
+    assert trees.tokens([0], [63], (2,)) == trees.tokens([5], [63], (2,)) != [good[0]]
+
+
+def test_the_latest_steps_count_most() -> None:
+    trees = TreeEstimator()
+    for chance in [0.1] * 20 + [0.9] * 10:
+        trees.observe(0, [chance])
+    assert trees.tokens([0], [63], (1,))[0] == pytest.approx(1.9, abs=0.1)
+
+
+@pytest.mark.parametrize(("per_node", "least", "most"), [(0.001, 16, 16), (0.08, 2, 8), (0.7, 0, 1)])
+def test_k_is_what_the_nodes_are_worth_and_cost(per_node: float, least: int, most: int) -> None:
+    """Nodes that cost nearly nothing are all taken, dear ones only as far as they pay."""
+    policy = AutoPolicy(StepCosts({1: {k: 1 + per_node * k for k in KS}}))
+    chosen = []
+    for _ in range(60):
+        k = policy.choose([0], [16])
+        chosen.append(k)
+        if k:
+            policy.observe(0, 0, 0, k, 1, FALLING[:k])
+    assert least <= sorted(chosen[10:])[len(chosen[10:]) // 2] <= most
