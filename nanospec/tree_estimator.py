@@ -15,8 +15,8 @@ from itertools import accumulate
 from .kernels.codes import MAX_DRAFTS
 
 DECAY, COMMON_DECAY = 0.8, 0.99  # of what was said before: of a row, of all rows
-# Before anything is known: half a token for the first node, falling as 1 / n. (On real text, trees of 4, 8, 16
-# and 32 nodes give 1.0, 1.3, 1.5 and 1.7 tokens more than one: `bench/recycle.py`.)
+# Before anything is known: half a token for the first node, falling as 1 / n. (On real text, trees of 4, 8,
+# 16 and 32 nodes give 1.0, 1.3, 1.5 and 1.7 tokens more than one: `bench/recycle.py`.)
 FIRST = 0.5
 
 

@@ -26,7 +26,7 @@ from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.decoder import Model
 from ..models.hub import available_models, new_models_folder, program, resolve_model
-from ..models.token_map import lm_head_rows, load_token_map
+from ..models.token_map import lm_head_rows, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
 from ..timing import forward_ms
@@ -136,22 +136,11 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
             if j:
                 batch = replace(batch, input_ids=drafts[-1])
                 hidden = self.cache.forward(batch)
-            logits.append(self._fit(linear(hidden, self._lm_head)))
+            logits.append(over_vocabulary(linear(hidden, self._lm_head), self.vocab_size, self.token_map))
             drafts.append(sample(logits[-1], table, batch).clamp(min=0) * active)
         tokens = F.pad(torch.stack(drafts, 1), (0, k - len(drafts)))
         proposal = guesses(tokens, wanted)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
-
-    def _fit(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, which may be padded to another size; -inf for what is never
-        drafted."""
-        if self.token_map is not None:
-            everything = logits.new_full((len(logits), self.vocab_size), float("-inf"))
-            return everything.index_copy_(1, self.token_map, logits)
-        missing = self.vocab_size - logits.shape[1]
-        if missing > 0:
-            return F.pad(logits, (0, missing), value=float("-inf"))
-        return logits[:, : self.vocab_size]
 
     def learn(
         self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor

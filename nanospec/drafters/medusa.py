@@ -19,14 +19,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..device import synchronize
 from ..kernels.batch import Batch
+from ..kernels.sampling.sample import sample
+from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.heads import Heads
 from ..models.hub import default_heads
+from ..models.token_map import over_vocabulary
 from .base import Drafter, Option, Target, guesses, nothing, room
 
 if TYPE_CHECKING:
@@ -73,12 +77,30 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         wanted = torch.where(self.drawn_at[index] == table.num_tokens[index], room(table, rows, k), 0)
         if self.passes == 0 or (self.may_wait and not bool(wanted.any())):
             return nothing(rows, k)
+        if self.width == 1:
+            wanted = wanted.clamp(max=self.heads.num_heads)
+            return guesses(F.pad(self._chains(table, rows, wanted), (0, k))[:, :k], wanted)
         candidate, parents, sizes = self._tree(k)
         width = (table.width[index] - 1).clamp(0, self.width - 1).long()
         tops = self.heads.top(self.hidden[index], self.width).flatten(1)  # [B, num_heads * W]
         drafts = tops.gather(1, candidate[width])
         wanted = torch.minimum(wanted, sizes[width])
-        return guesses(drafts, wanted, parents[width] if self.width > 1 else None)
+        return guesses(drafts, wanted, parents[width])
+
+    def _chains(self, table: Table, rows: Tensor, wanted: Tensor) -> Tensor:
+        """[B, num_heads] int32: what each head finds likeliest; where a request samples, what it draws with
+        the noise that the target will have there, so that they agree where their probabilities do."""
+        index, heads = rows.clamp(min=0), self.heads
+        if self.may_wait and not bool((table.temperature[index] > 0).any()):
+            return heads.top(self.hidden[index], 1).squeeze(-1)
+        logits = heads.logits(self.hidden[index]).flatten(0, 1)
+        logits = over_vocabulary(logits, table.vocab_size, heads.token_map)
+        head = torch.arange(heads.num_heads, dtype=torch.int32, device=rows.device)
+        active = (head < wanted[:, None]).int()
+        position = table.num_tokens[index, None] - 1 + head
+        of_each = rows.repeat_interleave(len(head))  # a batch row for each head: all of them are wanted
+        batch = lay_out_text(table, of_each, position.flatten(), active.flatten(), 1)
+        return sample(logits, table, batch).view(active.shape).clamp(min=0) * active
 
     def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """For every width: which candidate (head * W + rank) each node is, its parent's place, and the

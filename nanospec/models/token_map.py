@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layer.linear import linear
@@ -65,3 +66,15 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
         columns = linear(units[start : start + PIECE], model.lm_head)[:, tokens]  # [PIECE, n]
         rows[:, start : start + PIECE] = columns.T
     return rows
+
+
+def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None) -> Tensor:
+    """Logits [N, Vd] of a drafter over the target's vocabulary, [N, vocab_size], which may be padded to
+    another size; -inf for what it never guesses."""
+    if token_map is not None:
+        everything = logits.new_full((len(logits), vocab_size), float("-inf"))
+        return everything.index_copy_(1, token_map, logits)
+    missing = vocab_size - logits.shape[1]
+    if missing > 0:
+        return F.pad(logits, (0, missing), value=float("-inf"))
+    return logits[:, :vocab_size]

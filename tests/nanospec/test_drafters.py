@@ -11,11 +11,12 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
-from nanospec.drafters.medusa import tree_paths
+from nanospec.drafters.medusa import MedusaDrafter, tree_paths
 from nanospec.kernels import dispatch
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.kernels.layer.linear import pack
+from nanospec.kernels.sampling import noise
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.policy import StepCosts
@@ -208,6 +209,33 @@ def test_heads_that_know_the_text_are_always_right(mode: str, width: int) -> Non
     assert request.stats.num_steps <= 2 + -(-40 // (depth + 1)) + 2
     assert set(request.draft_sources) == {OWN, GUESSED}
     assert request.stats.by_drafter.keys() == {"medusa"}
+
+
+def test_heads_draw_with_the_noise_of_the_target(model: Model) -> None:
+    """Head i guesses argmax(score - T log E) of the position that its token will have."""
+    heads = Heads.random(model, 3, vocab=50)
+    engine = make_engine(model, 4, guess=WAYS["medusa"], heads=heads, max_num_seqs=3)
+    drafter, table = engine.worker.drafters[0], engine.worker.table
+    assert isinstance(drafter, MedusaDrafter)
+    drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
+    values = {"num_tokens": 9, "max_len": 60, "limit": 4, "seed": 7, "top_p": 1, "repetition": 1}
+    for name, value in values.items():
+        getattr(table, name).fill_(value)
+    table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
+    table.max_len[2] = 12  # of the three drafts there is room for two
+    drafter.drawn_at.fill_(9)
+    found = drafter.propose(table, torch.arange(3, dtype=torch.int32), 4)
+    assert found.num_drafts.tolist() == [3, 3, 2]
+    logits = heads.logits(drafter.hidden[:3]).float()
+    assert heads.token_map is not None
+    for b, n in enumerate(found.num_drafts.tolist()):
+        for i in range(n):
+            luck = noise.naive(7, 9 + i, heads.token_map.int())
+            best = int((logits[b, i] - table.temperature[b] * luck).argmax())
+            assert int(found.drafts[b, i]) == int(heads.token_map[best])
+    assert drafter.propose(table, torch.tensor([0], dtype=torch.int32), 4).drafts.tolist() == [
+        found.drafts[0].tolist()
+    ]
 
 
 def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:
