@@ -71,9 +71,9 @@ class SpecConfig:
 
     Attributes:
         method: "ngram" looks the last tokens up in the request's own text; "draft" lets a small model of
-            the same vocabulary write ahead; "medusa" has several heads guess from the target's last
-            hidden state; "ngram+draft" and "ngram+medusa" ask the model where the text gives no match;
-            "none" switches speculation off.
+            the same vocabulary write ahead; "medusa" has heads guess from the target's last hidden state;
+            "recycle" recalls what the target said. "ngram+draft", "ngram+medusa": a model where lookup
+            finds nothing; "...+recycle": both at once; "none": nobody.
         draft_model: for "draft": a folder, a name under `weights/`, or a hub id.
         heads: for "medusa": a file or folder; None takes the one under `weights/heads/` that is named
             like the target.
