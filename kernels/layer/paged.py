@@ -16,8 +16,12 @@ A query gets the same bits as a decoding step, as one of K + 1 and in a chunk of
 * Sums within a tile have an order stated in `units.py`, and whatever the compiler might fuse or not is a
   fused multiply-add by name.
 
-In a tree a node's ancestors may lie at other cache positions than they would in a chain, so there the
-equality is up to rounding.
+A node of a tree is computed as the last query of a chain of its ancestors and itself would be. The tiles
+before the step's own tokens are as in a chain, and read once for all nodes of a program. The one or two that
+hold those tokens are taken once for each node, with the keys and values of its path as rows in order of
+depth; to the other nodes each is one more tile of which they see nothing. So n nodes take n - 1 or 2 (n - 1)
+turns more than a chain of n, one after the other, of tiles that are in L2. A row without branches costs what
+a chain does.
 
 Workspace: `Split.units` of [T, Hq, D] float32; 349 MB for 64 rows of 5 queries, 32 heads of 128 and 32k
 context. A graph needs it once for all layers. Calls on one device must not overlap on several streams: they
@@ -33,11 +37,10 @@ from .. import overlap
 from ..batch import MAX_QUERIES
 from ..launch import LOG2_E, ONE_SHAPE, arch, check_attention, next_power_of_2
 from ..overlap import prefetch, release_next, wait_for_previous
+from .paths import look_up, take_turn
 from .plan import Plan
 from .tickets import tickets
 from .units import FLOOR, SPAN, Split, power_of_2, split, sum_16, sum_rest, sum_units
-
-_MAX_QUERIES = tl.constexpr(MAX_QUERIES)
 
 # (most columns, cache positions per tile, warps, stages) by architecture, then by padded head dimension:
 # enough loads in flight to hide the memory's latency, no spilled registers. The most columns, which are
@@ -103,7 +106,7 @@ def _attend(
     low, high = base + first_query, base + tl.minimum(first_query + QUERIES, n)
     clear = (low + 1) // TILE  # tiles before are seen by every query
     if batch.TREE:
-        low, high = base, base + n
+        low = base  # no node lies before
         clear = base // TILE
     first = 0
     if WINDOW:
@@ -144,10 +147,11 @@ def _attend(
     if PART < BLOCK_D:
         high_query = tl.load(q + PART + at[None, :] + d[:, None], high_in, other=0.0)
     if batch.TREE:
-        token = tl.load(batch.q_start + b) + first_query + column // GROUP
-        ancestors = tl.load(batch.ancestors + token, column < num_columns, other=0)
-        if WINDOW:
-            position = tl.load(batch.positions + token, column < num_columns, other=0)
+        token = tl.load(batch.q_start + b) + first_query
+        nodes = tl.minimum(QUERIES, n - first_query)
+        last = tl.load(batch.ancestors + token + nodes - 1)
+        folded = tl.where((last & (last + 1)) == 0, end, clear)  # all before it are its ancestors: a chain
+        position = tl.load(batch.positions + token + column // GROUP, column < num_columns, other=0)
     # Partial results of a unit lie as q does, but by KV head, then query, then head of the group.
     stride = num_tokens.to(tl.int64) * num_heads
     slot = (tl.load(batch.q_start + b) + first_query).to(tl.int64) * num_heads + kv_head * num_columns
@@ -164,18 +168,36 @@ def _attend(
         high_acc = acc
         # The pages of the next tile are looked up one turn ahead: the compiler keeps copies on their way
         # during the products only where their addresses are known at the turn's start.
-        j = begin * TILE + tl.arange(0, TILE)
-        there = j < high
-        if WINDOW:  # the pages before the window may be gone
-            there = there & (j > low - window)
-        page = tl.load(pages + j // BLOCK_SIZE, there, other=0)
-        for tile in range(begin, stop):
-            j = tile * TILE + tl.arange(0, TILE)
+        if batch.TREE:
+            own = tl.minimum(tl.maximum(begin, folded), stop)
+            stop = own + (stop - own) * nodes
+            place = look_up(
+                batch, pages, token, base, low, high, window, begin, own, nodes, BLOCK_SIZE, WINDOW, TILE
+            )
+        else:
+            j = begin * TILE + tl.arange(0, TILE)
             there = j < high
-            if WINDOW:
+            if WINDOW:  # the pages before the window may be gone
                 there = there & (j > low - window)
-            entry = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
-            page = tl.load(pages + (j + TILE) // BLOCK_SIZE, j + TILE < high, other=0)
+            page = tl.load(pages + j // BLOCK_SIZE, there, other=0)
+        for turn in range(begin, stop):
+            tile = turn
+            if batch.TREE:
+                tile, node = take_turn(turn, own, nodes)
+            j = tile * TILE + tl.arange(0, TILE)
+            if batch.TREE:
+                there = place >= 0
+                entry = place[:, None] * HEAD_DIM + d[None, :]
+                place = look_up(
+                    batch, pages, token, base, low, high, window, turn + 1, own, nodes,
+                    BLOCK_SIZE, WINDOW, TILE,
+                )  # fmt: skip
+            else:
+                there = j < high
+                if WINDOW:
+                    there = there & (j > low - window)
+                entry = (page * BLOCK_SIZE + j % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None, :]
+                page = tl.load(pages + (j + TILE) // BLOCK_SIZE, j + TILE < high, other=0)
             full = there[:, None]
             if HEAD_DIM < PART:
                 full = full & (d < HEAD_DIM)[None, :]
@@ -196,16 +218,13 @@ def _attend(
                 partly = partly | (tile * TILE <= high - 1 - window)
             if partly:
                 if batch.TREE:
-                    own = j[:, None] - base
-                    shift = tl.minimum(tl.maximum(own, 0), _MAX_QUERIES - 1).to(tl.int64)
-                    visible = (own < 0) | (((ancestors[None, :] >> shift) & 1 == 1) & (own < _MAX_QUERIES))
-                    if WINDOW:
-                        visible = visible & ((own >= 0) | (j[:, None] > position[None, :] - window))
+                    back = position[None, :] - j[:, None]
+                    visible = (back >= 0) & ((turn < own) | (column // GROUP == node))[None, :]
                 else:
                     back = column[None, :] // GROUP - (j - base - first_query)[:, None]  # 0: the query itself
                     visible = back >= 0
-                    if WINDOW:
-                        visible = visible & (back < window)
+                if WINDOW:
+                    visible = visible & (back < window)
                 s = tl.where(visible, s, float("-inf"))
             tile_m = tl.maximum(tl.ceil(tl.max(s, 0) * scale), FLOOR)
             p = tl.exp2(tl.fma(s, scale, -tile_m[None, :]))
@@ -275,16 +294,20 @@ def _attend(
 
 
 def cut(
-    rows: int, q_len: int, kv_len: int, heads: tuple[int, int, int], target: str
+    rows: int, q_len: int, kv_len: int, heads: tuple[int, int, int], target: str, tree: bool = False
 ) -> tuple[int, int, Split]:
     """(columns of a program's tile, tiles of queries times KV heads, how the cache is divided) for rows of up
-    to `q_len` queries on up to `kv_len` positions; `heads` are (Hq, Hkv, D)."""
+    to `q_len` queries on up to `kv_len` positions; `heads` are (Hq, Hkv, D). Nodes of trees take turns with
+    their own tiles, so fewer share a program; the cache is divided as for chains, and so is the workspace."""
     num_heads, num_kv_heads, head_dim = heads
     group = num_heads // num_kv_heads
     widest, tile, _, _ = CONFIGS[target][max(next_power_of_2(head_dim), 64)]
-    columns = max(min(next_power_of_2(group * q_len), widest), next_power_of_2(group), 16)
-    pairs = num_kv_heads * triton.cdiv(q_len, columns // group)
-    return columns, pairs, split(pairs * rows, columns, kv_len, tile)
+    least = max(next_power_of_2(group), 16)
+    columns = max(min(next_power_of_2(group * q_len), widest), least)
+    division = split(num_kv_heads * triton.cdiv(q_len, columns // group) * rows, columns, kv_len, tile)
+    if tree:
+        columns = max(min(columns, widest // 2), least)
+    return columns, num_kv_heads * triton.cdiv(q_len, columns // group), division
 
 
 def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float, softcap: float | None = None) -> Tensor:
@@ -302,8 +325,9 @@ def launch(q: Tensor, cache: Tensor, plan: Plan, scale: float, softcap: float | 
     block_d = max(next_power_of_2(head_dim), 64)
     widest, tile, warps, stages = CONFIGS[arch(q)][block_d]
     columns, pairs, (programs, fine, units) = cut(
-        batch.num_rows, batch.max_q_len, batch.max_kv_len, (num_heads, num_kv_heads, head_dim), arch(q)
-    )
+        batch.num_rows, batch.max_q_len, batch.max_kv_len, (num_heads, num_kv_heads, head_dim), arch(q),
+        batch.ancestors is not None,
+    )  # fmt: skip
     out = torch.empty_like(q)
     size = (units, T, num_heads)
     unit_acc = q.new_empty(*size, head_dim, dtype=torch.float32)

@@ -135,10 +135,11 @@ struct Attention {
         for (long n = 0; n < SPAN; n += LANES) *tiles++ = tile(head, p.row, std::min(begin + n, p.end - 1));
     }
 
-    // Whether all queries of a piece follow each other, and so have what they see in its place.
+    // Whether the queries of a piece follow each other, so that what they see lies in its place.
     bool is_chain(const Piece& p) const {
-        const long last = p.first + p.count - 1;
-        return !batch.ancestors || uint64_t(batch.ancestors[batch.q_start[p.row] + last]) == (2ull << last) - 1;
+        if (!batch.ancestors) return true;
+        const uint64_t path = batch.ancestors[batch.q_start[p.row] + p.first + p.count - 1];
+        return !(path & (path + 1));  // all before the last are its ancestors
     }
 
     // Puts copies in the place of those tiles of a span that hold the step's own tokens: as they would be if there were

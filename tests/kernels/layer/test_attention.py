@@ -124,6 +124,56 @@ def test_bits_depend_on_the_text_alone(
     assert torch.equal(stated, verified)
 
 
+def alone_on(texts: Texts, part: tuple[int, int, int], path: list[int]) -> Texts:
+    """The texts where the queries of a path follow each other after what the part has cached, and NaN follows
+    them."""
+    r, base, n = part
+    found = replace(texts, q=texts.q.clone(), cache=texts.cache.clone())
+    j = base + torch.arange(n)
+    page, offset, to = texts.block_table[r, j // 16].long(), j % 16, slice(len(path))
+    found.cache[:, :, page, offset] = float("nan")
+    found.cache[:, :, page[to], offset[to]] = texts.cache[:, :, page[path], offset[path]]
+    found.q[r, j[to]] = texts.q[r, j[path]]
+    return found
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize(
+    ("shape", "heads", "dtype", "window", "softcap"),
+    [
+        ([(61, 7), (0, 6), (507, 10)], (4, 2, 64), FP32, None, None),  # beside the borders of tiles and spans
+        ([(64, 5), (30, 64), (3, 0)], (3, 1, 64), FP32, None, 3.0),
+        ([(63, 12), (126, 17), (200, 1)], (2, 1, 128), FP16, 20, None),
+        ([(127, 3), (440, 18)], (4, 1, 64), FP32, 70, 3.0),
+    ],
+)
+def test_a_node_has_the_bits_of_a_chain_of_its_path(
+    shape: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In wide and deep trees, beside a chain, on as many programs as there are and on one."""
+    texts, parts = requests(shape, heads, dtype=dtype)
+    texts.softcap = softcap
+    counts = [n for _, n in shape]
+    wide = random_trees(counts, 1)
+    deep = [[i - 2 if i % 7 == 5 else i - 1 for i in range(n)] for n in counts]
+    for trees in (wide, [deep[0], list(range(-1, counts[1] - 1)), *deep[2:]]):
+        out = texts.attend(parts, window, trees=trees)
+        for b, (r, base, n) in enumerate(parts):
+            for node in {n - 1, n // 2} - {-1, 0}:
+                path = [node]
+                while path[0]:
+                    path.insert(0, trees[b][path[0]])
+                chain = alone_on(texts, parts[b], path).attend([(r, base, len(path))], window)
+                assert torch.equal(out[sum(counts[:b]) :][path], chain), (b, path)
+    divide(monkeypatch, 1, 0, 2)
+    assert torch.equal(texts.attend(parts, window, trees=trees), out)
+
+
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("whole", [True, False], ids=["one-program", "many"])
