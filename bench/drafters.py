@@ -3,13 +3,14 @@
     python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--out bench/results]
                              [--draft-model smollm2-135m-draft]
 
-One process and one copy of the weights; every system on every prompt in turn, repeated; ratios to no
-speculation are taken within a repeat, and their median is reported. Greedy, one request at a time,
-prefill included, EOS honoured. Kinds: Spec-Bench's six groups (first turns) and code edits. Without the
-draft model of `nanospec/training/draft.py` the systems that need it are left out.
+One process and one copy of the weights; every system on every prompt in turn, the kinds of text in turn, all
+of it repeated; ratios to no speculation are taken within a repeat, and their median is reported. Greedy and
+at temperature 1, one request at a time, prefill included, EOS honoured. Kinds: Spec-Bench's six groups (first
+turns) and code edits. Recycled tokens are forgotten before each repeat, so none of them is of an answer that
+is given again. Without the draft model of `nanospec/training/draft.py` the systems that need it are left out.
 
-The last part is sampled, at temperature 1, and compares the rules of acceptance by what they accept.
-Needs the evaluation text; nothing else should run meanwhile.
+The last part compares the rules of acceptance by what they accept at temperature 1. Needs the evaluation
+text; nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import load_drafter
 from nanospec.drafters.medusa import MedusaDrafter
+from nanospec.drafters.recycle import RecycleDrafter
 from nanospec.engine import Engine
 from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads, resolve_model
@@ -41,6 +43,9 @@ GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
 SYSTEMS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
     "ngram": {},
+    "recycle": {"method": "recycle"},
+    "ngram+recycle": {"method": "ngram+recycle"},
+    "ngram+medusa+recycle": {"method": "ngram+medusa+recycle"},
     "ngram K=8": {"num_speculative_tokens": 8},
     "ngram tree W=2 K=8": {"num_speculative_tokens": 8, "tree_width": 2},
     "ngram tree W=4 K=8": {"num_speculative_tokens": 8, "tree_width": 4},
@@ -52,6 +57,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "draft K=2": {"method": "draft", "num_speculative_tokens": 2},
     "ngram+draft": {"method": "ngram+draft"},
 }
+SAMPLED = ("none", "ngram", "recycle", "ngram+recycle", "medusa", "ngram+medusa+recycle")
 RULES = ("exact", "rejection", "typical")
 
 
@@ -92,13 +98,14 @@ def main() -> None:
         "machine": common.environment(),
         "model": args.model,
         "settings": {"repeats": args.repeats, "prompts": args.prompts, "max_tokens": args.max_tokens},
-        "greedy": {},
     }
-    for kind, given in prompts.items():
-        result["greedy"][kind] = compare(given, systems, args)
-        show(kind, result["greedy"][kind])
-    result["sampled"] = rules(prompts["chat"] + prompts["code edits"], makers, args)
-    for name, row in result["sampled"].items():
+    sampled = {name: systems[name] for name in SAMPLED if name in systems}
+    for key, temperature, compared in (("greedy", 0.0, systems), ("sampled", 1.0, sampled)):
+        result[key] = compare(prompts, compared, temperature, args)
+        for kind, table in result[key].items():
+            show(f"{kind}, {key}", table)
+    result["rules"] = rules(prompts["chat"] + prompts["code edits"], makers, args)
+    for name, row in result["rules"].items():
         print(f"{name:30} " + "  ".join(f"{key} {value}" for key, value in row.items()))
     common.save("drafters", result, args.out)
 
@@ -144,32 +151,57 @@ def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Run:
     return Run(request.output_ids, seconds, s.num_steps, s.num_drafted, s.num_accepted, logprobs)
 
 
-def compare(prompts: list[list[int]], systems: dict[str, Engine], args: argparse.Namespace) -> dict[str, Any]:
-    """Per system: tokens per step over all steps, speed-up over none, outputs that differ from none's."""
-    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+def compare(
+    prompts: dict[str, list[list[int]]],
+    systems: dict[str, Engine],
+    temperature: float,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """By kind and system: tokens per step over all steps, speed-up over none, outputs unlike none's."""
     for engine in systems.values():
-        run(engine, prompts[0], params)  # warm up
-    ratios: dict[str, list[float]] = {name: [] for name in systems}
-    last: dict[str, list[Run]] = {}
+        run(engine, prompts["chat"][0], SamplingParams(temperature=0, max_tokens=args.max_tokens))  # warm up
+    ratios: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in prompts for name in systems}
+    last: dict[tuple[str, str], list[Run]] = {}
     for _ in range(args.repeats):
-        last = {name: [] for name in systems}
-        for prompt in prompts:
-            for name, engine in systems.items():
-                last[name].append(run(engine, prompt, params))
-        rate = {name: tokens_per_second(runs) for name, runs in last.items()}
-        for name in systems:
-            ratios[name].append(rate[name] / rate["none"])
+        last = {key: [] for key in ratios}
+        for engine in systems.values():
+            forget(engine)
+        for seed in range(args.prompts):
+            params = SamplingParams(temperature=temperature, seed=seed, max_tokens=args.max_tokens)
+            for kind, given in prompts.items():
+                for name, engine in systems.items():
+                    last[kind, name].append(run(engine, given[seed], params))
+        for kind, name in ratios:
+            rate, plain = (tokens_per_second(last[kind, system]) for system in (name, "none"))
+            ratios[kind, name].append(rate / plain)
+    return {kind: table_of(kind, systems, last, ratios) for kind in prompts}
+
+
+def forget(engine: Engine) -> None:
+    """What an engine has recycled."""
+    for part in engine.worker.drafters:
+        if isinstance(part, RecycleDrafter):
+            part.state.tags.zero_()
+
+
+def table_of(
+    kind: str,
+    systems: dict[str, Engine],
+    last: dict[tuple[str, str], list[Run]],
+    ratios: dict[tuple[str, str], list[float]],
+) -> dict[str, Any]:
+    """What one kind of text gave."""
     table: dict[str, Any] = {}
-    for name, runs in last.items():
+    plain = last[kind, "none"]
+    for name in systems:
+        runs = last[kind, name]
         table[name] = {
             "tokens_per_step": round(sum(len(r.token_ids) for r in runs) / sum(r.steps for r in runs), 3),
             "acceptance": round(sum(r.accepted for r in runs) / max(sum(r.drafted for r in runs), 1), 3),
-            "speedup": common.spread(ratios[name]),
-            "outputs_differing": sum(
-                a.token_ids != b.token_ids for a, b in zip(runs, last["none"], strict=True)
-            ),
+            "speedup": common.spread(ratios[kind, name]),
+            "outputs_differing": sum(a.token_ids != b.token_ids for a, b in zip(runs, plain, strict=True)),
         }
-    texts = [r.token_ids for r in last["none"]]
+    texts = [r.token_ids for r in plain]
     table["looping_outputs"] = sum(map(common.is_looping, texts))
     table["distinct_4grams"] = round(statistics.mean(map(common.distinct_ratio, texts)), 3)
     return table
