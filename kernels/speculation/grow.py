@@ -103,6 +103,11 @@ def naive(base: Proposal, state: Recycled, table: Table, rows: Tensor, k: int) -
     return tree, marks
 
 
+def copied(n: int, i: int) -> float:
+    """How likely token i of a chain is, those before it being right; n as above."""
+    return 0.5 if n == 0 else (n if i == 0 else n + 1) / (n + 2)
+
+
 class _Candidate(NamedTuple):
     """A guess behind the place `parent` of the tree; chance and share are float32 logarithms."""
 
@@ -158,7 +163,7 @@ class _Row:
         if i == len(chain):
             return None
         (token, source), kind = chain[i], FURTHER if i else FIRST
-        p = torch.tensor([0.5 if n == 0 else (n if i == 0 else n + 1) / (n + 2)])
+        p = torch.tensor([copied(n, i)])
         share = p.log()
         if self.temperature > 0:
             share = self._noise(i, [token]).exp() * (p - 1) / p

@@ -59,19 +59,13 @@ def naive(
     state: Recycled, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, marks: Marks | None,
     verdict: Verdict,
 ) -> None:  # fmt: skip
-    T, V = logits.shape
-    index = torch.arange(T, device=logits.device)
-    found = logprobs.naive(logits, index, torch.zeros_like(index), min(WIDTH, V))
-    code = (found.top * -CODES + 0.5).floor().clamp(max=MOST_CODE)
-    entries = torch.full((T, WIDTH), -1, dtype=torch.int32, device=logits.device)
-    said = (found.top > float("-inf")) & found.top[:, :1].isfinite()
-    entries[:, : min(WIDTH, V)] = torch.where(said, found.top_ids | code.nan_to_num().int() << ID_BITS, -1)
+    V, entries = logits.shape[1], entries_of(logits)
     for b, row in enumerate(rows_of(batch)):
         if row.request < 0:
             continue
         if marks is not None and len(row.ids) > 1 and int(proposal.drafter[b]) != NO_DRAFTER:
             path = set(verdict.path[b, : int(verdict.num_emitted[b])].tolist())
-            _count(state.record[row.request], row, path, marks.kind[b].tolist(), marks.share[b].tolist())
+            count(state.record[row.request], row, path, marks.kind[b].tolist(), marks.share[b].tolist())
         base, salt = int(batch.base_len[b]), int(state.salts[row.request])
         for i, token in enumerate(row.ids):
             before = row.ids[row.parents[i]] if i else NOBODY
@@ -82,7 +76,19 @@ def naive(
                 state.tags[place.row] = place.tag
 
 
-def _count(record: Tensor, row: Row, path: set[int], kinds: list[int], shares: list[float]) -> None:
+def entries_of(logits: Tensor) -> Tensor:
+    """What `recycled.py` keeps of logits [T, V]: [T, WIDTH] int32."""
+    T, V = logits.shape
+    index = torch.arange(T, device=logits.device)
+    found = logprobs.naive(logits, index, torch.zeros_like(index), min(WIDTH, V))
+    code = (found.top * -CODES + 0.5).floor().clamp(max=MOST_CODE)
+    entries = torch.full((T, WIDTH), -1, dtype=torch.int32, device=logits.device)
+    said = (found.top > float("-inf")) & found.top[:, :1].isfinite()
+    entries[:, : min(WIDTH, V)] = torch.where(said, found.top_ids | code.nan_to_num().int() << ID_BITS, -1)
+    return entries
+
+
+def count(record: Tensor, row: Row, path: set[int], kinds: list[int], shares: list[float]) -> None:
     """How many drafts of a row were right, and were expected to be, by kind [KINDS, 2]."""
     record *= DECAY
     for i in range(1, len(row.ids)):
