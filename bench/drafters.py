@@ -1,13 +1,14 @@
 """Every way of guessing, side by side: tokens per step and speed-up by kind of text, on a CPU.
 
     python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--out bench/results]
-                             [--draft-model smollm2-135m-draft]
+                             [--name drafters] [--draft-model smollm2-135m-draft]
 
 One process and one copy of the weights; every system on every prompt in turn, the kinds of text in turn, all
 of it repeated; ratios to no speculation are taken within a repeat, and their median is reported. Greedy and
 at temperature 1, one request at a time, prefill included, EOS honoured. Kinds: Spec-Bench's six groups (first
-turns) and code edits. Recycled tokens are forgotten before each repeat, so none of them is of an answer that
-is given again. Without the draft model of `nanospec/training/draft.py` the systems that need it are left out.
+turns) and code edits. Cached pages and recycled tokens are forgotten before each repeat, so none is of an
+answer that is given again. Without the draft model of `nanospec/training/draft.py` the systems that need it
+are left out.
 
 The last part compares the rules of acceptance by what they accept at temperature 1. Needs the evaluation
 text; nothing else should run meanwhile.
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=4, help="per kind of text")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--name", default="drafters", help="of the file of results")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
 
@@ -107,7 +109,7 @@ def main() -> None:
     result["rules"] = rules(prompts["chat"] + prompts["code edits"], makers, args)
     for name, row in result["rules"].items():
         print(f"{name:30} " + "  ".join(f"{key} {value}" for key, value in row.items()))
-    common.save("drafters", result, args.out)
+    common.save(args.name, result, args.out)
 
 
 class Makers:
@@ -129,7 +131,7 @@ class Makers:
 
     def engine(self, **spec: Any) -> Engine:
         config = EngineConfig(
-            spec=SpecConfig(**spec), max_model_len=2048, max_num_seqs=1, enable_prefix_caching=False
+            spec=SpecConfig(**spec), max_model_len=2048, max_num_seqs=1
         )
         model, methods, ready = self.llm.engine.worker.model, config.spec.methods, dict[str, Drafter]()
         if "draft" in methods:
@@ -178,7 +180,8 @@ def compare(
 
 
 def forget(engine: Engine) -> None:
-    """What an engine has recycled."""
+    """What an engine has cached and recycled."""
+    engine.abort_all()
     for part in engine.worker.drafters:
         if isinstance(part, RecycleDrafter):
             part.state.tags.zero_()

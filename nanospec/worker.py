@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import admission
 from .admission import Admission, HostWrites
@@ -30,6 +32,7 @@ from .kernels.batch import Batch, Chunk
 from .kernels.codes import NOBODY, RUNNING, STOPPED
 from .kernels.speculation.report import RowReport
 from .kernels.table import Table
+from .kernels.upload import upload
 from .memory import MemoryPlan, empty_cache, memory_plan, plan_cache, step_memory, zero_blocks
 from .metrics import Stopwatch
 from .models.compiled import computed_by
@@ -175,7 +178,27 @@ class Worker:
         """Compute the K/V of pieces of the rows' texts."""
         with self.stages("prefill"):
             self.writes.flush()
-            self.model.write_kv(Batch.of_chunks(self.table, chunks), self.kv_cache)
+            batch = Batch.of_chunks(self.table, chunks)
+            most = max((part.reads_prompts for part in self.drafters), default=0)
+            if most:
+                self._show(chunks, most, self.model.forward(batch, self.kv_cache))
+            else:
+                self.model.write_kv(batch, self.kv_cache)
+
+    def _show(self, chunks: Sequence[Chunk], most: int, hidden: Tensor) -> None:
+        """Have drafters read the last tokens of pieces of prompts, at most so many in all, from their hidden
+        states."""
+        ends, tails, places = accumulate(chunk.num_tokens for chunk in chunks), list[Chunk](), list[int]()
+        for (row, start, count), end in zip(chunks, ends, strict=True):
+            n = min(count, most - len(places))
+            if n > 0:
+                tails.append(Chunk(row, start + count - n, n))
+                places += range(end - n, end)
+        logits = self._step.score(hidden[upload(places, torch.int64, self.device)])
+        batch = Batch.of_chunks(self.table, tails)
+        for part in self.drafters:
+            if part.reads_prompts:
+                part.read(self.table, batch, logits)
 
     @on_own_device
     @torch.inference_mode()

@@ -211,7 +211,7 @@ struct Learn {
     Proposal proposal;
     Recycled state;
     Marks marks;  // null: nobody guessed
-    const int *path, *num_emitted;
+    const int *num_emitted, *path;
     const void* logits;
     int64_t stride, is_bf16, threads;
 };

@@ -2,7 +2,7 @@
 
     logits   [T, V]    of all tokens of the step, rejected drafts among them; their rows contiguous
     marks    what `grow` gave beside the proposal; None in steps without its drafts
-    verdict  of `verify.commit`
+    verdict  of `verify.commit`; needed with `marks` alone
 
 Entries: each scored token gets what the target said behind it, and so does the pair that it makes with the
 token before it in its path. If two tokens of a step have the same entry, the later one's stays, by the order
@@ -45,7 +45,7 @@ BLOCK = tl.constexpr(256)  # tokens that a program of `_store` compares its own 
 
 def learn(
     state: Recycled, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, marks: Marks | None,
-    verdict: Verdict,
+    verdict: Verdict | None,
 ) -> None:  # fmt: skip
     """Write to `state`. Of `proposal`, drafters other than NOBODY are `grow`'s."""
     given = state, logits, table, batch, proposal, marks, verdict
@@ -57,13 +57,13 @@ def learn(
 
 def naive(
     state: Recycled, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, marks: Marks | None,
-    verdict: Verdict,
+    verdict: Verdict | None,
 ) -> None:  # fmt: skip
     V, entries = logits.shape[1], entries_of(logits)
     for b, row in enumerate(rows_of(batch)):
         if row.request < 0:
             continue
-        if marks is not None and len(row.ids) > 1 and int(proposal.drafter[b]) != NO_DRAFTER:
+        if marks and verdict and len(row.ids) > 1 and int(proposal.drafter[b]) != NO_DRAFTER:
             path = set(verdict.path[b, : int(verdict.num_emitted[b])].tolist())
             count(state.record[row.request], row, path, marks.kind[b].tolist(), marks.share[b].tolist())
         base, salt = int(batch.base_len[b]), int(state.salts[row.request])
@@ -98,14 +98,14 @@ def count(record: Tensor, row: Row, path: set[int], kinds: list[int], shares: li
 
 def native(
     state: Recycled, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, marks: Marks | None,
-    verdict: Verdict,
+    verdict: Verdict | None,
 ) -> None:  # fmt: skip
     """By `native/recycle.cpp`."""
     if logits.stride(1) != 1 or logits.shape[1] != state.vocab_size:
         raise ValueError(f"Logits {list(logits.shape)} do not fit entries of {state.vocab_size} tokens.")
     call(
         "nanospec_learn", *table, *batch_words(batch), *proposal_words(proposal), *state,
-        *(marks or (None, None)), verdict.path, verdict.num_emitted, logits, logits.stride(0),
+        *(marks or (None, None)), *(verdict[1:] if verdict else (None, None)), logits, logits.stride(0),
         logits.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
 
@@ -178,7 +178,7 @@ def _store(state, where, top, top_ids, T, num_top):
 
 def launch(
     state: Recycled, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, marks: Marks | None,
-    verdict: Verdict,
+    verdict: Verdict | None,
 ) -> None:  # fmt: skip
     (T, V), B, Q = logits.shape, batch.num_rows, batch.max_q_len
     if not (T and B):

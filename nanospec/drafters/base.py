@@ -71,6 +71,7 @@ class Drafter:
         makes_trees: whether a tree width above 1 means anything to it.
         grows: whether it makes trees of its own on the chains of others, so that it comes last.
         reads_logits: whether `learn` needs the logits of all tokens.
+        reads_prompts: how many tokens of prompts it wants to `read` in a step, at most.
         max_drafts: the most it ever guesses for a row.
         runs_model: whether its guesses cost time before it is known what they are worth.
         passes: for how many drafts its model is run in the next step without a graph; None: for all.
@@ -86,6 +87,7 @@ class Drafter:
     makes_trees: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     reads_logits: bool = False
+    reads_prompts: int = 0
     runs_model: bool = False
     reads_on_host: bool = False
     max_drafts: int = MAX_DRAFTS
@@ -138,6 +140,9 @@ class Drafter:
         """See what the target made of the drafts: its hidden states [T, H], logits [T, V] (of a split model
         only with `reads_logits`) and its verdict over `batch`, which is committed already.
         `proposal.drafter` is NOBODY for rows that others drafted for."""
+
+    def read(self, table: Table, batch: Batch, logits: Tensor) -> None:
+        """See what the target says of a `batch` of tokens of prompts: logits [T, V]."""
 
     # What the host tells, between steps. Blocks are the request's pages, in order.
 

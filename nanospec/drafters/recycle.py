@@ -20,10 +20,14 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.recycled import PAIRS, WIDTH, Recycled
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
-from .base import Drafter, Target, nothing
+from .base import Drafter, Option, Target, nothing
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
+
+# Tokens of prompts that are scored in a step for what the target says of them: on a GPU that takes less than
+# a step, on a CPU as much as several.
+PROMPT, MOST = 256, 2048
 
 
 class RecycleDrafter(
@@ -34,9 +38,14 @@ class RecycleDrafter(
     grows = True
     reads_logits = True
 
-    def __init__(self, vocab_size: int, base: Drafter | None = None) -> None:
-        self.vocab_size, self.base = vocab_size, base
-        self.weight_bytes = 4 * (vocab_size + PAIRS) * (WIDTH + 1)
+    options = (
+        Option("recycle_prompt", f"tokens of prompts to learn from (default: {PROMPT} on a GPU)", int, "N"),
+    )
+
+    def __init__(self, vocab_size: int, reads_prompts: int = 0, base: Drafter | None = None) -> None:
+        self.vocab_size, self.reads_prompts, self.base = vocab_size, reads_prompts, base
+        # What is kept, and the logits of prompts.
+        self.weight_bytes = 4 * (vocab_size + PAIRS) * (WIDTH + 1) + 4 * reads_prompts * vocab_size
         self._marks: Marks | None = None  # of the step that is under way, or being captured
         if base is not None:
             self.runs_model, self.reads_on_host = base.runs_model, base.reads_on_host
@@ -44,10 +53,14 @@ class RecycleDrafter(
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> RecycleDrafter:
-        return cls(target.model.config.vocab_size)
+        usual = PROMPT if target.model.device.type == "cuda" else 0
+        asked = spec.options.get("recycle_prompt", usual)
+        if not isinstance(asked, int) or not 0 <= asked <= MOST:
+            raise ValueError(f"recycle_prompt={asked!r} must be a number of tokens from 0 to {MOST}.")
+        return cls(target.model.config.vocab_size, asked)
 
     def behind(self, first: Drafter) -> Drafter:
-        return RecycleDrafter(self.vocab_size, first)
+        return RecycleDrafter(self.vocab_size, self.reads_prompts, first)
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
@@ -81,6 +94,9 @@ class RecycleDrafter(
         if self.base is not None:  # to whom its tokens came from somebody else
             others = proposal._replace(drafter=torch.full_like(proposal.drafter, NOBODY))
             self.base.learn(table, others, batch, verdict, hidden, logits)
+
+    def read(self, table: Table, batch: Batch, logits: Tensor) -> None:
+        learn(self.state, logits, table, batch, nothing(batch.rows, 0), None, None)
 
     def ms(self, batch: int, passes: int) -> float:
         return 0.0 if self.base is None else self.base.ms(batch, passes)

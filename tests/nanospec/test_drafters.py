@@ -12,11 +12,13 @@ import torch
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
 from nanospec.drafters.medusa import MedusaDrafter, tree_paths
+from nanospec.drafters.recycle import RecycleDrafter
 from nanospec.kernels import dispatch
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.kernels.layer.linear import pack
 from nanospec.kernels.sampling import noise
+from nanospec.kernels.speculation.recycled import ID_BITS, places
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.policy import StepCosts
@@ -27,6 +29,7 @@ from tests.drive import (
     assert_same,
     cycle,
     cycle_model,
+    finish,
     make_engine,
     outcome,
     random_jobs,
@@ -236,6 +239,43 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model) -> None:
     assert drafter.propose(table, torch.tensor([0], dtype=torch.int32), 4).drafts.tolist() == [
         found.drafts[0].tolist()
     ]
+
+
+def test_recycled_tokens_are_learned_from_the_ends_of_prompts(model: Model) -> None:
+    """Of 8 tokens in each step, what a plain decoder says behind them; the output stays what it was."""
+    prompt = random.Random(5).sample(range(VOCAB), 40)
+    job = Job(prompt, SamplingParams(temperature=0, max_tokens=1))  # drafts would be learned from, too
+    guess: dict[str, Any] = {"method": "ngram+recycle", "options": {"recycle_prompt": 8}}
+    engine = make_engine(model, 4, guess=guess, max_num_batched_tokens=32, enable_prefix_caching=False)
+    [request] = run(engine, [job])
+    assert_same(outcome(request), alone(model, [job])[0])
+    drafter = engine.worker.drafters[-1]
+    assert isinstance(drafter, RecycleDrafter)
+    state = drafter.state
+    learned = []
+    for i in range(1, 39):
+        _, pair = places(prompt[i - 1], prompt[i], int(state.salts[0]), VOCAB)
+        if int(state.tags[pair.row]) == pair.tag:
+            learned.append(i)
+            [likeliest] = alone(model, [Job(prompt[: i + 1], SamplingParams(temperature=0, max_tokens=1))])
+            assert int(state.entries[pair.row, 0]) & (1 << ID_BITS) - 1 == likeliest.token_ids[0]
+    assert learned == [*range(24, 32), *range(32, 39)]  # the first 32 tokens, then all but the last
+    with pytest.raises(ValueError, match="recycle_prompt=-1 must be a number of tokens from 0 to 2048"):
+        make_engine(model, 4, guess={"method": "recycle", "options": {"recycle_prompt": -1}})
+
+
+def test_recycled_tokens_serve_later_requests_of_the_same_salt_alone(model: Model) -> None:
+    """The second request guesses what the first was told, unless it may not share with it."""
+    prompt = random.Random(6).choices(range(VOCAB), k=20)
+    drafted = {}
+    for salts in ((b"", b""), (b"a", b"a"), (b"a", b"b"), (b"", b"b")):
+        engine = make_engine(model, 4, guess=WAYS["recycle"])
+        for salt in salts:
+            request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=12), salt=salt)
+            finish(engine)
+        drafted[salts] = request.stats.num_steps
+    assert drafted[b"", b""] == drafted[b"a", b"a"] <= 6
+    assert drafted[b"a", b"b"] == drafted[b"", b"b"] >= 10
 
 
 def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:
