@@ -4,7 +4,7 @@
 
 SmolLM2-135M answers, greedily and at temperature 1; `replay.py` says how, and makes the steps. Answers are
 kept in FILE, which is made if it is not there (12 minutes; the rest takes 8). Requests run one at a time, one
-of each kind in turn; the first token is that of the prompt's step, and is not counted.
+of each kind in turn. The first step has the prompt's last token, and drafts behind it, as in the engine.
 
 Counts, not times: nothing else on the machine matters. A speed is in units of steps without drafts, from
 measured times of steps; for the H200 from estimated ones, of another model than the one that wrote. "packed"

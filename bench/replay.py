@@ -51,8 +51,8 @@ class Text(NamedTuple):
 class Way(NamedTuple):
     """How drafts are made. Without `noise` as if the request were greedy; `start` says what is kept:
 
-    cold         nothing: a request begins with what its prompt's last token gave
-    prompt       nothing, but what all tokens of its own prompt gave is written first
+    cold         nothing
+    prompt       nothing, but what the tokens of its own prompt gave is written first
     warm         all that earlier requests wrote, which is what the engine does
     warm+prompt  both
     """
@@ -66,7 +66,7 @@ class Way(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Of a request: tokens after the first, steps, ms of its steps, and of steps without drafts."""
+    """Of a request: tokens, steps, ms of its steps, and of steps without drafts."""
 
     tokens: int
     steps: int
@@ -94,13 +94,14 @@ class Replay:
             self.state = Recycled.empty(1, VOCABULARY, "cpu")
         self.state.record[0].zero_()
         self.policy.reset(0)
-        self._keep(text, range(0 if self.way.start.endswith("prompt") else text.prompt - 1, text.prompt))
-        length, steps, ms = text.prompt + 1, 0, 0.0
+        if self.way.start.endswith("prompt"):
+            self._keep(text, range(text.prompt - 1))
+        length, steps, ms = text.prompt, 0, 0.0
         while length < len(tokens):
             emitted, cost = self._step(text, length)
             self._keep(text, range(length - 1, length - 1 + emitted))
             length, steps, ms = length + emitted, steps + 1, ms + cost
-        count, costs = len(tokens) - text.prompt - 1, self.policy.costs
+        count, costs = len(tokens) - text.prompt, self.policy.costs
         return Total(count, steps, ms, count * costs.cost(1, 1) if costs else count)
 
     def _step(self, text: Text, length: int) -> tuple[int, float]:
