@@ -6,12 +6,13 @@
 
 One operation serves decoding (one query per row), verification (K+1 queries per row, chain or tree)
 and chunked prefill: what a query sees is stated by `Plan` alone, that is by the batch and the sliding
-window. The queries of all heads that share a KV head are treated together, so K/V are read once for all
-of them. In a tree, the step's own tokens are taken to lie inside the window. Head dimensions up to 256;
-bf16, fp16 or fp32.
+window, which counts positions. The queries of all heads that share a KV head are treated together, so K/V
+are read once for all of them. Head dimensions up to 256; bf16, fp16 or fp32.
 
 On a GPU one kernel (`paged.py`) serves all of them, so that a query's bits depend neither on the batch nor
-on the number of drafts or the size of the chunk.
+on the number of drafts or the size of the chunk, nor on whether it is a node of a tree. For `naive` a tree is
+a mask, and its nodes equal chains up to rounding: keys and values in order of each node's path would have to
+be gathered once for each node.
 """
 
 import torch

@@ -91,12 +91,10 @@ function drawLead() {
   const perStep = make("b", "", `${few(tokens / Math.max(steps, 1))} tokens per step`);
   const rule = lanes.find((l) => l.acceptance !== "exact")?.acceptance;
   const guessing = lanes.some((l) => l.isGuessed);
-  const branches = lanes.some((l) => l.steps.some((s) => s.parents.some((parent, i) => parent !== i)));
-  const exact = "So the text is what the model alone would have written";
   const same = {
     typical: "Guesses were also kept where the model found them likely enough, which changes the text.",
     rejection: "Chance decides with the model's own probabilities, so texts are as likely as without guesses.",
-  }[rule] ?? `${exact}${branches ? ", but for rounding, as branches are summed in another order" : ""}.`;
+  }[rule] ?? "So the text is what the model alone would have written.";
   $("lead").replaceChildren(
     ...(guessing
       ? ["That is ", perStep, `, where a language model alone writes one. Before each step the next tokens were guessed,
