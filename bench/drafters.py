@@ -1,7 +1,7 @@
 """Every way of guessing, side by side: tokens per step and speed-up by kind of text, on a CPU.
 
     python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--out bench/results]
-                             [--name drafters] [--draft-model smollm2-135m-draft]
+                             [--systems ngram recycle] [--name drafters] [--draft-model smollm2-135m-draft]
 
 One process and one copy of the weights; every system on every prompt in turn, the kinds of text in turn, all
 of it repeated; ratios to no speculation are taken within a repeat, and their median is reported. Greedy and
@@ -58,7 +58,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "draft K=2": {"method": "draft", "num_speculative_tokens": 2},
     "ngram+draft": {"method": "ngram+draft"},
 }
-SAMPLED = ("none", "ngram", "recycle", "ngram+recycle", "medusa", "ngram+medusa+recycle")
+SAMPLED = ("none", "ngram", "recycle", "ngram+recycle", "ngram+medusa", "ngram+medusa+recycle")
 RULES = ("exact", "rejection", "typical")
 
 
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=4, help="per kind of text")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
     parser.add_argument("--name", default="drafters", help="of the file of results")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
@@ -89,7 +90,8 @@ def main() -> None:
     none = SpecConfig(method="none")
     llm = LLM(args.model, spec=none, dtype="bfloat16", max_model_len=2048, max_num_seqs=1)
     makers = Makers(llm, args.model, args.draft_model)
-    systems = {name: makers.engine(**spec) for name, spec in SYSTEMS.items() if makers.can(spec)}
+    asked = {name: spec for name, spec in SYSTEMS.items() if name in ("none", *args.systems)}
+    systems = {name: makers.engine(**spec) for name, spec in asked.items() if makers.can(spec)}
     kinds = {group: common.spec_bench(args.prompts, group) for group in GROUPS}
     kinds["code edits"] = common.code_edits(args.prompts)
     prompts = {

@@ -34,6 +34,7 @@ from nanospec.drafters.base import Drafter, guesses
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.ngram import NgramDrafter
+from nanospec.drafters.recycle import RecycleDrafter
 from nanospec.engine import Engine
 from nanospec.graphs import Bucket
 from nanospec.kernels.speculation.layout import lay_out
@@ -110,8 +111,12 @@ def by_drafter(model: Model) -> dict[str, dict[str, Any]]:
     def drafting(spec: SpecConfig) -> Drafter:
         return ModelDrafter(spec, draft, model.config.vocab_size)
 
+    def recycling(spec: SpecConfig) -> Drafter:
+        return RecycleDrafter(model.config.vocab_size).behind(NgramDrafter(spec))
+
     return {
         "draft": {"method": "draft", "make": drafting},
+        "ngram+recycle": {"method": "ngram+recycle", "make": recycling},
         "medusa": {"method": "medusa", "make": medusa},
         "ngram tree": {"tree_width": 4},
         "medusa tree": {"method": "medusa", "tree_width": 4, "make": medusa},

@@ -28,6 +28,26 @@ constexpr bool AMD = false;
 
 constexpr float LOG2_E = 1.44269504f;
 constexpr int LANES = 16;
+
+// A vector as wide as the processor's. GCC keeps wider ones in memory, and compares them number by number.
+#ifdef __AVX512F__
+constexpr int BYTES = 64;
+#elif defined(__AVX__)
+constexpr int BYTES = 32;
+#else
+constexpr int BYTES = 16;
+#endif
+typedef float Part __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef uint32_t PartWords __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t PartInts __attribute__((vector_size(BYTES), aligned(4), may_alias));
+
+// f(parts of a, b, ...) for all parts of vectors.
+template <class F, class... Vectors>
+static inline Floats by_parts(F f, const Vectors&... of) {
+    Floats result;
+    for (int i = 0; i < int(sizeof(Floats)) / BYTES; i++) ((Part*)&result)[i] = f(((const Part*)&of)[i]...);
+    return result;
+}
 constexpr int WIDTH = 2 * LANES;  // columns of a strip
 
 static inline float to_float(bf16 x) {
@@ -37,12 +57,44 @@ static inline float to_float(bf16 x) {
     return value;
 }
 
+static inline float number(float x) { return x; }
+static inline float number(bf16 x) { return to_float(x); }
+
 static inline bf16 to_bf16(float value) {  // to the nearest, ties to even
     uint32_t bits;
     memcpy(&bits, &value, 4);
     uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     return value == value ? rounded : 0x7FC0;
 }
+
+// An integer that is ordered as numbers are; those of NaN lie beyond those of both infinities. Integers are compared by
+// the vector, floats are not, because of NaN.
+static inline int32_t order_key(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+static inline float of_order_key(int32_t key) {
+    key ^= key >> 31 & 0x7FFFFFFF;
+    float x;
+    memcpy(&x, &key, 4);
+    return x;
+}
+
+// The least and the largest key of some numbers.
+struct KeyRange {
+    int32_t low = INT32_MAX, high = INT32_MIN;
+
+    template <class Number>
+    void add(const Number* x, long n) {
+        for (long i = 0; i < n; i++) {
+            const int32_t key = order_key(number(x[i]));
+            low = std::min(low, key), high = std::max(high, key);
+        }
+    }
+    bool has_nan() const { return high > 0x7F800000 || low < ~0x7F800000; }
+};
 
 static inline Floats splat(float value) { return Floats{} + value; }
 
@@ -61,9 +113,11 @@ static inline void store(Floats values, bf16* to, long n = LANES) {
 #ifdef __AVX512BF16__
     const Halves halves = (Halves)_mm512_cvtneps_pbh((__m512)values);
 #else
-    Words bits = (Words)values, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    rounded = values == values ? rounded : Words{} + 0x7FC0;
-    Halves halves = __builtin_convertvector(rounded, Halves);
+    const Floats rounded = by_parts([](Part x) {
+        const PartWords bits = (PartWords)x, near = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        return (Part)(x == x ? near : PartWords{} + 0x7FC0);
+    }, values);
+    Halves halves = __builtin_convertvector((Words)rounded, Halves);
 #endif
     if (n == LANES)
         memcpy(to, &halves, sizeof halves);
@@ -82,9 +136,11 @@ static inline Floats larger(Floats a, Floats b) {
 #ifdef __AVX512BF16__
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return a > b ? a : b;
+    return by_parts([](Part a, Part b) { return a > b ? a : b; }, a, b);
 #endif
 }
+
+static inline Floats negative(Floats x) { return (Floats)((Words)x | 0x80000000); }  // -|x|
 
 static inline float sum(Floats v) {  // by a tree
     v += swapped(v, 8);
@@ -112,18 +168,20 @@ static inline Floats exp2_of(Floats x) {
         r = _mm512_fmadd_ps(r, g, _mm512_set1_ps(c));
     return (Floats)_mm512_scalef_ps(r, w);
 #else
-    Floats whole = x < splat(-126) ? splat(-126) : x;
-    whole = (whole + splat(12582912)) - splat(12582912);  // rounded: 1.5 * 2^23 has no bits for fractions
-    Floats f = x - whole, y = splat(1.5403530e-4f);
-    for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = y * f + c;
-    Words power = Words(__builtin_convertvector(whole, Ints) + 127) << 23;
-    return x < splat(-126) ? Floats{} : y * (Floats)power;
+    return by_parts([](Part x) {
+        Part whole = x < -126 ? Part{} - 126 : x;
+        whole = (whole + 12582912) - 12582912;  // rounded: 1.5 * 2^23 has no bits for fractions
+        Part f = x - whole, y = Part{} + 1.5403530e-4f;
+        for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = y * f + c;
+        const PartWords power = PartWords(__builtin_convertvector(whole, PartInts) + 127) << 23;
+        return x < -126 ? Part{} : y * (Part)power;
+    }, x);
 #endif
 }
 
 static inline Floats tanh_of(Floats x) {  // to 4e-7
-    const Floats small = exp2_of((x < 0 ? x : -x) * (2 * LOG2_E)), size = (1 - small) / (1 + small);
-    return x < 0 ? -size : size;
+    const Floats small = exp2_of(negative(x) * (2 * LOG2_E)), size = (1 - small) / (1 + small);
+    return (Floats)((Words)size ^ ((Words)x & 0x80000000));
 }
 
 // Where 32 sums go for each of some rows.

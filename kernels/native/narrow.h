@@ -1,17 +1,10 @@
 // `multiply` of arithmetic.h for processors whose vectors are narrower than 64 bytes, with the same bits as there
-// without bfloat16 instructions. GCC keeps wider vectors than the processor's in memory, so these are as wide as it has.
+// without bfloat16 instructions.
 
 #pragma once
 #include "arithmetic.h"
 
-#ifdef __AVX__
-constexpr int BYTES = 32;
-#else
-constexpr int BYTES = 16;
-#endif
 constexpr int FEW = 4;  // rows at once, measured with 16 registers of 32 bytes
-typedef float Part __attribute__((vector_size(BYTES), aligned(4), may_alias));
-typedef uint32_t PartWords __attribute__((vector_size(BYTES), aligned(4), may_alias));
 
 template <class Matrix, int M>
 static void multiply_narrow(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {

@@ -128,8 +128,9 @@ inline void swiglu(Team& team, const Weight& w, bool gelu, Rows x, long tokens, 
                 if (w.bias) gate += load(w.bias + row), up += load(w.bias + inner + row);
                 // silu(x) = x / (1 + e^-x), gelu(x) = x / (1 + e^-y); from e^-|y|, which does not overflow
                 const Floats y = gelu ? 1.59576912f * (gate + 0.044715f * gate * gate * gate) : gate;
-                const Floats small = exp2_of((y < 0 ? y : -y) * LOG2_E);
-                store(gate * (gate < 0 ? small : splat(1)) / (1 + small) * up, out[t + i] + row);
+                const Floats small = exp2_of(negative(y) * LOG2_E);
+                const auto below = [](Part gate, Part small) { return gate < 0 ? small : Part{} + 1; };
+                store(gate * by_parts(below, gate, small) / (1 + small) * up, out[t + i] + row);
             }
     });
 }

@@ -1,7 +1,6 @@
 // Token Recycling on a CPU: grow.py and learn.py of speculation/ say what is computed, recycled.py what is kept.
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -149,58 +148,44 @@ struct Scored {
     int id;
 };
 
-float number(float x) { return x; }
-float number(bf16 x) { return to_float(x); }
-
 // The likeliest tokens, in `entry`, of V scores; none if a score is no number.
 template <class Score>
 void find_entry(const Score* x, long V, int* entry) {
     constexpr long BLOCK = 64;
-    static thread_local std::vector<float> maxima, sorted;
+    static thread_local std::vector<float> scores, maxima, sorted;
     static thread_local std::vector<Scored> found;
     std::fill_n(entry, PER_ENTRY, -1);
+    scores.resize((V + BLOCK - 1) / BLOCK * BLOCK);
+    for (long i = 0; i < V; i++) scores[i] = number(x[i]);
+    std::fill(scores.begin() + V, scores.end(), -INFINITE);
     maxima.clear(), found.clear();
-    Ints odd{};
-    auto block = [&](long first) {  // as vectors, with -inf behind the end
-        Floats part[BLOCK / LANES];
-        for (long j = 0; j < BLOCK; j += LANES) {
-            if (first + j + LANES <= V) part[j / LANES] = load(x + first + j);
-            else
-                for (long i = 0; i < LANES; i++)
-                    part[j / LANES][i] = first + j + i < V ? number(x[first + j + i]) : -INFINITE;
-        }
-        return std::to_array(part);
-    };
-    for (long first = 0; first < V; first += BLOCK) {
-        Floats most = splat(-INFINITE);
-        for (Floats s : block(first)) most = s > most ? s : most, odd |= s != s;
-        maxima.push_back(largest(most));
+    for (size_t first = 0; first < scores.size(); first += BLOCK) {
+        KeyRange keys;
+        keys.add(&scores[first], BLOCK);
+        if (keys.has_nan()) return;
+        maxima.push_back(of_order_key(keys.high));
     }
     const float best = *std::max_element(maxima.begin(), maxima.end());
-    int invalid = !std::isfinite(best);
-    for (int j = 0; j < LANES; j++) invalid |= odd[j];
-    if (invalid) return;
+    if (!std::isfinite(best)) return;
     sorted = maxima;
     float bound = -INFINITE;  // so many blocks reach it, so as many scores do
     if (sorted.size() > PER_ENTRY) {
         std::nth_element(sorted.begin(), sorted.begin() + PER_ENTRY - 1, sorted.end(), std::greater<>());
         bound = sorted[PER_ENTRY - 1];
     }
-    float mass = 0;
-    for (long first = 0; first < V; first += BLOCK) {
-        Floats sums{};
-        for (Floats s : block(first)) sums += exp2_of((s - best) * LOG2_E);
-        mass += sum(sums);
-        if (maxima[first / BLOCK] < bound) continue;
-        for (long i = first; i < std::min(first + BLOCK, V); i++)
-            if (const float score = number(x[i]); score >= bound && score > -INFINITE) found.push_back({score, int(i)});
-    }
+    Floats mass{};
+    for (size_t i = 0; i < scores.size(); i += LANES) mass += exp2_of((load(&scores[i]) - best) * LOG2_E);
+    for (long first = 0; first < V; first += BLOCK)
+        if (maxima[first / BLOCK] >= bound)
+            for (long i = first; i < std::min(first + BLOCK, V); i++)
+                if (scores[i] >= bound && scores[i] > -INFINITE) found.push_back({scores[i], int(i)});
     const auto count = std::min<size_t>(found.size(), PER_ENTRY);
     std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Scored& a, const Scored& b) {
         return a.score != b.score ? a.score > b.score : a.id < b.id;
     });
+    const float whole = best + std::log(sum(mass));
     for (size_t i = 0; i < count; i++) {
-        const float code = std::floor((best + std::log(mass) - found[i].score) * CODES + 0.5f);
+        const float code = std::floor((whole - found[i].score) * CODES + 0.5f);
         entry[i] = found[i].id | int(std::clamp<float>(code, 0, MOST_CODE)) << ID_BITS;
     }
 }

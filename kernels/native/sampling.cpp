@@ -29,36 +29,19 @@ struct Best {
 
 // ---- the largest ----------------------------------------------------------------------------------
 
-float number(float x) { return x; }
-float number(bf16 x) { return to_float(x); }
-
 // The lowest token of the largest of n scores.
 template <class Score>
 Best argmax(const Score* x, long n) {
     constexpr long CHUNK = 1024;
     Best best{-INFINITE, NAN_TOKEN};
-    Ints odd{};
     long where = 0;
     for (long first = 0; first < n; first += CHUNK) {
-        const long end = std::min(first + CHUNK, n);
-        Floats most = splat(-INFINITE);
-        long i = first;
-        for (; i + LANES <= end; i += LANES) {
-            Floats s = load(x + i);
-            most = s > most ? s : most;
-            odd |= s != s;
-        }
-        float high = largest(most);
-        for (; i < end; i++) {
-            float s = number(x[i]);
-            high = s > high ? s : high;
-            odd[0] |= s != s;
-        }
-        if (high > best.score) best.score = high, where = first;
+        KeyRange keys;
+        keys.add(x + first, std::min(CHUNK, n - first));
+        if (keys.has_nan()) return best;
+        if (const float high = of_order_key(keys.high); high > best.score) best.score = high, where = first;
     }
-    int invalid = !std::isfinite(best.score);
-    for (int j = 0; j < LANES; j++) invalid |= odd[j];
-    if (invalid) return best;
+    if (!std::isfinite(best.score)) return best;
     while (number(x[where]) != best.score) where++;
     best.token = where;
     return best;

@@ -12,6 +12,8 @@ mixed with both. `naive` and the kernels (`block`) have the same bits; their log
 the last place, which changes the drawn token with a probability of about 1e-7.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,13 @@ def bits(seed: int, position: int, tokens: Tensor) -> Tensor:
     """31 random bits per token id, int32 [N]."""
     first, second = keys(seed, position)
     return _mix_tokens(_mix_tokens(tokens.int() ^ _signed(first)) ^ _signed(second)).bitwise_and_(0x7FFFFFFF)
+
+
+def of_rows(places: Sequence[tuple[int, int]], tokens: Tensor) -> Tensor:
+    """log E [N, M] float32 of M tokens at each of N places, which are a seed and a position."""
+    found = [[_signed(key) for key in keys(*place)] for place in places]
+    first, second = torch.tensor(found, dtype=torch.int32, device=tokens.device)[:, :, None].unbind(1)
+    return log_exponential(_mix_tokens(_mix_tokens(tokens.int() ^ first) ^ second).bitwise_and_(0x7FFFFFFF))
 
 
 def log_exponential(bits: Tensor) -> Tensor:

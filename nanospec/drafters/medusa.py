@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from ..device import synchronize
 from ..kernels.batch import Batch
+from ..kernels.sampling import noise
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
@@ -36,6 +37,8 @@ from .base import Drafter, Option, Target, guesses, nothing, room
 if TYPE_CHECKING:
     from ..config import SpecConfig
     from ..models.decoder import Model
+
+CONTENDERS = 16  # tokens of a head that a draw on a CPU looks at
 
 
 class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target's last hidden state"):
@@ -93,14 +96,27 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         index, heads = rows.clamp(min=0), self.heads
         if self.may_wait and not bool((table.temperature[index] > 0).any()):
             return heads.top(self.hidden[index], 1).squeeze(-1)
-        logits = heads.logits(self.hidden[index]).flatten(0, 1)
-        logits = over_vocabulary(logits, table.vocab_size, heads.token_map)
+        scores = heads.logits(self.hidden[index])
+        if self.may_wait:
+            return self._drawn(scores.float(), table, index)
+        logits = over_vocabulary(scores.flatten(0, 1), table.vocab_size, heads.token_map)
         head = torch.arange(heads.num_heads, dtype=torch.int32, device=rows.device)
         active = (head < wanted[:, None]).int()
         position = table.num_tokens[index, None] - 1 + head
         of_each = rows.repeat_interleave(len(head))  # a batch row for each head: all of them are wanted
         batch = lay_out_text(table, of_each, position.flatten(), active.flatten(), 1)
         return sample(logits, table, batch).view(active.shape).clamp(min=0) * active
+
+    def _drawn(self, scores: Tensor, table: Table, index: Tensor) -> Tensor:
+        """The same on a CPU, where noise takes time: among the likeliest tokens of each head."""
+        likely, place = scores.flatten(0, 1).topk(min(CONTENDERS, scores.shape[2]))
+        ids = place if self.heads.token_map is None else self.heads.token_map[place]
+        first, seeds = table.num_tokens[index].tolist(), table.seed[index].tolist()
+        heads = range(scores.shape[1])
+        places = [(seed, n + i) for seed, n in zip(seeds, first, strict=True) for i in heads]
+        temperature = table.temperature[index].clamp(min=0).repeat_interleave(len(heads))
+        best = (likely - temperature[:, None] * noise.of_rows(places, ids)).argmax(-1, keepdim=True)
+        return ids.gather(1, best).view(len(index), -1).int()
 
     def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """For every width: which candidate (head * W + rank) each node is, its parent's place, and the
