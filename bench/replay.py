@@ -109,7 +109,7 @@ class Replay:
         table, policy, costs = self.table, self.policy, self.policy.costs
         table.num_tokens[0] = length
         k = policy.choose([0], [min(self.k, text.max_len - length - 1)])
-        drafts, parents, marks, match = self._propose(k) if k else ([], [], None, 0)
+        drafts, parents, likely, marks, match = self._propose(k) if k else ([], [], [], None, 0)
         row = Row(0, 0, [text.tokens[length - 1], *drafts], [0, *parents])
         depth = [0]
         for parent in parents:
@@ -119,12 +119,13 @@ class Replay:
         if marks is not None and drafts:
             kinds, shares = marks.kind[0].tolist(), marks.share[0].tolist()
             learn.count(self.state.record[0], row, set(path), kinds, shares)
-        policy.observe(0, 0 if drafts else NO_DRAFTER, match, len(drafts), len(path) - 1)
+        seen = 0 if drafts else NO_DRAFTER, match, len(drafts), len(path) - 1
+        policy.observe(0, *seen, likely[: len(drafts)], min(k, text.max_len - length - 1))
         scored = k + 1 if costs and costs.captured else len(row.ids)
         return min(len(path), len(text.tokens) - length), costs.cost(1, scored) if costs else 1.0
 
-    def _propose(self, k: int) -> tuple[list[int], list[int], grow.Marks | None, int]:
-        """The drafts to verify, their parents, what `grow` says of them, and the length of the match."""
+    def _propose(self, k: int) -> tuple[list[int], list[int], list[float], grow.Marks | None, int]:
+        """The drafts to verify, their parents and chances, what `grow` marks, and the length of the match."""
         base = ngram.propose(self.table, self.rows, k, MAX_N) if self.way.lookup else nothing(self.rows, k)
         tree, marks = base, None
         if self.way.recycled:
@@ -134,7 +135,8 @@ class Replay:
             chances = None if tree.chances is None else tree.chances.tolist()
             count = self.policy.cut([0], [0], [count], [match], chances)[0]
         parents = [*range(count)] if tree.parents is None else tree.parents[0, :count].tolist()
-        return tree.drafts[0, :count].tolist(), parents, marks, match
+        likely = [] if tree.chances is None else tree.chances[0, :count].tolist()
+        return tree.drafts[0, :count].tolist(), parents, likely, marks, match
 
     def _keep(self, text: Text, positions: Iterable[int]) -> None:
         """Write the entries of these tokens, and of the pairs that they make with those before them."""

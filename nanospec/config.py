@@ -42,6 +42,11 @@ def check_method(spec: SpecConfig) -> None:
             raise ValueError(f"{name}={value!r} is of no use to method={spec.method!r}{use}.")
         if name in OPTIONAL and (not isinstance(value, str) or value == ""):
             raise ValueError(f"{name}={value!r} must be the name of a folder or file.")
+    if spec.tree_width > 1 and any(known[method].grows for method in spec.methods):
+        raise ValueError(
+            f"tree_width={spec.tree_width} is of no use to method={spec.method!r}, whose trees have any "
+            "width; leave it out."
+        )
     if spec.tree_width > 1 and not any(known[method].makes_trees for method in spec.methods):
         raise ValueError(
             f"tree_width={spec.tree_width} is of no use to method={spec.method!r}, which guesses chains."

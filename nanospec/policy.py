@@ -75,9 +75,10 @@ class Policy:
         drafted: int,
         accepted: int,
         chances: Sequence[float] = (),
+        asked: int = 0,
     ) -> None:
-        """Learn from a row of a step with K > 0, of which `drafted` drafts were verified; `chances` as in
-        `cut`."""
+        """Learn from a row of a step with K > 0, of which `drafted` drafts were verified, of `asked` ones;
+        `chances` as in `cut`."""
 
     def reset(self, row: int) -> None:
         """A new request took the row."""
@@ -132,7 +133,7 @@ class AutoPolicy(Policy):
         self.costs: StepCosts = costs
         self._model = model
         self.estimator = Estimator()
-        self._trees: TreeEstimator | None = None  # once a drafter says how likely its guesses are
+        self._trees = TreeEstimator()  # for rows whose drafter says how likely its guesses are
         self.rates: dict[int, float] = {}  # tokens per ms by K, as `_pick` weighed them last
         self._best = 0  # what `_pick` found, without the probe
         self._probing = False  # it took more
@@ -177,11 +178,14 @@ class AutoPolicy(Policy):
     ) -> int:
         """The K that promises most, of those with a time, or now and then the next larger one as a probe;
         `others` are rows without drafts."""
-        ks = tuple(ms)
-        if self._trees:
-            tokens = self._trees.tokens(rows, limits, ks)
-        else:
-            tokens = self.estimator.tokens(rows, limits, situation, ks)
+        ks, of_trees = tuple(ms), [0.0] * len(ms)
+        if self._trees and self.costs.captured:
+            both = [*zip(rows, limits, strict=True)]
+            of_trees = self._trees.tokens([(row, n) for row, n in both if row in self._trees], ks)
+            both = [(row, n) for row, n in both if row not in self._trees]
+            rows, limits = [row for row, _ in both], [n for _, n in both]
+        of_chains = self.estimator.tokens(rows, limits, situation, ks) or [0.0] * len(ks)
+        tokens = map(sum, zip(of_chains, of_trees, strict=True))
         self.rates = rate = {k: (total + others) / ms[k] for k, total in zip(ks, tokens)}
         best = max(rate, key=rate.__getitem__)
         if self._best in rate and rate[best] < rate[self._best] * (1 + MARGIN):
@@ -201,7 +205,9 @@ class AutoPolicy(Policy):
     ) -> list[int]:
         B, context = len(rows), self._context
         cost = partial(self.costs.cost, B, context=context)
-        taken = [n if self._probing and d == self._model else 0 for n, d in zip(num_drafts, drafter)]
+        taken = [0] * B
+        if self._probing and chances is None:
+            taken = [n if d == self._model else 0 for n, d in zip(num_drafts, drafter)]
         if not self._best:
             self._probed.update(row for row, n in zip(rows, taken) if n)
         least = B + sum(taken)
@@ -259,11 +265,11 @@ class AutoPolicy(Policy):
         drafted: int,
         accepted: int,
         chances: Sequence[float] = (),
+        asked: int = 0,
     ) -> None:
         self._promises[row].settle(accepted)
-        if chances and self.costs.captured:
-            self._trees = self._trees or TreeEstimator()
-            self._trees.observe(row, chances)
+        if chances or (drafted == 0 and row in self._trees):
+            self._trees.observe(row, chances, asked)
         if drafted or self.costs.captured:
             situation = UNKNOWN if self.costs.captured else (drafter, match_len)
             self.estimator.observe(row, situation, drafted, accepted)
@@ -273,7 +279,6 @@ class AutoPolicy(Policy):
 
     def reset(self, row: int) -> None:
         self.estimator.reset(row)
-        if self._trees:
-            self._trees.reset(row)
+        self._trees.reset(row)
         self._promises.pop(row, None)
         self._probed.discard(row)

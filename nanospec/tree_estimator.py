@@ -27,9 +27,15 @@ class TreeEstimator:
         self._common = [FIRST / (i + 1) for i in range(MAX_DRAFTS)]
         self._own: defaultdict[int, list[float]] = defaultdict(list)  # by row, of the places that it reached
 
-    def observe(self, row: int, chances: Sequence[float]) -> None:
-        """What a step said of its nodes, as many as it had."""
-        own = self._own[row]
+    def __bool__(self) -> bool:
+        return bool(self._own)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._own
+
+    def observe(self, row: int, chances: Sequence[float], asked: int = 0) -> None:
+        """What a step said of its nodes; where it was `asked` for more, there were none."""
+        own, chances = self._own[row], [*chances, *[0.0] * (asked - len(chances))]
         for i, chance in enumerate(chances):
             self._common[i] += (1 - COMMON_DECAY) * (chance - self._common[i])
             if i < len(own):
@@ -38,10 +44,10 @@ class TreeEstimator:
                 own.append(chance)
         del own[len(chances) :]
 
-    def tokens(self, rows: Sequence[int], limits: Sequence[int], ks: Sequence[int]) -> list[float]:
-        """What all rows together give per step, for each K."""
-        sums = [list(accumulate(self._gains(row), initial=1.0)) for row in rows]
-        return [sum(own[min(k, limit)] for own, limit in zip(sums, limits, strict=True)) for k in ks]
+    def tokens(self, rows: Sequence[tuple[int, int]], ks: Sequence[int]) -> list[float]:
+        """What all rows, each with its limit, give per step together, for each K."""
+        sums = [(list(accumulate(self._gains(row), initial=1.0)), limit) for row, limit in rows]
+        return [sum(own[min(k, limit)] for own, limit in sums) for k in ks]
 
     def reset(self, row: int) -> None:
         self._own.pop(row, None)
@@ -49,5 +55,5 @@ class TreeEstimator:
     def _gains(self, row: int) -> list[float]:
         own = self._own.get(row, [])
         n = len(own)
-        share = min(own[-1] / self._common[n - 1], 1.0 / self._common[0]) if n else 1.0
+        share = min(own[-1] / max(self._common[n - 1], 1e-6), 2.0) if n else 1.0
         return own + [share * chance for chance in self._common[n:]]

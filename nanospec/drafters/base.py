@@ -75,7 +75,7 @@ class Drafter:
         max_drafts: the most it ever guesses for a row.
         runs_model: whether its guesses cost time before it is known what they are worth.
         passes: for how many drafts its model is run in the next step without a graph; None: for all.
-        weight_bytes: what its weights take.
+        weight_bytes, state_bytes: what its weights take, and what `attach` will take besides a cache.
         kv_bytes_per_token, max_context: what a cache of its own takes, and how far it reaches.
         reads_on_host: whether it must wait for the device, so that steps with it cannot be captured.
         may_wait: whether steps are not captured, so that it may wait for the device.
@@ -93,6 +93,7 @@ class Drafter:
     max_drafts: int = MAX_DRAFTS
     passes: int | None = None
     weight_bytes: int = 0
+    state_bytes: int = 0
     kv_bytes_per_token: int = 0
     max_context: int | None = None
     may_wait: bool = False
@@ -207,7 +208,7 @@ def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -
     """A proposal of a model: drafts [B, K] int32, of which the first `num_drafts` [B] int32 count."""
     source, zeros = _constants(*drafts.shape, drafts.device)
     drafter = num_drafts.clamp(max=1) - 1  # 0, or NOBODY without drafts
-    return Proposal(drafts, num_drafts, source, zeros, drafter, parents)
+    return Proposal(drafts.contiguous(), num_drafts, source, zeros, drafter, parents)
 
 
 def nothing(rows: Tensor, k: int) -> Proposal:

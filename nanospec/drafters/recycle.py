@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
@@ -18,6 +19,7 @@ from ..kernels.speculation.grow import Marks, grow
 from ..kernels.speculation.learn import learn
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.recycled import PAIRS, WIDTH, Recycled
+from ..kernels.speculation.report import emitted_tokens
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from .base import Drafter, Option, Target, nothing
@@ -45,7 +47,8 @@ class RecycleDrafter(
     def __init__(self, vocab_size: int, reads_prompts: int = 0, base: Drafter | None = None) -> None:
         self.vocab_size, self.reads_prompts, self.base = vocab_size, reads_prompts, base
         # What is kept, and the logits of prompts.
-        self.weight_bytes = 4 * (vocab_size + PAIRS) * (WIDTH + 1) + 4 * reads_prompts * vocab_size
+        self.state_bytes = 4 * (vocab_size + PAIRS) * (WIDTH + 1) + 4 * reads_prompts * vocab_size
+        self._guessed: Proposal | None = None  # by `base`
         self._marks: Marks | None = None  # of the step that is under way, or being captured
         if base is not None:
             self.runs_model, self.reads_on_host = base.runs_model, base.reads_on_host
@@ -82,7 +85,10 @@ class RecycleDrafter(
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         base = nothing(rows, k) if self.base is None else self.base.propose(table, rows, k)
+        if base.parents is not None:
+            raise ValueError("Recycled tokens grow on chains, and a drafter before them has guessed a tree.")
         tree, self._marks = grow(base, self.state, table, rows, k)
+        self._guessed = base
         drafter = torch.where(tree.drafter == NOBODY, NOBODY, len(self.names) - 1)
         return tree._replace(drafter=drafter.int())
 
@@ -91,9 +97,20 @@ class RecycleDrafter(
     ) -> None:
         marks, self._marks = self._marks, None
         learn(self.state, logits, table, batch, proposal, marks, verdict)
-        if self.base is not None:  # to whom its tokens came from somebody else
-            others = proposal._replace(drafter=torch.full_like(proposal.drafter, NOBODY))
-            self.base.learn(table, others, batch, verdict, hidden, logits)
+        if self.base is not None:
+            base, self._guessed = self._own_chains(proposal, verdict), None
+            self.base.learn(table, base, batch, verdict, hidden, logits)
+
+    def _own_chains(self, proposal: Proposal, verdict: Verdict) -> Proposal:
+        """What `base` had guessed, up to the first draft that is not in the text now."""
+        base = self._guessed
+        if base is None:
+            return proposal
+        _, k = base.drafts.shape
+        emitted = F.pad(emitted_tokens(verdict.report), (0, k))[:, :k]
+        right = (base.drafts == emitted).int().cumprod(1).sum(1)
+        drafter = torch.where(proposal.drafter == NOBODY, NOBODY, base.drafter)
+        return base._replace(num_drafts=torch.minimum(base.num_drafts, right + 1).int(), drafter=drafter)
 
     def read(self, table: Table, batch: Batch, logits: Tensor) -> None:
         learn(self.state, logits, table, batch, nothing(batch.rows, 0), None, None)

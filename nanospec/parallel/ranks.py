@@ -87,7 +87,8 @@ class Rank(Worker):
 
     @property
     def _always_whole(self) -> bool:
-        return self.drafter is not None and any(part.reads_logits for part in self.drafter.parts)
+        parts = () if self.drafter is None else self.drafter.parts
+        return any(part.reads_logits or part.reads_prompts for part in parts)
 
     def plan_cache(self) -> tuple[int, int]:
         """As much as fits on all ranks."""

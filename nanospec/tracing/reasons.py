@@ -111,8 +111,9 @@ class WatchedPolicy(Policy):
         drafted: int,
         accepted: int,
         chances: Sequence[float] = (),
+        asked: int = 0,
     ) -> None:
-        self.inner.observe(row, drafter, match_len, drafted, accepted, chances)
+        self.inner.observe(row, drafter, match_len, drafted, accepted, chances, asked)
 
     def reset(self, row: int) -> None:
         self.inner.reset(row)

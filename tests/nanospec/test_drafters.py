@@ -11,6 +11,7 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
+from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import CONTENDERS, MedusaDrafter, tree_paths
 from nanospec.drafters.recycle import RecycleDrafter
 from nanospec.kernels import dispatch
@@ -212,6 +213,31 @@ def test_heads_that_know_the_text_are_always_right(mode: str, width: int) -> Non
     assert request.stats.num_steps <= 2 + -(-40 // (depth + 1)) + 2
     assert set(request.draft_sources) == {OWN, GUESSED}
     assert request.stats.by_drafter.keys() == {"medusa"}
+
+
+def test_heads_are_right_for_every_row_of_a_batch() -> None:
+    """Also for those behind the first, whose drafts kernels and C++ find by K, whatever their number."""
+    known = cycle_model()
+    for guess in ("medusa", "medusa+recycle"):
+        engine = make_engine(known, 6, guess={"method": guess}, heads=cycle_heads(known, 3), max_num_seqs=3)
+        jobs = [Job(cycle(i, 6), SamplingParams(temperature=0, max_tokens=41)) for i in range(3)]
+        steps = [request.stats.num_steps for request in run(engine, jobs)]
+        assert max(steps) <= min(steps) + 2 <= 15, guess
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_model_below_recycled_tokens_computes_little_twice(model: Model, mode: str) -> None:
+    """It is equal to the target, so its chain is right, and what it has computed of it stays."""
+    engine = make_engine(
+        model, 4, guess=WAYS["draft+recycle"], draft_model=model, max_num_seqs=1, **MODES[mode]
+    )
+    drafter = next(part for part in engine.worker.drafters if isinstance(part, ModelDrafter))
+    counts: list[int] = []
+    prefill = drafter.cache.prefill
+    drafter.cache.prefill = lambda batch: counts.append(1) or prefill(batch)  # type: ignore
+    [request] = run(engine, plain_jobs(3, 1, temperature=0))
+    assert request.stats.num_steps > 4
+    assert len(counts) <= 2
 
 
 def test_heads_draw_with_the_noise_of_the_target(model: Model) -> None:

@@ -13,7 +13,7 @@ FALLING = [0.6 / (i + 1) for i in range(16)]
 
 
 def test_before_anything_is_known_trees_promise_what_they_give_on_real_text() -> None:
-    tokens = TreeEstimator().tokens([3], [63], KS)
+    tokens = TreeEstimator().tokens([(3, 63)], KS)
     assert tokens[:3] == pytest.approx([1, 1 + FIRST, 1 + 1.5 * FIRST])
     assert tokens == sorted(tokens)
 
@@ -21,7 +21,7 @@ def test_before_anything_is_known_trees_promise_what_they_give_on_real_text() ->
 def test_rows_add_up_and_keep_to_their_limits() -> None:
     trees = TreeEstimator()
     trees.observe(0, [0.5, 0.25])
-    assert trees.tokens([0, 1], [2, 0], (0, 1, 2, 8)) == pytest.approx([2, 2.5, 2.75, 2.75])
+    assert trees.tokens([(0, 2), (1, 0)], (0, 1, 2, 8)) == pytest.approx([2, 2.5, 2.75, 2.75])
 
 
 def test_what_a_row_says_of_its_nodes_is_believed() -> None:
@@ -30,19 +30,19 @@ def test_what_a_row_says_of_its_nodes_is_believed() -> None:
     for _ in range(30):
         trees.observe(0, [0.9, 0.8])
         trees.observe(1, [0.1])
-    good, bad = (trees.tokens([row], [63], (2, 16)) for row in (0, 1))
+    good, bad = (trees.tokens([(row, 63)], (2, 16)) for row in (0, 1))
     assert good[0] == pytest.approx(2.7)
     assert good[1] > 3.5
     assert bad[1] < 1.4
     trees.reset(0)
-    assert trees.tokens([0], [63], (2,)) == trees.tokens([5], [63], (2,)) != [good[0]]
+    assert trees.tokens([(0, 63)], (2,)) == trees.tokens([(5, 63)], (2,)) != [good[0]]
 
 
 def test_the_latest_steps_count_most() -> None:
     trees = TreeEstimator()
     for chance in [0.1] * 20 + [0.9] * 10:
         trees.observe(0, [chance])
-    assert trees.tokens([0], [63], (1,))[0] == pytest.approx(1.9, abs=0.1)
+    assert trees.tokens([(0, 63)], (1,))[0] == pytest.approx(1.9, abs=0.1)
 
 
 @pytest.mark.parametrize(("per_node", "least", "most"), [(0.001, 16, 16), (0.08, 2, 8), (0.7, 0, 1)])
@@ -56,3 +56,29 @@ def test_k_is_what_the_nodes_are_worth_and_cost(per_node: float, least: int, mos
         if k:
             policy.observe(0, 0, 0, k, 1, FALLING[:k])
     assert least <= sorted(chosen[10:])[len(chosen[10:]) // 2] <= most
+
+
+def test_where_no_nodes_were_found_none_are_expected() -> None:
+    """A tree smaller than was asked for had no more to guess; one that was cut to size may have."""
+    trees = TreeEstimator()
+    for _ in range(40):
+        trees.observe(0, [0.5], asked=4)
+        trees.observe(1, [0.5], asked=1)
+        trees.observe(2, [], asked=4)
+    full, cut, empty = (trees.tokens([(row, 63)], (4,))[0] for row in range(3))
+    assert full == pytest.approx(1.5, abs=0.01)
+    assert cut > 1.5
+    assert empty == pytest.approx(1, abs=0.01)
+
+
+def test_rows_that_say_nothing_are_estimated_as_chains() -> None:
+    """A row with a tree beside one whose chains are never right."""
+    policy = AutoPolicy(StepCosts({2: {k: 1 + 0.05 * k for k in KS}}))
+    chosen = []
+    for _ in range(200):
+        k = policy.choose([0, 1], [16, 16])
+        chosen.append(k)
+        if k:
+            policy.observe(0, 0, 0, 0, 0, asked=k)
+            policy.observe(1, 0, 0, k, 0)
+    assert chosen[100:].count(0) > 85
