@@ -89,6 +89,14 @@ class Estimator:
             first = own.miss.over(common.miss, common.weight, COARSE)
         return first, own.on.over(common.on, PRIOR_ON, FINE)
 
+    def of_drafts(self, row: int, situation: Situation, n: int, least: float) -> list[float]:
+        """Of the first n drafts of a row: that each and all before it are right, down to `least`."""
+        (gain, on), gains = self.chances(row, situation), list[float]()
+        while len(gains) < n and gain >= least:
+            gains.append(gain)
+            gain *= on
+        return gains
+
     def tokens(
         self, rows: Sequence[int], limits: Sequence[int], situation: Situation, ks: tuple[int, ...]
     ) -> list[float]:

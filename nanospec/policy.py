@@ -56,27 +56,17 @@ class Policy:
         return most
 
     def cut(
-        self,
-        rows: Sequence[int],
-        drafter: Sequence[int],
-        num_drafts: Sequence[int],
-        match_len: Sequence[int],
-        chances: Chances = None,
-    ) -> list[int]:
+        self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int],
+        match_len: Sequence[int], chances: Chances = None,
+    ) -> list[int]:  # fmt: skip
         """Packed steps: how many of each row's drafts to verify. Every argument is by row; `chances`, as in
         `Proposal`, are those that a drafter gives its drafts itself."""
         return list(num_drafts)
 
     def observe(
-        self,
-        row: int,
-        drafter: int,
-        match_len: int,
-        drafted: int,
-        accepted: int,
-        chances: Sequence[float] = (),
-        asked: int = 0,
-    ) -> None:
+        self, row: int, drafter: int, match_len: int, drafted: int, accepted: int,
+        chances: Sequence[float] = (), asked: int = 0,
+    ) -> None:  # fmt: skip
         """Learn from a row of a step with K > 0, of which `drafted` drafts were verified, of `asked` ones;
         `chances` as in `cut`."""
 
@@ -196,13 +186,9 @@ class AutoPolicy(Policy):
         return larger if self._probing else best
 
     def cut(
-        self,
-        rows: Sequence[int],
-        drafter: Sequence[int],
-        num_drafts: Sequence[int],
-        match_len: Sequence[int],
-        chances: Chances = None,
-    ) -> list[int]:
+        self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int],
+        match_len: Sequence[int], chances: Chances = None,
+    ) -> list[int]:  # fmt: skip
         B, context = len(rows), self._context
         cost = partial(self.costs.cost, B, context=context)
         taken = [0] * B
@@ -216,13 +202,10 @@ class AutoPolicy(Policy):
         likely = best * self.costs.least_slope(B, least, context)
         gains: list[tuple[float, int]] = []  # probability that a draft and all before it are right; its row
         for b, (row, code, n, length) in enumerate(zip(rows, drafter, num_drafts, match_len)):
-            if n > taken[b] and chances is not None and chances[b][0] >= 0:
-                gains += [(gain, b) for gain in chances[b][taken[b] : n] if gain >= likely]
-            elif n > taken[b]:
-                gain, on = self.estimator.chances(row, (code, length))
-                while n and gain >= likely:
-                    gains.append((gain, b))
-                    gain, n = gain * on, n - 1
+            if n > taken[b]:
+                told = chances[b][:n] if chances is not None and chances[b][0] >= 0 else None
+                own = self.estimator.of_drafts(row, (code, length), n, likely) if told is None else told
+                gains += [(gain, b) for gain in own if gain >= likely]
         gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
         slowest = _Slowest(B, cost(B), self.costs.cost(1, 1, context // B)) if self._fair else None
         kept = {b: self._promises[rows[b]].kept for _, b in gains} if slowest else {}
@@ -240,11 +223,15 @@ class AutoPolicy(Policy):
         known = {b for _, b in gains} if self._fair else set()  # to pay, if not for whom
         idle = [b for b in range(B) if num_drafts[b] and not taken[b] and b not in known]
         if idle and self._affords(cost(least + number + 1) - cost(least + number)):
-            self._turn += 1
-            b = idle[self._turn % len(idle)]
-            taken[b] = 1
-            self._probed.add(rows[b])
+            taken[self._in_turn(rows, idle)] = 1
         return taken
+
+    def _in_turn(self, rows: Sequence[int], idle: Sequence[int]) -> int:
+        """Which of the idle ones is to be probed."""
+        self._turn += 1
+        b = idle[self._turn % len(idle)]
+        self._probed.add(rows[b])
+        return b
 
     def _affords(self, ms: float) -> bool:
         """Whether the budget holds so much for a probe; takes it."""
@@ -258,15 +245,9 @@ class AutoPolicy(Policy):
         return row in self._probed or (self._probing and drafter in (self._model, NOBODY))
 
     def observe(
-        self,
-        row: int,
-        drafter: int,
-        match_len: int,
-        drafted: int,
-        accepted: int,
-        chances: Sequence[float] = (),
-        asked: int = 0,
-    ) -> None:
+        self, row: int, drafter: int, match_len: int, drafted: int, accepted: int,
+        chances: Sequence[float] = (), asked: int = 0,
+    ) -> None:  # fmt: skip
         self._promises[row].settle(accepted)
         if chances or (drafted == 0 and row in self._trees):
             self._trees.observe(row, chances, asked)

@@ -74,13 +74,9 @@ class WatchedPolicy(Policy):
         return n
 
     def cut(
-        self,
-        rows: Sequence[int],
-        drafter: Sequence[int],
-        num_drafts: Sequence[int],
-        match_len: Sequence[int],
-        chances: Chances = None,
-    ) -> list[int]:
+        self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int],
+        match_len: Sequence[int], chances: Chances = None,
+    ) -> list[int]:  # fmt: skip
         taken = self.inner.cut(rows, drafter, num_drafts, match_len, chances)
         B = len(rows)
         self.weighed.ms = self.costs.cost(B, B + sum(taken), self._context)
@@ -104,15 +100,9 @@ class WatchedPolicy(Policy):
         return taken
 
     def observe(
-        self,
-        row: int,
-        drafter: int,
-        match_len: int,
-        drafted: int,
-        accepted: int,
-        chances: Sequence[float] = (),
-        asked: int = 0,
-    ) -> None:
+        self, row: int, drafter: int, match_len: int, drafted: int, accepted: int,
+        chances: Sequence[float] = (), asked: int = 0,
+    ) -> None:  # fmt: skip
         self.inner.observe(row, drafter, match_len, drafted, accepted, chances, asked)
 
     def reset(self, row: int) -> None:
