@@ -76,7 +76,8 @@ def test_steps_and_their_gap(out: Path) -> None:
     again = run(steps.main, "steps", out, *grid, "--besides")
     assert again == found
     more = run(steps.main, "steps", out, *grid, "--drafters")
-    assert {row["drafter"] for row in more} == {"ngram", "draft", "medusa", "ngram tree", "medusa tree"}
+    others = {"ngram+recycle", "draft", "medusa", "ngram tree", "medusa tree"}
+    assert {row["drafter"] for row in more} == {"ngram", *others}
     both = run(gap.main, "steps", out, *GRID)[len(more) :]
     assert [row["batch"] for row in both if row["what"] == "gap"] == [1, 2]
     [first, _] = [row for row in both if row["what"] == "trace"]
