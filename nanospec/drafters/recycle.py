@@ -27,8 +27,8 @@ from .base import Drafter, Option, Target, nothing
 if TYPE_CHECKING:
     from ..config import SpecConfig
 
-# Tokens of prompts that are scored in a step for what the target says of them: on a GPU that takes less than
-# a step, on a CPU as much as several.
+# Tokens of prompts that are scored in a step for what the target says of them. By the work it is, that takes
+# less than a step on a GPU and as much as several on a CPU; neither has been timed.
 PROMPT, MOST = 256, 2048
 
 
