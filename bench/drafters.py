@@ -5,10 +5,10 @@
 
 One process and one copy of the weights; every system on every prompt in turn, the kinds of text in turn, all
 of it repeated; ratios to no speculation are taken within a repeat, and their median is reported. Greedy and
-at temperature 1, one request at a time, prefill included, EOS honoured. Kinds: Spec-Bench's six groups (first
-turns) and code edits. Cached pages and recycled tokens are forgotten before each repeat, so none is of an
-answer that is given again. Without the draft model of `nanospec/training/draft.py` the systems that need it
-are left out.
+at temperature 1, one request at a time, with prefill and without, EOS honoured. Kinds: Spec-Bench's six
+groups (first turns) and code edits. Cached pages and recycled tokens are forgotten before each repeat, so
+none is of an answer that is given again. Without the draft model of `nanospec/training/draft.py` the systems
+that need it are left out.
 
 The last part compares the rules of acceptance by what they accept at temperature 1. Needs the evaluation
 text; nothing else should run meanwhile.
@@ -67,6 +67,8 @@ class Run(NamedTuple):
 
     token_ids: list[int]
     seconds: float
+    first: float  # seconds until the first step has ended
+    ahead: int  # tokens of that
     steps: int
     drafted: int
     accepted: int
@@ -114,6 +116,19 @@ def main() -> None:
     common.save(args.name, result, args.out)
 
 
+class Speed(NamedTuple):
+    """Tokens per second, and those behind the first step, which what prompts take does not dilute."""
+
+    whole: float
+    behind: float
+
+    @classmethod
+    def of(cls, runs: list[Run]) -> Speed:
+        tokens, seconds = sum(len(r.token_ids) for r in runs), sum(r.seconds for r in runs)
+        behind = sum(len(r.token_ids) - r.ahead for r in runs), sum(r.seconds - r.first for r in runs)
+        return cls(tokens / seconds, behind[0] / behind[1])
+
+
 class Makers:
     """Engines that share the target, the draft model and the heads."""
 
@@ -148,11 +163,15 @@ class Makers:
 def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Run:
     start = time.perf_counter()
     request = engine.add(prompt, params)
+    while not request.output_ids:
+        engine.step()
+    first, ahead = time.perf_counter() - start, len(request.output_ids)
     while engine.has_work:
         engine.step()
     seconds, s = time.perf_counter() - start, request.stats
     logprobs = [next(iter(at.values())).logprob for at in request.logprobs]
-    return Run(request.output_ids, seconds, s.num_steps, s.num_drafted, s.num_accepted, logprobs)
+    counts = s.num_steps, s.num_drafted, s.num_accepted
+    return Run(request.output_ids, seconds, first, ahead, *counts, logprobs)
 
 
 def compare(
@@ -164,7 +183,7 @@ def compare(
     """By kind and system: tokens per step over all steps, speed-up over none, outputs unlike none's."""
     for engine in systems.values():
         run(engine, prompts["chat"][0], SamplingParams(temperature=0, max_tokens=args.max_tokens))  # warm up
-    ratios: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in prompts for name in systems}
+    ratios: dict[tuple[str, str], list[Speed]] = {(kind, name): [] for kind in prompts for name in systems}
     last: dict[tuple[str, str], list[Run]] = {}
     for _ in range(args.repeats):
         last = {key: [] for key in ratios}
@@ -176,8 +195,8 @@ def compare(
                 for name, engine in systems.items():
                     last[kind, name].append(run(engine, given[seed], params))
         for kind, name in ratios:
-            rate, plain = (tokens_per_second(last[kind, system]) for system in (name, "none"))
-            ratios[kind, name].append(rate / plain)
+            rate, plain = (Speed.of(last[kind, system]) for system in (name, "none"))
+            ratios[kind, name].append(Speed(*(a / b for a, b in zip(rate, plain, strict=True))))
     return {kind: table_of(kind, systems, last, ratios) for kind in prompts}
 
 
@@ -193,7 +212,7 @@ def table_of(
     kind: str,
     systems: dict[str, Engine],
     last: dict[tuple[str, str], list[Run]],
-    ratios: dict[tuple[str, str], list[float]],
+    ratios: dict[tuple[str, str], list[Speed]],
 ) -> dict[str, Any]:
     """What one kind of text gave."""
     table: dict[str, Any] = {}
@@ -203,7 +222,8 @@ def table_of(
         table[name] = {
             "tokens_per_step": round(sum(len(r.token_ids) for r in runs) / sum(r.steps for r in runs), 3),
             "acceptance": round(sum(r.accepted for r in runs) / max(sum(r.drafted for r in runs), 1), 3),
-            "speedup": common.spread(ratios[kind, name]),
+            "speedup": common.spread([ratio.whole for ratio in ratios[kind, name]]),
+            "speedup_behind_prompt": common.spread([ratio.behind for ratio in ratios[kind, name]]),
             "outputs_differing": sum(a.token_ids != b.token_ids for a, b in zip(runs, plain, strict=True)),
         }
     texts = [r.token_ids for r in plain]
@@ -212,19 +232,16 @@ def table_of(
     return table
 
 
-def tokens_per_second(runs: list[Run]) -> float:
-    return sum(len(r.token_ids) for r in runs) / sum(r.seconds for r in runs)
-
-
 def show(kind: str, table: dict[str, Any]) -> None:
     print(f"\n{kind} ({table['looping_outputs']} looping outputs)")
     for name, row in table.items():
         if isinstance(row, dict):
-            speedup = row["speedup"]
+            speedup, behind = row["speedup"], row["speedup_behind_prompt"]["median"]
             print(
                 f"  {name:22} {row['tokens_per_step']:5.2f} tokens per step  "
                 f"{row['acceptance']:4.0%} accepted  "
                 f"{speedup['median']:5.2f}x ({speedup['min']:.2f}-{speedup['max']:.2f})  "
+                f"{behind:5.2f}x behind the prompt  "
                 f"{row['outputs_differing']} differ",
                 flush=True,
             )
