@@ -121,6 +121,7 @@ class Request:
 
     def admission(self, num_cached: int) -> Admission:
         """What the worker must know of it; the first `num_cached` of its blocks hold their K/V already."""
+        changed = self.params.extra_args  # logits, which are then no others' business
         return Admission(
             row=self.row,
             tokens=self.tokens,
@@ -131,7 +132,7 @@ class Request:
             seed=self.seed,
             stop_ids=self.stop_ids,
             params=self.params,
-            salt=_number(self.salt),
+            salt=_number(self.salt + repr(sorted(changed.items())).encode() if changed else self.salt),
         )
 
     def hashes(self, block_size: int) -> list[bytes]:

@@ -129,8 +129,8 @@ class Step:
             if batch.parents is not None:
                 kv_move(self.kv_cache, verdict, batch)
             if drafter is not None:
-                others = proposal if guided is None else guided.of_others(proposal)
-                drafter.learn(table, others, batch, verdict, hidden, logits)
+                theirs = (proposal, batch) if guided is None else guided.of_others(proposal, batch)
+                drafter.learn(table, *theirs, verdict, hidden, logits)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def score(self, hidden: Tensor) -> Tensor:

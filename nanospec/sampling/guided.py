@@ -9,6 +9,7 @@ recordings apart, as those with further sampling parameters are (`rows.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -107,10 +108,11 @@ class GuidedRows:
             None if proposal.chances is None else proposal.chances.masked_fill(mine[:, None], -1.0),
         )
 
-    def of_others(self, proposal: Proposal) -> Proposal:
-        """As drafters are to see it: for guided rows nobody guessed, as far as they are concerned."""
-        drafter = proposal.drafter.masked_fill(proposal.drafter == self.code, NOBODY)
-        return proposal._replace(drafter=drafter)
+    def of_others(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
+        """As drafters are to see them: without guided rows, whose logits are not what the model says."""
+        mine = self.first[batch.rows.clamp(min=0)] >= 0
+        drafter = proposal.drafter.masked_fill(mine, NOBODY)
+        return proposal._replace(drafter=drafter), replace(batch, rows=batch.rows.masked_fill(mine, -1))
 
     def bar(self, logits: Tensor, batch: Batch) -> None:
         """Bar what grammars do not allow, in logits [T, V]."""

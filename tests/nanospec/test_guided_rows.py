@@ -12,6 +12,7 @@ from torch import Tensor
 from nanospec.admission import HostWrites
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, NOBODY
+from nanospec.kernels.speculation.layout import lay_out
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.sampling.guided import Guided, GuidedRows
@@ -54,7 +55,9 @@ def test_rows_get_their_own_guesses(guided: GuidedRows, tree: bool) -> None:
     assert found.source.tolist()[:2] == [[GUESSED, 1, 2], [13, 14, 15]]
     assert found.match_len.tolist() == [64, 5, 0, 7]
     assert found.drafter.tolist() == [CODE, 0, NOBODY, 0]
-    assert guided.of_others(found).drafter.tolist() == [NOBODY, 0, NOBODY, 0]
+    others, batch = guided.of_others(found, lay_out(Table.empty(4, 64, 16, V, "cpu"), rows, found))
+    assert others.drafter.tolist() == [NOBODY, 0, NOBODY, 0]
+    assert batch.rows.tolist() == [-1, 0, -1, -1]
     assert found.parents is None or found.parents.tolist()[:2] == [[0, 1, 2], [0, 0, 1]]
     assert found.sampled is None or found.sampled.tolist() == [False, True, False, True]
     assert (found.parents is None, found.sampled is None) == (not tree, tree)
