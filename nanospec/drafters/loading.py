@@ -77,12 +77,6 @@ def load_drafter(
     FileNotFoundError if what it needs is missing or does not fit. `ready`: by method, those that need no
     loading."""
     guessers = who_guesses(spec, given)
-    windows = [window for window in target.model.config.windows if window is not None]
-    if spec.tree_width > 1 and windows and min(windows) <= spec.max_k:
-        raise ValueError(
-            f"Trees of {spec.max_k} drafts do not fit into the model's sliding window of {min(windows)} "
-            "tokens; lower num_speculative_tokens or use tree_width=1."
-        )
     drafter: Drafter | None = None
     for who in guessers if spec.max_k else ():
         made = (ready or {}).get(who) or registered()[who].load(spec, target) if isinstance(who, str) else who
