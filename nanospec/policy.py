@@ -26,7 +26,7 @@ from functools import partial
 from .costs import StepCosts
 from .estimator import UNKNOWN, Estimator, Situation
 from .kernels.codes import NOBODY
-from .tree_estimator import TreeEstimator
+from .tree_estimator import ModelInTrees, TreeEstimator
 
 PROBE_BUDGET = 0.005  # share of the time that may go into probes
 OTHERS_BUDGET = 0.005  # share of the time that the slowest row may lose to drafts of others
@@ -124,6 +124,8 @@ class AutoPolicy(Policy):
         self._model = model
         self.estimator = Estimator()
         self._trees = TreeEstimator()  # for rows whose drafter says how likely its guesses are
+        self._in_trees = ModelInTrees()
+        self._passes_ms: float | None = None  # of the model in this step; None: it is not run
         self.rates: dict[int, float] = {}  # tokens per ms by K, as `_pick` weighed them last
         self._best = 0  # what `_pick` found, without the probe
         self._probing = False  # it took more
@@ -156,7 +158,12 @@ class AutoPolicy(Policy):
         B, running, propose = len(rows), len(rows) + others, self.costs.propose
         cost = partial(self.costs.cost, running, context=self._context)
         ms = {k: cost(running + B * k) + propose(B, k) for k in range(most + 1)}
-        return self._pick(rows, [most] * B, (self._model, 0), ms, others)
+        n = self._pick(rows, [most] * B, (self._model, 0), ms, others)
+        if n and self._trees:
+            run, loss = self._in_trees.prefers()
+            n = n if run != self._affords(loss * cost(running)) else 0
+        self._passes_ms = propose(B, n) if n else None
+        return n
 
     def _pick(
         self,
@@ -217,6 +224,9 @@ class AutoPolicy(Policy):
             if (rate := total / ms) > best and loss <= self._allowance:
                 best, number, lost = rate, n, loss
         self._allowance -= lost
+        if chances is not None and self._model != NOBODY:
+            ms, ran = cost(least + number), self._passes_ms is not None
+            self._in_trees.observe(ran, best * ms / (ms + (self._passes_ms or 0.0)) * cost(B) / B)
         for gain, b in gains[:number]:
             taken[b] += 1
             self._promises[rows[b]].open += gain

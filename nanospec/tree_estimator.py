@@ -4,12 +4,15 @@ A row's tokens per step with k nodes are 1 and the sum of the chances of the bes
 when it has been made, so the next one's are estimated: for each place in the order of nodes, the mean of what
 was said of it, with decay, of a row over that of all rows. A place that no recent step has reached is
 expected to be worth what it is to others, in the proportion of the last one that was reached.
+`ModelInTrees` is for packed steps, whose nodes are known before any is verified, but not what they would be
+without a model.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from .kernels.codes import MAX_DRAFTS
@@ -57,3 +60,37 @@ class TreeEstimator:
         n = len(own)
         share = min(own[-1] / max(self._common[n - 1], 1e-6), 2.0) if n else 1.0
         return own + [share * chance for chance in self._common[n:]]
+
+
+GAIN_DECAY, ENOUGH = 0.95, 4  # steps of either kind, before they are compared
+
+
+@dataclass(slots=True)
+class _Mean:
+    value: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.weight = GAIN_DECAY * self.weight + 1
+        self.value += (value - self.value) / self.weight
+
+
+class ModelInTrees:
+    """Whether it pays to run a model whose guesses join those of others in a tree.
+
+    What is accepted tells little of that, since the others may have guessed the same. So the trees of late
+    steps with it and without are compared by their gain: tokens per ms, over those of a step without drafts.
+    """
+
+    def __init__(self) -> None:
+        self._gains = {True: _Mean(), False: _Mean()}
+
+    def observe(self, ran: bool, gain: float) -> None:
+        self._gains[ran].add(gain)
+
+    def prefers(self) -> tuple[bool, float]:
+        """Whether it should be run, and the share of the gain that is lost by doing otherwise."""
+        ran, left = self._gains[True], self._gains[False]
+        if min(ran.weight, left.weight) < ENOUGH:
+            return ran.weight <= left.weight, 1.0
+        return ran.value > left.value, abs(ran.value - left.value) / max(ran.value, left.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from nanospec.costs import StepCosts
@@ -69,6 +71,22 @@ def test_where_no_nodes_were_found_none_are_expected() -> None:
     assert full == pytest.approx(1.5, abs=0.01)
     assert cut > 1.5
     assert empty == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize(("more", "runs"), [(0.0, False), (0.1, False), (0.7, True)])
+def test_a_model_is_run_for_a_tree_if_the_tree_is_better_for_it(more: float, runs: bool) -> None:
+    """By what it adds (here to the first node), whatever is accepted. Other chances change too."""
+    costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, passes: 2.0 * bool(passes))
+    policy, ran, rng = AutoPolicy(costs, model=1), [], random.Random(3)
+    for _ in range(300):
+        k = policy.passes([0], 0, policy.choose([0], [8]))
+        chances = sorted((0.3 * rng.random() for _ in range(8)), reverse=True)
+        chances[0] += more if k else 0.0
+        [n] = policy.cut([0], [1 if k else 0], [8], [0], [chances])
+        policy.observe(0, 1 if k else 0, 0, n, n, chances[:n])
+        ran.append(k > 0)
+    assert sum(ran[100:]) > 160 if runs else sum(ran[100:]) < 40
+    assert 0 < sum(ran) < 300
 
 
 def test_rows_that_say_nothing_are_estimated_as_chains() -> None:
