@@ -186,7 +186,7 @@ class _Row:
         share = weight - ((weight.exp().sum() + rest) / (said.exp().sum() + rest)).log()
         share = share + math.log(TRUST[kind])
         columns = zip(chance + self._raised(share, kind), ids.tolist(), share, strict=True)
-        return [_Candidate(c, i, place, kind, x) for c, i, x in columns]
+        return [_Candidate(c, i, place, kind, x) for c, i, x in columns if c > -math.inf]
 
     def _raised(self, share: Tensor, kind: int) -> Tensor:
         """The chance that a share stands for, by what became of earlier ones."""

@@ -208,7 +208,7 @@ def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -
     """A proposal of a model: drafts [B, K] int32, of which the first `num_drafts` [B] int32 count."""
     source, zeros = _constants(*drafts.shape, drafts.device)
     drafter = num_drafts.clamp(max=1) - 1  # 0, or NOBODY without drafts
-    return Proposal(drafts.contiguous(), num_drafts, source, zeros, drafter, parents)
+    return Proposal(drafts.int().contiguous(), num_drafts.int(), source, zeros, drafter.int(), parents)
 
 
 def nothing(rows: Tensor, k: int) -> Proposal:

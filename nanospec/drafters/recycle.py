@@ -71,7 +71,8 @@ class RecycleDrafter(
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.method,) if self.base is None else (*self.base.names, self.method)
+        joined = () if self.base is None else (f"{name}+{self.method}" for name in self.base.names)
+        return self.method, *joined
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         super().attach(table, num_blocks, max_tokens, may_wait)
@@ -89,7 +90,7 @@ class RecycleDrafter(
             raise ValueError("Recycled tokens grow on chains, and a drafter before them has guessed a tree.")
         tree, self._marks = grow(base, self.state, table, rows, k)
         self._guessed = base
-        drafter = torch.where(tree.drafter == NOBODY, NOBODY, len(self.names) - 1)
+        drafter = torch.where(base.num_drafts > 0, base.drafter + 1, 0).where(tree.num_drafts > 0, NOBODY)
         return tree._replace(drafter=drafter.int())
 
     def learn(

@@ -305,6 +305,29 @@ def test_recycled_tokens_serve_later_requests_of_the_same_salt_alone(model: Mode
     assert drafted[b"a", b"b"] == drafted[b"", b"b"] >= 10
 
 
+def test_nothing_is_recycled_of_logits_that_a_request_has_changed(model: Model) -> None:
+    """Of one with a sampling parameter of its own, that is; what it was told serves its like."""
+    prompt = random.Random(6).choices(range(VOCAB), k=20)
+    steps = []
+    engine = make_engine(model, 4, guess=WAYS["recycle"])
+    for extra in ({}, {"top_n_sigma": 20.0}, {"top_n_sigma": 20.0}, {}):
+        request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=12, extra_args=extra))
+        finish(engine)
+        steps.append(request.stats.num_steps)
+    assert steps[1] == steps[0] >= 10
+    assert steps[2] <= 6
+
+
+def test_a_tree_is_told_from_what_others_guessed(model: Model, parts: dict[str, Any]) -> None:
+    """Statistics name all whose guesses may be in it."""
+    engine = engine_of(model, parts, "ngram+medusa+recycle", 6)
+    assert engine.worker.methods == ("recycle", "ngram+recycle", "medusa+recycle", "grammar")
+    assert engine.worker.methods[engine.worker.model_code] == "medusa+recycle"
+    run(engine, [Job(cycle(0, 30), SamplingParams(temperature=0, max_tokens=30))])
+    seen = engine.metrics.spec.by_drafter
+    assert {"ngram+recycle", "medusa+recycle"} <= set(seen) <= {"recycle", "ngram+recycle", "medusa+recycle"}
+
+
 def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:
     """The latest occurrence goes on one way, an earlier one the other."""
     known = cycle_model()
@@ -442,10 +465,19 @@ def test_heads_must_fit_the_target(model: Model) -> None:
         make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=Heads.random(model, 2, 4))
 
 
-def test_trees_must_fit_into_a_sliding_window() -> None:
-    with pytest.raises(ValueError, match="sliding window of 8"):
-        make_engine(tiny_model(windows=(None, 8)), 8, guess={"tree_width": 2})
-    make_engine(tiny_model(windows=(None, 8)), 8, guess={"tree_width": 1})
+@pytest.mark.parametrize("backend", ["naive", "auto"])
+@pytest.mark.parametrize("way", ["ngram-tree", "medusa-tree", "ngram+recycle"])
+def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> None:
+    """Which holds the last positions of a node's own path, wherever those lie."""
+    windowed = tiny_model(windows=(None, 4))
+    parts = {"heads": Heads.random(windowed, 3, vocab=50)}
+    jobs = random_jobs(random.Random(4), VOCAB, 5)
+    with dispatch.forced(backend):
+        wanted = alone(windowed, jobs)
+        engine = engine_of(windowed, parts, way, 12, max_num_seqs=4)
+        for request, own in zip(run(engine, jobs), wanted, strict=True):
+            assert_same(outcome(request), own, way)
+    assert engine.metrics.spec.num_accepted > 0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -71,12 +71,18 @@ function excerpt(lane) {
 
 const isSpecial = (text) => /^<[|/]?[\w ]+\|?>$/.test(text) && text.length > 4;
 
+const GUESSERS = { draft: "the draft model", medusa: "Medusa heads", recycle: "what the model said before" };
+
+/** Who made the guesses of a step that were not looked up, in words. */
+function guessers(step) {
+  const methods = step.method.split("+").filter((method) => method !== "ngram");
+  return methods.map((method) => GUESSERS[method] ?? (method || "a model")).join(" or ");
+}
+
 /** Who made a guess, in words. */
 function guesser(step, place) {
   if (step.sources[place - 1] >= 0) return "looked up";
-  if (step.method === "medusa") return `guessed by Medusa head ${step.depths[place]}`;
-  if (step.method === "draft") return "guessed by the draft model";
-  return `guessed by ${step.method || "a model"}`;
+  return step.method === "medusa" ? `guessed by Medusa head ${step.depths[place]}` : `guessed by ${guessers(step)}`;
 }
 
 /** How a token came to be: "own", "copied" or "guessed". */

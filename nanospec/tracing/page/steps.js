@@ -33,8 +33,9 @@ function lookedUp(lane, step) {
   if (step.match_len) {
     const begin = lane.offset + step.first, query = lane.texts.slice(begin - step.match_len, begin).join("");
     box.append("found again: ", make("code", "", printable(query.slice(-36))));
+    if (step.sources.some((source) => source < 0)) box.append(` and guessed by ${guessers(step)}`);
   } else if (step.drafts.length) {
-    box.append(step.method === "medusa" ? "guessed by Medusa heads" : `guessed by the ${step.method} model`);
+    box.append(`guessed by ${guessers(step)}`);
   } else {
     box.append(step.reason === "no match" ? "nothing like it before" : REASONS[step.reason]);
   }

@@ -22,7 +22,7 @@ function drawLegend(lane) {
   const all = lane.steps.flatMap((step) => step.sources);
   const guesses = [
     ...(all.some((source) => source >= 0) ? [["copied", "copied from earlier text"]] : []),
-    ...(all.some((source) => source < 0) ? [["guessed", "guessed by a model"]] : []),
+    ...(all.some((source) => source < 0) ? [["guessed", "guessed otherwise"]] : []),
   ];
   const entries = ([name, words]) => make("li", "", make("i", name, "abc"), words);
   $("legend").replaceChildren(

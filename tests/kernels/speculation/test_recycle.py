@@ -141,9 +141,10 @@ class Played:
     def __init__(self, V: int, seed: int, name: str, packed: bool) -> None:
         self.rng, self.V, self.name, self.packed = random.Random(seed), V, name, packed
         texts = [[self.rng.randrange(V) for _ in range(40)] for _ in range(3)]
+        hot = self.rng.choice([1.0, 60.0])
         self.table = make_table(
             V, tokens=texts, num_tokens=[1, 2, 20], max_len=[40, 12, 39], block_table=[[0, 1, 2]] * 3,
-            temperature=[0.0, 0.7, 1.0], seed=[seed, -seed, 3], limit=[63, 63, self.rng.randrange(9)],
+            temperature=[0.0, 0.7, hot], seed=[seed, -seed, 3], limit=[63, 63, self.rng.randrange(9)],
         )  # fmt: skip
         self.state = empty(3, V)
         self.state.salts[:] = ints(0, 0, 9)
