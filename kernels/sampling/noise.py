@@ -12,13 +12,14 @@ mixed with both. `naive` and the kernels (`block`) have the same bits; their log
 the last place, which changes the drawn token with a probability of about 1e-7.
 """
 
-from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+Ints = TypeVar("Ints", int, Tensor)
 _MASK = 0xFFFFFFFF
 MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
 MULTIPLIER_2 = tl.constexpr(0x846CA68B)
@@ -39,10 +40,9 @@ def bits(seed: int, position: int, tokens: Tensor) -> Tensor:
     return _mix_tokens(_mix_tokens(tokens.int() ^ _signed(first)) ^ _signed(second)).bitwise_and_(0x7FFFFFFF)
 
 
-def of_rows(places: Sequence[tuple[int, int]], tokens: Tensor) -> Tensor:
-    """log E [N, M] float32 of M tokens at each of N places, which are a seed and a position."""
-    found = [[_signed(key) for key in keys(*place)] for place in places]
-    first, second = torch.tensor(found, dtype=torch.int32, device=tokens.device)[:, :, None].unbind(1)
+def of_rows(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """log E [N, M] float32 of M tokens at each of N places: seeds [N] int64, positions [N]."""
+    first, second = (key[:, None].int() for key in keys(seeds, positions.long()))
     return log_exponential(_mix_tokens(_mix_tokens(tokens.int() ^ first) ^ second).bitwise_and_(0x7FFFFFFF))
 
 
@@ -55,8 +55,8 @@ def log_exponential(bits: Tensor) -> Tensor:
     return e.log_()
 
 
-def keys(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit keys of a position in a request: all 64 bits of the seed matter."""
+def keys(seed: Ints, position: Ints) -> tuple[Ints, Ints]:
+    """Two 32-bit keys of a position in a request, numbers or int64: all 64 bits of the seed matter."""
     low = mix((seed & _MASK) ^ SEED_LOW.value)
     high = mix((seed >> 32 & _MASK) ^ SEED_HIGH.value)
     first = mix(mix(low ^ position) ^ high)
@@ -64,7 +64,7 @@ def keys(seed: int, position: int) -> tuple[int, int]:
     return first, second
 
 
-def mix(x: int) -> int:
+def mix(x: Ints) -> Ints:
     """A bijective mixer of 32-bit integers."""
     x = (x ^ x >> 16) * MULTIPLIER_1.value & _MASK
     x = (x ^ x >> 15) * MULTIPLIER_2.value & _MASK

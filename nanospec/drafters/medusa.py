@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..config import SpecConfig
     from ..models.decoder import Model
 
-CONTENDERS = 16  # tokens of a head that a draw on a CPU looks at
+CONTENDERS = 16  # tokens of a head that are looked at where not all are
 
 
 class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target's last hidden state"):
@@ -82,22 +82,22 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
             return nothing(rows, k)
         if self.width == 1:
             wanted = wanted.clamp(max=self.heads.num_heads)
-            return guesses(F.pad(self._chains(table, rows, wanted), (0, k))[:, :k], wanted)
+            return guesses(F.pad(self._likely(table, rows, wanted).flatten(1), (0, k))[:, :k], wanted)
         candidate, parents, sizes = self._tree(k)
         width = (table.width[index] - 1).clamp(0, self.width - 1).long()
-        tops = self.heads.top(self.hidden[index], self.width).flatten(1)  # [B, num_heads * W]
+        tops = self._likely(table, rows, wanted).flatten(1)  # [B, num_heads * W]
         drafts = tops.gather(1, candidate[width])
         wanted = torch.minimum(wanted, sizes[width])
         return guesses(drafts, wanted, parents[width])
 
-    def _chains(self, table: Table, rows: Tensor, wanted: Tensor) -> Tensor:
-        """[B, num_heads] int32: what each head finds likeliest; where a request samples, what it draws with
-        the noise that the target will have there, so that they agree where their probabilities do."""
+    def _likely(self, table: Table, rows: Tensor, wanted: Tensor) -> Tensor:
+        """[B, num_heads, W] int32: what each head finds likeliest; where a request samples, what it draws
+        with the noise that the target will have there, so that they agree where their probabilities do."""
         index, heads = rows.clamp(min=0), self.heads
         if self.may_wait and not bool((table.temperature[index] > 0).any()):
-            return heads.top(self.hidden[index], 1).squeeze(-1)
+            return heads.top(self.hidden[index], self.width)
         scores = heads.logits(self.hidden[index])
-        if self.may_wait:
+        if self.may_wait or self.width > 1:
             return self._drawn(scores.float(), table, index)
         logits = over_vocabulary(scores.flatten(0, 1), table.vocab_size, heads.token_map)
         head = torch.arange(heads.num_heads, dtype=torch.int32, device=rows.device)
@@ -105,18 +105,18 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         position = table.num_tokens[index, None] - 1 + head
         of_each = rows.repeat_interleave(len(head))  # a batch row for each head: all of them are wanted
         batch = lay_out_text(table, of_each, position.flatten(), active.flatten(), 1)
-        return sample(logits, table, batch).view(active.shape).clamp(min=0) * active
+        return (sample(logits, table, batch).view(active.shape).clamp(min=0) * active)[..., None]
 
     def _drawn(self, scores: Tensor, table: Table, index: Tensor) -> Tensor:
-        """The same on a CPU, where noise takes time: among the likeliest tokens of each head."""
-        likely, place = scores.flatten(0, 1).topk(min(CONTENDERS, scores.shape[2]))
+        """The same for trees, and on a CPU, where noise takes time: among the likeliest of each head."""
+        likely, place = scores.topk(min(max(CONTENDERS, self.width), scores.shape[2]))
         ids = place if self.heads.token_map is None else self.heads.token_map[place]
-        first, seeds = table.num_tokens[index].tolist(), table.seed[index].tolist()
-        heads = range(scores.shape[1])
-        places = [(seed, n + i) for seed, n in zip(seeds, first, strict=True) for i in heads]
-        temperature = table.temperature[index].clamp(min=0).repeat_interleave(len(heads))
-        best = (likely - temperature[:, None] * noise.of_rows(places, ids)).argmax(-1, keepdim=True)
-        return ids.gather(1, best).view(len(index), -1).int()
+        head = torch.arange(scores.shape[1], device=scores.device)
+        position = table.num_tokens[index, None] + head
+        seed = table.seed[index, None].expand_as(position)
+        luck = noise.of_rows(seed.flatten(), position.flatten(), ids.flatten(0, 1)).view_as(likely)
+        best = (likely - table.temperature[index, None, None] * luck).topk(self.width).indices
+        return ids.gather(2, best).int()
 
     def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """For every width: which candidate (head * W + rank) each node is, its parent's place, and the

@@ -268,6 +268,29 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model) -> None:
     ]
 
 
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_the_trees_of_heads_branch_into_what_the_noise_favours(model: Model, may_wait: bool) -> None:
+    """Each head's guesses are those it would draw, had the better ones not been."""
+    heads = Heads.random(model, 3, vocab=20)
+    guess = {"method": "medusa", "tree_width": 3}
+    engine = make_engine(model, 8, guess=guess, heads=heads, max_num_seqs=2)
+    drafter, table = engine.worker.drafters[0], engine.worker.table
+    assert isinstance(drafter, MedusaDrafter)
+    assert heads.token_map is not None
+    drafter.may_wait = may_wait
+    drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
+    table.num_tokens[:], table.seed[:], table.width[:] = 9, -(2**40) - 3, 3
+    table.temperature[:] = torch.tensor([0.0, 1.5])
+    found = drafter._likely(table, torch.arange(2, dtype=torch.int32), torch.full((2,), 8)).tolist()
+    logits = heads.logits(drafter.hidden[:2]).float()
+    for b in range(2):
+        for i in range(3):
+            few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
+            luck = noise.naive(-(2**40) - 3, 9 + i, heads.token_map.int())
+            drawn = (logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).topk(3).indices
+            assert found[b][i] == heads.token_map[drawn].tolist()
+
+
 def test_recycled_tokens_are_learned_from_the_ends_of_prompts(model: Model) -> None:
     """Of 8 tokens in each step, what a plain decoder says behind them; the output stays what it was."""
     prompt = random.Random(5).sample(range(VOCAB), 40)
