@@ -160,24 +160,26 @@ static inline float largest(Floats v) {
 }
 
 // 2^x to 3e-7 for -126 <= x <= 0; 0 of -infinity, NaN of NaN.
-static inline Floats exp2_of(Floats x) {
+static inline Part exp2_of(Part x) {
 #ifdef __AVX512BF16__
     const __m512 v = _mm512_max_ps(_mm512_set1_ps(-1000), (__m512)x), w = _mm512_roundscale_ps(v, 0), g = v - w;
     __m512 r = _mm512_set1_ps(1.5403530e-4f);
     for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
         r = _mm512_fmadd_ps(r, g, _mm512_set1_ps(c));
-    return (Floats)_mm512_scalef_ps(r, w);
+    return (Part)_mm512_scalef_ps(r, w);
 #else
-    return by_parts([](Part x) {
-        Part whole = x < -126 ? Part{} - 126 : x;
-        whole = (whole + 12582912) - 12582912;  // rounded: 1.5 * 2^23 has no bits for fractions
-        Part f = x - whole, y = Part{} + 1.5403530e-4f;
-        for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = y * f + c;
-        const PartWords power = PartWords(__builtin_convertvector(whole, PartInts) + 127) << 23;
-        return x < -126 ? Part{} : y * (Part)power;
-    }, x);
+    Part whole = x < -126 ? Part{} - 126 : x;
+    whole = (whole + 12582912) - 12582912;  // rounded: 1.5 * 2^23 has no bits for fractions
+    Part f = x - whole, y = Part{} + 1.5403530e-4f;
+    for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = y * f + c;
+    const PartWords power = PartWords(__builtin_convertvector(whole, PartInts) + 127) << 23;
+    return x < -126 ? Part{} : y * (Part)power;
 #endif
 }
+
+#ifndef __AVX512F__
+static inline Floats exp2_of(Floats x) { return by_parts([](Part x) { return exp2_of(x); }, x); }
+#endif
 
 static inline Floats tanh_of(Floats x) {  // to 4e-7
     const Floats small = exp2_of(negative(x) * (2 * LOG2_E)), size = (1 - small) / (1 + small);

@@ -173,8 +173,11 @@ void find_entry(const Score* x, long V, int* entry) {
         std::nth_element(sorted.begin(), sorted.begin() + PER_ENTRY - 1, sorted.end(), std::greater<>());
         bound = sorted[PER_ENTRY - 1];
     }
-    Floats mass{};
-    for (size_t i = 0; i < scores.size(); i += LANES) mass += exp2_of((load(&scores[i]) - best) * LOG2_E);
+    Part mass{};
+    for (size_t i = 0; i < scores.size(); i += BYTES / sizeof(float))
+        mass += exp2_of((*(const Part*)&scores[i] - best) * LOG2_E);
+    float total = 0;
+    for (size_t i = 0; i < BYTES / sizeof(float); i++) total += mass[i];
     for (long first = 0; first < V; first += BLOCK)
         if (maxima[first / BLOCK] >= bound)
             for (long i = first; i < std::min(first + BLOCK, V); i++)
@@ -183,7 +186,7 @@ void find_entry(const Score* x, long V, int* entry) {
     std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Scored& a, const Scored& b) {
         return a.score != b.score ? a.score > b.score : a.id < b.id;
     });
-    const float whole = best + std::log(sum(mass));
+    const float whole = best + std::log(total);
     for (size_t i = 0; i < count; i++) {
         const float code = std::floor((whole - found[i].score) * CODES + 0.5f);
         entry[i] = found[i].id | int(std::clamp<float>(code, 0, MOST_CODE)) << ID_BITS;

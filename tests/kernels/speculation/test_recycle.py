@@ -168,7 +168,7 @@ class Played:
         return tree, marks, batch
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(st.sampled_from([1, 5, 8, 13, 70]), st.integers(0, 1 << 20), st.sampled_from([1, 4, 9]), st.booleans())
 @pytest.mark.parametrize("name", [name for name in GROW if name != "naive"])
 def test_as_naive(name: str, V: int, seed: int, k: int, packed: bool) -> None:
