@@ -61,7 +61,7 @@ class Recycled(NamedTuple):
             raise ValueError(f"A vocabulary of {vocab_size} exceeds the {1 << ID_BITS} that can be recycled.")
         size, i32 = vocab_size + PAIRS, torch.int32
         return cls(
-            torch.full((size, WIDTH), -1, dtype=i32, device=device),
+            torch.empty(size, WIDTH, dtype=i32, device=device),  # nobody's are never read
             torch.zeros(size, dtype=i32, device=device),
             torch.zeros(num_rows, dtype=i32, device=device),
             torch.zeros(num_rows, KINDS, 2, device=device),
