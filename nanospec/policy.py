@@ -208,11 +208,10 @@ class AutoPolicy(Policy):
         # A draft that is less likely to be right would cost more than it brings, whatever else is taken.
         likely = best * self.costs.least_slope(B, least, context)
         gains: list[tuple[float, int]] = []  # probability that a draft and all before it are right; its row
-        for b, (row, code, n, length) in enumerate(zip(rows, drafter, num_drafts, match_len)):
-            if n > taken[b]:
-                told = chances[b][:n] if chances is not None and chances[b][0] >= 0 else None
-                own = self.estimator.of_drafts(row, (code, length), n, likely) if told is None else told
-                gains += [(gain, b) for gain in own if gain >= likely]
+        for b, (row, n, situation) in enumerate(zip(rows, num_drafts, zip(drafter, match_len))):
+            told = chances[b] if chances is not None else (-1.0,)
+            own = told if told[0] >= 0 else self.estimator.of_drafts(row, situation, n, likely)
+            gains += [(gain, b) for gain in own[taken[b] : n] if gain >= likely]
         gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
         slowest = _Slowest(B, cost(B), self.costs.cost(1, 1, context // B)) if self._fair else None
         kept = {b: self._promises[rows[b]].kept for _, b in gains} if slowest else {}
@@ -224,9 +223,7 @@ class AutoPolicy(Policy):
             if (rate := total / ms) > best and loss <= self._allowance:
                 best, number, lost = rate, n, loss
         self._allowance -= lost
-        if chances is not None and self._model != NOBODY:
-            ms, ran = cost(least + number), self._passes_ms is not None
-            self._in_trees.observe(ran, best * ms / (ms + (self._passes_ms or 0.0)) * cost(B) / B)
+        self._in_trees.observe(self._passes_ms, best * cost(B) / B, cost(least + number))
         for gain, b in gains[:number]:
             taken[b] += 1
             self._promises[rows[b]].open += gain

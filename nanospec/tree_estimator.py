@@ -85,8 +85,9 @@ class ModelInTrees:
     def __init__(self) -> None:
         self._gains = {True: _Mean(), False: _Mean()}
 
-    def observe(self, ran: bool, gain: float) -> None:
-        self._gains[ran].add(gain)
+    def observe(self, model_ms: float | None, gain: float, ms: float) -> None:
+        """A step of so many ms, and of the model beside it, None: it was not run; the gain if it were free."""
+        self._gains[model_ms is not None].add(gain * ms / (ms + (model_ms or 0.0)))
 
     def prefers(self) -> tuple[bool, float]:
         """Whether it should be run, and the share of the gain that is lost by doing otherwise."""
