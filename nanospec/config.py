@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +30,10 @@ def check_method(spec: SpecConfig) -> None:
 
     names, known = method_names(), registered()
     if spec.method not in names:
-        raise ValueError(f"method={spec.method!r} is unknown; use one of {', '.join(names)}.")
+        turned = [name for name in names if sorted(name.split("+")) == sorted(str(spec.method).split("+"))]
+        meant = [*turned, *get_close_matches(str(spec.method), names, 1)][:1]
+        hint = f"did you mean {meant[0]!r}? There are" if meant else "use one of"
+        raise ValueError(f"method={spec.method!r} is unknown; {hint} {', '.join(names)}.")
     if not isinstance(spec.options, Mapping):
         raise ValueError(f"options={spec.options!r} must map names to values.")
     if fields_too := sorted(spec.options.keys() & {declared.name for declared in fields(spec)}):

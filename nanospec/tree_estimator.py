@@ -1,9 +1,10 @@
 """What trees are worth, where their drafters say how likely each node is (`Proposal.chances`).
 
-A row's tokens per step with k nodes are 1 and the sum of the chances of the best k. Those of a step are known
-when it has been made, so the next one's are estimated: for each place in the order of nodes, the mean of what
-was said of it, with decay, of a row over that of all rows. A place that no recent step has reached is
-expected to be worth what it is to others, in the proportion of the last one that was reached.
+A row's tokens per step with k nodes are 1 and the sum of the chances of the best k. The chances of the next
+step's nodes are not known when its K is chosen, so they are estimated: for each place in the order of nodes,
+the mean of what was said of it in the row's steps, with decay. A place that no recent step of the row has
+reached is expected to be worth what it is to all rows, times what the last one that was reached is worth to
+this row over what it is to all.
 `ModelInTrees` is for packed steps, whose nodes are known before any is verified, but not what they would be
 without a model.
 """
@@ -20,14 +21,14 @@ from .kernels.codes import MAX_DRAFTS
 DECAY, COMMON_DECAY = 0.8, 0.99  # of what was said before: of a row, of all rows
 # Before anything is known: half a token for the first node, falling as 1 / n. (On real text, trees of 4, 8,
 # 16 and 32 nodes give 1.0, 1.3, 1.5 and 1.7 tokens more than one: `bench/recycle.py`.)
-FIRST = 0.5
+EXPECTED = 0.5
 
 
 class TreeEstimator:
     """See the module docstring."""
 
     def __init__(self) -> None:
-        self._common = [FIRST / (i + 1) for i in range(MAX_DRAFTS)]
+        self._common = [EXPECTED / (i + 1) for i in range(MAX_DRAFTS)]
         self._own: defaultdict[int, list[float]] = defaultdict(list)  # by row, of the places that it reached
 
     def __bool__(self) -> bool:
@@ -86,7 +87,7 @@ class ModelInTrees:
         self._gains = {True: _Mean(), False: _Mean()}
 
     def observe(self, model_ms: float | None, gain: float, ms: float) -> None:
-        """A step of so many ms, and of the model beside it, None: it was not run; the gain if it were free."""
+        """A step of `ms`, with `model_ms` of the model beside it if it was run; the gain if that were free."""
         self._gains[model_ms is not None].add(gain * ms / (ms + (model_ms or 0.0)))
 
     def prefers(self) -> tuple[bool, float]:

@@ -38,7 +38,7 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
     if loaded := [who for who in found if isinstance(who, str) and known[who].runs_model]:
         raise ValueError(
             f"drafter={given!r} names {loaded[0]!r}, which has weights of its own; only method=... loads "
-            'them. What goes with a drafter of yours is "ngram".'
+            'them. What goes with a drafter of yours is "ngram" before it and "recycle" behind it.'
         )
     kinds = [known[who] if isinstance(who, str) else who for who in found]
     if early := [kind for kind in kinds[:-1] if kind.grows]:
@@ -46,7 +46,7 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
     chains = [kind for kind in kinds if not kind.grows]
     if costly := [kind for kind in chains[:-1] if kind.runs_model]:
         name = costly[0].method or type(costly[0]).__name__
-        raise ValueError(f"{name} takes time to guess, so it must come last: drafter=[..., {name}].")
+        raise ValueError(f"{name} takes time to guess, so only \"recycle\" may come behind it.")
     if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
         raise ValueError(f"tree_width={spec.tree_width} is of no use to drafters that guess chains; use 1.")
     return found

@@ -18,7 +18,7 @@ from ..kernels.codes import NOBODY
 from ..kernels.speculation.grow import Marks, grow
 from ..kernels.speculation.learn import learn
 from ..kernels.speculation.proposal import Proposal
-from ..kernels.speculation.recycled import PAIRS, WIDTH, Recycled
+from ..kernels.speculation.recycled import FURTHER, PAIRS, WIDTH, Recycled
 from ..kernels.speculation.report import emitted_tokens
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
@@ -27,9 +27,9 @@ from .base import Drafter, Option, Target, nothing
 if TYPE_CHECKING:
     from ..config import SpecConfig
 
-# Tokens of prompts that are scored in a step for what the target says of them. By the work it is, that takes
-# less than a step on a GPU and as much as several on a CPU; neither has been timed.
-PROMPT, MOST = 256, 2048
+# Tokens of prompts that are scored in a step for what the target says of them: what one reads on a GPU, and
+# the most. On a CPU, where by the work it is that takes as much as several steps, none. (Not timed.)
+PROMPT, MOST_PROMPT = 256, 2048
 
 
 class RecycleDrafter(
@@ -41,7 +41,7 @@ class RecycleDrafter(
     reads_logits = True
 
     options = (
-        Option("recycle_prompt", f"tokens of prompts to learn from (default: {PROMPT} on a GPU)", int, "N"),
+        Option("recycle_prompt", f"tokens of prompts to learn from (on a GPU {PROMPT})", int, "N"),
     )
 
     def __init__(self, vocab_size: int, reads_prompts: int = 0, base: Drafter | None = None) -> None:
@@ -58,8 +58,8 @@ class RecycleDrafter(
     def load(cls, spec: SpecConfig, target: Target) -> RecycleDrafter:
         usual = PROMPT if target.model.device.type == "cuda" else 0
         asked = spec.options.get("recycle_prompt", usual)
-        if not isinstance(asked, int) or not 0 <= asked <= MOST:
-            raise ValueError(f"recycle_prompt={asked!r} must be a number of tokens from 0 to {MOST}.")
+        if not isinstance(asked, int) or not 0 <= asked <= MOST_PROMPT:
+            raise ValueError(f"recycle_prompt={asked!r} must be a number of tokens from 0 to {MOST_PROMPT}.")
         return cls(target.model.config.vocab_size, asked)
 
     def behind(self, first: Drafter) -> Drafter:
@@ -90,7 +90,9 @@ class RecycleDrafter(
             raise ValueError("Recycled tokens grow on chains, and a drafter before them has guessed a tree.")
         tree, self._marks = grow(base, self.state, table, rows, k)
         self._guessed = base
-        drafter = torch.where(base.num_drafts > 0, base.drafter + 1, 0).where(tree.num_drafts > 0, NOBODY)
+        place = torch.arange(k, dtype=torch.int32, device=rows.device)
+        of_base = ((self._marks.kind <= FURTHER) & (place < tree.num_drafts[:, None])).any(1)
+        drafter = torch.where(of_base, base.drafter + 1, 0).where(tree.num_drafts > 0, NOBODY)
         return tree._replace(drafter=drafter.int())
 
     def learn(

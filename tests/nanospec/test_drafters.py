@@ -349,6 +349,13 @@ def test_a_tree_is_told_from_what_others_guessed(model: Model, parts: dict[str, 
     run(engine, [Job(cycle(0, 30), SamplingParams(temperature=0, max_tokens=30))])
     seen = engine.metrics.spec.by_drafter
     assert {"ngram+recycle", "medusa+recycle"} <= set(seen) <= {"recycle", "ngram+recycle", "medusa+recycle"}
+    known, prompt = cycle_model(), [3, 4, 3, 20, 3]  # lookup says 20; what follows 3 has been seen to be 4
+    engine = make_engine(known, 2, guess=WAYS["ngram+recycle"])
+    params = SamplingParams(temperature=0, max_tokens=10)
+    run(engine, [Job(cycle(2, 6), params), Job(prompt, params)])
+    engine.metrics.spec.by_drafter.clear()
+    run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=2))])
+    assert list(engine.metrics.spec.by_drafter) == ["recycle"]
 
 
 def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:

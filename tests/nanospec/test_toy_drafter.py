@@ -72,7 +72,7 @@ def test_its_option_is_its_own(model: Model) -> None:
     assert hash(SpecConfig(method="toy", options={"toy_length": 2})) is not None
     with pytest.raises(ValueError, match=r"tree_width=2 is of no use to method='toy'"):
         SpecConfig(method="toy", tree_width=2)
-    with pytest.raises(ValueError, match=r"method='toyy' is unknown; use one of .*ngram\+toy"):
+    with pytest.raises(ValueError, match=r"method='toyy' is unknown; did you mean 'toy'\? .*ngram\+toy"):
         SpecConfig(method="toyy")
 
 

@@ -71,7 +71,9 @@ function excerpt(lane) {
 
 const isSpecial = (text) => /^<[|/]?[\w ]+\|?>$/.test(text) && text.length > 4;
 
-const GUESSERS = { draft: "the draft model", medusa: "Medusa heads", recycle: "what the model said before" };
+const GUESSERS = {
+  draft: "the draft model", medusa: "Medusa heads", grammar: "the grammar", recycle: "the memory of what the model said",
+};
 
 /** Who made the guesses of a step that were not looked up, in words. */
 function guessers(step) {

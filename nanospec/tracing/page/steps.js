@@ -30,7 +30,7 @@ function drawStep(lane, step, longest) {
 /** The text that was looked up, or who guessed without. */
 function lookedUp(lane, step) {
   const box = make("span", "looked");
-  if (step.match_len) {
+  if (step.sources.some((source) => source >= 0)) {
     const begin = lane.offset + step.first, query = lane.texts.slice(begin - step.match_len, begin).join("");
     box.append("found again: ", make("code", "", printable(query.slice(-36))));
     if (step.sources.some((source) => source < 0)) box.append(` and guessed by ${guessers(step)}`);
@@ -68,10 +68,13 @@ function story(lane, step) {
   const own = word && `“${word.trim() || word}”`;
   const gave = `So this run of the model gave ${count(step.tokens.length, "token")} instead of 1.`;
   if (!step.drafts.length) return `${NOTHING[step.reason] ?? NOTHING["no match"]} The model wrote one token itself: ${own}.`;
-  let words = step.match_len
+  const copied = step.sources.filter((source) => source >= 0).length, others = step.drafts.length - copied;
+  let words = copied
     ? `The last ${step.match_len === 1 ? "token" : `${step.match_len} tokens`} had occurred before, and what ` +
-      `followed there was taken as the guess: ${count(step.drafts.length, "token")}.`
-    : `${count(step.drafts.length, "token")} ${step.drafts.length === 1 ? "was" : "were"} ${guesser(step, 1).replace(/ head \d+/, " heads")}.`;
+      `followed there was taken as ${others ? "a" : "the"} guess: ${count(copied, "token")}.`
+    : "";
+  if (others) words += ` ${count(others, "token")} ${others === 1 ? "was" : "were"} guessed by ${guessers(step)}.`;
+  words = words.trim();
   if (!isChain(step)) words += " They branch: it is a tree of continuations.";
   if (!step.verified) return `${words} Checking them did not promise to pay, so the model wrote one token: ${own}.`;
   if (step.verified < step.drafts.length) words += ` The first ${step.verified} were checked.`;
@@ -85,7 +88,7 @@ function story(lane, step) {
 const NOTHING = {
   off: "Nobody was asked to guess.",
   end: "Only one token was left to write, so nothing was guessed.",
-  "no match": "The last token had not occurred before, so there was nothing to copy.",
+  "no match": "Nobody had a guess: nothing like the last token had occurred before.",
   "does not pay": "Guessing did not promise to pay.",
 };
 

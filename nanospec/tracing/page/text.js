@@ -56,9 +56,11 @@ function markStep(lane, step) {
   unmark();
   const begin = lane.offset + step.first;
   mark(begin, begin + step.tokens.length, "now");
-  if (step.match_len && step.sources.length) {
+  const copied = step.sources.findIndex((source) => source >= 0);
+  if (copied >= 0) {
+    const found = step.sources[copied] - step.depths[copied + 1] + 1;
     mark(begin - step.match_len, begin, "query");
-    mark(step.sources[0] - step.match_len, step.sources[0], "found");
+    mark(found - step.match_len, found, "found");
   }
 }
 
