@@ -87,7 +87,7 @@ class ModelInTrees:
         self._gains = {True: _Mean(), False: _Mean()}
 
     def observe(self, model_ms: float | None, gain: float, ms: float) -> None:
-        """A step of `ms`, with `model_ms` of the model beside it if it was run; the gain if that were free."""
+        """A step of `ms`, and `model_ms` of the model if it was run; the gain if that were free."""
         self._gains[model_ms is not None].add(gain * ms / (ms + (model_ms or 0.0)))
 
     def prefers(self) -> tuple[bool, float]:

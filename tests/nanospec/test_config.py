@@ -16,7 +16,7 @@ from nanospec.device import resolve_device
 
 BAD_SPEC = [
     ({"method": "ngram+recycle", "tree_width": 2}, "method='ngram+recycle', whose trees have any"),
-    ({"method": "recycle+ngram"}, "'recycle+ngram' is unknown; did you mean 'ngram+recycle'? There are draft,"),
+    ({"method": "recycle+ngram"}, "'recycle+ngram' is unknown; did you mean 'ngram+recycle'? There are"),
     ({"method": "tree"}, "method='tree' is unknown; use one of draft, medusa, ngram, recycle, ngram+draft,"),
     ({"num_speculative_tokens": -1}, "=-1 must be 'auto' or an int from 0 to 63."),
     ({"num_speculative_tokens": 64}, "=64 must be 'auto' or an int from 0 to 63."),
