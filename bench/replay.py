@@ -22,7 +22,7 @@ from nanospec.drafters.base import nothing
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.codes import NOBODY as NO_DRAFTER
 from nanospec.kernels.speculation import grow, learn, ngram
-from nanospec.kernels.speculation.recycled import ID_BITS, NOBODY, Recycled, places
+from nanospec.kernels.speculation.recycled import ANY, ID_BITS, NO_TOKEN, Recycled, place
 from nanospec.kernels.speculation.walk import Row
 from nanospec.kernels.table import Table
 from nanospec.memory import empty_cache
@@ -117,7 +117,7 @@ class Replay:
         behind = [*text.tokens[length:], *[-1] * len(depth)]
         path = list(row.walk([behind[d] for d in depth]))
         if marks is not None and drafts:
-            kinds, shares = marks.kind[0].tolist(), marks.share[0].tolist()
+            kinds, shares = marks.kind[0].tolist(), marks.expected[0].tolist()
             learn.count(self.state.record[0], row, set(path), kinds, shares)
         seen = 0 if drafts else NO_DRAFTER, match, len(drafts), len(path) - 1
         policy.observe(0, *seen, likely[: len(drafts)], min(k, text.max_len - length - 1))
@@ -144,9 +144,10 @@ class Replay:
             return
         for i in positions:
             entry = torch.tensor(text.entries[i], dtype=torch.int32)
-            of_token, of_pair = places(text.tokens[i - 1] if i else NOBODY, text.tokens[i], 0, VOCABULARY)
-            for place in (of_token, of_pair) if self.way.pairs else (of_token,):
-                self.state.entries[place.row], self.state.tags[place.row] = entry, place.tag
+            before = text.tokens[i - 1] if i else NO_TOKEN
+            for context in (ANY, before) if self.way.pairs else (ANY,):
+                at = place(context, text.tokens[i], 0)
+                self.state.entries[at.row], self.state.tags[at.row] = entry, at.tag
 
 
 # ---- texts -------------------------------------------------------------------------------------

@@ -127,7 +127,8 @@ def rehearsal(table: Table, count: int, context: int, num_blocks: int) -> Iterat
     lookup drafts in full, on pages spread over the cache; empty them at the end."""
     length, device, rows = table.max_context, table.device, slice(0, count)
     pages = torch.arange(count * table.max_blocks, device=device) % num_blocks
-    table.tokens[rows] = torch.arange(length, dtype=torch.int32, device=device) % REHEARSAL_PERIOD
+    period = min(REHEARSAL_PERIOD, table.vocab_size)
+    table.tokens[rows] = torch.arange(length, dtype=torch.int32, device=device) % period
     table.block_table[rows] = pages.view(count, table.max_blocks).int()
     table.num_tokens[rows] = max(min(context, length - MAX_DRAFTS - 1), 1)
     table.max_len[rows], table.limit[rows] = length, MAX_DRAFTS

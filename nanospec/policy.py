@@ -125,7 +125,7 @@ class AutoPolicy(Policy):
         self.estimator = Estimator()
         self._trees = TreeEstimator()  # for rows whose drafter says how likely its guesses are
         self._in_trees = ModelInTrees()
-        self._passes_ms: float | None = None  # of the model in this step; None: it is not run
+        self._ran: tuple[bool, float] | None = None  # whether the model is run in this step, and its ms
         self.rates: dict[int, float] = {}  # tokens per ms by K, as `_pick` weighed them last
         self._best = 0  # what `_pick` found, without the probe
         self._probing = False  # it took more
@@ -142,6 +142,7 @@ class AutoPolicy(Policy):
         self, rows: Sequence[int], limits: Sequence[int], context: int = 0, queue: bool = True
     ) -> int:
         B, most = len(rows), max(limits)
+        self._ran = None
         self._context, self._fair = context, not queue and self._model == NOBODY
         plain = self.costs.cost(B, B, context)
         self._token_ms = plain / B
@@ -162,7 +163,7 @@ class AutoPolicy(Policy):
         if n and self._trees:
             run, loss = self._in_trees.prefers()
             n = n if run != self._affords(loss * cost(running)) else 0
-        self._passes_ms = propose(B, n) if n else None
+        self._ran = n > 0, propose(B, n) if n else 0.0
         return n
 
     def _pick(
@@ -204,7 +205,7 @@ class AutoPolicy(Policy):
         if not self._best:
             self._probed.update(row for row, n in zip(rows, taken) if n)
         least = B + sum(taken)
-        total, best, number = float(least), least / cost(least), 0
+        total, best, number, lost, loss = float(least), least / cost(least), 0, 0.0, 0.0
         # A draft that is less likely to be right would cost more than it brings, whatever else is taken.
         likely = best * self.costs.least_slope(B, least, context)
         gains: list[tuple[float, int]] = []  # probability that a draft and all before it are right; its row
@@ -215,7 +216,6 @@ class AutoPolicy(Policy):
         gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
         slowest = _Slowest(B, cost(B), self.costs.cost(1, 1, context // B)) if self._fair else None
         kept = {b: self._promises[rows[b]].kept for _, b in gains} if slowest else {}
-        lost = loss = 0.0
         for n, ((gain, b), ms) in enumerate(zip(gains, self.costs.rising(B, least, context)), 1):
             total += gain
             if slowest:
@@ -223,7 +223,8 @@ class AutoPolicy(Policy):
             if (rate := total / ms) > best and loss <= self._allowance:
                 best, number, lost = rate, n, loss
         self._allowance -= lost
-        self._in_trees.observe(self._passes_ms, best * cost(B) / B, cost(least + number))
+        if self._ran and chances is not None:
+            self._in_trees.observe(*self._ran, best * cost(B) / B, cost(least + number))
         for gain, b in gains[:number]:
             taken[b] += 1
             self._promises[rows[b]].open += gain

@@ -86,9 +86,9 @@ class ModelInTrees:
     def __init__(self) -> None:
         self._gains = {True: _Mean(), False: _Mean()}
 
-    def observe(self, model_ms: float | None, gain: float, ms: float) -> None:
-        """A step of `ms`, and `model_ms` of the model if it was run; the gain if that were free."""
-        self._gains[model_ms is not None].add(gain * ms / (ms + (model_ms or 0.0)))
+    def observe(self, ran: bool, model_ms: float, gain: float, ms: float) -> None:
+        """Of a step: whether the model was run, `model_ms` of it beside `ms`; the gain, were they free."""
+        self._gains[ran].add(gain * ms / (ms + model_ms))
 
     def prefers(self) -> tuple[bool, float]:
         """Whether it should be run, and the share of the gain that is lost by doing otherwise."""

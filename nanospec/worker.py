@@ -270,9 +270,10 @@ class Worker:
             for part in self.drafters:
                 part.measure()
             most = self.table.num_rows * (self.max_k + 1)
-            packed = forward_ms(self.model, self.kv_cache, self.table, most)
+            passes = forward_ms(self.model, self.kv_cache, self.table, most)
+            packed = {n: ms + sum(part.learn_ms(n) for part in self.drafters) for n, ms in passes.items()}
             propose = lookup_ms if self.drafter is None else self.drafter.ms
-            return StepCosts(None, packed, propose, attention_ms(self.model, self.table, packed))
+            return StepCosts(None, packed, propose, attention_ms(self.model, self.table, passes))
         if self.config.lazy_capture:  # what costs are to be known of must be captured
             self.graphs.capture_all()
         return StepCosts(captured=captured_ms(self.graphs, self.rehearsal, self.meet))

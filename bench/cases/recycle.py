@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 
 import torch
+from torch import Tensor
 
 from bench.cases import Built, Case
 from bench.cases.speculation import VOCABS, make_batch, make_table, peaked_logits, proposed
 from nanospec.kernels.speculation.grow import Marks, grow
 from nanospec.kernels.speculation.learn import learn
-from nanospec.kernels.speculation.recycled import CODES, ID_BITS, WIDTH, Recycled, places
+from nanospec.kernels.speculation.recycled import ANY, CODES, ID_BITS, WIDTH, Recycled, place
 from nanospec.kernels.speculation.verify import commit
 
 
@@ -24,9 +26,17 @@ def known(B: int, V: int, device: str) -> Recycled:
     """Every token has an entry, and no pair: eight tokens, each half as likely as the one before."""
     state = Recycled.empty(B, V, device)
     halves = torch.arange(1, WIDTH + 1, device=device) * 0.7 * CODES
-    state.entries[:V] = torch.randint(0, V, (V, WIDTH), device=device).int() | halves.int() << ID_BITS
-    state.tags[:V] = places(0, 0, 0, V)[0].tag
+    rows, tags = (column.to(device) for column in of_tokens(V))
+    state.entries[rows] = torch.randint(0, V, (V, WIDTH), device=device).int() | halves.int() << ID_BITS
+    state.tags[rows] = tags
     return state
+
+
+@cache
+def of_tokens(V: int) -> tuple[Tensor, Tensor]:
+    """The rows [V] int64 and the tags [V] int32 of the entries of all tokens."""
+    rows, tags = zip(*(place(ANY, token, 0) for token in range(V)), strict=True)
+    return torch.tensor(rows), torch.tensor(tags, dtype=torch.int32)
 
 
 def grow_cases() -> Iterator[Case]:

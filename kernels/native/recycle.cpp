@@ -13,8 +13,9 @@
 
 namespace {
 
-constexpr int PER_ENTRY = 8, ID_BITS = 18, CODES = 16, MOST_CODE = 4095, NOBODY = -1, GUESSED = -2;
-constexpr uint32_t PAIRS = 1 << 18, OF_TOKEN = 0x68E31DA4, OF_PAIR = 0x1B56C4E9;
+constexpr int PER_ENTRY = 8, ID_BITS = 18, CODES = 16, MOST_CODE = 4095, NO_TOKEN = -1, ANY = -2;
+constexpr int NOBODY = -1, GUESSED = -2;
+constexpr uint32_t ROWS = 1 << 19, OF_ROW = 0x68E31DA4, OF_TAG = 0x1B56C4E9;
 enum Kind { FIRST, FURTHER, TOKEN, PAIR, KINDS };
 constexpr float PRIOR = 2, DECAY = 0.95f, INFINITE = std::numeric_limits<float>::infinity();
 const float LOG_TOKEN = std::log(0.5f), LOG_PAIR = std::log(0.8f), LOG_MOST = std::log(0.98f);
@@ -22,22 +23,20 @@ const float LOG_TOKEN = std::log(0.5f), LOG_PAIR = std::log(0.8f), LOG_MOST = st
 struct Recycled {
     int *entries, *tags, *salts;
     float* record;  // [S, KINDS, 2]
-    int64_t vocab_size;
 };
 
 struct Marks {
     int* kind;
-    float* share;
+    float* expected;
 };
 
-// Where the entry of a token is, and that of the pair that it makes with the token before it; and their tags.
-struct Places {
-    int own, own_tag, pair, pair_tag;
+// Where an entry is, and its tag.
+struct Place {
+    int row, tag;
 
-    Places(int before, int token, int salt, long vocab_size) {
-        const uint32_t x = mix(mix(mix(uint32_t(salt) ^ OF_PAIR) ^ uint32_t(before)) ^ uint32_t(token));
-        own = token, own_tag = mix(uint32_t(salt) ^ OF_TOKEN) | 1;
-        pair = vocab_size + x % PAIRS, pair_tag = mix(x ^ OF_PAIR) | 1;
+    Place(int before, int token, int salt) {
+        const uint32_t x = mix(mix(mix(OF_ROW ^ uint32_t(salt)) ^ uint32_t(before)) ^ uint32_t(token));
+        row = x % ROWS, tag = mix(x ^ OF_TAG) | 1;
     }
 };
 
@@ -45,9 +44,9 @@ struct Places {
 
 struct Node {
     int token, source, parent;
-    float chance;  // this and the share are logarithms
+    float chance;  // this and what is expected are logarithms
     int kind;
-    float share;
+    float expected;
 };
 
 struct Growing {
@@ -64,7 +63,7 @@ struct Growing {
             ratio[kind] = std::log((record[2 * kind] + PRIOR) / (record[2 * kind + 1] + PRIOR));
     }
 
-    float raised(float share, int kind) const { return std::min(share + ratio[kind], LOG_MOST); }
+    float raised(float expected, int kind) const { return std::min(expected + ratio[kind], LOG_MOST); }
 
     // log E of a token that the target may draw behind a node of this depth.
     float noise(int depth, int token) const {
@@ -74,16 +73,16 @@ struct Growing {
 
     Node of_chain(int token, int source, int n, int i, float chance, int parent) const {
         const float p = n ? float(n + (i > 0)) / (n + 2) : 0.5f;
-        const float share = temperature > 0 ? std::exp(noise(i, token)) * (p - 1) / p : std::log(p);
+        const float expected = temperature > 0 ? std::exp(noise(i, token)) * (p - 1) / p : std::log(p);
         const int kind = i ? FURTHER : FIRST;
-        return {token, source, parent, chance + raised(share, kind), kind, share};
+        return {token, source, parent, chance + raised(expected, kind), kind, expected};
     }
 
     void add_entry(float chance, int place, int depth, int before, int token) {
-        const Places at(before, token, salt, state.vocab_size);
-        const bool by_pair = state.tags[at.pair] == at.pair_tag;
-        if (!by_pair && state.tags[at.own] != at.own_tag) return;
-        const int* entry = state.entries + long(by_pair ? at.pair : at.own) * PER_ENTRY;
+        const Place pair(before, token, salt), own(ANY, token, salt);
+        const bool by_pair = state.tags[pair.row] == pair.tag;
+        if (!by_pair && state.tags[own.row] != own.tag) return;
+        const int* entry = state.entries + long(by_pair ? pair.row : own.row) * PER_ENTRY;
         float weights[PER_ENTRY], said = 0, mass = 0;
         int count = 0;
         for (; count < PER_ENTRY && entry[count] >= 0; count++) {
@@ -95,9 +94,9 @@ struct Growing {
         const float rest = std::max(1 - said, 0.0f), whole = std::log((mass + rest) / (said + rest));
         const int kind = by_pair ? PAIR : TOKEN;
         for (int i = 0; i < count; i++) {
-            const float share = weights[i] - whole + (by_pair ? LOG_PAIR : LOG_TOKEN);
+            const float expected = std::min(weights[i] - whole, 0.0f) + (by_pair ? LOG_PAIR : LOG_TOKEN);
             const int id = entry[i] & ((1 << ID_BITS) - 1);
-            candidates.push_back({id, GUESSED, place, chance + raised(share, kind), kind, share});
+            candidates.push_back({id, GUESSED, place, chance + raised(expected, kind), kind, expected});
         }
     }
 
@@ -105,7 +104,7 @@ struct Growing {
         const int* text = table.tokens + s * table.max_context;
         std::vector<Node> nodes{{text[length - 1]}};  // place 0: the last token of the text
         std::vector<int> depths{0};
-        add_entry(0, 0, 0, length > 1 ? text[length - 2] : NOBODY, text[length - 1]);
+        add_entry(0, 0, 0, length > 1 ? text[length - 2] : NO_TOKEN, text[length - 1]);
         int at = 0;
         auto next = [&](float chance, int parent) {
             return at < count ? of_chain(chain[at], source[at], match, at, chance, parent) : Node{0, 0, 0, -INFINITE};
@@ -214,7 +213,7 @@ void count(const Learn& given, const Row& row, long b) {
         if (right[row.parent(i)]) {
             const long at = b * given.proposal.k + i - 1;
             record[2 * given.marks.kind[at]] += right[i];
-            record[2 * given.marks.kind[at] + 1] += given.marks.share[at];
+            record[2 * given.marks.kind[at] + 1] += given.marks.expected[at];
         }
 }
 
@@ -227,7 +226,7 @@ void learn(const Learn& given, const Score* logits) {
     for (long b = 0; b < batch.num_rows; b++)
         if (const Row row(batch, b); row.request >= 0) std::fill_n(scored.begin() + row.start, row.n, true);
     for_each(given.threads, batch.num_tokens, [&](long t) {
-        if (scored[t]) find_entry(logits + t * given.stride, state.vocab_size, &entries[t * PER_ENTRY]);
+        if (scored[t]) find_entry(logits + t * given.stride, given.table.vocab_size, &entries[t * PER_ENTRY]);
     });
     for (long b = 0; b < batch.num_rows; b++) {
         const Row row(batch, b);
@@ -237,12 +236,13 @@ void learn(const Learn& given, const Score* logits) {
         for (int i = 0; i < row.n; i++) {
             const int* entry = &entries[(row.start + i) * PER_ENTRY];
             if (entry[0] < 0) continue;
-            int before = base ? given.table.tokens[row.request * given.table.max_context + base - 1] : NOBODY;
+            int before = base ? given.table.tokens[row.request * given.table.max_context + base - 1] : NO_TOKEN;
             if (i) before = row.ids[row.parent(i)];
-            const Places at(before, row.ids[i], state.salts[row.request], state.vocab_size);
-            std::copy_n(entry, PER_ENTRY, state.entries + long(at.own) * PER_ENTRY);
-            std::copy_n(entry, PER_ENTRY, state.entries + long(at.pair) * PER_ENTRY);
-            state.tags[at.own] = at.own_tag, state.tags[at.pair] = at.pair_tag;
+            for (const int context : {ANY, before}) {
+                const Place at(context, row.ids[i], state.salts[row.request]);
+                std::copy_n(entry, PER_ENTRY, state.entries + long(at.row) * PER_ENTRY);
+                state.tags[at.row] = at.tag;
+            }
         }
     }
 }
@@ -263,7 +263,7 @@ void nanospec_grow(const Grow* given) {
         if (wanted) {
             const int *chain = base.drafts + b * base.k, *source = base.source + b * base.k;
             Growing growing(table, given->state, s);
-            nodes = growing(chain, source, std::min(base.num_drafts[b], wanted), base.match_len[b], wanted);
+            nodes = growing(chain, source, std::clamp(base.num_drafts[b], 0, wanted), base.match_len[b], wanted);
         }
         const int made = nodes.size() - 1;
         tree.num_drafts[b] = made, tree.drafter[b] = made ? 0 : NOBODY;
@@ -272,7 +272,7 @@ void nanospec_grow(const Grow* given) {
             const Node& node = nodes[i + 1];
             tree.drafts[at] = node.token, tree.source[at] = node.source, tree.parents[at] = node.parent;
             given->chances[at] = std::exp(node.chance);
-            given->marks.kind[at] = node.kind, given->marks.share[at] = std::exp(node.share);
+            given->marks.kind[at] = node.kind, given->marks.expected[at] = std::exp(node.expected);
         }
     }
 }

@@ -2,7 +2,8 @@
 
     base     the chain of each row; no drafts where nobody has any
     tree     a Proposal with `parents` and `chances`: the nodes likeliest to be right, best first
-    marks    of each node: its kind, and the chance it was given once its parent is right
+    marks    of each node: its kind, and the chance expected of it once its parent is right, which what
+             became of earlier ones has not corrected yet
 
 A tree begins with the last token of the text alone and takes, one by one, the candidate with the largest
 chance that it and all before it are right. Candidates are the next token of the chain, and the tokens of the
@@ -41,32 +42,32 @@ from ..launch import next_power_of_2
 from ..native.call import call, proposal_words
 from ..sampling import noise
 from ..table import Table
-from . import ngram
+from . import ngram, recycled
 from .ngram import wanted_drafts
 from .proposal import Proposal
 from .recycled import (
+    ANY,
     CODES,
     FIRST,
     FURTHER,
     ID_BITS,
     KINDS,
-    NOBODY,
+    NO_TOKEN,
     PAIR,
     TOKEN,
     WIDTH,
     Recycled,
-    places,
-    places_of,
+    place_of,
 )
 
 TRUST = {TOKEN: 0.5, PAIR: 0.8}
 PRIOR = 2.0
 MOST = 0.98
 
-_GUESSED, _NO_DRAFTER, _NOBODY = tl.constexpr(GUESSED), tl.constexpr(NO_DRAFTER), tl.constexpr(NOBODY)
+_GUESSED, _NO_DRAFTER, _NO_TOKEN = tl.constexpr(GUESSED), tl.constexpr(NO_DRAFTER), tl.constexpr(NO_TOKEN)
 _FIRST, _FURTHER, _TOKEN, _PAIR = (tl.constexpr(kind) for kind in (FIRST, FURTHER, TOKEN, PAIR))
 _KINDS, _WIDTH, _CODES = tl.constexpr(KINDS), tl.constexpr(WIDTH), tl.constexpr(CODES)
-_ID_BITS, _IDS = tl.constexpr(ID_BITS), tl.constexpr((1 << ID_BITS) - 1)
+_ANY, _ID_BITS, _IDS = tl.constexpr(ANY), tl.constexpr(ID_BITS), tl.constexpr((1 << ID_BITS) - 1)
 LOG_TOKEN, LOG_PAIR = tl.constexpr(math.log(TRUST[TOKEN])), tl.constexpr(math.log(TRUST[PAIR]))
 LOG_MOST, _PRIOR = tl.constexpr(math.log(MOST)), tl.constexpr(PRIOR)
 NEVER = tl.constexpr(-1e30)
@@ -76,7 +77,7 @@ class Marks(NamedTuple):
     """[B, K] int32, a kind of `recycled.py`, and [B, K] float32: see the module docstring."""
 
     kind: Tensor
-    share: Tensor
+    expected: Tensor
 
 
 def grow(base: Proposal, state: Recycled, table: Table, rows: Tensor, k: int) -> tuple[Proposal, Marks]:
@@ -93,7 +94,7 @@ def naive(base: Proposal, state: Recycled, table: Table, rows: Tensor, k: int) -
     for b, s in enumerate(rows.tolist()):
         if s < 0 or limits[s] <= 0:
             continue
-        count, match = min(int(base.num_drafts[b]), limits[s]), int(base.match_len[b])
+        count, match = max(min(int(base.num_drafts[b]), limits[s]), 0), int(base.match_len[b])
         chain = [*zip(base.drafts[b, :count].tolist(), base.source[b, :count].tolist())]
         nodes = _Row(state, table, s).grow(chain, match, limits[s])
         for i, node in enumerate(nodes):
@@ -109,13 +110,13 @@ def copied(n: int, i: int) -> float:
 
 
 class _Candidate(NamedTuple):
-    """A guess behind the place `parent` of the tree; chance and share are float32 logarithms."""
+    """A guess behind the place `parent` of the tree; chance and expected are float32 logarithms."""
 
     chance: Tensor
     token: int
     parent: int
     kind: int
-    share: Tensor
+    expected: Tensor
     source: int = GUESSED
 
 
@@ -126,7 +127,7 @@ class _Row:
         self.state, self.salt, self.seed = state, int(state.salts[s]), int(table.seed[s])
         self.length, self.temperature = int(table.num_tokens[s]), table.temperature[s]
         text = table.tokens[s, max(self.length - 2, 0) : self.length].tolist()
-        self.before, self.last = [NOBODY, *text][-2:]
+        self.before, self.last = [NO_TOKEN, *text][-2:]
         right, expected = (state.record[s] + PRIOR).unbind(-1)
         self.ratio = (right / expected).log()
 
@@ -143,8 +144,8 @@ class _Row:
             assert best is not None
             place = known.get((best.parent, best.token), 0)
             if not place:
-                chance, share = float(best.chance.exp()), float(best.share.exp())
-                nodes.append((best.token, best.source, best.parent, chance, best.kind, share))
+                chance, expected = float(best.chance.exp()), float(best.expected.exp())
+                nodes.append((best.token, best.source, best.parent, chance, best.kind, expected))
                 place = known[best.parent, best.token] = len(nodes)
                 tokens.append(best.token)
                 depths.append(depths[best.parent] + 1)
@@ -164,33 +165,30 @@ class _Row:
             return None
         (token, source), kind = chain[i], FURTHER if i else FIRST
         p = torch.tensor([copied(n, i)])
-        share = p.log()
+        expected = p.log()
         if self.temperature > 0:
-            share = self._noise(i, [token]).exp() * (p - 1) / p
-        return _Candidate(chance + self._raised(share, kind)[0], token, parent, kind, share[0], source)
+            expected = self._noise(i, [token]).exp() * (p - 1) / p
+        return _Candidate(chance + self._raised(expected, kind)[0], token, parent, kind, expected[0], source)
 
     def _entry(self, chance: Tensor, place: int, depth: int, before: int, token: int) -> list[_Candidate]:
         """The tokens of the entry behind a place, its own chance given."""
-        of_token, of_pair = places(before, token, self.salt, self.state.vocab_size)
-        if int(self.state.tags[of_pair.row]) == of_pair.tag:
-            row, kind = of_pair.row, PAIR
-        elif int(self.state.tags[of_token.row]) == of_token.tag:
-            row, kind = of_token.row, TOKEN
-        else:
+        at = {PAIR: recycled.place(before, token, self.salt), TOKEN: recycled.place(ANY, token, self.salt)}
+        kind = next((kind for kind in at if int(self.state.tags[at[kind].row]) == at[kind].tag), None)
+        if kind is None:
             return []
-        entry = self.state.entries[row]
+        entry = self.state.entries[at[kind].row]
         entry = entry[entry >= 0]
         ids, said = entry & (1 << ID_BITS) - 1, -(entry >> ID_BITS).float() / CODES
         weight = said - self.temperature * self._noise(depth, ids.tolist()) if self.temperature > 0 else said
         rest = (1 - said.exp().sum()).clamp(min=0)
-        share = weight - ((weight.exp().sum() + rest) / (said.exp().sum() + rest)).log()
-        share = share + math.log(TRUST[kind])
-        columns = zip(chance + self._raised(share, kind), ids.tolist(), share, strict=True)
+        expected = weight - ((weight.exp().sum() + rest) / (said.exp().sum() + rest)).log()
+        expected = expected.clamp(max=0) + math.log(TRUST[kind])
+        columns = zip(chance + self._raised(expected, kind), ids.tolist(), expected, strict=True)
         return [_Candidate(c, i, place, kind, x) for c, i, x in columns if c > -math.inf]
 
-    def _raised(self, share: Tensor, kind: int) -> Tensor:
-        """The chance that a share stands for, by what became of earlier ones."""
-        return (share + self.ratio[kind]).clamp(max=math.log(MOST))
+    def _raised(self, expected: Tensor, kind: int) -> Tensor:
+        """The chance that a expected stands for, by what became of earlier ones."""
+        return (expected + self.ratio[kind]).clamp(max=math.log(MOST))
 
     def _noise(self, depth: int, tokens: list[int]) -> Tensor:
         """log E of tokens that the target may draw behind a node of this depth."""
@@ -201,7 +199,7 @@ _NOTHING = (0, GUESSED, 0, 0.0, 0, 0.0, 0, NO_DRAFTER)  # in place of a node, an
 
 
 def _columns(tree: Proposal, marks: Marks) -> tuple[Tensor, ...]:
-    """What is told of each node, [B, K]: token, source, parent, chance, kind, share."""
+    """What is told of each node, [B, K]: token, source, parent, chance, kind, expected."""
     assert tree.parents is not None
     assert tree.chances is not None
     return tree.drafts, tree.source, tree.parents, tree.chances, *marks
@@ -213,9 +211,9 @@ def _empty(base: Proposal, rows: Tensor, k: int) -> tuple[Proposal, Marks]:
     if base.drafts.shape != (B, k) or not 0 < k <= MAX_DRAFTS:
         given = list(base.drafts.shape)
         raise ValueError(f"Trees of {k} drafts, which are 1 to {MAX_DRAFTS}, do not fit chains {given}.")
-    chances, share = (new(B, k, dtype=torch.float32) for _ in range(2))
+    chances, expected = (new(B, k, dtype=torch.float32) for _ in range(2))
     tree = Proposal(new(B, k), new(B), new(B, k), base.match_len, new(B), new(B, k), chances=chances)
-    return tree, Marks(new(B, k), share)
+    return tree, Marks(new(B, k), expected)
 
 
 def native(base: Proposal, state: Recycled, table: Table, rows: Tensor, k: int) -> tuple[Proposal, Marks]:
@@ -227,12 +225,13 @@ def native(base: Proposal, state: Recycled, table: Table, rows: Tensor, k: int) 
 
 
 @triton.jit
-def _entry(state, table, s, salt, ratios, place, depth, before, token, score, c, ids, chance, kind, share):
+def _entry(state, table, s, salt, ratios, place, depth, before, token, score, c, ids, chance, kind, expected):
     """The candidates [C], with those behind a place."""
-    row, tag, pair_row, pair_tag = places_of(before, token, salt, state.vocab_size)
+    pair_row, pair_tag = place_of(before, token, salt)
+    row, tag = place_of(tl.full([], _ANY, tl.int32), token, salt)
     by_pair = tl.load(state.tags + pair_row) == pair_tag
     by_token = tl.load(state.tags + row) == tag
-    row = tl.where(by_pair, pair_row, row).to(tl.int64)
+    row = tl.where(by_pair, pair_row, row)
     i = c - place * _WIDTH
     mine = (i >= 0) & (i < _WIDTH) & (by_pair | by_token)
     entry = tl.load(state.entries + row * _WIDTH + i, mine, other=-1)
@@ -247,28 +246,29 @@ def _entry(state, table, s, salt, ratios, place, depth, before, token, score, c,
     before_mass = tl.sum(tl.where(mine, tl.exp(said), 0.0))
     mass = tl.sum(tl.where(mine, tl.exp(weight), 0.0))
     rest = tl.maximum(1.0 - before_mass, 0.0)
-    own = weight - tl.log((mass + rest) / (before_mass + rest)) + tl.where(by_pair, LOG_PAIR, LOG_TOKEN)
+    own = tl.minimum(weight - tl.log((mass + rest) / (before_mass + rest)), 0.0)
+    own += tl.where(by_pair, LOG_PAIR, LOG_TOKEN)
     own_kind = tl.where(by_pair, _PAIR, _TOKEN)
     ratio = tl.sum(tl.where(tl.arange(0, _KINDS) == own_kind, ratios, 0.0))
     raised = score + tl.minimum(own + ratio, LOG_MOST)
     ids, kind = tl.where(mine, found, ids), tl.where(mine, own_kind, kind)
-    return ids, tl.where(mine, raised, chance), kind, tl.where(mine, own, share)
+    return ids, tl.where(mine, raised, chance), kind, tl.where(mine, own, expected)
 
 
 @triton.jit
 def _of_chain(base, table, s, b, i, count, ratios, score, k):
-    """(token, chance, share) of the chain's token i; NEVER behind its end."""
+    """(token, chance, expected) of the chain's token i; NEVER behind its end."""
     n = tl.load(base.match_len + b).to(tl.float32)
     inside = i < count
     token = tl.load(base.drafts + b * k + i, inside, other=0)
     p = tl.where(n > 0, (n + tl.where(i > 0, 1.0, 0.0)) / (n + 2.0), 0.5)
-    share = tl.log(p)
+    expected = tl.log(p)
     if tl.load(table.temperature + s) > 0:
         position = tl.load(table.num_tokens + s) + i
-        share = tl.exp(noise.block(tl.load(table.seed + s), position, token)) * (p - 1.0) / p
+        expected = tl.exp(noise.block(tl.load(table.seed + s), position, token)) * (p - 1.0) / p
     own_kind = tl.where(i > 0, _FURTHER, _FIRST)
     ratio = tl.sum(tl.where(tl.arange(0, _KINDS) == own_kind, ratios, 0.0))
-    return token, tl.where(inside, score + tl.minimum(share + ratio, LOG_MOST), NEVER), share
+    return token, tl.where(inside, score + tl.minimum(expected + ratio, LOG_MOST), NEVER), expected
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -279,27 +279,27 @@ def _grow(base, state, table, rows, tree, marks, k, CANDIDATES: tl.constexpr, PL
     s = tl.maximum(given, 0)
     text = table.tokens + s.to(tl.int64) * table.max_context
     last = tl.load(text + tl.maximum(length - 1, 0))
-    before = tl.load(text + tl.maximum(length - 2, 0), length > 1, other=_NOBODY)
+    before = tl.load(text + tl.maximum(length - 2, 0), length > 1, other=_NO_TOKEN)
     salt = tl.load(state.salts + s)
     record = state.record + s * (2 * _KINDS) + tl.arange(0, _KINDS) * 2
     ratios = tl.log((tl.load(record) + _PRIOR) / (tl.load(record + 1) + _PRIOR))
 
     c, place = tl.arange(0, CANDIDATES), tl.arange(0, PLACES)
     ids, kind = tl.zeros([CANDIDATES], tl.int32), tl.zeros([CANDIDATES], tl.int32)
-    chance, share = tl.full([CANDIDATES], NEVER, tl.float32), tl.zeros([CANDIDATES], tl.float32)
+    chance, expected = tl.full([CANDIDATES], NEVER, tl.float32), tl.zeros([CANDIDATES], tl.float32)
     # By place, of which 0 is the last token of the text.
     tokens, depths = tl.where(place == 0, last, 0), tl.zeros([PLACES], tl.int32)
     above, sources = tl.full([PLACES], -1, tl.int32), tl.full([PLACES], _GUESSED, tl.int32)
-    chances, shares = tl.zeros([PLACES], tl.float32), tl.zeros([PLACES], tl.float32)
+    chances, expectations = tl.zeros([PLACES], tl.float32), tl.zeros([PLACES], tl.float32)
     kinds = tl.zeros([PLACES], tl.int32)
     made, at, end = wanted * 0, wanted * 0, wanted * 0
     score = wanted * 0.0
     if wanted > 0:
-        ids, chance, kind, share = _entry(
-            state, table, s, salt, ratios, made, made, before, last, score, c, ids, chance, kind, share
+        ids, chance, kind, expected = _entry(
+            state, table, s, salt, ratios, made, made, before, last, score, c, ids, chance, kind, expected
         )
     count = tl.minimum(tl.load(base.num_drafts + b), wanted)
-    next_token, next_score, next_share = _of_chain(base, table, s, b, at, count, ratios, score, k)
+    next_token, next_score, next_expected = _of_chain(base, table, s, b, at, count, ratios, score, k)
     best = tl.maximum(tl.max(chance), next_score)
     while (made < wanted) & (best > NEVER):
         of_chain = next_score == best
@@ -314,22 +314,22 @@ def _grow(base, state, table, rows, tree, marks, k, CANDIDATES: tl.constexpr, PL
             depth = tl.sum(tl.where(place == parent, depths, 0)) + 1
             own_kind = tl.sum(tl.where(c == i, kind, 0))
             own_kind = tl.where(of_chain, tl.where(at > 0, _FURTHER, _FIRST), own_kind)
-            own_share = tl.where(of_chain, next_share, tl.sum(tl.where(c == i, share, 0.0)))
+            own_expected = tl.where(of_chain, next_expected, tl.sum(tl.where(c == i, expected, 0.0)))
             source = tl.load(base.source + b * k + at, of_chain, other=_GUESSED)
             behind = tl.sum(tl.where(place == parent, tokens, 0))
             tokens, depths = tl.where(new, token, tokens), tl.where(new, depth, depths)
             above, sources = tl.where(new, parent, above), tl.where(new, source, sources)
-            chances, shares = tl.where(new, best, chances), tl.where(new, own_share, shares)
+            chances, expectations = tl.where(new, best, chances), tl.where(new, own_expected, expectations)
             kinds = tl.where(new, own_kind, kinds)
             if made < wanted:
-                ids, chance, kind, share = _entry(
+                ids, chance, kind, expected = _entry(
                     state, table, s, salt, ratios, made, depth, behind, token, best,
-                    c, ids, chance, kind, share,
+                    c, ids, chance, kind, expected,
                 )  # fmt: skip
         if of_chain:
             at += 1
             end = known
-            next_token, next_score, next_share = _of_chain(base, table, s, b, at, count, ratios, best, k)
+            next_token, next_score, next_expected = _of_chain(base, table, s, b, at, count, ratios, best, k)
         else:
             chance = tl.where(c == i, NEVER, chance)
         best = tl.maximum(tl.max(chance), next_score)
@@ -341,7 +341,7 @@ def _grow(base, state, table, rows, tree, marks, k, CANDIDATES: tl.constexpr, PL
     tl.store(tree.parents + to, tl.where(node, above, 0), inside)
     tl.store(tree.chances + to, tl.where(node, tl.exp(chances), 0.0), inside)
     tl.store(marks.kind + to, kinds, inside)
-    tl.store(marks.share + to, tl.where(node, tl.exp(shares), 0.0), inside)
+    tl.store(marks.expected + to, tl.where(node, tl.exp(expectations), 0.0), inside)
     tl.store(tree.num_drafts + b, made)
     tl.store(tree.drafter + b, tl.where(made > 0, 0, _NO_DRAFTER))
 

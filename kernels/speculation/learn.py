@@ -9,7 +9,7 @@ token before it in its path. If two tokens of a step have the same entry, the la
 of the batch. Logits that are no numbers are left out.
 
 Record of a request row: of each kind, the drafts of `grow` whose parent was right are counted: whether they
-were right, and the share they were given. All counts lose 1 - DECAY in each step with such drafts.
+were right, and what was expected. All counts lose 1 - DECAY in each step with such drafts.
 
 Kernel: `logprobs` finds the 8 likeliest; `_row`, a program per row, counts and says where its tokens' entries
 are; `_store`, a program per token, writes what no later token writes.
@@ -31,14 +31,14 @@ from ..sampling import logprobs
 from ..table import Table
 from .grow import Marks
 from .proposal import Proposal
-from .recycled import CODES, ID_BITS, KINDS, MOST_CODE, NOBODY, WIDTH, Recycled, places, places_of
+from .recycled import ANY, CODES, ID_BITS, KINDS, MOST_CODE, NO_TOKEN, WIDTH, Recycled, place, place_of
 from .verify import Verdict
 from .walk import Row, rows_of
 
 DECAY = 0.95
 
 _DECAY, _KINDS, _WIDTH = tl.constexpr(DECAY), tl.constexpr(KINDS), tl.constexpr(WIDTH)
-_NOBODY, _NO_DRAFTER = tl.constexpr(NOBODY), tl.constexpr(NO_DRAFTER)
+_NO_TOKEN, _NO_DRAFTER, _ANY = tl.constexpr(NO_TOKEN), tl.constexpr(NO_DRAFTER), tl.constexpr(ANY)
 _CODES, _MOST_CODE, _ID_BITS = tl.constexpr(CODES), tl.constexpr(MOST_CODE), tl.constexpr(ID_BITS)
 BLOCK = tl.constexpr(256)  # tokens that a program of `_store` compares its own with at once
 
@@ -59,21 +59,21 @@ def naive(
     state: Recycled, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, marks: Marks | None,
     verdict: Verdict | None,
 ) -> None:  # fmt: skip
-    V, entries = logits.shape[1], entries_of(logits)
+    entries = entries_of(logits)
     for b, row in enumerate(rows_of(batch)):
         if row.request < 0:
             continue
         if marks and verdict and len(row.ids) > 1 and int(proposal.drafter[b]) != NO_DRAFTER:
             path = set(verdict.path[b, : int(verdict.num_emitted[b])].tolist())
-            count(state.record[row.request], row, path, marks.kind[b].tolist(), marks.share[b].tolist())
+            count(state.record[row.request], row, path, marks.kind[b].tolist(), marks.expected[b].tolist())
         base, salt = int(batch.base_len[b]), int(state.salts[row.request])
         for i, token in enumerate(row.ids):
-            before = row.ids[row.parents[i]] if i else NOBODY
+            before = row.ids[row.parents[i]] if i else NO_TOKEN
             if i == 0 and base:
                 before = int(table.tokens[row.request, base - 1])
-            for place in places(before, token, salt, V) if entries[row.start + i, 0] >= 0 else ():
-                state.entries[place.row] = entries[row.start + i]
-                state.tags[place.row] = place.tag
+            for context in (ANY, before) if entries[row.start + i, 0] >= 0 else ():
+                at = place(context, token, salt)
+                state.entries[at.row], state.tags[at.row] = entries[row.start + i], at.tag
 
 
 def entries_of(logits: Tensor) -> Tensor:
@@ -88,12 +88,12 @@ def entries_of(logits: Tensor) -> Tensor:
     return entries
 
 
-def count(record: Tensor, row: Row, path: set[int], kinds: list[int], shares: list[float]) -> None:
+def count(record: Tensor, row: Row, path: set[int], kinds: list[int], expected: list[float]) -> None:
     """How many drafts of a row were right, and were expected to be, by kind [KINDS, 2]."""
     record *= DECAY
     for i in range(1, len(row.ids)):
         if row.parents[i] in path:
-            record[kinds[i - 1]] += torch.tensor([float(i in path), shares[i - 1]])
+            record[kinds[i - 1]] += torch.tensor([float(i in path), expected[i - 1]])
 
 
 def native(
@@ -101,8 +101,8 @@ def native(
     verdict: Verdict | None,
 ) -> None:  # fmt: skip
     """By `native/recycle.cpp`."""
-    if logits.stride(1) != 1 or logits.shape[1] != state.vocab_size:
-        raise ValueError(f"Logits {list(logits.shape)} do not fit entries of {state.vocab_size} tokens.")
+    if logits.stride(1) != 1 or logits.shape[1] != table.vocab_size:
+        raise ValueError(f"Logits {list(logits.shape)} do not fit a table for {table.vocab_size} tokens.")
     call(
         "nanospec_learn", *table, *batch_words(batch), *proposal_words(proposal), *state,
         *(marks or (None, None)), *(verdict[1:] if verdict else (None, None)), logits, logits.stride(0),
@@ -125,13 +125,12 @@ def _row(
     token = tl.load(batch.input_ids + start + i, inside, other=0)
     before = tl.load(batch.input_ids + start + parent, inside & (i > 0), other=0)
     text = table.tokens + row.to(tl.int64) * table.max_context
-    first = tl.load(text + tl.maximum(base - 1, 0), base > 0, other=_NOBODY)
-    own, tag, pair, pair_tag = places_of(
-        tl.where(i > 0, before, first), token, tl.load(state.salts + row), state.vocab_size
-    )
-    at = where + start + i
+    first = tl.load(text + tl.maximum(base - 1, 0), base > 0, other=_NO_TOKEN)
+    at, salt = where + start + i, tl.load(state.salts + row)
+    own, own_tag = place_of(tl.full([], _ANY, tl.int32), token, salt)
+    pair, pair_tag = place_of(tl.where(i > 0, before, first), token, salt)
     tl.store(at, own, inside)
-    tl.store(at + T, tag, inside)
+    tl.store(at + T, own_tag, inside)
     tl.store(at + 2 * T, pair, inside)
     tl.store(at + 3 * T, pair_tag, inside)
     if MARKED:  # noqa: SIM102 (the compiler knows it)
@@ -141,12 +140,12 @@ def _row(
             tried = tl.max((path[None, :] == parent[:, None]).to(tl.int32), 1) > 0
             counted = inside & (i > 0) & tried
             kind = tl.load(marks.kind + b * k + i - 1, counted, other=-1)
-            share = tl.load(marks.share + b * k + i - 1, counted, other=0.0)
+            each = tl.load(marks.expected + b * k + i - 1, counted, other=0.0)
             record = state.record + row * (2 * _KINDS)
             for one in tl.static_range(_KINDS):
                 of_kind = kind == one
                 hits = tl.sum(tl.where(of_kind, right, 0)).to(tl.float32)
-                expected = tl.sum(tl.where(of_kind, share, 0.0))
+                expected = tl.sum(tl.where(of_kind, each, 0.0))
                 tl.store(record + 2 * one, tl.load(record + 2 * one) * _DECAY + hits)
                 tl.store(record + 2 * one + 1, tl.load(record + 2 * one + 1) * _DECAY + expected)
 
@@ -158,13 +157,15 @@ def _store(state, where, top, top_ids, T, num_top):
     j = tl.arange(0, _WIDTH)
     said = tl.load(top + t * num_top + j, j < num_top, other=float("-inf"))
     if (own >= 0) & (tl.abs(tl.max(said)) < float("inf")):
-        later_own, later_pair = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+        later_own, later_pair = tl.zeros([BLOCK], tl.int32) + (own == pair), tl.zeros([BLOCK], tl.int32)
         for first in range(t + 1, T, BLOCK):
             other = first + tl.arange(0, BLOCK)
             better = tl.load(top + other * num_top, other < T, other=float("nan"))
             valid = (other < T) & (tl.abs(better) < float("inf"))
-            later_own |= (valid & (tl.load(where + other, other < T, other=-1) == own)).to(tl.int32)
-            later_pair |= (valid & (tl.load(where + 2 * T + other, other < T, other=-1) == pair)).to(tl.int32)
+            a = tl.load(where + other, other < T, other=-1)
+            b = tl.load(where + 2 * T + other, other < T, other=-1)
+            later_own |= (valid & ((a == own) | (b == own))).to(tl.int32)
+            later_pair |= (valid & ((a == pair) | (b == pair))).to(tl.int32)
         code = tl.minimum(tl.floor(said * -_CODES + 0.5), _MOST_CODE).to(tl.int32)
         ids = tl.load(top_ids + t * num_top + j, j < num_top, other=0)
         entry = tl.where(said > float("-inf"), ids | (code << _ID_BITS), -1)

@@ -5,12 +5,12 @@ For every token, and for every pair of tokens, there is an entry: the 8 tokens t
 behind it when it last scored it, whoever asked and whether or not it was accepted (`learn.py` writes,
 `grow.py` reads).
 
-    entries  [V + PAIRS, 8] int32    id + 2^18 * code, likeliest first; p = exp(-code / 16). -1: nothing
-    tags     [V + PAIRS] int32       whose entry it is, 0: nobody's. That of a token is in its row, that of
-                                     a pair in one of PAIRS rows by its hash, whose last writer keeps it
+    entries  [ROWS, 8] int32         id + 2^18 * code, likeliest first; p = exp(-code / 16). -1: nothing
+    tags     [ROWS] int32            whose entry it is, 0: nobody's, and the entry is anything. The row is a
+                                     hash, and so is the tag; the last writer of a row keeps it
 
-A tag holds the salt of its request, too: an entry is found by requests of equal salts alone, which are those
-that may share cached prefixes.
+Both are hashes of the salt of the request, too: an entry is found by requests of equal salts alone, which are
+those that may share cached prefixes.
 
     salts    [S] int32               of each request row
     record   [S, KINDS, 2] float32   of a row's guesses of each kind: how many were right, and how many were
@@ -31,19 +31,19 @@ from torch import Tensor
 from ..sampling.noise import block_mix, mix
 
 WIDTH = 8  # tokens of an entry
-PAIRS = 1 << 18
-ID_BITS = 18  # of an entry: so many tokens as sampling has at most
-CODES = 16  # to a factor of e
+ROWS = 1 << 19
+ID_BITS = 18  # of a token id, and the code has those above it: vocabularies are no larger for sampling either
+CODES = 16  # steps of a code to a factor of e
 MOST_CODE = 4095
-NOBODY = -1  # in place of the token before the first
+NO_TOKEN, ANY = -1, -2  # in place of the token before: there is none; whatever it is, for entries of tokens
 
 # Who made a guess: the chain that a tree grows on, its first token or a further one; the entry of a token, or
 # that of a pair.
 KINDS = 4
 FIRST, FURTHER, TOKEN, PAIR = range(KINDS)
 
-_PAIRS, _NOBODY = tl.constexpr(PAIRS), tl.constexpr(NOBODY)
-OF_TOKEN, OF_PAIR = tl.constexpr(0x68E31DA4), tl.constexpr(0x1B56C4E9)  # arbitrary bits: streams of hashes
+_ROWS = tl.constexpr(ROWS)
+OF_ROW, OF_TAG = tl.constexpr(0x68E31DA4), tl.constexpr(0x1B56C4E9)  # arbitrary bits: streams of hashes
 
 
 class Recycled(NamedTuple):
@@ -53,19 +53,16 @@ class Recycled(NamedTuple):
     tags: Tensor
     salts: Tensor
     record: Tensor
-    vocab_size: int
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> Recycled:
         if vocab_size > 1 << ID_BITS:
             raise ValueError(f"A vocabulary of {vocab_size} exceeds the {1 << ID_BITS} that can be recycled.")
-        size, i32 = vocab_size + PAIRS, torch.int32
         return cls(
-            torch.empty(size, WIDTH, dtype=i32, device=device),  # nobody's are never read
-            torch.zeros(size, dtype=i32, device=device),
-            torch.zeros(num_rows, dtype=i32, device=device),
+            torch.empty(ROWS, WIDTH, dtype=torch.int32, device=device),
+            torch.zeros(ROWS, dtype=torch.int32, device=device),
+            torch.zeros(num_rows, dtype=torch.int32, device=device),
             torch.zeros(num_rows, KINDS, 2, device=device),
-            vocab_size,
         )
 
 
@@ -76,26 +73,18 @@ class Place(NamedTuple):
     tag: int
 
 
-def places(before: int, token: int, salt: int, vocab_size: int) -> tuple[Place, Place]:
-    """Where the entry of a token is, and that of the pair it makes with the token `before` it."""
-    own, pair = mix((salt & 0xFFFFFFFF) ^ OF_TOKEN.value), mix((salt & 0xFFFFFFFF) ^ OF_PAIR.value)
-    pair = mix(mix(pair ^ (before & 0xFFFFFFFF)) ^ token)
-    row = vocab_size + pair % PAIRS
-    return Place(token, _tag(own)), Place(row, _tag(mix(pair ^ OF_PAIR.value)))
-
-
-def _tag(x: int) -> int:
-    """An int32 that is not 0."""
-    x |= 1
-    return x - (1 << 32) if x >> 31 else x
+def place(before: int, token: int, salt: int) -> Place:
+    """Where the entry of the pair of a token and the one `before` it is, or with ANY that of the token."""
+    x = OF_ROW.value
+    for part in (salt, before, token):
+        x = mix(x ^ (part & 0xFFFFFFFF))
+    tag = mix(x ^ OF_TAG.value) | 1
+    return Place(x % ROWS, tag - (1 << 32) if tag >> 31 else tag)
 
 
 @triton.jit
-def places_of(before, token, salt, vocab_size):
-    """`places` of values: (row, tag) of the token, (row, tag) of the pair."""
-    salt = salt.to(tl.uint32, bitcast=True)
-    own, pair = block_mix(salt ^ OF_TOKEN), block_mix(salt ^ OF_PAIR)
-    pair = block_mix(block_mix(pair ^ before.to(tl.uint32, bitcast=True)) ^ token.to(tl.uint32, bitcast=True))
-    row = vocab_size + (pair % _PAIRS).to(tl.int32)
-    tag = (block_mix(pair ^ OF_PAIR) | 1).to(tl.int32, bitcast=True)
-    return token, (own | 1).to(tl.int32, bitcast=True), row, tag
+def place_of(before, token, salt):
+    """`place` of values: (row, tag)."""
+    x = block_mix(salt.to(tl.uint32, bitcast=True) ^ OF_ROW)
+    x = block_mix(block_mix(x ^ before.to(tl.uint32, bitcast=True)) ^ token.to(tl.uint32, bitcast=True))
+    return (x % _ROWS).to(tl.int32), (block_mix(x ^ OF_TAG) | 1).to(tl.int32, bitcast=True)

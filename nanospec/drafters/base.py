@@ -172,6 +172,10 @@ class Drafter:
     def measure(self) -> None:
         """Time what `ms` tells."""
 
+    def learn_ms(self, tokens: int) -> float:
+        """Milliseconds that learning from a step of so many tokens takes."""
+        return 0.0
+
     def ms(self, batch: int, passes: int) -> float:
         """Milliseconds that so many passes for `batch` rows take, beyond what the step takes."""
         return 0.0

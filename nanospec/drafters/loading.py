@@ -43,6 +43,8 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
     kinds = [known[who] if isinstance(who, str) else who for who in found]
     if early := [kind for kind in kinds[:-1] if kind.grows]:
         raise ValueError(f"{early[0].method} grows on what others guess, so it must come last.")
+    if spec.tree_width > 1 and any(kind.grows for kind in kinds):
+        raise ValueError(f"tree_width={spec.tree_width} does not go with what grows on chains; use 1.")
     chains = [kind for kind in kinds if not kind.grows]
     if costly := [kind for kind in chains[:-1] if kind.runs_model]:
         name = costly[0].method or type(costly[0]).__name__

@@ -6,6 +6,7 @@ remembers serves later requests too, among those that may share cached prefixes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from ..kernels.codes import NOBODY
 from ..kernels.speculation.grow import Marks, grow
 from ..kernels.speculation.learn import learn
 from ..kernels.speculation.proposal import Proposal
-from ..kernels.speculation.recycled import FURTHER, PAIRS, WIDTH, Recycled
+from ..kernels.speculation.recycled import FURTHER, ROWS, WIDTH, Recycled
 from ..kernels.speculation.report import emitted_tokens
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Tokens of prompts that are scored in a step for what the target says of them: what one reads on a GPU, and
 # the most. On a CPU, where by the work it is that takes as much as several steps, none. (Not timed.)
 PROMPT, MOST_PROMPT = 256, 2048
+TIMED = 8  # tokens to learn from, when it is timed
 
 
 class RecycleDrafter(
@@ -47,7 +49,7 @@ class RecycleDrafter(
     def __init__(self, vocab_size: int, reads_prompts: int = 0, base: Drafter | None = None) -> None:
         self.vocab_size, self.reads_prompts, self.base = vocab_size, reads_prompts, base
         # What is kept, and the logits of prompts.
-        self.state_bytes = 4 * (vocab_size + PAIRS) * (WIDTH + 1) + 4 * reads_prompts * vocab_size
+        self.state_bytes = 4 * ROWS * (WIDTH + 1) + 4 * reads_prompts * vocab_size
         self._guessed: Proposal | None = None  # by `base`
         self._marks: Marks | None = None  # of the step that is under way, or being captured
         if base is not None:
@@ -76,6 +78,7 @@ class RecycleDrafter(
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         super().attach(table, num_blocks, max_tokens, may_wait)
+        self._table, self._learn_ms = table, 0.0
         self.state = Recycled.empty(table.num_rows, self.vocab_size, table.device)
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
@@ -110,13 +113,28 @@ class RecycleDrafter(
         if base is None:
             return proposal
         _, k = base.drafts.shape
-        emitted = F.pad(emitted_tokens(verdict.report), (0, k))[:, :k]
+        emitted = F.pad(emitted_tokens(verdict.report), (0, k), value=-1)[:, :k]
         right = (base.drafts == emitted).int().cumprod(1).sum(1)
         drafter = torch.where(proposal.drafter == NOBODY, NOBODY, base.drafter)
         return base._replace(num_drafts=torch.minimum(base.num_drafts, right + 1).int(), drafter=drafter)
 
     def read(self, table: Table, batch: Batch, logits: Tensor) -> None:
         learn(self.state, logits, table, batch, nothing(batch.rows, 0), None, None)
+
+    def measure(self) -> None:
+        table, n, times = self._table, min(TIMED, self._table.max_context), list[float]()
+        rows = torch.zeros(1, dtype=torch.int32, device=table.device)
+        batch = Batch.of_grid(table, rows, rows, rows + n, n, bound=n)
+        logits = torch.randn(n, self.vocab_size, device=table.device)
+        for _ in range(4):
+            start = time.perf_counter()
+            self.read(table, batch, logits)
+            times.append((time.perf_counter() - start) * 1e3 / n)
+        self._learn_ms = min(times)
+        self.state.tags.zero_()
+
+    def learn_ms(self, tokens: int) -> float:
+        return tokens * self._learn_ms
 
     def ms(self, batch: int, passes: int) -> float:
         return 0.0 if self.base is None else self.base.ms(batch, passes)

@@ -14,7 +14,7 @@ from nanospec.kernels.codes import REJECTION, TYPICAL
 from nanospec.kernels.sampling import accept, logprobs, sample
 from nanospec.kernels.speculation import grow, layout, learn, ngram, ngram_tree, verify
 from nanospec.kernels.speculation.proposal import Proposal
-from nanospec.kernels.speculation.recycled import ID_BITS, WIDTH, Recycled, places
+from nanospec.kernels.speculation.recycled import ANY, ID_BITS, WIDTH, Recycled, place
 from nanospec.kernels.table import Table
 from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table, real
 from tests.util import assert_close
@@ -117,9 +117,11 @@ def test_recycled_tokens(B: int, k: int, V: int) -> None:
         temperature=torch.arange(B) % 2, seed=torch.arange(B) - 2, max_len=3000,
     )  # fmt: skip
     state = Recycled.empty(B, V, "cpu")
-    state.entries[:V] = torch.randint(0, V, (V, WIDTH), generator=generator, dtype=torch.int32)
-    state.entries[:V] += torch.arange(1, WIDTH + 1, dtype=torch.int32) * 11 << ID_BITS
-    state.tags[:V] = places(0, 0, 0, V)[0].tag
+    at = [place(ANY, token, 0) for token in range(V)]
+    entries = torch.randint(0, V, (V, WIDTH), generator=generator, dtype=torch.int32)
+    entries += torch.arange(1, WIDTH + 1, dtype=torch.int32) * 11 << ID_BITS
+    state.entries[[row for row, _ in at]] = entries
+    state.tags[[row for row, _ in at]] = torch.tensor([tag for _, tag in at], dtype=torch.int32)
     rows, device_table, device_state = torch.arange(B, dtype=torch.int32), on_gpu(table), on_gpu(state)
     for _ in range(3):
         drafts = torch.randint(0, V, (B, k), generator=generator, dtype=torch.int32)

@@ -19,7 +19,7 @@ from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.kernels.layer.linear import pack
 from nanospec.kernels.sampling import noise
-from nanospec.kernels.speculation.recycled import ID_BITS, places
+from nanospec.kernels.speculation.recycled import ID_BITS, place
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.policy import StepCosts
@@ -304,7 +304,7 @@ def test_recycled_tokens_are_learned_from_the_ends_of_prompts(model: Model) -> N
     state = drafter.state
     learned = []
     for i in range(1, 39):
-        _, pair = places(prompt[i - 1], prompt[i], int(state.salts[0]), VOCAB)
+        pair = place(prompt[i - 1], prompt[i], int(state.salts[0]))
         if int(state.tags[pair.row]) == pair.tag:
             learned.append(i)
             [likeliest] = alone(model, [Job(prompt[: i + 1], SamplingParams(temperature=0, max_tokens=1))])
@@ -339,6 +339,19 @@ def test_nothing_is_recycled_of_logits_that_a_request_has_changed(model: Model) 
         steps.append(request.stats.num_steps)
     assert steps[1] == steps[0] >= 10
     assert steps[2] <= 6
+
+
+def test_what_learning_takes_is_known(model: Model) -> None:
+    """It makes a packed step dearer, by each of its tokens; what was learned while it was timed is forgotten."""
+    engine = make_engine(model, 4, guess=WAYS["ngram+recycle"], max_num_seqs=1)
+    drafter = engine.worker.drafters[-1]
+    assert isinstance(drafter, RecycleDrafter)
+    engine.worker.measure()
+    assert 0 < drafter.learn_ms(1) == drafter.learn_ms(4) / 4
+    assert not drafter.state.tags.any()
+    drafter.learn_ms = lambda tokens: 1000.0 * tokens  # type: ignore
+    packed = engine.worker.measure().packed
+    assert packed[4] - packed[1] == pytest.approx(3000, rel=0.1)
 
 
 def test_a_tree_is_told_from_what_others_guessed(model: Model, parts: dict[str, Any]) -> None:

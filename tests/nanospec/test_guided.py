@@ -99,8 +99,11 @@ def test_in_mixed_batches_that_are_short_of_pages(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "way",
-    ["ngram-tree", "draft", "draft by rejection", "draft by typical", "medusa-tree", "ngram-tree+medusa"],
-)
+    [
+        "ngram-tree", "draft", "draft by rejection", "draft by typical", "medusa-tree", "ngram-tree+medusa",
+        "ngram+medusa+recycle",
+    ],
+)  # fmt: skip
 def test_beside_every_drafter(
     make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, way: str, mode: str
 ) -> None:

@@ -89,6 +89,22 @@ def test_a_model_is_run_for_a_tree_if_the_tree_is_better_for_it(more: float, run
     assert 0 < sum(ran) < 300
 
 
+def test_steps_of_which_the_model_was_not_part_say_nothing_of_it() -> None:
+    """Where no row may draft nobody asks for `passes`, and what a grammar guesses is none of its doing."""
+    costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, passes: 2.0 * bool(passes))
+    policy = AutoPolicy(costs, model=1)
+    for step in range(60):
+        if step < 20:
+            policy.passes([0], 0, policy.choose([0], [8]))
+            policy.cut([0], [1], [1], [0], [[0.3]])
+            policy.observe(0, 1, 0, 1, 0, [0.3])
+            before = policy._in_trees.prefers()
+        else:
+            policy.choose([0], [8])
+            policy.cut([0], [2], [8], [3], [[-1.0] * 8])
+    assert policy._in_trees.prefers() == before
+
+
 def test_rows_that_say_nothing_are_estimated_as_chains() -> None:
     """A row with a tree beside one whose chains are never right."""
     policy = AutoPolicy(StepCosts({2: {k: 1 + 0.05 * k for k in KS}}))

@@ -234,9 +234,8 @@ def steps(table: Table, n: int, q_first: Tensor, q_second: Tensor) -> tuple[Tens
 def noises(seed: int, position: Tensor) -> Tensor:
     """log E of all tokens at many positions [N], float64 [N, V]."""
     ids = torch.arange(V)
-    mix: Any = noise.mix  # also works on int64 tensors
-    first, second = noise.keys(seed, position)  # type: ignore[arg-type]
-    bits = mix(mix(ids ^ first[:, None]) ^ second[:, None]) & 0x7FFFFFFF  # type: ignore[index]
+    first, second = (key[:, None] for key in noise.keys(torch.tensor(seed), position))
+    bits = noise.mix(noise.mix(ids ^ first) ^ second) & 0x7FFFFFFF
     return noise.log_exponential(bits.int()).double()
 
 

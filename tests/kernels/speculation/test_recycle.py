@@ -16,11 +16,12 @@ from torch import Tensor
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, NOBODY
 from nanospec.kernels.sampling import noise
-from nanospec.kernels.speculation import grow, learn, verify
+from nanospec.kernels.speculation import grow, learn, recycled, verify
 from nanospec.kernels.speculation.grow import Marks
 from nanospec.kernels.speculation.layout import naive as lay_out
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.recycled import (
+    ANY,
     CODES,
     FIRST,
     FURTHER,
@@ -28,7 +29,7 @@ from nanospec.kernels.speculation.recycled import (
     PAIR,
     TOKEN,
     Recycled,
-    places,
+    place,
 )
 from tests.kernels.batches import compiled, ints, make_table, random_logits
 
@@ -48,10 +49,10 @@ def empty(S: int, V: int) -> Recycled:
 
 def say(state: Recycled, context: tuple[int, int], kind: int, said: dict[int, float], salt: int = 0) -> None:
     """Keep that the target said these tokens, likeliest first, with these probabilities."""
-    place = places(*context, salt, state.vocab_size)[kind - TOKEN]
+    at = place(ANY if kind == TOKEN else context[0], context[1], salt)
     entry = [i | round(-math.log(p) * CODES) << ID_BITS for i, p in said.items()]
-    state.entries[place.row] = torch.tensor(entry + [-1] * (8 - len(entry)), dtype=torch.int32)
-    state.tags[place.row] = place.tag
+    state.entries[at.row] = torch.tensor(entry + [-1] * (8 - len(entry)), dtype=torch.int32)
+    state.tags[at.row] = at.tag
 
 
 def chain(*rows: list[int], k: int, match: list[int]) -> Proposal:
@@ -85,7 +86,7 @@ def test_a_tree_by_hand(name: str) -> None:
     assert [tree.num_drafts.tolist(), tree.drafter.tolist(), tree.match_len.tolist()] == [[6], [0], [2]]
     assert marks.kind.tolist() == [[FIRST, PAIR, FURTHER, PAIR, TOKEN, TOKEN]]
     shares = [0.5, 0.4, 0.75, 0.2, 0.45, 0.1]
-    torch.testing.assert_close(marks.share, torch.tensor([shares]), rtol=0.04, atol=0)
+    torch.testing.assert_close(marks.expected, torch.tensor([shares]), rtol=0.04, atol=0)
 
 
 @pytest.mark.parametrize("name", GROW)
@@ -107,7 +108,7 @@ def test_what_came_true_counts(name: str) -> None:
     tree, marks = GROW[name](chain([3], k=2, match=[2]), state, table, ints(0), 2)
     assert tree.drafts.tolist() == [[5, 3]]
     torch.testing.assert_close(tree.chances, torch.tensor([[grow.MOST, 0.5 * 2 / 8]]), rtol=1e-5, atol=0)
-    torch.testing.assert_close(marks.share, torch.tensor([[0.4, 0.5]]), rtol=0.04, atol=0)
+    torch.testing.assert_close(marks.expected, torch.tensor([[0.4, 0.5]]), rtol=0.04, atol=0)
 
 
 @pytest.mark.parametrize("name", GROW)
@@ -230,7 +231,7 @@ def test_the_later_of_two_is_kept(name: str) -> None:
     logits[0, 1], logits[1, 2], logits[2, 3] = 9.0, 9.0, 9.0
     targets = logits.argmax(-1).int()
     LEARN[name](state, logits, table, batch, none, None, verify.naive(targets, batch, table, none))
-    own, pair = places(4, 5, 0, V)
+    own, pair = place(ANY, 5, 0), place(4, 5, 0)
     assert int(state.entries[own.row, 0]) & (1 << ID_BITS) - 1 == 3
     assert int(state.entries[pair.row, 0]) & (1 << ID_BITS) - 1 == 2
     assert (int(state.tags[own.row]), int(state.tags[pair.row])) == (own.tag, pair.tag)
@@ -240,6 +241,48 @@ def test_the_later_of_two_is_kept(name: str) -> None:
     verdict = verify.naive(targets, batch, table, none)
     LEARN[name](state, torch.full((3, V), math.nan), table, batch, none, None, verdict)
     assert torch.equal(state.entries, before)
+
+
+def test_entries_that_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens and of pairs, by their hashes: the later one's stays, of the same token the pair's."""
+    monkeypatch.setattr(recycled, "ROWS", 4)
+    monkeypatch.setattr(recycled, "_ROWS", recycled.tl.constexpr(4))
+    rng, V, n = random.Random(2), 12, 9
+    texts = [[rng.randrange(V), rng.randrange(V), 0] for _ in range(n)]
+    table = make_table(V, tokens=texts, num_tokens=2, block_table=[[0]] * n)
+    none = chain(*[[]] * n, k=0, match=[0] * n)
+    batch = lay_out(table, torch.arange(n, dtype=torch.int32), none)
+    logits = torch.randn(n, V, generator=torch.Generator().manual_seed(1))
+    kept = []
+    for name in ("naive", "kernel"):
+        state = empty(n, V)
+        state.entries.fill_(-1)
+        LEARN[name](state, logits, table, batch, none, None, None)
+        kept.append(state)
+    assert torch.equal(kept[0].tags, kept[1].tags)
+    assert torch.equal(kept[0].entries & (1 << ID_BITS) - 1, kept[1].entries & (1 << ID_BITS) - 1)
+    assert bool(kept[0].tags.all())
+
+
+@pytest.mark.parametrize("name", GROW)
+def test_all_that_is_left_of_a_hot_request_is_certain(name: str) -> None:
+    """Where all weights of an entry that leaves nothing out are too small for a number, and nothing was seen
+    to fail, no more is expected than there can be."""
+    table, state = make_table(1, tokens=[[0, 0]], num_tokens=2, temperature=100.0, max_len=40), empty(1, 1)
+    say(state, (0, 0), TOKEN, {0: 1.0})
+    for seed in range(40):
+        table.seed.fill_(seed)
+        _, marks = GROW[name](chain([], k=2, match=[0]), state, table, ints(0), 2)
+        assert float(marks.expected[0].max()) <= grow.TRUST[TOKEN] * 1.001
+
+
+@pytest.mark.parametrize("name", GROW)
+def test_a_chain_of_another_number_than_it_may_be(name: str) -> None:
+    """Of a drafter of the user's: fewer than none are none, more than there is room for are cut."""
+    table, state = make_table(20, tokens=[[7, 7]] * 2, num_tokens=2), empty(2, 20)
+    base = chain([3, 4], [3, 4], k=2, match=[2, 2])._replace(num_drafts=ints(-1, 9))
+    tree, _ = GROW[name](base, state, table, ints(0, 1), 2)
+    assert tree.num_drafts.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("name", LEARN)
@@ -255,7 +298,7 @@ def test_many_tokens_of_one_entry(name: str) -> None:
     verdict = verify.naive(targets, batch, table, none)
     table.num_tokens.fill_(1)
     LEARN[name](state, logits, table, batch, none, None, verdict)
-    assert int(state.entries[5, 0]) & (1 << ID_BITS) - 1 == (n - 1) % V
+    assert int(state.entries[place(ANY, 5, 0).row, 0]) & (1 << ID_BITS) - 1 == (n - 1) % V
     assert int((state.tags != 0).sum()) == 2
 
 
@@ -281,4 +324,4 @@ def test_the_record(name: str, others: bool) -> None:
     torch.testing.assert_close(state.record[0], torch.tensor(expected))
     before = {10: 7, 11: 7, 12: 10, 13: 10, 14: 11}
     for token, above in before.items():
-        assert int(state.tags[places(above, token, 0, V)[1].row]) == places(above, token, 0, V)[1].tag
+        assert int(state.tags[place(above, token, 0).row]) == place(above, token, 0).tag
