@@ -193,7 +193,8 @@ void nanospec_lay_out(Layout* given) {
     given->tokens = 0, given->longest = given->kv_len = 1;
     for (long b = 0; b < B; b++) {
         const int s = given->rows[b], base = std::max(table.num_tokens[std::max(s, 0)] - 1, 0);
-        const int n = s >= 0 && table.finished[s] == RUNNING ? proposal.num_drafts[b] + 1 : 0;
+        const int drafts = std::clamp<int>(proposal.num_drafts[b], 0, proposal.k);  // whatever a drafter says
+        const int n = s >= 0 && table.finished[s] == RUNNING ? drafts + 1 : 0;
         rows[b] = n ? s : -1, q_start[b] = given->tokens, q_len[b] = n, base_len[b] = base;
         given->tokens += given->packed ? n : k + 1;
         given->longest = std::max<long>(given->longest, n), given->kv_len = std::max<long>(given->kv_len, base + n);

@@ -116,3 +116,14 @@ def test_a_tree_is_laid_out_by_depth_and_packed_without_its_padding() -> None:
     assert batch.parents.tolist() == [0, 0, 1, 0, 3, 0, 0]
     assert batch.q_start.tolist() == [0, 5]
     assert (batch.max_q_len, batch.max_kv_len, batch.padded) == (5, 19, False)
+
+
+@pytest.mark.skipif("native" not in IMPLEMENTATIONS, reason="no compiler")
+@pytest.mark.parametrize("packed", [False, True])
+def test_numbers_of_drafts_that_cannot_be_are_brought_into_range(packed: bool) -> None:
+    """What a drafter of the user's gets wrong must not be written behind the end of memory."""
+    table = make_table(20, tokens=[[3] * 8] * 2, num_tokens=4, block_table=[[0]] * 2)
+    proposal = random_proposal(2, 2)._replace(num_drafts=ints(-5, 1000))
+    batch = layout.native(table, ints(0, 1), proposal, packed)
+    assert batch.q_len.tolist() == [1, 3]
+    assert batch.num_tokens == (4 if packed else 6)
