@@ -267,6 +267,8 @@ void nanospec_grow(const Grow* given) {
         }
         const int made = nodes.size() - 1;
         tree.num_drafts[b] = made, tree.drafter[b] = made ? 0 : NOBODY;
+        for (int i = 1; i <= made; i++)
+            if (nodes[i].kind <= FURTHER) tree.drafter[b] = base.drafter[b] + 1;
         nodes.resize(tree.k + 1, {0, GUESSED, 0, -INFINITE, 0, -INFINITE});
         for (long i = 0, at = b * tree.k; i < tree.k; i++, at++) {
             const Node& node = nodes[i + 1];

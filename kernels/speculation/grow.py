@@ -1,7 +1,8 @@
 """Guess a tree from what the target said before (`recycled.py`), on a chain that somebody else guessed.
 
     base     the chain of each row; no drafts where nobody has any
-    tree     a Proposal with `parents` and `chances`: the nodes likeliest to be right, best first
+    tree     a Proposal with `parents` and `chances`: the nodes likeliest to be right, best first. Its drafter
+             is 0, or if a node is of the chain the chain's drafter + 1
     marks    of each node: its kind, and the chance expected of it once its parent is right, which what
              became of earlier ones has not corrected yet
 
@@ -100,7 +101,9 @@ def naive(base: Proposal, state: Recycled, table: Table, rows: Tensor, k: int) -
         for i, node in enumerate(nodes):
             for column, value in zip(_columns(tree, marks), node, strict=True):
                 column[b, i] = value
-        tree.num_drafts[b], tree.drafter[b] = len(nodes), 0 if nodes else NO_DRAFTER
+        of_base = any(node[4] <= FURTHER for node in nodes)
+        tree.num_drafts[b] = len(nodes)
+        tree.drafter[b] = (int(base.drafter[b]) + 1 if of_base else 0) if nodes else NO_DRAFTER
     return tree, marks
 
 
@@ -343,7 +346,9 @@ def _grow(base, state, table, rows, tree, marks, k, CANDIDATES: tl.constexpr, PL
     tl.store(marks.kind + to, kinds, inside)
     tl.store(marks.expected + to, tl.where(node, tl.exp(expectations), 0.0), inside)
     tl.store(tree.num_drafts + b, made)
-    tl.store(tree.drafter + b, tl.where(made > 0, 0, _NO_DRAFTER))
+    of_base = tl.max((node & (kinds <= _FURTHER)).to(tl.int32)) > 0
+    drafter = tl.where(of_base, tl.load(base.drafter + b) + 1, 0)
+    tl.store(tree.drafter + b, tl.where(made > 0, drafter, _NO_DRAFTER))
 
 
 def launch(base: Proposal, state: Recycled, table: Table, rows: Tensor, k: int) -> tuple[Proposal, Marks]:

@@ -19,7 +19,7 @@ from ..kernels.codes import NOBODY
 from ..kernels.speculation.grow import Marks, grow
 from ..kernels.speculation.learn import learn
 from ..kernels.speculation.proposal import Proposal
-from ..kernels.speculation.recycled import FURTHER, ROWS, WIDTH, Recycled
+from ..kernels.speculation.recycled import ROWS, WIDTH, Recycled
 from ..kernels.speculation.report import emitted_tokens
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
@@ -53,6 +53,7 @@ class RecycleDrafter(
         self._guessed: Proposal | None = None  # by `base`
         self._marks: Marks | None = None  # of the step that is under way, or being captured
         if base is not None:
+            self._base_learns = any(type(part).learn is not Drafter.learn for part in base.parts)
             self.runs_model, self.reads_on_host = base.runs_model, base.reads_on_host
             self.kv_bytes_per_token, self.max_context = base.kv_bytes_per_token, base.max_context
 
@@ -93,17 +94,14 @@ class RecycleDrafter(
             raise ValueError("Recycled tokens grow on chains, and a drafter before them has guessed a tree.")
         tree, self._marks = grow(base, self.state, table, rows, k)
         self._guessed = base
-        place = torch.arange(k, dtype=torch.int32, device=rows.device)
-        of_base = ((self._marks.kind <= FURTHER) & (place < tree.num_drafts[:, None])).any(1)
-        drafter = torch.where(of_base, base.drafter + 1, 0).where(tree.num_drafts > 0, NOBODY)
-        return tree._replace(drafter=drafter.int())
+        return tree
 
     def learn(
         self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
     ) -> None:
         marks, self._marks = self._marks, None
         learn(self.state, logits, table, batch, proposal, marks, verdict)
-        if self.base is not None:
+        if self.base is not None and self._base_learns:
             base, self._guessed = self._own_chains(proposal, verdict), None
             self.base.learn(table, base, batch, verdict, hidden, logits)
 

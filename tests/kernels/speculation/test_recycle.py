@@ -83,7 +83,7 @@ def test_a_tree_by_hand(name: str) -> None:
     expected = [0.5, 0.4, 0.375, 0.2, 0.4 * 0.45, 0.2 * 0.1]
     torch.testing.assert_close(tree.chances, torch.tensor([expected]), rtol=0.04, atol=0)
     assert tree.source.tolist() == [[100, GUESSED, 101, GUESSED, GUESSED, GUESSED]]
-    assert [tree.num_drafts.tolist(), tree.drafter.tolist(), tree.match_len.tolist()] == [[6], [0], [2]]
+    assert [tree.num_drafts.tolist(), tree.drafter.tolist(), tree.match_len.tolist()] == [[6], [1], [2]]
     assert marks.kind.tolist() == [[FIRST, PAIR, FURTHER, PAIR, TOKEN, TOKEN]]
     shares = [0.5, 0.4, 0.75, 0.2, 0.45, 0.1]
     torch.testing.assert_close(marks.expected, torch.tensor([shares]), rtol=0.04, atol=0)
@@ -132,8 +132,10 @@ def test_salts_keep_requests_apart(name: str) -> None:
     state.salts[:] = ints(5, -6, 5)
     say(state, (7, 7), TOKEN, {1: 0.5}, salt=5)
     say(state, (7, 7), PAIR, {2: 0.5}, salt=-6)
-    tree, _ = GROW[name](chain([], [], [], k=1, match=[0, 0, 0]), state, table, ints(0, 1, 2), 1)
-    assert tree.drafts.tolist() == [[1], [2], [1]]
+    base = chain([], [], [9], k=1, match=[0, 0, 1])._replace(drafter=ints(NOBODY, 5, 3))
+    tree, _ = GROW[name](base, state, table, ints(0, 1, 2), 1)
+    assert tree.drafts.tolist() == [[1], [2], [9]]
+    assert tree.drafter.tolist() == [0, 0, 4]  # who is in it: none of another's, or the third one's
 
 
 class Played:
