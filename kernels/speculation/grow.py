@@ -295,7 +295,7 @@ def _grow(base, state, table, rows, tree, marks, k, CANDIDATES: tl.constexpr, PL
     above, sources = tl.full([PLACES], -1, tl.int32), tl.full([PLACES], _GUESSED, tl.int32)
     chances, expectations = tl.zeros([PLACES], tl.float32), tl.zeros([PLACES], tl.float32)
     kinds = tl.zeros([PLACES], tl.int32)
-    made, at, end = wanted * 0, wanted * 0, wanted * 0
+    made, at, end, of_base = wanted * 0, wanted * 0, wanted * 0, wanted * 0
     score = wanted * 0.0
     if wanted > 0:
         ids, chance, kind, expected = _entry(
@@ -313,6 +313,7 @@ def _grow(base, state, table, rows, tree, marks, k, CANDIDATES: tl.constexpr, PL
         if known == PLACES:
             made += 1
             known = made
+            of_base |= of_chain.to(tl.int32)
             new = place == made
             depth = tl.sum(tl.where(place == parent, depths, 0)) + 1
             own_kind = tl.sum(tl.where(c == i, kind, 0))
@@ -346,8 +347,7 @@ def _grow(base, state, table, rows, tree, marks, k, CANDIDATES: tl.constexpr, PL
     tl.store(marks.kind + to, kinds, inside)
     tl.store(marks.expected + to, tl.where(node, tl.exp(expectations), 0.0), inside)
     tl.store(tree.num_drafts + b, made)
-    of_base = tl.max((node & (kinds <= _FURTHER)).to(tl.int32)) > 0
-    drafter = tl.where(of_base, tl.load(base.drafter + b) + 1, 0)
+    drafter = tl.where(of_base > 0, tl.load(base.drafter + b) + 1, 0)
     tl.store(tree.drafter + b, tl.where(made > 0, drafter, _NO_DRAFTER))
 
 

@@ -288,9 +288,10 @@ def test_a_chain_of_another_number_than_it_may_be(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEARN)
-def test_many_tokens_of_one_entry(name: str) -> None:
-    """More than a program of the kernel compares at once: 300 rows that all end in token 5."""
-    V, n = 9, 300
+def test_many_tokens_of_one_entry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a program of the kernel compares at once: 40 rows that all end in token 5."""
+    monkeypatch.setattr(learn, "BLOCK", learn.tl.constexpr(16))
+    V, n = 9, 40
     state, table = empty(n, V), make_table(V, tokens=[[5, 0]] * n, num_tokens=1, block_table=[[0]] * n)
     none = chain(*[[]] * n, k=0, match=[0] * n)
     batch = lay_out(table, torch.arange(n, dtype=torch.int32), none)
