@@ -211,7 +211,7 @@ def test_any_tree(V: int, seed: int, k: int) -> None:
         assert all(0 <= parent <= i for i, parent in enumerate(parents))
         assert len(set(zip(parents, drafts))) == n
         above = [1.0, *chances]
-        assert all(0 < c <= above[parent] * grow.MOST * 1.001 for c, parent in zip(chances, parents))
+        assert all(0 <= c <= above[parent] * grow.MOST * 1.001 for c, parent in zip(chances, parents))
         assert chances == sorted(chances, reverse=True)
     fewer = max(k, 3) - 1
     smaller = base._replace(drafts=base.drafts[:, :fewer], source=base.source[:, :fewer])
