@@ -1,7 +1,7 @@
 # make run          install into .venv, fetch the default model, show a demo
 # make test         all tests that need no GPU (kernels run in Triton's interpreter)
 # make test-models  the tests that need the second, larger model
-# make test-ray     the tests that start Ray, one of which `make test` runs too
+# make test-ray     the tests that start Ray; what a change must pass (.ci/run) has one of them
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,

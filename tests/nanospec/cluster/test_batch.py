@@ -209,6 +209,7 @@ class Command:
 
 
 @needs_ray
+@pytest.mark.ray
 def test_every_line_is_there_once_though_a_replica_is_killed(folder: Path, tmp_path: Path) -> None:
     """Six lines are there already, the last of them torn, as by one engine that was killed."""
     expected = one_engine(folder, tmp_path, LINES)
