@@ -39,7 +39,7 @@ run: $(VENV)/.run
 
 test: $(VENV)/.test
 	@$(BIN)/nanospec fetch $(MODEL)
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --ignore tests/gpu $(ARGS)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/gpu $(ARGS)
 
 test-models: $(VENV)/.test
 	@$(BIN)/nanospec fetch $(MODEL2)
