@@ -190,7 +190,7 @@ class _Row:
         return [_Candidate(c, i, place, kind, x) for c, i, x in columns if c > -math.inf]
 
     def _raised(self, expected: Tensor, kind: int) -> Tensor:
-        """The chance that a expected stands for, by what became of earlier ones."""
+        """What is expected, corrected by what became of earlier ones."""
         return (expected + self.ratio[kind]).clamp(max=math.log(MOST))
 
     def _noise(self, depth: int, tokens: list[int]) -> Tensor:
