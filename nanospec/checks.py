@@ -14,6 +14,17 @@ from typing import Any
 from .kernels.codes import RULES
 
 
+def shown(value: object, most: int = 100) -> str:
+    """A value as messages quote it: its `repr`, at most so many characters of it, whatever it is."""
+    if isinstance(value, str | bytes):
+        value = value[:most]  # not all of 100 MB, to be cut after
+    try:
+        text = repr(value)
+    except Exception:  # nested too deeply, an integer of too many digits, somebody's own class
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def limited(default: Any, low: float, high: float = math.inf, **more: Any) -> Any:
     """A number in a dataclass of settings: its default, its smallest and its largest value; `more` is for
     the command line (`cli/options.py`)."""

@@ -16,6 +16,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .checks import shown
+
 if TYPE_CHECKING:
     from .config import SamplingParams
 
@@ -32,12 +34,12 @@ def checked(asked: Any) -> dict[str, Any] | None:
         _check_size(asked)  # first, as messages show what was asked
     if not isinstance(asked, Mapping) or asked.get("type") not in TYPES:
         types = ", ".join(map(repr, TYPES))
-        raise ValueError(f"response_format={_short(asked)} must be an object whose 'type' is one of {types}.")
+        raise ValueError(f"response_format={shown(asked)} must be an object whose 'type' is one of {types}.")
     kind = asked["type"]
     found = {name: value for name, value in asked.items() if value is not None or name == kind}
     if found.keys() != ({"type"} if kind in BARE else {"type", kind}):
         needs = "nothing" if kind in BARE else f"{kind!r} and nothing else"
-        raise ValueError(f"response_format={_short(asked)} must hold {needs} beside its type {kind!r}.")
+        raise ValueError(f"response_format={shown(asked)} must hold {needs} beside its type {kind!r}.")
     if kind == "json_schema":
         _check_schema(found[kind])
     elif kind in ("regex", "grammar") and (not isinstance(found[kind], str) or not found[kind].strip()):
@@ -71,7 +73,7 @@ def _check_schema(given: Any) -> None:
                 f"response_format: 'json_schema' holds {name!r}; known are {', '.join(map(repr, kinds))}."
             )
         if not isinstance(value, kinds[name]) and not (name == "description" and value is None):
-            raise ValueError(f"response_format: 'json_schema' has a bad {name!r}: {_short(value)}.")
+            raise ValueError(f"response_format: 'json_schema' has a bad {name!r}: {shown(value)}.")
 
 
 def _check_choice(given: Any) -> None:
@@ -98,8 +100,3 @@ def _check_size(found: Mapping[str, Any]) -> None:
         ) from None
     if size > MAX_BYTES:
         raise ValueError(f"response_format takes {size:,} bytes as JSON; the limit is {MAX_BYTES:,}.")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

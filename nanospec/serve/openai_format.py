@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ..checks import shown
 from ..vllm_names import CONSTRAINTS, FOREIGN_SAMPLING, response_format
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             request["response_format"] = response_format(name, {name.removeprefix("guided_"): value})
         elif name in only:
             if value not in only[name]:
-                shown = f": {value!r}" if isinstance(value, str | int | float) else ""
-                raise ValueError(f'"{name}" asks for what nanospec does not do{shown[:200]}.')
+                quoted = f": {shown(value)}" if isinstance(value, str | int | float) else ""
+                raise ValueError(f'"{name}" asks for what nanospec does not do{quoted}.')
         elif name in FOREIGN_SAMPLING:
             harmless, instead = FOREIGN_SAMPLING[name]
             if value not in harmless:
@@ -92,14 +93,14 @@ def conversation(messages: Any) -> list[dict[str, Any]]:
 
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-        raise ValueError(f'"messages" hold {_short(message)}, which needs a "role" and a "content".')
+        raise ValueError(f'"messages" hold {shown(message)}, which needs a "role" and a "content".')
     if message.get("tool_calls"):
         raise ValueError('"messages" hold "tool_calls", and nanospec knows no tools.')
     parts = message["content"]
     parts = [] if parts is None else [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
     for part in parts if isinstance(parts, list) else [parts]:
         if not _is_text(part):
-            raise ValueError(f'"messages" hold {_short(part)}, which is no text; nanospec reads texts only.')
+            raise ValueError(f'"messages" hold {shown(part)}, which is no text; nanospec reads texts only.')
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
@@ -113,11 +114,6 @@ def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 200 else shown[:200] + "..."
 
 
 def choice(
