@@ -18,7 +18,7 @@ from torch import Tensor
 from ..costs import StepCosts
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
-from ..kernels.layer.linear import linear, pack
+from ..kernels.layer.linear import pack
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
@@ -136,7 +136,8 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
             if j:
                 batch = replace(batch, input_ids=drafts[-1])
                 hidden = self.cache.forward(batch)
-            logits.append(over_vocabulary(linear(hidden, self._lm_head), self.vocab_size, self.token_map))
+            scores = self.model.logits(hidden, head=self._lm_head)
+            logits.append(over_vocabulary(scores, self.vocab_size, self.token_map))
             drafts.append(sample(logits[-1], table, batch).clamp(min=0) * active)
         tokens = F.pad(torch.stack(drafts, 1), (0, k - len(drafts)))
         proposal = guesses(tokens, wanted)

@@ -193,7 +193,6 @@ def check_heads(heads: Heads, target: Model, width: int) -> None:
             f"These heads are for hidden states of {len(weight) // heads.num_heads} in {weight.dtype}, but "
             f"the target's are {hidden} in {target.dtype}; load them for this target."
         )
-    if heads.token_map is not None and width > len(heads.token_map):
-        raise ValueError(
-            f"tree_width={width} is more than the {len(heads.token_map)} tokens that the heads can guess."
-        )
+    known = target.config.vocab_size if heads.token_map is None else len(heads.token_map)
+    if width > known:
+        raise ValueError(f"tree_width={width} is more than the {known} tokens that the heads can guess.")

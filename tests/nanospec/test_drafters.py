@@ -506,6 +506,9 @@ def test_heads_must_fit_the_target(model: Model) -> None:
         make_engine(model, 3, guess={"method": "medusa"}, heads=Heads.random(other, 2))
     with pytest.raises(ValueError, match="more than the 4 tokens"):
         make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=Heads.random(model, 2, 4))
+    few = tiny_model(vocab_size=5)
+    with pytest.raises(ValueError, match="tree_width=6 is more than the 5 tokens"):
+        make_engine(few, 3, guess={"method": "medusa", "tree_width": 6}, heads=Heads.random(few, 2))
 
 
 @pytest.mark.parametrize("backend", ["naive", "auto"])
@@ -538,6 +541,14 @@ def test_a_draft_model_may_guess_from_a_part_of_the_vocabulary(model: Model, mod
     for request in requests:  # what is drafted right is in the part
         for token, source in zip(request.output_ids, request.draft_sources, strict=True):
             assert source == OWN or token % 2 == 0
+
+
+def test_a_draft_model_draws_from_scores_that_are_capped_as_its_own_are() -> None:
+    """Where the cap is left out, other tokens are likely."""
+    capped = tiny_model(logit_softcap=0.3)
+    engine = make_engine(capped, 3, guess=WAYS["draft"], draft_model=capped)
+    run(engine, plain_jobs(5, 5, temperature=0.9))
+    assert engine.metrics.spec.num_accepted == engine.metrics.spec.num_drafted > 0
 
 
 def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
