@@ -2,6 +2,8 @@
 # make test         all tests that need no GPU (kernels run in Triton's interpreter)
 # make test-models  the tests that need the second, larger model
 # make test-ray     the tests that start Ray; what a change must pass (.ci/run) has one of them
+# make simulate     the engine under drawn schedules and faults, against an oracle: SEEDS=1000, or SEEDS=A:B, of
+#                   them; AS=triton takes the kernels, AS=http a server
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
@@ -30,7 +32,10 @@ TORCH  ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
 INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torch --editable
 
-.PHONY: run test test-models test-ray lint gpu peers wheels pictures clean
+SEEDS  ?= 1000
+AS     ?= engine
+
+.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -47,6 +52,9 @@ test-models: $(VENV)/.test
 
 test-ray: $(VENV)/.test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/cluster $(ARGS)
+
+simulate: $(VENV)/.test
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check nanospec kernels bench tests run.py

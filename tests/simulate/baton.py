@@ -1,0 +1,92 @@
+"""Threads of which one runs at a time, and a seed says which: whatever they do, they do again."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+
+class Baton:
+    """Passed among threads where they call `pause`, and where they take and leave a `Turns` lock."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._number: dict[int, int] = {}  # of a thread by what Python calls it
+        self._go: dict[int, threading.Semaphore] = {}
+        self._waits_for: dict[int, Turns | None] = {}
+        self._back = threading.Semaphore(0)
+        self._errors: list[BaseException] = []
+
+    def run(self, bodies: Sequence[Callable[[], None]]) -> None:
+        """Run all bodies, each in a thread of its own, to their ends; raises what one of them raised."""
+        threads = []
+        for number, body in enumerate(bodies):
+            thread = threading.Thread(target=self._body, args=(number, body), daemon=True)
+            thread.start()
+            self._back.acquire()  # it is registered, and waits
+            threads.append(thread)
+        while self._go:
+            ready = [i for i, lock in sorted(self._waits_for.items()) if lock is None or lock.owner is None]
+            assert ready, "all threads wait for each other"
+            self._go[self._rng.choice(ready)].release()
+            self._back.acquire()
+            if self._errors:
+                raise self._errors[0]  # the other threads are left where they are
+        for thread in threads:
+            thread.join()
+
+    def _body(self, own: int, body: Callable[[], None]) -> None:
+        self._number[threading.get_ident()] = own
+        self._go[own], self._waits_for[own] = threading.Semaphore(0), None
+        try:
+            self.pause()
+            body()
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            del self._go[own], self._waits_for[own]
+            self._back.release()
+
+    def pause(self, lock: Turns | None = None) -> None:
+        """Let others go on; until `lock` is free, if one is given. Nothing outside of these threads."""
+        own = self._number.get(threading.get_ident())
+        if own is not None:
+            self._waits_for[own] = lock
+            self._back.release()
+            self._go[own].acquire()
+            self._waits_for[own] = None
+
+
+class Turns:
+    """In place of `Lock` and, `reentrant`, of `RLock`."""
+
+    owner: int | None = None
+    depth = 0
+
+    def __init__(self, baton: Baton, reentrant: bool) -> None:
+        self.baton, self.reentrant = baton, reentrant
+
+    def acquire(self, blocking: bool = True) -> bool:
+        self.baton.pause()
+        while self.owner is not None and not (self.reentrant and self._is_owned()):
+            if not blocking:
+                return False
+            self.baton.pause(self)
+        self.owner, self.depth = threading.get_ident(), self.depth + 1
+        return True
+
+    def release(self) -> None:
+        assert self._is_owned(), "a lock is given back by who has not got it"
+        self.depth -= 1
+        if not self.depth:
+            self.owner = None
+        self.baton.pause()
+
+    def _is_owned(self) -> bool:
+        return self.owner == threading.get_ident()
+
+    __enter__ = acquire
+
+    def __exit__(self, *error: object) -> None:
+        self.release()

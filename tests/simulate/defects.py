@@ -1,0 +1,112 @@
+"""Defects to plant, each small and as somebody might make it: a simulation must find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import nanospec.step
+from nanospec.blocks import BlockPool
+from nanospec.kernels.batch import Chunk
+from nanospec.kernels.speculation.verify import Verdict
+from nanospec.request import Request
+from nanospec.scheduler import Scheduler
+from nanospec.sharing import SharedEngine
+from nanospec.worker import Worker
+
+Defect = Callable[[], AbstractContextManager[Any]]
+
+
+def _after(kind: type, name: str, more: Callable[..., Any]) -> Defect:
+    """A method that does `more`, with its own result first, behind what it does."""
+    method = getattr(kind, name)
+
+    def changed(self: Any, *args: Any, **named: Any) -> Any:
+        result = method(self, *args, **named)
+        other = more(result, self, *args)
+        return result if other is None else other
+
+    return lambda: mock.patch.object(kind, name, changed)
+
+
+def _instead(kind: Any, name: str, other: Callable[..., Any]) -> Defect:
+    return lambda: mock.patch.object(kind, name, other)
+
+
+def _keeps_names(pool: BlockPool, count: int) -> list[int] | None:
+    """`BlockPool.allocate` that does not forget what a block held."""
+    if count > len(pool._free):
+        return None
+    blocks = [pool._free.popitem(last=False)[0] for _ in range(count)]
+    for block in blocks:
+        pool._references[block] = 1
+    return blocks
+
+
+def _one_cached(_: None, scheduler: Scheduler, request: Request) -> None:
+    request.num_computed = min(request.num_computed + scheduler.block_size, request.num_tokens - 1)
+
+
+def _one_more(_: None, scheduler: Scheduler, request: Request) -> None:
+    """Names a block whose last token is not computed yet."""
+    i = request.num_registered
+    if request.num_tokens - 1 > request.num_computed and len(request.hashes(scheduler.block_size)) > i:
+        scheduler.pool.register(request.blocks[i], request.hashes(scheduler.block_size)[i])
+
+
+def _short_of_slots(_: None, scheduler: Scheduler, *args: Any) -> None:
+    scheduler.slots_ahead = scheduler.lookahead  # as if nothing were queued ahead
+
+
+def _commit(targets: Any, batch: Any, table: Any, proposal: Any) -> Verdict:
+    """Verification that takes each row's last draft unseen."""
+    if proposal.num_drafts.numel() and batch.parents is None:
+        for start, count in zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True):
+            if count > 1:
+                targets[start + count - 2] = batch.input_ids[start + count - 1]
+    return COMMIT(targets, batch, table, proposal)
+
+
+def _prefill(worker: Worker, chunks: Sequence[Chunk]) -> None:
+    """Computes all but the last token of a piece of a prompt."""
+    PREFILL(worker, [Chunk(row, start, max(count - 1, 1)) for row, start, count in chunks])
+
+
+def _late_stop(request: Request, new: str) -> bool:
+    """Stop strings are looked for in the text of the latest token alone."""
+    request.text += new
+    found = [new.find(s) for s in request.params.stop if s in new]
+    if not found or request.num_tokens - len(request.prompt_ids) < request.params.min_tokens:
+        return False
+    request.text = request.text[: len(request.text) - len(new) + min(found)]
+    request.stop_reason = next(s for s in request.params.stop if s in new)
+    return True
+
+
+def _carries_on(shared: SharedEngine) -> list[Request]:
+    """A step that was interrupted ends nothing."""
+    return shared.engine.step()
+
+
+@contextmanager
+def _without(module: Any, name: str) -> Iterator[None]:
+    with mock.patch.object(module, name):
+        yield
+
+
+COMMIT, PREFILL = nanospec.step.commit, Worker.prefill
+DEFECTS: dict[str, Defect] = {
+    "a block keeps its name when it is given to another": _instead(BlockPool, "allocate", _keeps_names),
+    "a block too many is taken for cached": _after(Scheduler, "_admit", _one_cached),
+    "a block is named too early": _after(Scheduler, "register", _one_more),
+    "no slots for what is queued": _after(Scheduler, "reset", lambda _, s: setattr(s, "slots_ahead", 0)),
+    "too few slots with lag": _after(Scheduler, "__init__", _short_of_slots),
+    "the last draft is not verified": _instead(nanospec.step, "commit", _commit),
+    "accepted nodes of a tree are not moved": lambda: _without(nanospec.step, "kv_move"),
+    "a stop string across tokens is missed": _instead(Request, "_append_text", _late_stop),
+    "an interrupted step ends nothing": _instead(SharedEngine, "step", _carries_on),
+    "the end of a chunk is not computed": _instead(Worker, "prefill", _prefill),
+    "released blocks are lost": _instead(BlockPool, "release", lambda pool, blocks: None),
+}

@@ -1,0 +1,328 @@
+"""Runs a scenario, and holds it against the oracle and the invariants."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+from nanospec.config import SamplingParams
+from nanospec.costs import StepCosts
+from nanospec.engine import Engine
+from nanospec.request import Request, Status
+from nanospec.sharing import SharedEngine
+from nanospec.worker import Worker
+from tests.drive import Guess, assert_idle, make_engine
+from tests.simulate.baton import Baton, Turns
+from tests.simulate.invariants import Names, check
+from tests.simulate.model import MockHeads
+from tests.simulate.oracle import Expected, tokenizer
+from tests.simulate.scenario import CALLS, OWN, TEXT_VOCAB, Scenario, model_of, oracle_of
+
+STALLED = 12  # steps in a row in which nothing happens
+NUM_HEADS = 3
+
+
+class Injected(Exception):
+    """What a fault raises."""
+
+
+class Clock:
+    """In place of `time.perf_counter`: a tenth of a millisecond passes whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __call__(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+
+class Simulation:
+    """One run.
+
+    Attributes:
+        requests: of each job, as soon as it has arrived.
+        seen: how often what has happened.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.rng = scenario, random.Random(scenario.seed)
+        self.model = model_of(scenario.engine, scenario.seed)
+        self.oracles = [oracle_of(self.model, scenario.engine, job) for job in scenario.jobs]
+        self.expected = [oracle.run() for oracle in self.oracles]
+        self.exact = [self._is_exact(oracle.params) for oracle in self.oracles]
+        self.seen: Counter[str] = Counter()
+        self.clock = Clock()
+        self.requests: dict[int, Request] = {}
+        self.baton = Baton(self.rng)
+        self._calls: Counter[str] = Counter()
+        self._idle_steps = 0
+
+    def run(self) -> Counter[str]:
+        """All of it; AssertionError if something is wrong."""
+        with mock.patch("time.perf_counter", self.clock):
+            self.prepare()
+            (self._run_threads if self.scenario.threads else self._run_alone)()
+        return self.concluded()
+
+    def prepare(self) -> None:
+        """Make the engine, watched in every step."""
+        self.engine = self._engine()
+        self.names = Names(self.engine.config.block_size)
+        self.shared = SharedEngine(self.engine)
+        self._inject()
+        self._engine_step = self.engine.step
+        self.engine.step = self._step  # type: ignore[method-assign]
+
+    def concluded(self) -> Counter[str]:
+        """What must hold when all has ended."""
+        assert_idle(self.engine)
+        for i, request in self.requests.items():
+            self._compare(i, request)
+        self._count()
+        return self.seen
+
+    def _engine(self) -> Engine:
+        asked = self.scenario.engine
+        method, own = asked["method"], asked["method"] in OWN
+        text = asked["vocab"] == TEXT_VOCAB
+        guess = {name: asked[name] for name in ("tree_width", "acceptance")}
+        draft = heads = None
+        if "draft" in method:
+            draft = model_of(asked, self.scenario.seed)
+            draft.after = draft.after + asked["blur"] * draft.after.roll(1, 0)
+        if "medusa" in method:
+            heads = MockHeads(self.model, NUM_HEADS)
+        recorded = {size: {k: 1 + 0.1 * k for k in range(64)} for size in (1, 2, 4, 8)}
+        costs = StepCosts(recorded) if asked["recorded"] else StepCosts(packed={1: 1.0, 64: 2.0, 600: 9.0})
+        with mock.patch.object(Worker, "measure", return_value=costs):
+            return make_engine(
+                self.model,
+                None if method == "none" else asked["k"],
+                num_blocks=asked["blocks"],
+                min_n=asked["min_n"],
+                guess=guess if own or method == "none" else {**guess, "method": method},
+                draft_model=draft,
+                heads=heads,  # type: ignore[arg-type]
+                drafter=self._drafter(method) if own else None,
+                tokenizer=tokenizer() if text else None,
+                max_num_seqs=asked["rows"],
+                max_model_len=asked["window"],
+                max_num_batched_tokens=asked["budget"],
+                block_size=asked["block_size"],
+                enable_prefix_caching=asked["caching"],
+                async_scheduling=asked["lag"],
+                enforce_eager=not asked["recorded"],
+                lazy_capture=True,
+                trace=asked["trace"],
+            )
+
+    def _drafter(self, kind: str) -> Guess:
+        """A drafter of a user's."""
+        rng, vocab = random.Random(self.scenario.seed), self.scenario.engine["vocab"]
+        texts = [
+            job["prompt"] + told.token_ids
+            for job, told in zip(self.scenario.jobs, self.expected, strict=True)
+        ]
+
+        def guess(history: list[int], wanted: int) -> list[int]:
+            n = len(history)
+            text = next((t for t in texts if kind == "known" and t[:n] == history and len(t) > n), None)
+            if text is None:
+                return rng.choices(range(vocab), k=rng.randint(0, wanted))
+            return [token if rng.random() < 0.8 else rng.randrange(vocab) for token in text[n : n + wanted]]
+
+        return Guess(guess)
+
+    def _inject(self) -> None:
+        """Have the worker's methods fail, or others act meanwhile, as the scenario has it."""
+        worker = self.engine.worker
+        for name in CALLS:
+            setattr(worker, name, self._with_faults(name, getattr(worker, name)))
+
+    def _with_faults(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        faults = [fault for fault in self.scenario.faults if fault["call"] == name]
+
+        def called(*args: Any) -> Any:
+            number = self._calls[name]
+            self._calls[name] += 1
+            now = [fault for fault in faults if fault["number"] == number]
+            for fault in now:
+                if not fault["late"]:
+                    self._fail(fault)
+            self.baton.pause()
+            result = call(*args)
+            for fault in now:
+                if fault["late"]:
+                    self._fail(fault)
+            return result
+
+        return called
+
+    def _fail(self, fault: dict[str, Any]) -> None:
+        self.seen[fault["kind"]] += 1
+        if fault["kind"] == "interrupt":
+            raise KeyboardInterrupt
+        if fault["kind"] == "error":
+            raise Injected("a fault of the simulation")
+        if fault["kind"] == "clock":
+            self.clock.now += fault["seconds"]
+        elif fault["job"] in self.requests:
+            self.shared.abort([self.requests[fault["job"]]])
+
+    # A loop that steps by itself, as a server's does
+
+    def _run_alone(self) -> None:
+        jobs = self.scenario.jobs
+        last = max(job["arrives"] + (job["ends"] or 0) for job in jobs)
+        now = 0
+        while now <= last or self.engine.has_work:
+            with self.shared.turn():
+                for i, job in enumerate(jobs):
+                    if job["arrives"] == now:
+                        self._add(i)
+                    if job["ends"] is not None and job["arrives"] + job["ends"] == now:
+                        self.engine.abort(self.requests[i])
+                with self._faults_are_expected():
+                    self.shared.step()
+            now += 1
+
+    # Threads that each run some of the jobs, as callers of `LLM.generate` do
+
+    def _run_threads(self) -> None:
+        self.shared._next = Turns(self.baton, reentrant=False)  # type: ignore[assignment]
+        self.shared._lock = Turns(self.baton, reentrant=True)  # type: ignore[assignment]
+        count, threads = len(self.scenario.jobs), self.scenario.threads
+        parts = [range(first, count, threads) for first in range(threads)]
+        self.baton.run([lambda part=part: self._thread(part) for part in parts])  # type: ignore[misc]
+
+    def _thread(self, part: range) -> None:
+        with self.shared.turn():
+            for i in part:
+                self._add(i)
+        pending, waits = [self.requests[i] for i in part], 0
+        while pending:
+            with self._faults_are_expected():
+                for request in self.shared.wait(pending):
+                    pending.remove(request)
+            waits += 1
+            for i in part:
+                if self.scenario.jobs[i]["ends"] == waits:
+                    self.shared.abort([self.requests[i]])
+            pending = [request for request in pending if not request.is_finished]
+
+    @contextmanager
+    def _faults_are_expected(self) -> Iterator[None]:
+        with suppress(Injected, KeyboardInterrupt):
+            yield
+
+    def _add(self, i: int) -> None:
+        self.requests[i] = self.engine.add(self.oracles[i].prompt, self.oracles[i].params)
+
+    def _step(self) -> list[Request]:
+        """A step of the engine, with what must hold behind it."""
+        before = self._progress()
+        touched = self._engine_step()
+        self.seen["steps"] += 1
+        for i, request in self.requests.items():
+            self.names.learn(request)
+            self._compare_tokens(i, request)
+        check(self.engine, self.model, self.names)
+        if self.engine.has_work and self._progress() == before:
+            self._idle_steps += 1
+            assert self._idle_steps < STALLED, f"nothing has happened in {STALLED} steps"
+        else:
+            self._idle_steps = 0
+        return touched
+
+    def _progress(self) -> tuple[int, ...]:
+        metrics = self.engine.metrics
+        return metrics.num_finished, metrics.num_prefill_tokens, metrics.spec.num_tokens, metrics.num_aborted
+
+    # Against the oracle
+
+    def _is_exact(self, params: SamplingParams) -> bool:
+        """Whether an output is what the oracle's is, token by token."""
+        rule = params.acceptance or self.scenario.engine["acceptance"]
+        greedy = rule == "rejection" and params.temperature == 0
+        alone = params.response_format is not None or self.scenario.engine["method"] == "none"
+        return rule == "exact" or greedy or alone
+
+    def _compare_tokens(self, i: int, request: Request) -> None:
+        got = request.output_ids
+        if self.exact[i]:
+            wanted = self.expected[i].token_ids[: len(got)]
+            assert got == wanted, f"job {i} has said {got} instead of {wanted}"
+
+    def _compare(self, i: int, request: Request) -> None:
+        """A request that has ended."""
+        assert request.status is Status.FINISHED, f"job {i} has not ended"
+        got, told = request.output_ids, self.expected[i]
+        stats = request.stats
+        assert stats.num_tokens == len(got), f"job {i} counts {stats.num_tokens} tokens of {len(got)}"
+        assert len(request.draft_sources) == len(got)
+        if not self.exact[i]:
+            self._check_possible(i, got)
+            return
+        self._compare_tokens(i, request)
+        if request.finish_reason == "abort" and told.finish_reason != "abort":
+            return
+        assert (got, request.finish_reason) == (told.token_ids, told.finish_reason), f"job {i}"
+        if self.engine.tokenizer is not None:
+            found, wanted = (request.text, request.stop_reason), (told.text, told.stop_reason)
+            assert found == wanted, f"job {i}: {found}, not {wanted}"
+        self._compare_logprobs(request, told)
+        if self._is_known(request) and not self.seen["interrupt"] + self.seen["error"]:
+            drafted, accepted = request.stats.num_drafted, request.stats.num_accepted
+            assert accepted == drafted, f"job {i}: {drafted - accepted} right drafts were rejected"
+
+    def _is_known(self, request: Request) -> bool:
+        """Whether a draft model that is the target's equal says all that the request says."""
+        asked, params = self.scenario.engine, request.params
+        same = asked["method"] == "draft" and not asked["blur"] and request.finish_reason == "length"
+        return same and not (params.changes_logits or params.extra_args or request.guide)
+
+    def _compare_logprobs(self, request: Request, told: Expected) -> None:
+        n = request.params.logprobs
+        assert len(request.logprobs) == (0 if n is None else len(told.token_ids))
+        for place, token, scores in zip(request.logprobs, told.token_ids, told.scores):
+            wanted = scores.float().log_softmax(0)
+            assert next(iter(place)) == token
+            assert all(abs(at.logprob - float(wanted[t])) < 1e-4 for t, at in place.items())
+            assert place[token].rank == 1 + int((wanted > wanted[token]).sum())
+
+    def _check_possible(self, i: int, got: list[int]) -> None:
+        """With other rules: sampling could have drawn each token."""
+        oracle, tokens = self.oracles[i], list(self.oracles[i].prompt)
+        if (oracle.params.acceptance or self.scenario.engine["acceptance"]) == "rejection":
+            for token in got:
+                assert token in oracle.allowed(oracle.scores(tokens), tokens), f"job {i} cannot say {token}"
+                tokens.append(token)
+
+    def _count(self) -> None:
+        """What has happened, for who wants to know whether scenarios reach it."""
+        metrics, spec = self.engine.metrics, self.engine.metrics.spec
+        self.seen += Counter(
+            requests=len(self.requests),
+            tokens=sum(len(request.output_ids) for request in self.requests.values()),
+            preemptions=metrics.num_preemptions,
+            cached_tokens=metrics.num_cached_tokens,
+            aborted=metrics.num_aborted,
+            drafted=spec.num_drafted,
+            accepted=spec.num_accepted,
+            stopped_by_string=sum(isinstance(r.stop_reason, str) for r in self.requests.values()),
+            guided=sum(r.guide is not None for r in self.requests.values()),
+            other_rules=sum(not self.exact[i] for i in self.requests),
+            lagging=self.engine.lag,
+            recorded=self.engine.worker.graphs is not None,
+            threaded=bool(self.scenario.threads),
+        )
+
+
+def simulate(scenario: Scenario) -> Counter[str]:
+    """Run it; AssertionError, or whatever was raised, if something is wrong."""
+    return Simulation(scenario).run()

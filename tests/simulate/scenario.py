@@ -1,0 +1,206 @@
+"""What happens in a simulation, as plain data: it can be written to a file, replayed and made smaller."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from nanospec.config import SamplingParams, SpecConfig
+from tests.nanospec.guided import FORMATS
+from tests.simulate.model import Mock
+from tests.simulate.oracle import Oracle
+
+METHODS = (
+    "none", "ngram", "draft", "medusa", "recycle", "ngram+draft", "ngram+medusa", "ngram+recycle",
+    "draft+recycle", "medusa+recycle", "ngram+draft+recycle", "ngram+medusa+recycle",
+)  # fmt: skip
+OWN = ("junk", "known")  # drafters of a user's: random guesses, and the right ones with some wrong
+TEXT_VOCAB = 300
+CALLS = ("admit", "prefill", "step", "fetch")
+
+
+@dataclass
+class Scenario:
+    """A simulation.
+
+    Attributes:
+        seed: of the model, and of whatever else is drawn while it runs.
+        engine: what `driver.py` makes an engine of.
+        jobs: {"prompt", "params", "arrives": at which step, "ends": so many steps later it is aborted, or
+            None}.
+        faults: {"call": of the worker, "number": at which of them, "kind": "interrupt", "error", "abort" (of
+            "job", by its own thread in the middle of a step) or "clock" (jumps by "seconds"), "late": behind
+            the call instead of before it}.
+        threads: how many share the engine; 0: one that steps by itself.
+    """
+
+    seed: int
+    engine: dict[str, Any]
+    jobs: list[dict[str, Any]]
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    threads: int = 0
+
+    @classmethod
+    def drawn(cls, seed: int, text: bool = False) -> Scenario:
+        """The scenario of a seed; `text`: with a tokenizer, whatever the seed says."""
+        rng = random.Random(seed)
+        engine = _engine(rng)
+        engine["vocab"] = TEXT_VOCAB if text else engine["vocab"]
+        jobs = [_job(rng, engine, seed) for _ in range(rng.choice((1, 2, 4, 7, 12, 20)))]
+        _share_beginnings(rng, engine, jobs)
+        _stop_inside(rng, engine, jobs, seed)
+        faults = [_fault(rng, len(jobs)) for _ in range(rng.choice((0, 0, 0, 1, 2, 4)))]
+        return cls(seed, engine, jobs, faults, rng.choice((0, 0, 0, 2, 3)))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Scenario:
+        return cls(**json.loads(text))
+
+
+def model_of(engine: dict[str, Any], seed: int) -> Mock:
+    """The target."""
+    dtype = getattr(torch, engine["dtype"])
+    return Mock(engine["vocab"], engine["window"], seed, engine["surprise"], dtype)
+
+
+def oracle_of(model: Mock, engine: dict[str, Any], job: dict[str, Any]) -> Oracle:
+    return Oracle(model, job["prompt"], params_of(job), engine["window"], engine["vocab"] == TEXT_VOCAB)
+
+
+def params_of(job: dict[str, Any]) -> SamplingParams:
+    asked = dict(job["params"])
+    bias = {int(token): value for token, value in asked.pop("logit_bias", {}).items()}
+    return SamplingParams(**asked, logit_bias=bias)
+
+
+def _engine(rng: random.Random) -> dict[str, Any]:
+    size = rng.choice((16, 16, 32))
+    window = rng.choice((rng.randint(2, 20), rng.randint(20, 60), *[rng.randint(60, 200)] * 4))
+    rows = rng.choice((1, 2, 3, 5, 8))
+    each = -(-window // size)
+    method = rng.choice(METHODS * 2 + OWN)
+    engine = {
+        "vocab": rng.choice((2, 3, 5, 17, 31, 64, TEXT_VOCAB, TEXT_VOCAB)),
+        "window": window,
+        "surprise": rng.choice((0.3, 1.0, 3.0)),
+        "dtype": rng.choice(("float32", "bfloat16")),
+        "method": method,
+        "blur": rng.choice((0.0, 0.5, 2.0)),
+        "k": rng.choice((0, 1, 2, 4, 8, 8, 13, 63, "auto", "auto")),
+        "min_n": rng.choice((1, 1, 2, 3)),
+        "tree_width": rng.choice((1, 1, 2, 4)),
+        "acceptance": rng.choice(("exact", "exact", "exact", "rejection", "typical")),
+        "rows": rows,
+        "blocks": rng.randint(each, rng.choice((each + 2, each + 2, each * rows + 1, 2 * each * rows))),
+        "block_size": size,
+        "budget": rng.choice((1, 5, 17, 64, 2048)),
+        "caching": rng.random() < 0.7,
+        "lag": rng.random() < 0.5,
+        "recorded": rng.random() < 0.4,
+        "trace": rng.random() < 0.2,
+    }
+    if not _fits(engine):
+        engine["tree_width"] = 1
+    return engine
+
+
+def _fits(engine: dict[str, Any]) -> bool:
+    """Whether the method has a use for the width of trees."""
+    if engine["method"] in OWN or engine["tree_width"] > engine["vocab"]:
+        return bool(engine["tree_width"] == 1)
+    try:
+        SpecConfig(method=engine["method"], tree_width=engine["tree_width"])
+    except ValueError:
+        return False
+    return True
+
+
+def _job(rng: random.Random, engine: dict[str, Any], seed: int) -> dict[str, Any]:
+    prompt = _prompt(rng, engine["vocab"], engine["window"] - 1)
+    ends = rng.randint(0, 25) if rng.random() < 0.15 else None
+    arrives = rng.choice((0, rng.randint(0, 5), rng.randint(0, 40)))
+    params = _params(rng, engine)
+    return {"prompt": prompt, "params": params, "arrives": arrives, "ends": ends}
+
+
+def _prompt(rng: random.Random, vocab: int, longest: int) -> list[int]:
+    phrase = [rng.randrange(vocab) for _ in range(rng.randint(1, 9))]
+    prompt: list[int] = []
+    for _ in range(rng.choice((1, 3, 9, 30))):
+        prompt = prompt + phrase + [rng.randrange(vocab) for _ in range(rng.randint(0, 4))]
+    return prompt[: rng.choice((1, longest, *[rng.randint(1, longest)] * 4))]
+
+
+def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
+    vocab = engine["vocab"]
+    limit = rng.randint(1, rng.choice((20, 60)))
+    optional: dict[str, Callable[[], Any]] = {
+        "top_p": lambda: rng.uniform(0.3, 1.0),
+        "top_k": lambda: rng.randint(1, 10),
+        "min_p": lambda: rng.uniform(0.0, 0.3),
+        "stop_token_ids": lambda: [rng.randrange(vocab) for _ in range(rng.randint(1, 3))],
+        "min_tokens": lambda: rng.randint(0, limit),
+        "logprobs": lambda: rng.randint(0, min(5, vocab)),
+        "presence_penalty": lambda: rng.uniform(-1, 1),
+        "frequency_penalty": lambda: rng.uniform(-1, 1),
+        "repetition_penalty": lambda: rng.uniform(0.7, 1.5),
+        "logit_bias": lambda: {str(rng.randrange(vocab)): rng.uniform(-3, 5) for _ in range(3)},
+        "extra_args": lambda: {"top_n_sigma": rng.choice((0.0, 0.5, 2.0))},
+        "num_speculative_tokens": lambda: rng.choice((0, 1, 5)),
+        "tree_width": lambda: rng.randint(1, engine["tree_width"]),
+    }
+    seldom = rng.choice((0.0, 0.1, 0.3))
+    params = {name: value() for name, value in optional.items() if rng.random() < seldom}
+    params["temperature"] = rng.choice((0.0, 0.0, 0.3, 1.0))
+    params["seed"] = rng.randrange(-(2**63), 2**63)
+    params["max_tokens"] = limit if rng.random() < 0.9 else None
+    if engine["acceptance"] != "exact" and engine["method"] != "none":
+        params["acceptance"] = rng.choice((None, "exact", "rejection", "typical"))
+    if vocab == TEXT_VOCAB and rng.random() < 0.25:
+        params["response_format"] = dict(rng.choice(FORMATS)[0])
+        for name in ("min_tokens", "acceptance", "stop_token_ids", "logit_bias", "extra_args"):
+            params.pop(name, None)
+    return params
+
+
+def _share_beginnings(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
+    """Have some prompts begin like others, some of them whole."""
+    for job in jobs[1:]:
+        if rng.random() < 0.4:
+            other = rng.choice(jobs)["prompt"]
+            begin = other[: rng.randint(1, len(other))] if rng.random() < 0.7 else other
+            job["prompt"] = (begin + job["prompt"] * (rng.random() < 0.7))[: engine["window"] - 1]
+
+
+def _stop_inside(
+    rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]], seed: int
+) -> None:
+    """Let some requests stop at a token or a string of what they would say."""
+    model = model_of(engine, seed)
+    for job in jobs:
+        if rng.random() < 0.3 and "response_format" not in job["params"]:
+            found = oracle_of(model, engine, job).run()
+            if len(found.text) > 1:
+                at = rng.randrange(len(found.text))
+                job["params"]["stop"] = [found.text[at : at + rng.randint(1, 4)], "no such text"]
+            elif found.token_ids:
+                job["params"]["stop_token_ids"] = [rng.choice(found.token_ids)]
+
+
+def _fault(rng: random.Random, num_jobs: int) -> dict[str, Any]:
+    kind = rng.choice(("interrupt", "error", "abort", "abort", "clock"))
+    fault: dict[str, Any] = {"call": rng.choice(CALLS), "number": rng.randint(0, 30), "kind": kind}
+    fault["late"] = rng.random() < 0.5
+    if kind == "abort":
+        fault["job"] = rng.randrange(num_jobs)
+    if kind == "clock":
+        fault["seconds"] = rng.choice((-86400.0, -1.0, 1.0, 86400.0))
+    return fault

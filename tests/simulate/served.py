@@ -1,0 +1,120 @@
+"""The requests of a scenario by HTTP: the server in a thread, clients that stream, wait or hang up. Times are
+real here, so a run does not repeat itself; what each request must give is known all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from typing import Any
+
+import httpx
+
+from nanospec import LLM
+from nanospec.request import Request
+from nanospec.serve.logs import log
+from tests.nanospec.serve.conftest import serving
+from tests.simulate.driver import Simulation
+from tests.simulate.scenario import Scenario
+
+LATER = 0.002  # seconds that a step of a scenario stands for
+
+
+class Served(Simulation):
+    """One run."""
+
+    def run(self) -> Counter[str]:
+        self.prepare()
+        self.broken: list[BaseException] = []
+        llm = LLM.__new__(LLM)
+        llm.config, llm.engine, llm.shared = self.engine.config, self.engine, self.shared
+        llm._groups = itertools.count()
+        self._numbers = {oracle.params.seed: i for i, oracle in enumerate(self.oracles)}
+        self._engine_add = self.engine.add
+        self.engine.add = self._added  # type: ignore[method-assign,assignment]
+        log.disabled = True  # of failures that are injected
+        try:
+            with serving(llm) as server:
+                asyncio.run(self._clients(server.url))
+        finally:
+            log.disabled = False
+        if self.broken:
+            raise self.broken[0]
+        return self.concluded()
+
+    def _added(self, *args: Any) -> Request:
+        request = self._engine_add(*args)
+        assert request.params.seed is not None
+        self.requests[self._numbers[request.params.seed]] = request
+        return request
+
+    def _step(self) -> list[Request]:
+        try:
+            return super()._step()
+        except AssertionError as error:  # which the server would take for a failed step, and go on
+            self.broken.append(error)
+            raise
+
+    async def _clients(self, url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await asyncio.gather(*(self._client(client, i) for i in range(len(self.oracles))))
+
+    async def _client(self, client: httpx.AsyncClient, i: int) -> None:
+        job = self.scenario.jobs[i]
+        await asyncio.sleep(LATER * job["arrives"])
+        limit = job["params"].get("max_tokens") or self.scenario.engine["window"]
+        body = {**job["params"], "max_tokens": limit, "prompt": job["prompt"]}
+        if job["ends"] is None and i % 2:
+            self._told(i, await client.post("/v1/completions", json=body))
+            return
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                self._told(i, response)
+                return
+            await self._read_stream(i, response)
+
+    async def _read_stream(self, i: int, response: httpx.Response) -> None:
+        """All of it, or until the client hangs up."""
+        events: list[dict[str, Any]] = []
+        ends = self.scenario.jobs[i]["ends"]
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line.removeprefix("data: ")))
+            if len(events) == ends:
+                self.seen["hung up"] += 1
+                return
+        choices = [choice for event in events for choice in event.get("choices", ())]
+        if any("error" in event for event in events):
+            self._failed(i)
+            return
+        self._same(i, "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"])
+
+    def _told(self, i: int, response: httpx.Response) -> None:
+        found = response.json()
+        if response.status_code == 500:
+            self._failed(i)
+            return
+        assert response.status_code == 200, f"job {i}: {response.text}"
+        assert found["usage"]["completion_tokens"] == len(self.requests[i].output_ids)
+        self._same(i, found["choices"][0]["text"], found["choices"][0]["finish_reason"])
+
+    def _failed(self, i: int) -> None:
+        """Only where something was made to fail, or nothing could be drawn."""
+        self.seen["failed"] += 1
+        assert self.seen["error"] or self.expected[i].finish_reason == "abort", f"job {i} has failed"
+
+    def _same(self, i: int, text: str, reason: str) -> None:
+        told = self.expected[i]
+        if self.exact[i] and self.requests[i].finish_reason != "abort":
+            assert (text, reason) == (told.text, told.finish_reason), f"job {i}"
+
+
+def simulate_served(scenario: Scenario) -> Counter[str]:
+    """Run it; AssertionError, or whatever was raised, if something is wrong. Its threads are not used; of its
+    faults errors are, as nobody but clients ends requests and Ctrl-C does not reach the engine's thread."""
+    scenario.threads = 0
+    scenario.faults = [fault for fault in scenario.faults if fault["kind"] == "error"]
+    return Served(scenario).run()

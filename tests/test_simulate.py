@@ -1,0 +1,85 @@
+"""The simulation of `tests/simulate`: it finds what is planted, repeats itself, and the engine passes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from nanospec.kernels import dispatch
+from tests.simulate.__main__ import scenario_of
+from tests.simulate.defects import DEFECTS
+from tests.simulate.driver import Simulation, simulate
+from tests.simulate.scenario import Scenario
+from tests.simulate.served import simulate_served
+from tests.simulate.shrink import failure, place_of, shrink
+
+SEEDS = 24
+FOUND_BY = {  # seeds of small scenarios
+    "a block keeps its name when it is given to another": 4,
+    "a block too many is taken for cached": 0,
+    "a block is named too early": 0,
+    "no slots for what is queued": 2,
+    "too few slots with lag": 3,
+    "the last draft is not verified": 1,
+    "accepted nodes of a tree are not moved": 2,
+    "a stop string across tokens is missed": 10,
+    "an interrupted step ends nothing": 4,
+    "the end of a chunk is not computed": 0,
+    "released blocks are lost": 0,
+}
+
+
+def test_seeds_pass_and_reach_what_they_are_for() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        seen += simulate(Scenario.drawn(seed))
+    kinds = "preemptions cached_tokens aborted accepted stopped_by_string guided other_rules lagging recorded"
+    missing = {*kinds.split(), "threaded", "interrupt", "error", "abort", "clock"} - seen.keys()
+    assert not missing
+    assert seen["drafted"] > seen["accepted"]
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_found(defect: str) -> None:
+    scenario = Scenario.drawn(FOUND_BY[defect])
+    assert failure(scenario, simulate) is None
+    with DEFECTS[defect]():
+        assert failure(scenario, simulate) is not None
+
+
+@pytest.mark.parametrize("seed", [7, 12])
+def test_a_seed_does_the_same_again(seed: int) -> None:
+    runs = []
+    for _ in range(2):
+        scenario = Scenario.from_json(Scenario.drawn(seed).to_json())
+        simulation = Simulation(scenario)
+        seen = simulation.run()
+        requests = simulation.requests.items()
+        runs.append((seen, simulation.clock.now, [(i, r.output_ids, r.draft_sources) for i, r in requests]))
+    assert runs[0] == runs[1]
+
+
+def test_a_failing_scenario_shrinks_and_fails_in_the_same_place() -> None:
+    scenario = Scenario.drawn(4)
+    with DEFECTS["a block is named too early"]():
+        found = failure(scenario, simulate)
+        assert found is not None
+        smaller = shrink(scenario, simulate, tries=60)
+        again = failure(smaller, simulate)
+        assert again is not None
+    assert place_of(again) == place_of(found)
+    assert len(smaller.jobs) == 1 < len(scenario.jobs)
+    assert not smaller.faults
+    assert smaller.threads == 0
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_the_kernels_pass(seed: int) -> None:
+    with dispatch.forced("triton"):
+        assert simulate(scenario_of(seed, "triton"))["tokens"]
+
+
+@pytest.mark.parametrize("seed", [21, 36])
+def test_a_server_gives_the_same(seed: int) -> None:
+    assert simulate_served(scenario_of(seed, "http"))["tokens"]
