@@ -15,18 +15,25 @@ if not torch.cuda.is_available():  # the kernels run in Triton's interpreter, se
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.interpreter import find_builtins_once, keep_conditions, remember_types, replace_once
+    from tests import interpreter
 
-    find_builtins_once()
-    replace_once()
-    remember_types()
-    keep_conditions()
+    interpreter.find_builtins_once()
+    interpreter.replace_once()
+    interpreter.remember_types()
+    interpreter.keep_conditions()
+    interpreter.run_programs_in_any_order()
 
 # Ctrl-C reaches tests and what they start, also where their own parent ignores it, as `make test &` does.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test has the programs of kernels run in orders of its own."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.programs.test = item.nodeid
 
 
 @pytest.fixture(scope="session")

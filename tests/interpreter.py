@@ -1,9 +1,12 @@
-"""Triton's interpreter in about half the time, and with masks of one scalar condition."""
+"""Triton's interpreter in about half the time, with masks of one scalar condition, and with programs that run
+in any order, as they do on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import triton.language as tl
@@ -99,6 +102,44 @@ def keep_conditions() -> None:
         return spread(self, shape, known)
 
     interpreter.InterpreterBuilder.create_splat = create_splat
+
+
+class Programs:
+    """In which order the programs of a launch run. It follows from the test that runs and the launch's grid,
+    so that a test, and an example of Hypothesis, sees the same order again."""
+
+    def __init__(self) -> None:
+        self.test = ""
+
+    def arrange(self, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """All of them: shuffled, backward or, as the interpreter does it, forward."""
+        chance, chosen = random.Random(f"{self.test} {grid}"), list(product(*map(range, grid)))
+        order = chance.choice(("shuffled", "shuffled", "backward", "forward"))
+        if order == "shuffled":
+            chance.shuffle(chosen)
+        return chosen[::-1] if order == "backward" else chosen
+
+
+programs = Programs()
+
+
+def run_programs_in_any_order() -> None:
+    """The interpreter runs program 0 first and the last one last, so that a kernel whose last program to
+    finish does more than the others, or which reads what an earlier program wrote, would look right."""
+    size: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_dim
+    place: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_idx
+    rest: Iterator[tuple[int, ...]] = iter(())
+
+    def set_grid_dim(self: Any, *grid: int) -> None:
+        nonlocal rest
+        rest = iter(programs.arrange(grid))
+        size(self, *grid)
+
+    def set_grid_idx(self: Any, *index: int) -> None:
+        place(self, *next(rest))
+
+    interpreter.InterpreterBuilder.set_grid_dim = set_grid_dim
+    interpreter.InterpreterBuilder.set_grid_idx = set_grid_idx
 
 
 def _builtins(place: Any) -> dict[str, Any]:
