@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import ARCHITECTURES, targeting
 from nanospec.kernels.layer import attention, paged
 from nanospec.kernels.layer.plan import Plan
 from nanospec.kernels.layer.tickets import tickets
@@ -78,7 +79,7 @@ def test_softcap(name: str, softcap: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("window", [8, 63, 64, 65, 130])
+@pytest.mark.parametrize("window", [8, 63, 64, 65, 76, 130])
 def test_window(window: int, tree: bool) -> None:
     shape = [(200, 5), (window, 2), (max(window - 3, 0), 5), (0, 8)]
     texts, parts = requests(shape, (2, 1, 64))
@@ -95,11 +96,29 @@ def test_tree(nodes: int) -> None:
     assert_close(texts.attend(parts, trees=trees), texts.expected(parts, trees=trees), TOLERANCE[FP32])
 
 
-def test_pages_before_the_window_may_be_gone() -> None:
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("begins", [192, 196, 208, 255])
+def test_pages_before_the_window_may_be_gone(begins: int, tree: bool) -> None:
+    """Where it begins with a tile, within a page, with a page, and with the last entry of a tile."""
     texts, parts = requests([(295, 5)], (2, 1, 64))
-    want = texts.expected(parts, 100)
-    texts.block_table[0, : (295 - 100 + 1) // 16] = 1 << 30  # would fault if it were read
-    assert_close(texts.attend(parts, 100), want, TOLERANCE[FP32])
+    window, trees = 295 - begins + 1, random_trees([5], 0) if tree else None
+    want = texts.expected(parts, window, trees=trees)
+    texts.cache = torch.nn.functional.pad(texts.cache, (0, 0, 0, 0, 1, 0), value=float("nan"))  # page 0
+    texts.block_table += 1
+    texts.block_table[0, : begins // 16] = 1 << 24  # would fault if it were read
+    assert_close(texts.attend(parts, window, trees=trees), want, TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("target", [name for name in ARCHITECTURES if name != "sm_90"])  # the other tests'
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_of_every_architecture(target: str, head_dim: int) -> None:
+    """What `CONFIGS` says of it: columns of a tile, cache positions, parts of a head."""
+    shape = [(70, 5), (31, 20 if head_dim == 64 else 2)]
+    texts, parts = requests(shape, (2, 1, head_dim))
+    with targeting(target):
+        for trees in (None, random_trees([n for _, n in shape], 3)):
+            out = texts.attend(parts, 60, trees=trees)
+            assert_close(out, texts.expected(parts, 60, trees=trees), TOLERANCE[FP32], target)
 
 
 @pytest.mark.usefixtures("ordered_dot")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.launch import ARCHITECTURES
+from nanospec.kernels.launch import ARCHITECTURES, targeting
 from nanospec.kernels.layer import linear, product, tiling
 from nanospec.kernels.layer.norm import Norm
 from nanospec.kernels.layer.stream import Stream, embed
@@ -82,6 +82,15 @@ def test_parts_depend_on_the_weight_alone(N: int, K: int, arch: str) -> None:
         assert (chosen.splits, chosen.part) == (splits, part)
         assert part % chosen.block_k == 0
         assert not chosen.apart or splits > 1
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "sm_90"])  # the others' tests
+@pytest.mark.parametrize("T", [3, 70])
+def test_tilings_of_every_architecture(T: int, arch: str) -> None:
+    """What `plan` chooses for it: parts of K, rows, columns, steps."""
+    products = Products(T, 66, 576, torch.float16)
+    with targeting(arch):
+        assert_close(products.run("norm_swiglu"), products.expected("norm_swiglu"), TOLERANCE[torch.float16])
 
 
 def test_empty_input() -> None:

@@ -24,7 +24,8 @@ def batch_of(slots: list[int], positions: list[int]) -> Batch:
 
 class Setup:
     def __init__(self, T: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool, dtype: torch.dtype):
-        self.qkv = (torch.randn(T, (heads + 2 * kv_heads) * head_dim) * 3).to(dtype)
+        sizes = torch.tensor([3.0, 1e-2, 1e-3, 3.0, 3.0])[:T, None]  # beside small squares eps counts
+        self.qkv = (torch.randn(T, (heads + 2 * kv_heads) * head_dim) * sizes).to(dtype)
         angles = torch.randn(POSITIONS, head_dim // 2)
         self.table = torch.cat((angles.cos(), angles.sin()), 1)
         self.cache = torch.randn(2, kv_heads, BLOCKS, BLOCK_SIZE, head_dim).to(dtype)

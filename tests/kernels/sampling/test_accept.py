@@ -382,6 +382,20 @@ def test_penalties_of_the_draft_count_no_drafts(implementation: str) -> None:
     assert int(targets[1]) != 1  # p(1) = 0, q(1) is near 1
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_min_len_is_crossed_within_a_run(implementation: str) -> None:
+    """Target and draft model agree at every position, though stop tokens may be drawn from the third on."""
+    logits = torch.zeros(6, 20)
+    logits[:, 7] = 6.0
+    table = make_table(20, temperature=1.0, rule=REJECTION, penalized=True, min_len=13)
+    table.stop_ids[:, -1] = 7
+    batch = make_batch([6], [10], input_ids=ints(0, 1, 2, 3, 4, 5))  # as likely for both at all positions
+    targets = sample.naive(logits, table, batch)
+    assert targets.tolist()[:2] != [7, 7]
+    targets = IMPLEMENTATIONS[implementation](targets, logits, table, batch, drawn(logits[None, :5]))
+    assert targets.tolist()[:5] == [1, 2, 3, 4, 5]
+
+
 def test_rejection_accepts_drafts_that_exact_would_not() -> None:
     """Of drafts drawn with noise of their own, EXACT accepts sum(p q), REJECTION sum(min(p, q))."""
     n = 60
@@ -399,7 +413,7 @@ def test_rejection_accepts_drafts_that_exact_would_not() -> None:
 
 # Typical acceptance.
 
-PEAKED = torch.tensor([0.6, 0.3, 0.07, 0.03]).log()  # H = 0.97 nats: the bound is min(0.09, 0.114)
+PEAKED = torch.tensor([0.66, 0.16, 0.1, 0.08]).log()  # H = 1 nat: the bound is min(0.09, 0.11)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
@@ -407,7 +421,8 @@ PEAKED = torch.tensor([0.6, 0.3, 0.07, 0.03]).log()  # H = 0.97 nats: the bound 
     ("case", "draft_token", "accepted"),
     [
         ("likely", 1, True),
-        ("unlikely", 2, False),
+        ("between both bounds", 2, True),
+        ("unlikely", 3, False),
         ("outside top-p", 1, False),
         ("greedy", 1, False),
         ("flat", 77, True),
@@ -422,9 +437,10 @@ def test_typical_accepts(case: str, draft_token: int, accepted: bool, implementa
     if case == "bias":
         table.penalized[:] = True
         table.bias[:, 3] = 3.0
-    if case == "likely":
+    if case == "between both bounds":
         p = PEAKED.exp()
-        assert float(p[1]) > min(EPSILON, DELTA * float((p * p.log()).sum().exp())) > float(p[2])
+        assert DELTA * float((p * p.log()).sum().exp()) > float(p[2]) > EPSILON > float(p[3])
+        assert (EPSILON, DELTA) == (0.09, 0.3)  # of Medusa's reference
     x = 0  # drawn by the target
     logits, batch = scores.expand(2, -1).contiguous(), make_batch([2], [5], input_ids=ints(0, draft_token))
     targets = IMPLEMENTATIONS[implementation](ints(x, x), logits, table, batch, drawn())

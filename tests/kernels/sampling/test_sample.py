@@ -30,6 +30,7 @@ from tests.kernels.batches import (
     make_table,
     random_logits,
     random_table,
+    real,
 )
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
@@ -116,9 +117,10 @@ def check(
     batch = replace(batch, rows=ints(*rows), input_ids=ids)
     table = random_table(rng, V)
     logits = random_logits(rng, batch.num_tokens, V, dtype)
-    if nan:
-        logits[rng.randrange(len(logits)), rng.randrange(V)] = math.nan
-        logits[rng.randrange(len(logits)), rng.randrange(V)] = math.inf
+    live = [t for b, n in enumerate(q_len) if rows[b] >= 0 for t in real(batch, b).tolist()[:n]]
+    if nan and live:
+        logits[rng.choice(live), rng.randrange(V)] = math.nan
+        logits[rng.choice(live), rng.randrange(V)] = math.inf
     targets = implementation(logits, table, batch)
     assert targets.dtype == torch.int32
     assert targets.shape == (batch.num_tokens,)
@@ -245,7 +247,8 @@ def test_penalties_follow_the_drafts(form: str, implementation: str) -> None:
     if form == "min_len":
         # A checkpoint may name an end token that its own vocabulary lacks.
         table = make_table(6, penalized=True, min_len=12, stop_ids=[-1, 0, 1 << 28])
-        expected = [1, 0, 0, 0]  # for the positions 11, 12, ...
+        table.stop_ids[:, -1] = 1
+        expected = [2, 0, 0, 0]  # for the positions 11, 12, ...
     logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]).repeat(4, 1)
     assert IMPLEMENTATIONS[implementation](logits, table, batch).tolist() == expected
 
@@ -376,9 +379,30 @@ def test_kernel_with_a_real_vocabulary(case: str) -> None:
     assert torch.equal(sample.launch(logits, table, batch), sample.naive(logits, table, batch))
 
 
+@pytest.mark.parametrize("limits", [{"top_k": 20}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.8}], ids=str)
+def test_kernel_searches_only_the_upper_half_of_bfloat16(limits: dict[str, Any]) -> None:
+    V, Q = 1500, 12
+    logits = (torch.randn(Q, V, generator=torch.Generator().manual_seed(6)) * 2).bfloat16()
+    batch, table = make_batch([Q], [10], rows=ints(1)), make_table(V, temperature=1.0, **limits)
+    assert torch.equal(sample.launch(logits, table, batch), sample.naive(logits.float(), table, batch))
+
+
+def test_kernel_tells_penalized_scores_apart_that_bfloat16_would_not() -> None:
+    logits = torch.tensor([7.1875, 7.125, 7.09375] + [-30.0] * 97).bfloat16().repeat(16, 1)
+    table = make_table(100, temperature=1.0, top_k=2, penalized=True, repetition=0.7, in_prompt=True)
+    assert len(set(((logits[0, 1:3].float() / 0.7).view(torch.int32) >> 16).tolist())) == 1
+    found = sample.launch(logits, table, make_batch([16], [10], rows=ints(1)))
+    assert set(found.tolist()) == {0, 1}
+
+
 def probabilities(*values: float, rest: int = 0) -> Tensor:
     return torch.cat((torch.tensor(values).log(), torch.full((rest,), -30.0)))
 
+
+# A token in each of 40 groups, ever less likely; five are at least 0.6 as likely as the first.
+FAR_APART = torch.full((4000,), -30.0)
+FAR_APART[::100] = -0.12 * torch.arange(40.0)
+FIVE = {0, 100, 200, 300, 400}
 
 EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits, what may be drawn
     "top_p over what top_k left": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_k": 2, "top_p": 0.5}, {0}),
@@ -391,6 +415,10 @@ EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits,
     "top_p of a flat distribution": (torch.zeros(3000), {"top_p": 0.3}, set(range(3000))),
     "whole chunks without a score": (probabilities(*[0.0] * 2500, 0.4, 0.6), {"top_p": 0.5}, {2501}),
     "few in many groups": (probabilities(0.3, 0.3, 0.4, rest=4000), {"top_p": 0.8}, {0, 1, 2}),
+    "all three in many groups": (FAR_APART, {"top_k": 30, "top_p": 0.125, "min_p": 0.6}, {0, 100}),
+    "top_k in many groups": (FAR_APART, {"top_k": 25}, {*range(0, 2500, 100)}),
+    "min_p beside top_k in many groups": (FAR_APART, {"top_k": 25, "min_p": 0.6}, FIVE),
+    "min_p in many groups": (FAR_APART, {"min_p": 0.6}, FIVE),
 }
 
 
@@ -405,6 +433,21 @@ def test_kernel_keeps_exactly(case: str, implementation: str) -> None:
     assert torch.equal(drawn, sample.naive(logits, table, batch))
     assert set(drawn.tolist()) <= allowed
     assert len(allowed) > 2 or set(drawn.tolist()) == allowed
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("limits", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}], ids=str)
+def test_ties_and_what_is_no_number_wherever_they_are(limits: dict[str, Any], implementation: str) -> None:
+    """In one chunk of the vocabulary and in several, of rows that are drawn from and of greedy ones."""
+    V, Q = 4100, 6
+    logits = torch.zeros(Q, V)
+    logits[0, [40, 50]] = logits[1, [100, 4099]] = 30.0  # ties in a chunk, and over chunks
+    logits[2, 4099], logits[3, 2500], logits[4] = math.nan, math.inf, -math.inf
+    logits[5, 0] = logits[5, 1] = math.nan
+    batch, table = make_batch([Q], [3]), make_table(V, **limits)
+    found = IMPLEMENTATIONS[implementation](logits, table, batch).tolist()
+    assert found[2:] == [-1] * 4
+    assert found[:2] == [40, 100] if not limits else (found[0] in (40, 50) and found[1] in (100, 4099))
 
 
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "naive"], ids=str)

@@ -65,6 +65,20 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, imple
             assert not isinstance(ours, Tensor) or torch.equal(ours, theirs), name
 
 
+@pytest.mark.parametrize("length", [16 * 1024 - 3, 16 * 1024 + 3, 16 * 2100])
+def test_a_text_may_have_more_pages_than_a_program_copies(length: int) -> None:
+    tokens, pages_of = random_ints(2, 16 * 2200), random_ints(2, 2200)
+    table = make_table(1000, tokens=tokens, num_tokens=[length, 5], block_table=pages_of)
+    proposal = random_proposal(2, 4)._replace(num_drafts=ints(4, 4))
+    pages = -(-(length + 4) // 16)
+    for batch in (
+        layout.launch(table, ints(0, 1), proposal),
+        layout.launch_text(table, ints(0, 1), ints(length - 1, 4), ints(5, 5), 5),
+    ):
+        assert torch.equal(batch.block_table[0, :pages], table.block_table[0, :pages])
+        assert torch.equal(batch.block_table[1, :1], table.block_table[1, :1])
+
+
 @pytest.mark.parametrize(("B", "width", "bound"), [(1, 1, None), (5, 3, 131), (3, 66, None)])
 def test_lay_out_text_equals_naive(B: int, width: int, bound: int | None) -> None:
     torch.manual_seed(B + width)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import LENGTH, NAN, NOBODY, OWN, RUNNING, STOPPED
+from nanospec.kernels.codes import LENGTH, MAX_STOP_IDS, NAN, NOBODY, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation import report, verify
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport
@@ -176,8 +176,10 @@ def one_row(length: int = 4, max_len: int = 20, stops: tuple[int, ...] = ()) -> 
     return make_table(V, tokens=text, num_tokens=length, max_len=max_len, stop_ids=[-1, *stops])
 
 
+LAST = (-1,) * (MAX_STOP_IDS - 2) + (7,)
 CASES = {  # emitted, length, max_len, stops, kept, code
     "plain": ([1, 2, 1], 4, 20, (), [1, 2, 1], RUNNING),
+    "as many stops as there is room for": ([1, 7, 2], 4, 20, LAST, [1, 7], STOPPED),
     "stop inside the accepted run": ([1, 7, 2], 4, 20, (7,), [1, 7], STOPPED),
     "stop token 0 is not padding": ([1, 0, 2], 4, 20, (0,), [1, 0], STOPPED),
     "two stops, the first counts": ([5, 7, 5], 4, 20, (7, 5), [5], STOPPED),
@@ -231,12 +233,21 @@ def test_match_after_a_mismatch_is_not_accepted() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parents_in_a_circle_end(implementation: str) -> None:
-    """Malformed trees give nonsense, but neither hang nor write beyond their row."""
+    """Who is its own parent, or another's who is its own, is never reached; neither is who follows a place
+    that is not there. The root, whose parent is said to be 0, follows nobody."""
     same, tree = torch.zeros(4, dtype=torch.int32), make_batch([4], tree=True)
-    for first in (0, 1):
-        batch = replace(tree, parents=ints(0, 1, first, 1))
-        verdict = IMPLEMENTATIONS[implementation](same, batch, one_row(), guessed(batch))
-        assert 1 <= int(verdict.num_emitted) <= 4
+    for parents, path in (
+        ((0, 1, 0, 1), [0, 2, 0, 0]),
+        ((0, 1, 1, 1), [0, 0, 0, 0]),
+        ((0, 2, 1, 0), [0, 3, 0, 0]),
+        ((0, 99, -7, 0), [0, 3, 0, 0]),
+    ):
+        batch, table = replace(tree, parents=ints(*parents)), one_row()
+        verdict = IMPLEMENTATIONS[implementation](same, batch, table, guessed(batch))
+        assert verdict.path.tolist() == [path]
+        emits = 1 + sum(place > 0 for place in path)
+        assert int(verdict.num_emitted) == emits
+        assert table.tokens[0, 4:].tolist() == [0] * emits + [99] * (CAPACITY - 4 - emits)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
