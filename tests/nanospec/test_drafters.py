@@ -14,6 +14,7 @@ from nanospec.config import SpecConfig
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import CONTENDERS, MedusaDrafter, tree_paths
 from nanospec.drafters.recycle import RecycleDrafter
+from nanospec.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, OWN
@@ -116,6 +117,15 @@ def plain_jobs(seed: int, count: int, **params: Any) -> list[Job]:
     ]
 
 
+def assert_same_keys(engine: Engine) -> None:
+    """A draft model equal to the target has its keys and values in all blocks that it counts as its own. The
+    tokens alone would not tell: a tiny model hardly heeds what it has read."""
+    drafter = next(part for part in engine.worker.drafters if isinstance(part, ModelDrafter))
+    blocks = sorted(drafter.cache._drafted & engine.scheduler.pool._hash_of.keys())
+    assert blocks
+    torch.testing.assert_close(drafter.cache.kv[:, :, :, blocks], engine.worker.kv_cache[:, :, :, blocks])
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_a_draft_model_equal_to_the_target_is_always_right(
@@ -132,6 +142,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
         for request in requests:
             ends = request.stats.num_drafted - request.stats.num_accepted
             assert ends == 0, (seed, request.id)
+        assert_same_keys(engine)
     assert stats.num_accepted / stats.num_drafted == 1
     assert engine.metrics.num_preemptions > 0
     assert engine.metrics.num_cached_tokens > 0
@@ -152,13 +163,18 @@ def test_a_draft_model_catches_up_with_what_others_drafted_or_nobody(model: Mode
 
 
 def test_a_prompt_cached_without_drafting_is_computed_by_the_draft_model_later(model: Model) -> None:
-    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model)
-    prompt = random.Random(3).choices(range(VOCAB), k=60)
-    run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=30, num_speculative_tokens=0))])
-    assert engine.metrics.spec.num_drafted == 0
-    requests = run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=30)) for _ in range(2)])
-    assert requests[0].num_cached_tokens > 0
+    """Though it had filled the same blocks for somebody before: all of the second prompt's."""
+    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, num_blocks=8)
+    prompts = [random.Random(seed).choices(range(VOCAB), k=40) for seed in (3, 4)]
+    run(engine, [Job(list(range(VOCAB)), SamplingParams(temperature=0, max_tokens=60))])
+    before = engine.metrics.spec.num_drafted
+    plain = SamplingParams(temperature=0, max_tokens=5, num_speculative_tokens=0)
+    run(engine, [Job(prompt, plain) for prompt in prompts])
+    assert engine.metrics.spec.num_drafted == before > 0
+    requests = run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=20)) for prompt in prompts])
+    assert_same_keys(engine)
     for request in requests:
+        assert request.num_cached_tokens > 0
         assert request.stats.num_drafted == request.stats.num_accepted > 0
 
 
@@ -476,8 +492,11 @@ def test_a_row_drafts_at_once_when_its_whole_prompt_is_cached(model: Model, lag:
         model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=lag, enforce_eager=not lag
     )
     job = Job(list(range(33)), SamplingParams(temperature=0, max_tokens=20))
-    steps = [run(engine, [job])[0].stats.num_steps for _ in range(2)]
-    assert steps[0] == steps[1]
+    for _ in range(2):
+        [request] = run(engine, [job])
+        assert request.stats.num_steps == 4
+        assert request.stats.num_drafted == request.stats.num_accepted == 16
+    assert request.num_cached_tokens == 32
 
 
 @pytest.mark.parametrize("mode", MODES)

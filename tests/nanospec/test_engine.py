@@ -192,6 +192,16 @@ def test_repetitive_text_is_accepted() -> None:
     assert all(request.tokens[s] == t for s, t in zip(request.draft_sources, request.output_ids) if s >= 0)
 
 
+def test_drafts_behind_a_stop_are_not_counted_as_accepted() -> None:
+    engine = make_engine(cycle_model(8), 5)
+    params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[4])
+    [request] = run(engine, [Job(cycle(0, 10, 8), params)])
+    assert request.output_ids == [2, 3, 4]
+    for stats in (request.stats, engine.metrics.spec):
+        assert (stats.num_drafted, stats.num_accepted, stats.num_tokens) == (5, 3, 3)
+        assert stats.accepted_by_position == [1, 1, 1, 0, 0]
+
+
 def test_one_request_without_match_does_not_switch_off_the_others() -> None:
     model = cycle_model(64)
     params = SamplingParams(temperature=0, max_tokens=24)

@@ -97,6 +97,13 @@ def test_rows_are_padded_to_the_bucket_and_cut_from_the_result(
     assert [0, 1, 2, -1] in given
     assert all(len(rows) in (1, 2, 4, 8) for rows in given)
 
+def test_a_fixed_k_is_cut_to_what_is_recorded_for_a_batch() -> None:
+    steps = StepGraphs(lambda rows, k: None, torch.device("cpu"), 256, [3, 16], lazy=True)  # type: ignore
+    found = [steps.bucket_for(rows, 16) for rows in (1, 60, 64, 256)]
+    assert found == [Bucket(1, 16), Bucket(64, 3), Bucket(64, 3), Bucket(256, 3)]
+    assert steps.bucket_for(256, 2) == Bucket(256, 0)
+
+
 def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """All buckets share them; recording one in between steps nobody's row."""
     stepped: list[list[int]] = []
