@@ -4,6 +4,7 @@
 # make test-ray     the tests that start Ray; what a change must pass (.ci/run) has one of them
 # make simulate     the engine under drawn schedules and faults, against an oracle: SEEDS=1000, or SEEDS=A:B, of
 #                   them; AS=triton takes the kernels, AS=http a server
+# make mutants      small defects in some FILES, SAMPLE of each by SEED: do the tests notice? JSON names a file for it
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
@@ -25,6 +26,9 @@ MODEL  := smollm2-135m-instruct
 MODEL2 := qwen2.5-coder-1.5b-instruct
 OUT    ?= bench/results
 PART   ?= all
+FILES  ?= kernels/speculation/verify.py
+SAMPLE ?= 40
+SEED   ?= 0
 PEERS  ?= .peers
 PEER   ?= vllm hf llama
 PYTHONS ?= $(PYTHON)
@@ -35,7 +39,7 @@ INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torc
 SEEDS  ?= 1000
 AS     ?= engine
 
-.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean
+.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean mutants
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -55,6 +59,8 @@ test-ray: $(VENV)/.test
 
 simulate: $(VENV)/.test
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
+mutants: $(VENV)/.test
+	@nice $(BIN)/python -m tests.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check nanospec kernels bench tests run.py
