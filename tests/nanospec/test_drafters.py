@@ -21,6 +21,8 @@ from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.kernels.layer.linear import pack
 from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation.recycled import ID_BITS, place
+from nanospec.kernels.speculation.verify import Verdict
+from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.policy import StepCosts
@@ -37,6 +39,7 @@ from tests.drive import (
     random_jobs,
     run,
 )
+from tests.kernels.batches import guessed, make_batch
 from tests.tiny import tiny_model
 
 VOCAB = 64
@@ -256,12 +259,15 @@ def test_a_draft_model_below_recycled_tokens_computes_little_twice(model: Model,
     assert len(counts) <= 2
 
 
-def test_heads_draw_with_the_noise_of_the_target(model: Model) -> None:
-    """Head i guesses argmax(score - T log E) of the position that its token will have."""
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool) -> None:
+    """Head i guesses argmax(score - T log E) of the position that its token will have; of the likeliest only
+    where noise takes time."""
     heads = Heads.random(model, 3, vocab=50)
     engine = make_engine(model, 4, guess=WAYS["medusa"], heads=heads, max_num_seqs=3)
     drafter, table = engine.worker.drafters[0], engine.worker.table
     assert isinstance(drafter, MedusaDrafter)
+    drafter.may_wait = may_wait
     drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
     values = {"num_tokens": 9, "max_len": 60, "limit": 4, "seed": 7, "top_p": 1, "repetition": 1}
     for name, value in values.items():
@@ -276,7 +282,7 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model) -> None:
     for b, n in enumerate(found.num_drafts.tolist()):
         for i in range(n):
             luck = noise.naive(7, 9 + i, heads.token_map.int())
-            few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
+            few = may_wait & (logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1])
             best = int((logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).argmax())
             assert int(found.drafts[b, i]) == int(heads.token_map[best])
     assert drafter.propose(table, torch.tensor([0], dtype=torch.int32), 4).drafts.tolist() == [
@@ -305,6 +311,45 @@ def test_the_trees_of_heads_branch_into_what_the_noise_favours(model: Model, may
             luck = noise.naive(-(2**40) - 3, 9 + i, heads.token_map.int())
             drawn = (logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).topk(3).indices
             assert found[b][i] == heads.token_map[drawn].tolist()
+
+
+def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
+    """Three heads that make trees, and rows of requests that want 8 drafts each."""
+    guess = {"method": "medusa", "tree_width": width}
+    heads = Heads.random(model, 3, vocab=20)
+    engine = make_engine(model, 8, guess=guess, heads=heads, max_num_seqs=3)
+    drafter, table = engine.worker.drafters[0], engine.worker.table
+    assert isinstance(drafter, MedusaDrafter)
+    table.num_tokens[:], table.max_len[:], table.limit[:], table.width[:] = 9, 60, 8, width
+    return drafter, table
+
+
+def test_heads_start_where_the_last_token_was_drawn(model: Model) -> None:
+    """At the end of the path that was accepted; not after a preemption, nor behind others' tokens."""
+    drafter, table = medusa_of(model, 3)
+    rows, hidden = torch.arange(3, dtype=torch.int32), torch.randn(12, model.config.hidden_size)
+    batch = make_batch([6, 6], parents=[0, 0, 1, 0, 3, 3] + [0] * 6, rows=torch.tensor([2, -1]).int())
+    path = torch.tensor([[0, 3, 5, 0, 0, 0], [0] * 6], dtype=torch.int32)
+    verdict = Verdict(path, torch.tensor([3, 0], dtype=torch.int32), path)
+    drafter.learn(table, guessed(batch), batch, verdict, hidden, hidden)
+    assert torch.equal(drafter.hidden[:3], torch.stack([0 * hidden[0], 0 * hidden[0], hidden[5]]))
+    assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 8]
+    table.num_tokens[2] += 1
+    assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 0]
+    table.num_tokens[2] -= 1
+    drafter.admit(2, 9, [], 0)
+    assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 0]
+
+
+def test_a_request_has_a_tree_of_its_own_width(model: Model) -> None:
+    drafter, table = medusa_of(model, 3)
+    table.width[:] = torch.tensor([1, 2, 9])
+    drafter.drawn_at.fill_(9)
+    found = drafter.propose(table, torch.arange(3, dtype=torch.int32), 8)
+    assert found.parents is not None
+    assert found.num_drafts.tolist() == [3, 8, 8]
+    assert found.parents[0, :3].tolist() == [0, 1, 2]
+    assert [found.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
 
 
 def test_recycled_tokens_are_learned_from_the_ends_of_prompts(model: Model) -> None:
