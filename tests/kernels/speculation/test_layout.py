@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import RUNNING, STOPPED
+from nanospec.kernels.dispatch import Backend, forced
 from nanospec.kernels.speculation import layout
 from nanospec.kernels.speculation.proposal import Proposal
 from tests.kernels.batches import compiled, ints, make_table
@@ -111,6 +112,16 @@ def test_rows_that_take_no_part_have_no_tokens_and_no_slots() -> None:
     assert batch.q_len.tolist()[:2] == [0, 0]
     assert batch.slots[:6].tolist() == [-1] * 6
     assert int(batch.q_len[2]) == int(proposal.num_drafts[2]) + 1
+
+
+@pytest.mark.parametrize("backend", ["naive", "triton", "auto"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_is_padded_unless_it_is_to_be_packed(packed: bool, backend: Backend) -> None:
+    table = make_table(1000, tokens=random_ints(2, 40), block_table=random_ints(2, 3), num_tokens=[5, 9])
+    proposal = random_proposal(2, 4)._replace(num_drafts=ints(1, 3))
+    with forced(backend):
+        batch = layout.lay_out(table, ints(1, 0), proposal, packed)
+    assert (batch.padded, batch.num_tokens) == ((False, 6) if packed else (True, 10))
 
 
 def test_a_tree_is_laid_out_by_depth_and_packed_without_its_padding() -> None:
