@@ -356,3 +356,14 @@ def test_outputs_of_one_prompt_are_computed_once_and_let_others_go_first() -> No
     while simulation.scheduler.waiting:
         computed += sum(chunks(simulation.step()))
     assert computed <= 161 + 8 + 3 * SIZE
+
+
+def test_nobody_waits_for_the_block_of_a_last_token() -> None:
+    """It is computed anew whoever has it, since its logits are wanted."""
+    simulation = Simulation(window=64, extra_blocks=50, num_rows=2, max_tokens=8, k=0)
+    simulation.add(list(range(21)), 2)
+    assert chunks(simulation.step()) == [8]
+    short = simulation.add(list(range(12)), 2)
+    plan = simulation.step()
+    assert list(plan.admitted.items()) == [(short, 2)]
+    assert chunks(plan) == [4, 3]
