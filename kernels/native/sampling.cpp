@@ -248,9 +248,9 @@ struct Query {
 template <class Score>
 int target_of(const Table& table, const Row& row, int place, int position, const Score* logits, Scratch& at) {
     Best best = argmax(logits, table.vocab_size);
-    if (row.request < 0 || best.token == NAN_TOKEN) return best.token;
+    const bool penalised = row.request >= 0 && table.penalized[row.request];
+    if (row.request < 0 || (best.token == NAN_TOKEN && !penalised)) return best.token;  // a barred one may be NaN
     Query query{table, row.request, position, at};
-    const bool penalised = table.penalized[row.request];
     if (!penalised && query.temperature <= 0) return best.token;
     query.read(logits);
     if (penalised) {

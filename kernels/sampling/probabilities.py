@@ -23,7 +23,7 @@ TILE = tl.constexpr(4096)  # tokens of the vocabulary per iteration
 def naive(scores: Tensor, s: int, table: Table) -> Tensor:
     """[V]: the logarithm of what request row s draws from, temperature > 0; -inf for what is left out."""
     kept = scores.masked_fill(scores < sample.threshold(scores, s, table), float("-inf"))
-    return (kept / table.temperature[s]).log_softmax(-1)
+    return ((kept - kept.amax()) / table.temperature[s]).log_softmax(-1)  # the difference is exact, or tiny
 
 
 class Distribution(NamedTuple):

@@ -1,7 +1,7 @@
 """The target's own token at every scored position: the first half of verification.
 
     logits   [T, V]       bf16, fp16 or fp32, one row per token of the batch
-    targets  [T] int32    the token drawn; NAN_TOKEN where a logit is NaN or the largest score is infinite;
+    targets  [T] int32    the token drawn; NAN_TOKEN where a score is NaN or the largest is infinite;
                           padding tokens unspecified
 
 A query at absolute position p draws the token for position p + 1, assuming that the drafts before
@@ -55,7 +55,7 @@ def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Ten
             continue  # the argmax was all
         for place in row.walk(targets) if lazy else range(len(row.ids)):
             t = row.start + place
-            if targets[t] != NAN_TOKEN:
+            if table.penalized[row.request] or targets[t] != NAN_TOKEN:  # of barred tokens nobody asks
                 scores, position = scores_of(logits, table, batch, row, place)
                 targets[t] = draw(scores, row.request, position, table)
     return targets

@@ -496,11 +496,11 @@ def test_typical_changes_the_distribution() -> None:
     assert 0.04 < float((shares - p).abs().sum()) / 2 < 0.2
 
 
-def test_nan_stays_nan_where_penalties_hide_it() -> None:
-    """A barred stop token whose logit is NaN: the target says so, and no rule draws another."""
+def test_nan_stays_nan_under_penalties() -> None:
+    """The target says so, and no rule draws another. (Barred tokens, as 3 is, may have any logit.)"""
     V = 20
     logits = torch.zeros(2, V)
-    logits[0, 3] = math.nan
+    logits[0, 3:5] = math.nan
     table = make_table(V, temperature=1.0, min_len=100, penalized=True, stop_ids=[3])
     batch = make_batch([2], [5], input_ids=ints(1, 2))
     targets = sample.naive(logits, table, batch)
@@ -508,3 +508,10 @@ def test_nan_stays_nan_where_penalties_hide_it() -> None:
     for rule in (REJECTION, TYPICAL):
         table.rule[:] = rule
         assert accept.naive(targets, logits, table, batch, drawn(torch.zeros(1, 1, V)))[0] == -1
+
+
+def test_probabilities_of_the_largest_scores_at_a_low_temperature() -> None:
+    """Divided before the largest is taken off, they overflow: infinity less infinity is NaN."""
+    table = make_table(3, temperature=1e-4)
+    log_p = probabilities.naive(torch.tensor([3e38, 3e38, -3e38]), 0, table)
+    assert log_p.tolist() == [pytest.approx(-math.log(2)), pytest.approx(-math.log(2)), -math.inf]

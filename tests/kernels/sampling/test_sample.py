@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
+from nanospec.kernels.codes import NAN_TOKEN
 from nanospec.kernels.sampling import noise, sample
 from nanospec.kernels.speculation import verify
 from nanospec.kernels.speculation.walk import rows_of
@@ -57,8 +58,6 @@ def reference_token(
 ) -> tuple[int, bool]:
     columns = {name: value for name, value in table._asdict().items() if isinstance(value, Tensor)}
     p = {name: value[s].double().numpy() for name, value in columns.items() if name != "seed"}
-    if np.isnan(x).any() or np.isinf(x.max()):
-        return -1, False
     if bool(p["penalized"]):
         x = x + p["bias"]
         if position < p["min_len"]:
@@ -69,8 +68,8 @@ def reference_token(
                 x[token] = x[token] / p["repetition"] if x[token] > 0 else x[token] * p["repetition"]
             if count:
                 x[token] -= p["frequency"] * count + p["presence"]
-        if np.isinf(x.max()):
-            return -1, False
+    if np.isnan(x).any() or np.isinf(x.max()):
+        return -1, False
     T = float(p["temperature"])
     close = False
     if T > 0:
@@ -367,6 +366,23 @@ PEAKED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "min_p": {"temperature": 1.0, "min_p": 0.02},
 }
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_logit_of_a_barred_token_may_be_anything(implementation: str, temperature: float) -> None:
+    """Of NaN and infinity too: all implementations look at what may be drawn, and so agree."""
+    logits = torch.randn(3, 65, generator=torch.Generator().manual_seed(2))
+    batch = make_batch([3], rows=ints(1))
+    table = make_table(65, temperature=temperature, penalized=True, min_len=9, stop_ids=[[64, 7]] * S)
+    expected = sample.naive(logits, table, batch)
+    assert bool((expected >= 0).all())
+    logits[0, 64], logits[1, 7], logits[2, 64] = math.nan, math.inf, -math.inf
+    assert torch.equal(IMPLEMENTATIONS[implementation](logits, table, batch), expected)
+    table.min_len[:] = 0
+    drawn = IMPLEMENTATIONS[implementation](logits, table, batch).tolist()
+    assert drawn[:2] == [NAN_TOKEN, NAN_TOKEN]
+    assert drawn[2] >= 0
 
 
 @pytest.mark.parametrize("case", PEAKED, ids=str)
