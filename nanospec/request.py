@@ -169,10 +169,11 @@ class Request:
         self.num_computed = self.num_tokens - 1
         if finish == "error":
             finish, at = "abort", self.num_tokens
-            self.error = f"The model gave NaN logits at position {at}; check its weights and dtype."
-            if extra := self.params.extra_args:
+            gave, extra = "the model gave NaN or infinite logits", self.params.extra_args
+            self.error = f"At position {at} {gave}; check its weights and dtype (float16 ends at 65,504)."
+            if extra:
                 self.error = (
-                    f"There is nothing to draw from at position {at}: either the model gave NaN logits, or "
+                    f"There is nothing to draw from at position {at}: either {gave}, or "
                     f"extra_args={extra!r} left no token; try without them."
                 )
         if finish is not None:
@@ -276,6 +277,11 @@ def check_request(
             f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids, but the limit is "
             f"{MAX_STOP_IDS}."
         )
+    if params.min_tokens and len(set(stop_ids).intersection(range(size))) == size:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} bars stop tokens, and all tokens of this vocabulary, 0 to "
+            f"{size - 1}, are such; stop at fewer or use min_tokens=0."
+        )
     if params.acceptance not in (None, "exact") and acceptance == "exact":
         raise ValueError(
             f"acceptance={params.acceptance!r} needs an engine started with SpecConfig(acceptance="
@@ -292,7 +298,7 @@ def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_to
     and the values and ids of the likeliest."""
     own, rank, top, ids = entry
     found = {token: Logprob(own, rank)}
-    for i in range(num_top):
+    for i in range(min(num_top, len(top))):  # of a tiny vocabulary there may be fewer
         if top[i] == float("-inf"):  # left out by a sampling parameter, as are all that follow
             break
         found.setdefault(ids[i], Logprob(top[i], i + 1))

@@ -19,5 +19,9 @@ class TopNSigma(
     default, low, high = 0.0, 0.0, 100.0
 
     def change(self, logits: Tensor, value: Tensor) -> Tensor:
-        least = logits.amax(-1, keepdim=True) - value * logits.std(-1, keepdim=True)
+        largest, there = logits.amax(-1, keepdim=True), logits.isfinite()  # another may have left some out
+        mean = logits.where(there, 0.0).sum(-1, keepdim=True) / there.sum(-1, keepdim=True)
+        spread = (logits - mean).where(there, 0.0).square().sum(-1, keepdim=True)
+        sigma = (spread / (there.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
+        least = largest - value * sigma
         return logits.masked_fill(logits < least, float("-inf"))

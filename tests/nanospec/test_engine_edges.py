@@ -332,7 +332,8 @@ def test_nan_ends_a_request_with_a_sentence_and_touches_no_other(
             assert request.finish_reason == "abort"
             assert request.output_ids == request.logprobs == []
             assert request.error == (
-                f"The model gave NaN logits at position {request.num_tokens}; check its weights and dtype."
+                f"At position {request.num_tokens} the model gave NaN or infinite logits; check its weights "
+                "and dtype (float16 ends at 65,504)."
             )
         for request, wanted in zip(requests, expected, strict=True):
             assert_same(outcome(request), wanted)

@@ -23,6 +23,7 @@ from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from nanospec.sampling.base import PARAMETERS, gather
 from nanospec.sampling.rows import ExtraRows
+from nanospec.sampling.top_n_sigma import TopNSigma
 from tests.drive import (
     MODES,
     Job,
@@ -234,7 +235,7 @@ def test_a_change_that_goes_wrong_gets_a_sentence(model: Model, monkeypatch: pyt
     assert request.finish_reason == "abort"
     assert request.error is not None
     assert "nothing to draw from at position 1" in request.error
-    assert "NaN logits, or extra_args={'tilt': 1}" in request.error  # which of both, nobody knows
+    assert "NaN or infinite logits, or extra_args={'tilt': 1}" in request.error  # which of both, nobody knows
 
 
 def test_the_command_line_and_lines_of_json_know_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,3 +250,12 @@ def test_the_command_line_and_lines_of_json_know_it(capsys: pytest.CaptureFixtur
         "extra_args": {"top_n_sigma": 3, "tilt": 1},
     }
     assert gather({"seed": 2, "extra_args": {}}, {"tilt": 1}) == {"seed": 2, "extra_args": {}}
+
+
+def test_top_n_sigma_behind_a_parameter_that_leaves_tokens_out() -> None:
+    """Infinite logits have no part in the deviation, which they would make NaN."""
+    logits = torch.tensor([[4.0, 3.0, -2.0, -3.0], [4.0, 3.0, float("-inf"), -3.0]])
+    kept = TopNSigma().change(logits, torch.tensor([[0.5], [0.5]])).isfinite()
+    assert kept.tolist() == [[True, True, False, False]] * 2
+    alone = TopNSigma().change(torch.tensor([[5.0]]), torch.tensor([[1.0]]))
+    assert alone.tolist() == [[5.0]]  # a vocabulary of one
