@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import SamplingParams, SpecConfig
+from .config import GREEDY_BELOW, SamplingParams, SpecConfig
 from .kernels.codes import EXACT, MAX_DRAFTS, MAX_TREE_WIDTH, RULES, RUNNING
 from .kernels.host_writes import Write, write
 from .kernels.table import Table
@@ -87,7 +87,7 @@ def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecCo
         (table.max_n, spec.prompt_lookup_max),
         (table.width, min(asked.tree_width or spec.tree_width, spec.tree_width)),
         (table.rule, EXACT if guided else RULES.index(asked.acceptance or spec.acceptance)),
-        (table.temperature, asked.temperature),
+        (table.temperature, asked.temperature if asked.temperature >= GREEDY_BELOW else 0),
         (table.top_k, max(asked.top_k, 0)),
         (table.top_p, asked.top_p),
         (table.min_p, asked.min_p),

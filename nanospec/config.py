@@ -21,6 +21,7 @@ OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are giv
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
 T = TypeVar("T")
 _MAX_INT = 2**31 - 1
+GREEDY_BELOW = 1e-5  # the temperature: from here down rounding in float32, not chance, would choose
 _SEEDS = (-(2**63), 2**63 - 1)
 
 
@@ -215,7 +216,7 @@ class SamplingParams:
 
     Attributes:
         n: how many outputs to draw for the prompt.
-        temperature: 0 is greedy.
+        temperature: 0, or below 1e-5, is greedy.
         top_p: keep the smallest set of likeliest tokens that has this mass.
         top_k: keep so many likeliest tokens; 0 or -1: all.
         min_p: keep tokens that are at least so many times as likely as the likeliest.
@@ -253,7 +254,7 @@ class SamplingParams:
     logprobs: int | None = limited(None, 0, 20)
     presence_penalty: float = limited(0.0, -2, 2)
     frequency_penalty: float = limited(0.0, -2, 2)
-    repetition_penalty: float = limited(1.0, 0, 100)
+    repetition_penalty: float = limited(1.0, 0.01, 100)
     logit_bias: dict[int, float] = field(default_factory=dict)
     extra_args: dict[str, float] = field(default_factory=dict)
     response_format: Mapping[str, Any] | None = None
@@ -264,8 +265,6 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._normalise()
         check_fields(self)
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty=0 must be above 0; 1 has no effect.")
         if self.top_p == 0:
             raise ValueError("top_p=0 must be above 0; for greedy decoding use temperature=0.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

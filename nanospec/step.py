@@ -71,11 +71,12 @@ class StepResult(NamedTuple):
 
     def logprobs(self, wanted: Sequence[int]) -> Logprobs:
         """Log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the wanted[b]
-        likeliest (the largest of these numbers for all). Waits for the step; to be called before the next
-        one is queued, which overwrites the logits."""
+        likeliest (the largest of these numbers for all; there may be fewer tokens). Waits for the step; to be
+        called before the next one is queued, which overwrites the logits."""
         asked = torch.tensor(wanted, device=self.report.device) >= 0
         b, j, tokens = kept_tokens(self.report, asked)
-        return logprobs(self.logits, self.q_start[b] + self.path[b, j], tokens, max(wanted))
+        most = min(max(wanted), self.logits.shape[1])  # no more than there are tokens
+        return logprobs(self.logits, self.q_start[b] + self.path[b, j], tokens, most)
 
 
 class Step:
