@@ -22,6 +22,8 @@ from ..dispatch import use_triton
 from . import paged
 from .plan import Part, Plan
 
+FEW = 16**3  # multiply-adds of a product for which PyTorch has another sum of bf16 and fp16
+
 
 def attention(q: Tensor, cache: Tensor, plan: Plan, scale: float, softcap: float | None = None) -> Tensor:
     """Softmax(q k^T * scale) v for every query over the cache positions it may see; with a `softcap` c, of
@@ -54,11 +56,22 @@ def _naive(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: float | 
     grid = q if batch.padded else q[batch.grid]
     grouped = grid.view(B, Q, num_kv_heads, G, head_dim).permute(2, 0, 3, 1, 4)
     grouped = grouped.reshape(num_kv_heads * B, G * Q, head_dim)
+    grouped, mask = _enough(grouped, part.mask)
     if softcap is None:
-        scores = torch.baddbmm(part.mask, grouped, k.transpose(1, 2), alpha=scale)
+        scores = torch.baddbmm(mask, grouped, k.transpose(1, 2), alpha=scale)
     else:
         scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
-        scores = scores + part.mask
-    out = torch.bmm(scores.softmax(-1), v).view(num_kv_heads, B, G, Q, head_dim)
+        scores = scores + mask
+    out = torch.bmm(scores.softmax(-1), v)[:, : G * Q].view(num_kv_heads, B, G, Q, head_dim)
     out = out.permute(1, 3, 0, 2, 4).reshape(B * Q, -1, head_dim)
     return out if batch.padded else out[batch.in_row]
+
+
+def _enough(queries: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """queries [N, M, D] and mask [N or 1, M, width], repeated until their product is not one of `FEW`: of one
+    query with a short text in a narrow model it would be, and of several beside it not."""
+    products = queries.numel() * mask.shape[2]
+    if queries.dtype == torch.float32 or products == 0 or products > FEW:
+        return queries, mask
+    times = FEW // products + 1
+    return queries.repeat(1, times, 1), mask.repeat(1, times, 1)
