@@ -2,23 +2,28 @@
 vocabulary of one token, windows that are full at once, more drafts than fit, parameters at their limits.
 
 `EXTREMES=1000` draws so many engines instead of a few; each is named by its number, which replays it.
+`EXTREMES_LONG=8192` makes the long text so long.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nanospec.config import SamplingParams
+from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
+from nanospec.models.rope import cos_sin_table
 from tests.drive import Job, alone, assert_same, make_engine, outcome, run
-from tests.tiny import tiny_model
+from tests.tiny import Pages, checkpoint, tiny_model
 
 NUM_ENGINES = int(os.environ.get("EXTREMES", "15"))
+LENGTH = int(os.environ.get("EXTREMES_LONG", "1000"))
 LEAST, MOST = 1e-45, 2**31 - 1  # of float32 and of int32
 
 
@@ -134,3 +139,36 @@ def test_an_overflow_is_an_error_that_says_so(dtype: torch.dtype) -> None:
         assert (request.finish_reason, request.output_ids) == ("abort", [])
         assert "NaN or infinite logits" in str(request.error)
         assert "float16 ends at 65,504" in str(request.error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_token_of_a_long_text_is_the_likeliest(dtype: torch.dtype) -> None:
+    """Guessed, in full, and then scored at once, which needs no decoding alone to compare with."""
+    end = LENGTH + 3
+    model = tiny_model(dtype=dtype, max_position_embeddings=end, windows=(64, None), head_dim=32)
+    engine = make_engine(model, 16, guess={"method": "ngram+recycle"}, max_model_len=end, max_num_seqs=1)
+    (request,) = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=LENGTH))])
+    assert len(request.output_ids) == LENGTH
+    assert request.stats.num_accepted > LENGTH // 3
+    text = torch.tensor(request.tokens, dtype=torch.int32)
+    (logits,) = Pages(model, 1, end).step({0: text[:-1]}).values()
+    scores = logits[2:].float()
+    chosen = scores.gather(1, text[3:, None].long())[:, 0]
+    assert bool((chosen >= scores.amax(-1) - (1e-3 if dtype == torch.float32 else 0.1)).all())
+
+
+@pytest.mark.parametrize("variant", ["llama-tied-llama3", "phi3-longrope"])
+def test_angles_of_far_positions(tmp_path: Path, variant: str) -> None:
+    """Those of transformers, up to the last place of its products of positions and frequencies in float32."""
+    import transformers
+
+    far, places = 1 << 17, torch.tensor([[0, 1, 8191, 65535, (1 << 17) - 1]])
+    folder = checkpoint(tmp_path, variant, max_position_embeddings=far)
+    config = ModelConfig.from_path(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    cos, sin = (part[0].double() for part in model.model.rotary_emb(torch.zeros(1, 5, 1), places))
+    own = cos_sin_table(config.rope, config.head_dim, far, "cpu")[places[0]].double()
+    half = cos.shape[-1] // 2
+    theirs = torch.cat((cos[:, :half], sin[:, :half]), 1)
+    bound = 1e-6 + places[0, :, None] * 2.0**-23 * config.rope.amplitude
+    assert bool(((own - theirs).abs() <= bound).all())
