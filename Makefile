@@ -5,6 +5,7 @@
 # make simulate     the engine under drawn schedules and faults, against an oracle: SEEDS=1000, or SEEDS=A:B, of
 #                   them; AS=triton takes the kernels, AS=http a server
 # make mutants      small defects in some FILES, SAMPLE of each by SEED: do the tests notice? JSON names a file for it
+# make faults       faults at every line, call and byte: an hour; FAULTS=500 tries so many of each kind
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
@@ -39,7 +40,7 @@ INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torc
 SEEDS  ?= 1000
 AS     ?= engine
 
-.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean mutants
+.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean mutants faults
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -61,6 +62,8 @@ simulate: $(VENV)/.test
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
 mutants: $(VENV)/.test
 	@nice $(BIN)/python -m tests.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
+faults: $(VENV)/.test
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check nanospec kernels bench tests run.py

@@ -94,7 +94,15 @@ class Engine:
         index: int = 0,
         salt: bytes = b"",
     ) -> Request:
-        """Queue one output of a prompt. `index` is its number among `params.n`; `salt` names who may
+        """Queue one output of a prompt, as `new` and `queue` do."""
+        request = self.new(prompt_ids, params, index, salt)
+        self.queue(request)
+        return request
+
+    def new(
+        self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
+    ) -> Request:
+        """One output of a prompt, to be queued. `index` is its number among `params.n`; `salt` names who may
         share its cached blocks when prefix caching is off (see `llm.py`)."""
         self.check(prompt_ids, params)
         number = next(self._ids)
@@ -115,10 +123,13 @@ class Engine:
         request.stats.acceptance = params.acceptance or self.config.spec.acceptance
         if params.response_format is not None and self.grammars is not None:
             request.guide, request.stats.acceptance = self.grammars.guide(params.response_format), "exact"
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Have a new request run. Whoever has it already can abort it whatever interrupts this."""
         self.scheduler.add(request)
         if self.recorder is not None:
             self.recorder.added(request)
-        return request
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """All tokens that end a request."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -97,24 +97,25 @@ class LLM:
         Raises:
             ValueError: a prompt or its parameters cannot run. Nothing is run then.
         """
-        groups = self._submit(_as_list(prompts), sampling_params)
-        outputs: list[RequestOutput | None] = [None] * len(groups)
-        pending = {r: i for i, (_, group) in enumerate(groups) for r in group}
-        missing = [len(group) for _, group in groups]
-        bar = tqdm(total=len(groups), unit="prompt", disable=not use_tqdm)
+        ready = self._checked(_as_list(prompts), sampling_params)
+        outputs: list[RequestOutput | None] = [None] * len(ready)
+        groups: list[list[Request]] = []
+        bar = tqdm(total=len(ready), unit="prompt", disable=not use_tqdm)
         try:
+            self._queue(ready, groups)
+            pending = {r: i for i, group in enumerate(groups) for r in group}
+            missing = [len(group) for group in groups]
             while pending:
                 for request in self.shared.wait(pending):
                     i = pending.pop(request)
                     missing[i] -= 1
                     if missing[i] == 0:
-                        text, group = groups[i]
-                        outputs[i] = output = RequestOutput.of(text, group)
+                        outputs[i] = output = RequestOutput.of(ready[i].text, groups[i])
                         bar.update()
                         if on_finish is not None:
                             on_finish(i, output)
         finally:
-            self.shared.abort(pending)
+            self.shared.leave(r for group in groups for r in group if not r.is_finished)
             bar.close()
         return [output for output in outputs if output is not None]
 
@@ -160,9 +161,12 @@ class LLM:
         if sampling_params is not None and sampling_params.n != 1:
             n = sampling_params.n
             raise ValueError(f"n={n} outputs cannot be streamed as one; use n=1 or generate().")
-        [(text, [request])] = self._submit([prompt], sampling_params)
+        ready = self._checked([prompt], sampling_params)
+        groups: list[list[Request]] = []
         ended = False
         try:
+            self._queue(ready, groups)
+            [[request]] = groups
             while not ended:
                 with self.shared.turn():
                     pieces = request.new_pieces()  # of steps that others ran
@@ -172,9 +176,9 @@ class LLM:
                     ended = request.is_finished
                 yield pieces
         finally:
-            self.shared.abort([request])
+            self.shared.abort(r for group in groups for r in group if not r.is_finished)
         if on_finish is not None:
-            on_finish(RequestOutput.of(text, [request]))
+            on_finish(RequestOutput.of(ready[0].text, groups[0]))
 
     def close(self) -> None:
         """End the processes of a model that is split among several. One that is not has nothing to end."""
@@ -202,10 +206,10 @@ class LLM:
             outputs = [Completion.of(request) for request in recorder.requests]
             return Trace.of(outputs, num_omitted=recorder.num_requests - len(outputs))
 
-    def _submit(
+    def _checked(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[tuple[str | None, list[Request]]]:
-        """Check everything, then queue everything: (text, its n requests) per prompt."""
+    ) -> list[_Ready]:
+        """Check everything."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -217,14 +221,28 @@ class LLM:
             text, ids = _text_and_ids(prompt)
             ids = self.tokenizer.encode(text or "") if ids is None else ids
             self.engine.check(ids, asked)
-            ready.append((text, ids, asked))
-        groups = []
-        with self.shared.turn():
-            for text, ids, asked in ready:
+            ready.append(_Ready(text, ids, asked))
+        return ready
+
+    def _queue(self, ready: Sequence[_Ready], groups: list[list[Request]]) -> None:
+        """Queue everything: the n requests of each prompt. They are in `groups` before the engine has them,
+        so that whoever is interrupted meanwhile can abort them."""
+        with self.shared.turn() as engine:
+            for _, ids, asked in ready:
                 # Without prefix caching the outputs of one prompt still share its blocks.
                 salt = b"" if self.config.enable_prefix_caching else f"group-{next(self._groups)}".encode()
-                groups.append((text, [self.engine.add(ids, asked, i, salt) for i in range(asked.n)]))
-        return groups
+                groups.append([])
+                for i in range(asked.n):
+                    groups[-1].append(engine.new(ids, asked, i, salt))
+                    engine.queue(groups[-1][-1])
+
+
+class _Ready(NamedTuple):
+    """What may be queued: a prompt and what is asked for it."""
+
+    text: str | None
+    ids: list[int]
+    params: SamplingParams
 
 
 def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:

@@ -87,8 +87,8 @@ class Scheduler:
                 more = i < len(prompts) or self._next(plan) is not None
                 budget -= self._chunk(request, budget, more, plan)
         while budget > 0 and (first := self._next(plan)) is not None:
-            self.waiting.remove(first)
             self._admit(first)
+            self.waiting.remove(first)  # last, so that it is in a queue whatever interrupts this
             plan.admitted[first] = first.num_registered
             if not first.is_prefilled:
                 budget -= self._chunk(first, budget, self._next(plan) is not None, plan)

@@ -1,18 +1,23 @@
 """One engine for callers in several threads.
 
 All requests run as one batch: whoever waits for results has the engine for one step in turn, and that step
-is everybody's. Unfinished requests are touched in a turn only.
+is everybody's. Unfinished requests are touched in a turn only. What is cut short in the engine, by Ctrl-C or
+a failure, ends all requests, at the latest in the next turn: Ctrl-C may come twice.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock, RLock
+from typing import TypeVar
 
+from .checks import shown
 from .engine import Engine
 from .request import Request
+
+Result = TypeVar("Result")
 
 
 class SharedEngine:
@@ -22,6 +27,7 @@ class SharedEngine:
         self.engine = engine
         self._next, self._lock = Lock(), RLock()  # reentrant only to know whose it is
         self._abandoned: deque[Request] = deque()
+        self._cut_short: str | None = None  # what to tell those whose requests end with it
 
     @contextmanager
     def turn(self) -> Iterator[Engine]:
@@ -30,6 +36,7 @@ class SharedEngine:
         try:
             with self._next:
                 self._lock.acquire()
+            self._mend()
             yield self.engine
         finally:
             self._give_back()
@@ -38,11 +45,26 @@ class SharedEngine:
     def step(self) -> list[Request]:
         """One engine step, in a turn; returns the requests that got tokens or ended. What interrupts it,
         Ctrl-C included, ends all requests: a step cut short leaves the device in an unknown state."""
+        return self._whole(self.engine.step)
+
+    def _whole(self, action: Callable[[], Result]) -> Result:
+        """Have the engine do something, all of it."""
+        self._mend()
+        self._cut_short = "A step was cut short, and all requests with it; run them again."
         try:
-            return self.engine.step()
+            result = action()
         except BaseException as error:
-            self.engine.abort_all(f"A step ended with {error!r}, and all requests with it; run them again.")
+            self._cut_short = f"A step ended with {shown(error)}, and all requests with it; run them again."
+            self._mend()
             raise
+        self._cut_short = None
+        return result
+
+    def _mend(self) -> None:
+        """End all requests if something was cut short."""
+        if self._cut_short is not None:
+            self.engine.abort_all(self._cut_short)
+            self._cut_short = None
 
     def wait(self, requests: Iterable[Request]) -> list[Request]:
         """Those that have ended; if none has, after one more step."""
@@ -59,19 +81,25 @@ class SharedEngine:
         self._abandoned.extend(requests)
         self._end_abandoned()
 
+    def leave(self, requests: Iterable[Request]) -> None:
+        """As `abort`, where this thread cannot be within a turn but one that Ctrl-C has left open."""
+        self._give_back()
+        self.abort(requests)
+
     def _end_abandoned(self) -> None:
         while self._abandoned and not self._is_ours():
             try:
                 if not self._lock.acquire(blocking=False):
                     return
                 while self._abandoned:
-                    self.engine.abort(self._abandoned.popleft())  # nothing if it is finished
+                    self._whole(lambda: self.engine.abort(self._abandoned.popleft()))
             finally:
                 self._give_back()
 
     def _give_back(self) -> None:
-        """Release the lock if this thread has it: Ctrl-C may come right before or behind its acquisition."""
-        if self._is_ours():
+        """Release the lock if this thread has it: Ctrl-C may come right before or behind its acquisition, or
+        before this, and then a turn is given back with the next one."""
+        while self._is_ours():
             self._lock.release()
 
     def _is_ours(self) -> bool:

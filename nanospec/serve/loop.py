@@ -168,9 +168,10 @@ class EngineLoop:
         try:
             for p, ids in enumerate(prompts):
                 for i in range(params.n):
-                    request = self.llm.engine.add(ids, params, i, salt)
+                    request = self.llm.engine.new(ids, params, i, salt)
                     request.arrival_time = job.arrival
                     self._live[request] = Live(job, p * params.n + i, request)
+                    self.llm.engine.queue(request)
         except Exception:
             log.exception("A request could not be queued.")
             self._abort(job)
@@ -184,8 +185,7 @@ class EngineLoop:
     def _fail(self, error: EngineFailed) -> None:
         """Tell all jobs that nothing comes any more."""
         jobs = {live.job for live in self._live.values()}
-        for request in self._live:
-            self.llm.engine.abort(request)
+        self.llm.engine.abort_all()  # whatever failed may have left it inconsistent
         self._live.clear()
         if jobs:
             self._loop.call_soon_threadsafe(self._deliver, [(job, error) for job in jobs])

@@ -1,0 +1,63 @@
+"""An exception at any line: what Ctrl-C, a failed allocation or a signal handler may do."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import nanospec
+
+PACKAGE = Path(nanospec.__file__).parent
+ENGINE = ("engine.py", "scheduler.py", "blocks.py", "llm.py", "sharing.py", "request.py", "worker.py")
+
+
+class Injector:
+    """Counts the lines that run in some files of the package, and raises at the `at`-th of them.
+
+    Attributes:
+        lines: how many have run.
+        where: the file and line at which it raised, "" if it has not.
+    """
+
+    def __init__(self, at: int, error: Callable[[], BaseException], files: tuple[str, ...] = ENGINE) -> None:
+        self.at, self.error, self.lines, self.where = at, error, 0, ""
+        self._files = {str(PACKAGE / name) for name in files}
+        self._within: set[tuple[int, int]] = set()  # frames and lines of their `with`
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self._within = {(known, line) for known, line in self._within if known != id(frame)}
+        return self._line if frame.f_code.co_filename in self._files else None
+
+    def _leaves_with(self, frame: FrameType) -> bool:
+        """Whether the line is the end of a `with`: told as a line of its own, but no place for signals."""
+        name, place = frame.f_code.co_filename, (id(frame), frame.f_lineno)
+        if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
+            return False
+        self._within ^= {place}
+        return place not in self._within
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event != "line" or self._leaves_with(frame):
+            return self._line
+        self.lines += 1
+        if self.lines == self.at:
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            raise self.error()
+        return self._line
+
+
+@contextmanager
+def raising(at: int, error: Callable[[], BaseException] = KeyboardInterrupt) -> Iterator[Injector]:
+    """Within the block, at the `at`-th line, once; 0 only counts."""
+    injector = Injector(at, error)
+    before = sys.gettrace()
+    sys.settrace(injector._enter)
+    try:
+        yield injector
+    finally:
+        sys.settrace(before)
