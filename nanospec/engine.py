@@ -24,6 +24,7 @@ from .policy import AutoPolicy, Policy
 from .request import Limits, Request, check_request, seed_of
 from .sampling.guided import Guided
 from .scheduler import Plan, Scheduler
+from .shortage import in_a_step, ran_out
 from .text.detokenize import Detokenizer
 from .text.grammar import PLAN_SECONDS, Draft, Grammars
 from .text.tokenizer import Tokenizer
@@ -170,12 +171,9 @@ class Engine:
         with self.worker.stages("host"):
             plan = self.scheduler.schedule(self._held())
             self._admit(plan)
-        if plan.prefill:
-            self.worker.prefill([Chunk(r.row, start, count) for r, start, count in plan.prefill])
-            self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
+        touched = self._prefill(plan) if plan.prefill else []
         if plan.decode:
             self._queue.append(self._launch(plan))
-        touched: list[Request] = []
         while len(self._queue) > (self.lag if plan.decode else 0):
             queued = self._queue.popleft()
             results = self.worker.fetch(queued.flight)
@@ -198,6 +196,21 @@ class Engine:
             self.worker.admit([request.admission(num_cached)])
         self.metrics.num_preemptions += len(plan.preempted)
         self.metrics.num_cached_tokens += sum(plan.admitted.values()) * self.config.block_size
+
+    def _prefill(self, plan: Plan) -> list[Request]:
+        """Queue pieces of prompts. Returns whom it has ended, as there is no memory for them: the others go
+        on."""
+        try:
+            self.worker.prefill([Chunk(r.row, start, count) for r, start, count in plan.prefill])
+        except Exception as error:
+            if not ran_out(error) or self.worker.failure is not None:
+                raise
+            ended = self.scheduler.unwritten(plan)
+            for request in ended:
+                self.abort(request, f"Memory ran out for the prompt; {in_a_step(self.config)}.")
+            return ended
+        self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
+        return []
 
     def _launch(self, plan: Plan) -> Queued:
         """Queue a step of the requests that decode."""

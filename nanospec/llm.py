@@ -24,6 +24,7 @@ from .models.hub import resolve_model
 from .outputs import Completion, RequestOutput
 from .request import Piece, Request
 from .sharing import SharedEngine
+from .shortage import explained, in_a_step
 from .text.tokenizer import Tokenizer
 from .threads import use_threads
 from .tracing.trace import NOT_TRACED, Trace
@@ -254,9 +255,11 @@ def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokeni
     device = resolve_device(config.device)
     if device.type == "cpu":
         use_threads(config.threads)
-    with current(device):
+    smaller = "use a device with more, a narrower dtype or a smaller model"
+    with current(device), explained(f"the weights on {device}", smaller):
         model, made = load_parts(config, folder, drafter, tokenizer, device)
-    return Worker(config, model, made)
+    with explained(f"the engine beside the weights on {device}", in_a_step(config)):
+        return Worker(config, model, made)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -115,6 +115,12 @@ class Scheduler:
             self.pool.register(request.blocks[i], request.hashes(self.block_size)[i])
             request.num_registered = i + 1
 
+    def unwritten(self, plan: Plan) -> list[Request]:
+        """Unname the blocks that the prompts of a plan were to fill, as they were not; who has one of them."""
+        lost = {block for r, start, _ in plan.prefill for block in r.blocks[start // self.block_size :]}
+        self.pool.forget(lost)
+        return [request for request in self.running if not lost.isdisjoint(request.blocks)]
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 from .checks import shown
 from .engine import Engine
 from .request import Request
+from .shortage import explained, in_a_step, ran_out
 
 Result = TypeVar("Result")
 
@@ -55,10 +56,16 @@ class SharedEngine:
             result = action()
         except BaseException as error:
             self._cut_short = f"A step ended with {shown(error)}, and all requests with it; run them again."
+            if ran_out(error):
+                self._cut_short = f"Memory ran out in a step, and all requests ended; {self._remedy()}."
             self._mend()
-            raise
+            with explained("a step, and all requests ended", self._remedy()):
+                raise
         self._cut_short = None
         return result
+
+    def _remedy(self) -> str:
+        return in_a_step(self.engine.config)
 
     def _mend(self) -> None:
         """End all requests if something was cut short."""

@@ -104,7 +104,7 @@ def _run(argv: list[str]) -> int:
             run(args, params, batch)
     except BrokenPipeError:
         raise
-    except (ValueError, TypeError, OSError) as error:  # bad input, missing files, full disk
+    except (ValueError, TypeError, OSError, MemoryError) as error:  # bad input, missing files, full disk
         text = str(error)
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror

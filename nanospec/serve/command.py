@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         if error.name not in ("starlette", "uvicorn", "prometheus_client", "h11"):
             raise
         print(f"{program()}: {MISSING.format(error.name)}", file=sys.stderr)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, MemoryError) as error:
         text = str(error)
         text = text if isinstance(error, OSError) else in_flags(text, [each for each, _ in SETTINGS])
         print(f"{program()}: {text}", file=sys.stderr)

@@ -1,0 +1,43 @@
+"""Out of memory: how it is told from other failures, and the sentence that says what to lower."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .checks import shown
+from .config import EngineConfig
+
+
+class OutOfMemory(MemoryError):
+    """Memory ran out; the message says where, and what to lower."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether it says that there is no memory left: Python, the system, and PyTorch in two ways."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    told = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # by a CPU
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def in_a_step(config: EngineConfig) -> str:
+    """What may have taken too much of it in a step, and would take less."""
+    lower = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory", "max_model_len")
+    given = [f"{name}={value}" for name in lower if (value := getattr(config, name)) is not None]
+    return f"lower {', '.join(given[:-1])} or {given[-1]}"
+
+
+@contextmanager
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Have whatever runs out of memory say what it was, and what to do."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemory) or not ran_out(error):
+            raise
+        first = str(error).strip().split("\n")[0]
+        raise OutOfMemory(f"Memory ran out for {what} ({shown(first)}); {remedy}.") from error
