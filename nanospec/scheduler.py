@@ -116,7 +116,7 @@ class Scheduler:
             request.num_registered = i + 1
 
     def unwritten(self, plan: Plan) -> list[Request]:
-        """Unname the blocks that the prompts of a plan were to fill, as they were not; who has one of them."""
+        """Unname the blocks that the prompts of a plan were to fill, as they were not; who has some of it."""
         lost = {block for r, start, _ in plan.prefill for block in r.blocks[start // self.block_size :]}
         self.pool.forget(lost)
         return [request for request in self.running if not lost.isdisjoint(request.blocks)]

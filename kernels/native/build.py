@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -36,10 +37,10 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
     try:
         file = built(cache_folder())
         try:
-            return ctypes.CDLL(str(file))
+            return _loaded(file)
         except OSError:  # a broken file
             file.unlink()
-            return ctypes.CDLL(str(built(cache_folder())))
+            return _loaded(built(cache_folder()))
     except (OSError, ValueError, subprocess.CalledProcessError) as error:  # ValueError: of CXX
         failure = "The C++ for CPUs could not be compiled"
         remedy = f"install g++ 11 or newer, or name it in CXX ({_reason(error)})."
@@ -48,6 +49,19 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
         slower = "so PyTorch runs instead, at less than half the speed"
         warnings.warn(f"{failure}, {slower}; {remedy}", stacklevel=2)
         return None
+
+
+def _loaded(file: Path) -> ctypes.CDLL:
+    """OSError for a file that is cut off, too: to load what is not there would end the process. Last in a
+    library is the table of its sections, of which the header says where it is."""
+    with file.open("rb") as library:
+        header = library.read(64)
+    if len(header) < 64 or header[:5] != b"\x7fELF\2":
+        raise OSError(f"{file} is no library")
+    (start,), (size, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=HH", header, 58)
+    if start + size * count > file.stat().st_size:
+        raise OSError(f"{file} is cut off")
+    return ctypes.CDLL(str(file))
 
 
 def target() -> str:

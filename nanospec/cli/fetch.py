@@ -22,7 +22,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,14 +68,26 @@ class FetchError(ValueError):
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` holds a configuration, a tokenizer and all weights."""
-    if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+    """Whether `folder` holds a configuration, a tokenizer and all weights, none of them cut off."""
+    index, shards = folder / "model.safetensors.index.json", ["model.safetensors"]
+    try:
+        for name in ("config.json", "tokenizer.json"):
+            json.loads((folder / name).read_bytes())
+        if index.is_file():
+            shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        return all(_is_whole(folder / shard) for shard in shards)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # missing or something else
         return False
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return all((folder / shard).is_file() for shard in shards)
-    return (folder / "model.safetensors").is_file()
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file is as long as its header says."""
+    with file.open("rb") as data:
+        length = int.from_bytes(data.read(8), "little")
+        size = file.stat().st_size - 8 - length
+        tensors = json.loads(data.read(length)) if size >= 0 else {}
+    ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+    return bool(ends) and max(ends) == size
 
 
 def sha256_of(path: Path) -> str:
@@ -238,6 +250,9 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
 def publish(scratch: Path, target: Path) -> None:
     """Make `scratch/model` the folder `target`; what was there is removed with the scratch folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    for path in (scratch / "model").rglob("*"):  # on the disk, before it has its name
+        with path.open("rb") if path.is_file() else nullcontext() as file:
+            os.fsync(file.fileno()) if file is not None else None
     if target.exists():
         os.rename(target, scratch / "replaced")
     os.rename(scratch / "model", target)

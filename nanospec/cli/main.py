@@ -40,12 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # here, where it can be caught that nobody reads any more
-    except BrokenPipeError:  # `| head` has seen enough; Python would flush again, and complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head` has seen enough
+        _write_no_more()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk behind standard output
+        _write_no_more()
+        print(f"Standard output cannot be written: {error.strerror or error}.", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted{': ' if interrupt.args else ''}{interrupt}.", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _write_no_more() -> None:
+    """To standard output: Python would flush it again at the end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def announce(name: str, folder: Path) -> None:

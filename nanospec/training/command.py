@@ -21,7 +21,7 @@ from ..models.decoder import Model
 from ..models.hub import program
 from .corpus import read_prompts, write_texts
 from .data import Data, cached_hidden, split
-from .loop import Settings, TrainError
+from .loop import Settings, TrainError, whole_file
 
 WINDOW = 1024  # tokens of a conversation
 S = TypeVar("S", bound=Settings)
@@ -96,15 +96,27 @@ def claim(work: Path, model: Path, prompts: Path | None, seed: int) -> None:
     mine = {"model": str(model.resolve()), "prompts": prompts and str(prompts.resolve()), "seed": seed}
     note = work / "work.json"
     if note.is_file():
-        theirs = json.loads(note.read_text(encoding="utf-8"))
+        theirs = _noted(note)
         for name, value in mine.items():
             if theirs.get(name) != value:
                 raise TrainError(
                     f"--work {work} was begun with {name}={theirs.get(name)!r}, not {value!r}; name another "
                     "folder or delete it."
                 )
+        return
     work.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(mine), encoding="utf-8")
+    with whole_file(note) as temporary:
+        temporary.write_text(json.dumps(mine), encoding="utf-8")
+
+
+def _noted(note: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(note.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    except ValueError:
+        pass
+    raise TrainError(f"{note} is damaged, so it is not known whose the folder is; delete it or name another.")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -106,7 +107,7 @@ def cached_hidden(model: Model, rounds: list[list[Text]], folder: Path) -> list[
         for number, texts in enumerate(rounds):
             path = folder / f"hidden-{number:04}.safetensors"
             if path.is_file():
-                part = load_file(path)["hidden"]
+                part = _kept(path)
                 bar.update(sum(len(text.ids) for text in texts))
             else:
                 part = torch.cat(hidden_states(model, texts, bar))
@@ -116,6 +117,13 @@ def cached_hidden(model: Model, rounds: list[list[Text]], folder: Path) -> list[
                 raise TrainError(f"{path} does not belong to the texts beside it; delete it.")
             parts.append(part)
     return parts
+
+
+def _kept(path: Path) -> Tensor:
+    try:
+        return load_file(path)["hidden"]
+    except (SafetensorError, KeyError) as error:
+        raise TrainError(f"{path} is damaged; delete it, and it is computed again.") from error
 
 
 def split(rounds: list[list[Text]], parts: list[Tensor]) -> tuple[Data, Data]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -180,7 +181,10 @@ def save_draft(draft: Any, target: Path, out: Path, figures: dict[str, Any], tok
     it is to guess."""
     scratch = out.with_name(f".{out.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
-    draft.to(ModelConfig.from_path(target).torch_dtype).save_pretrained(scratch)
+    try:
+        draft.to(ModelConfig.from_path(target).torch_dtype).save_pretrained(scratch)
+    except SafetensorError as error:
+        raise OSError(f"{scratch} could not be written ({error}); make room and try again.") from error
     for name in COPIED:
         if (target / name).is_file():
             shutil.copy(target / name, scratch)

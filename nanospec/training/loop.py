@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..checks import check_number
+from ..checks import check_number, shown
 
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0  # of the gradient
@@ -147,7 +147,10 @@ class Trainer(ABC):
 
     @torch.no_grad()
     def _restore(self, checkpoint: Path) -> tuple[list[dict[str, Any]], list[float]]:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        except Exception as error:  # of several kinds
+            raise TrainError(f"{checkpoint} is damaged; delete it to begin the training anew.") from error
         for name, weight in self.weights.items():
             weight.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])  # to the device of the weights
@@ -157,8 +160,19 @@ class Trainer(ABC):
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file to write, which gets its name when it is complete."""
+    """A file to write, which gets its name when all of it is on the disk. OSError if that fails, also where a
+    library has another name for it; nothing is left then."""
     temporary = path.with_name(f".{path.name}.part")
-    yield temporary
-    temporary.chmod(0o644)  # safetensors writes files that others may not read
-    os.replace(temporary, path)
+    try:
+        yield temporary
+        temporary.chmod(0o644)  # safetensors writes files that others may not read
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        raise
+    except Exception as error:  # of torch.save and safetensors: RuntimeError, SafetensorError
+        reason = shown(str(error).strip().split("\n")[0])
+        raise OSError(f"{path} could not be written ({reason}); make room and try again.") from error
+    finally:
+        temporary.unlink(missing_ok=True)

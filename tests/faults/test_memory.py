@@ -133,8 +133,8 @@ def fail_once(mode: str, verb: str, some: bool) -> None:
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
 @pytest.mark.parametrize("behind", [1, 4])
 def test_nan_of_a_moment_poisons_no_other(mode: str, behind: int) -> None:
-    """Weights are NaN in one pass, of prompts that share blocks, between preemptions; whoever was not in it has
-    the right text, and so has everybody the next time."""
+    """Weights are NaN in one pass, of prompts that share blocks, between preemptions; whoever was not in it
+    has the right text, and so has everybody the next time."""
     model = small_model()
     engine, expected = small_engine(model, mode), texts(model)
     embedding, write_kv, calls = model.embedding, model.write_kv, [0]
@@ -145,7 +145,7 @@ def test_nan_of_a_moment_poisons_no_other(mode: str, behind: int) -> None:
         write_kv(*args)
         model.embedding = embedding
 
-    model.write_kv = poisoned  # type: ignore[method-assign]
+    model.write_kv = poisoned  # type: ignore
     for _ in range(4):
         requests = [engine.add(job.prompt, job.params) for job in JOBS]
         finish(engine)
