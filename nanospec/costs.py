@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+LEAST_MS = 1e-6
+
 
 def lookup_ms(rows: int, passes: int) -> float:
     """ms of guessing by lookup, beyond what the step takes."""
@@ -110,4 +112,5 @@ class StepCosts:
 
 
 def _rising(ms: Mapping[int, float]) -> dict[int, float]:
-    return dict(zip(sorted(ms), accumulate((ms[n] for n in sorted(ms)), max)))
+    """None of them 0, as a clock that is coarse or stands still would have it."""
+    return dict(zip(sorted(ms), accumulate((max(ms[n], LEAST_MS) for n in sorted(ms)), max)))
