@@ -4,7 +4,8 @@
 # make test-ray     the tests that start Ray; what a change must pass (.ci/run) has one of them
 # make simulate     the engine under drawn schedules and faults, against an oracle: SEEDS=1000, or SEEDS=A:B, of
 #                   them; AS=triton takes the kernels, AS=http a server
-# make mutants      small defects in some FILES, SAMPLE of each by SEED: do the tests notice? JSON names a file for it
+# make mutants      small defects in some FILES, SAMPLE of each by SEED: do the tests notice? JSON names a file
+#                   for the result
 # make faults       faults at every line, call and byte: an hour; FAULTS=500 tries so many of each kind
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
@@ -60,8 +61,10 @@ test-ray: $(VENV)/.test
 
 simulate: $(VENV)/.test
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
+
 mutants: $(VENV)/.test
 	@nice $(BIN)/python -m tests.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
+
 faults: $(VENV)/.test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 

@@ -169,6 +169,8 @@ class Simulation:
             raise KeyboardInterrupt
         if fault["kind"] == "error":
             raise Injected("a fault of the simulation")
+        if fault["kind"] == "memory":
+            raise MemoryError
         if fault["kind"] == "clock":
             self.clock.now += fault["seconds"]
         elif fault["job"] in self.requests:
@@ -217,7 +219,7 @@ class Simulation:
 
     @contextmanager
     def _faults_are_expected(self) -> Iterator[None]:
-        with suppress(Injected, KeyboardInterrupt):
+        with suppress(Injected, KeyboardInterrupt, MemoryError):
             yield
 
     def _add(self, i: int) -> None:
@@ -276,7 +278,7 @@ class Simulation:
             found, wanted = (request.text, request.stop_reason), (told.text, told.stop_reason)
             assert found == wanted, f"job {i}: {found}, not {wanted}"
         self._compare_logprobs(request, told)
-        if self._is_known(request) and not self.seen["interrupt"] + self.seen["error"]:
+        if self._is_known(request) and not self.seen["interrupt"] + self.seen["error"] + self.seen["memory"]:
             drafted, accepted = request.stats.num_drafted, request.stats.num_accepted
             assert accepted == drafted, f"job {i}: {drafted - accepted} right drafts were rejected"
 

@@ -33,9 +33,9 @@ class Scenario:
         engine: what `driver.py` makes an engine of.
         jobs: {"prompt", "params", "arrives": at which step, "ends": so many steps later it is aborted, or
             None}.
-        faults: {"call": of the worker, "number": at which of them, "kind": "interrupt", "error", "abort" (of
-            "job", by its own thread in the middle of a step) or "clock" (jumps by "seconds"), "late": behind
-            the call instead of before it}.
+        faults: {"call": of the worker, "number": at which of them, "kind": "interrupt", "error", "memory"
+            (runs out), "abort" (of "job", by its own thread in the middle of a step) or "clock" (jumps by
+            "seconds"), "late": behind the call instead of before it}.
         threads: how many share the engine; 0: one that steps by itself.
     """
 
@@ -162,6 +162,8 @@ def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
     params["temperature"] = rng.choice((0.0, 0.0, 0.3, 1.0))
     params["seed"] = rng.randrange(-(2**63), 2**63)
     params["max_tokens"] = limit if rng.random() < 0.9 else None
+    if len(set(params.get("stop_token_ids", ()))) == vocab:
+        params.pop("min_tokens", None)  # nothing would be left to say
     if engine["acceptance"] != "exact" and engine["method"] != "none":
         params["acceptance"] = rng.choice((None, "exact", "rejection", "typical"))
     if vocab == TEXT_VOCAB and rng.random() < 0.25:
@@ -196,8 +198,8 @@ def _stop_inside(
 
 
 def _fault(rng: random.Random, num_jobs: int) -> dict[str, Any]:
-    kind = rng.choice(("interrupt", "error", "abort", "abort", "clock"))
-    fault: dict[str, Any] = {"call": rng.choice(CALLS), "number": rng.randint(0, 30), "kind": kind}
+    kind = rng.choice(("interrupt", "error", "memory", "abort", "abort", "clock"))
+    fault: dict[str, Any] = {"call": rng.choice(CALLS), "number": rng.randint(0, 12), "kind": kind}
     fault["late"] = rng.random() < 0.5
     if kind == "abort":
         fault["job"] = rng.randrange(num_jobs)

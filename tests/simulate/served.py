@@ -31,8 +31,8 @@ class Served(Simulation):
         llm.config, llm.engine, llm.shared = self.engine.config, self.engine, self.shared
         llm._groups = itertools.count()
         self._numbers = {oracle.params.seed: i for i, oracle in enumerate(self.oracles)}
-        self._engine_add = self.engine.add
-        self.engine.add = self._added  # type: ignore[method-assign,assignment]
+        self._engine_queue = self.engine.queue
+        self.engine.queue = self._queued  # type: ignore[method-assign]
         log.disabled = True  # of failures that are injected
         try:
             with serving(llm) as server:
@@ -43,11 +43,10 @@ class Served(Simulation):
             raise self.broken[0]
         return self.concluded()
 
-    def _added(self, *args: Any) -> Request:
-        request = self._engine_add(*args)
+    def _queued(self, request: Request) -> None:
         assert request.params.seed is not None
         self.requests[self._numbers[request.params.seed]] = request
-        return request
+        self._engine_queue(request)
 
     def _step(self) -> list[Request]:
         try:
@@ -104,7 +103,8 @@ class Served(Simulation):
     def _failed(self, i: int) -> None:
         """Only where something was made to fail, or nothing could be drawn."""
         self.seen["failed"] += 1
-        assert self.seen["error"] or self.expected[i].finish_reason == "abort", f"job {i} has failed"
+        injected = self.seen["error"] + self.seen["memory"]
+        assert injected or self.expected[i].finish_reason == "abort", f"job {i} has failed"
 
     def _same(self, i: int, text: str, reason: str) -> None:
         told = self.expected[i]
@@ -116,5 +116,5 @@ def simulate_served(scenario: Scenario) -> Counter[str]:
     """Run it; AssertionError, or whatever was raised, if something is wrong. Its threads are not used; of its
     faults errors are, as nobody but clients ends requests and Ctrl-C does not reach the engine's thread."""
     scenario.threads = 0
-    scenario.faults = [fault for fault in scenario.faults if fault["kind"] == "error"]
+    scenario.faults = [fault for fault in scenario.faults if fault["kind"] in ("error", "memory")]
     return Served(scenario).run()
