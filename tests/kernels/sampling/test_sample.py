@@ -116,10 +116,14 @@ def check(
     batch = replace(batch, rows=ints(*rows), input_ids=ids)
     table = random_table(rng, V)
     logits = random_logits(rng, batch.num_tokens, V, dtype)
-    live = [t for b, n in enumerate(q_len) if rows[b] >= 0 for t in real(batch, b).tolist()[:n]]
-    if nan and live:
-        logits[rng.choice(live), rng.randrange(V)] = math.nan
-        logits[rng.choice(live), rng.randrange(V)] = math.inf
+    read = [(int(batch.q_start[b]), s) for b, (n, s) in enumerate(zip(q_len, rows)) if n and s >= 0]
+    if nan and read:
+        logits[read[0][0], rng.randrange(V)] = math.nan
+        logits[read[-1][0], rng.randrange(V)] = math.inf
+    elif read and V > 1:  # greedy, and two tokens are equal
+        first, s = read[0]
+        table.temperature[s], table.penalized[s] = 0.0, False
+        logits[first, rng.sample(range(V), 2)] = 100.0
     targets = implementation(logits, table, batch)
     assert targets.dtype == torch.int32
     assert targets.shape == (batch.num_tokens,)
