@@ -7,6 +7,8 @@
 # make mutants      small defects in some FILES, SAMPLE of each by SEED: do the tests notice? JSON names a file
 #                   for the result
 # make faults       faults at every line, call and byte: an hour; FAULTS=500 tries so many of each kind
+# make statistics   what is drawn against what must be, for every way of guessing, rule of acceptance and sampling
+#                   parameter: SAMPLES outputs of each (default 40: ten minutes on a busy core), results in OUT
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
@@ -34,6 +36,7 @@ SEED   ?= 0
 PEERS  ?= .peers
 PEER   ?= vllm hf llama
 PYTHONS ?= $(PYTHON)
+SAMPLES ?= 40
 TORCH  ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
 INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torch --editable
@@ -41,7 +44,7 @@ INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torc
 SEEDS  ?= 1000
 AS     ?= engine
 
-.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean mutants faults
+.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean mutants faults statistics
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -67,6 +70,9 @@ mutants: $(VENV)/.test
 
 faults: $(VENV)/.test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+statistics: $(VENV)/.test
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
+	@$(BIN)/python bench/distributions.py --samples $(SAMPLES) --out $(OUT)
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check nanospec kernels bench tests run.py

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
 from nanospec import SamplingParams
-from nanospec.kernels.sampling import top_k_top_p
 from nanospec.models.decoder import Model
 from tests.drive import (
     MODES,
@@ -24,7 +21,7 @@ from tests.drive import (
     run,
     similar_model,
 )
-from tests.tiny import Pages, tiny_model
+from tests.tiny import tiny_model
 
 VOCAB = 64
 
@@ -92,53 +89,6 @@ def test_a_draft_models_chains_are_rejected_by_ratio_beside_trees_too(
         assert engine.metrics.spec.by_drafter["draft"][1] > 100
     same = sum(a == b for a, b in zip(*outputs, strict=True))
     assert same >= 6  # what lookup drafts may differ
-
-
-def distribution(
-    model: Model, prompt: list[int], params: SamplingParams, length: int
-) -> dict[tuple[int, ...], float]:
-    """The probability of every output of `length` tokens."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        longer: dict[tuple[int, ...], float] = {}
-        for output, p in found.items():
-            pages = Pages(model, 1, 64)
-            scores = pages.step({0: torch.tensor([*prompt, *output])})[0][-1].float()
-            least = top_k_top_p.naive(scores, params.temperature, params.top_k, params.top_p, params.min_p)
-            kept = torch.where(scores >= least, scores / params.temperature, float("-inf")).softmax(-1)
-            longer |= {(*output, t): p * float(kept[t]) for t in kept.nonzero().flatten().tolist()}
-        found = longer
-    return found
-
-
-def distance(outputs: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Total variation."""
-    total = outputs.total()
-    keys = outputs.keys() | expected.keys()
-    return sum(abs(outputs[key] / total - expected.get(key, 0.0)) for key in keys) / 2
-
-
-@pytest.mark.parametrize("params", [{"temperature": 0.7, "top_k": 4}, {"temperature": 1.2, "top_p": 0.6}])
-@pytest.mark.parametrize("rule", ["exact", "rejection"])
-def test_the_distribution_of_the_output_is_the_targets(
-    model: Model, draft: Model, rule: str, params: dict[str, Any]
-) -> None:
-    """Of three tokens: the distance shrinks as 1 / sqrt(N), as that of independent draws."""
-    prompt, asked = [5, 9, 9, 3], SamplingParams(max_tokens=3, **params)
-    expected = distribution(model, prompt, asked, 3)
-    engine = engine_of(model, draft, "rejection", max_num_seqs=64, guess={"method": "draft"})
-    outputs: list[tuple[int, ...]] = []
-    for start in range(0, 1600, 400):
-        jobs = [
-            Job(prompt, SamplingParams(max_tokens=3, seed=seed, acceptance=rule, **params))
-            for seed in range(start, start + 400)
-        ]
-        outputs += [tuple(request.output_ids) for request in run(engine, jobs)]
-    assert engine.metrics.spec.num_accepted > 500
-    support = sum(1 for p in expected.values() if p > 1e-4)
-    small, large = distance(Counter(outputs[:100]), expected), distance(Counter(outputs), expected)
-    assert large < 0.8 * (support / len(outputs)) ** 0.5  # independent draws: at most 0.5 of that
-    assert large < small / 2.4  # sixteen times as many: a quarter
 
 
 def test_typical_accepts_more_and_says_what_it_is(model: Model, draft: Model) -> None:

@@ -1,0 +1,150 @@
+"""What outputs must be distributed like, by counting all that a small vocabulary has, and whether they are.
+
+Nothing here is the engine's: what is asked for is read from `SamplingParams`, and what that means is written
+down once more, in numpy and float64, from the documents. The model is a function, output so far -> logits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanospec.config import SamplingParams
+
+Output = tuple[int, ...]
+Logits = dict[Output, np.ndarray]
+Change = Callable[[np.ndarray, Output], np.ndarray]  # of a next token's probabilities, behind an output
+
+
+def logits_by_output(folder: Path, prompt: Sequence[int], vocab: int, length: int) -> Logits:
+    """What transformers says, in float64, behind a prompt and every output of fewer than `length` tokens."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found: Logits = {}
+    for n in range(length):
+        outputs = list(np.ndindex(*[vocab] * n))
+        ids = torch.tensor([[*prompt, *output] for output in outputs])
+        with torch.no_grad():
+            last = model(ids).logits[:, -1].numpy()
+        found |= dict(zip(outputs, last, strict=True))
+    return found
+
+
+def next_token(
+    logits: np.ndarray, prompt: Sequence[int], output: Output, asked: SamplingParams
+) -> np.ndarray:
+    """The probabilities [V] of the token behind prompt and output."""
+    x, repetition = logits.astype(np.float64), asked.repetition_penalty
+    for token, bias in asked.logit_bias.items():
+        x[token] += bias
+    if len(output) < asked.min_tokens:
+        x[list(asked.stop_token_ids)] = -np.inf
+    for token in {*prompt, *output}:
+        x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
+    for token, count in Counter(output).items():
+        x[token] -= asked.frequency_penalty * count + asked.presence_penalty
+    if asked.temperature == 0:
+        return np.eye(len(x))[x.argmax()]
+    p = np.exp((x - x.max()) / asked.temperature)
+    if asked.top_k > 0:
+        p = np.where([np.sum(x > own) < asked.top_k for own in x], p, 0.0)
+    above = np.array([p[p > own].sum() for own in p]) / p.sum()
+    kept = p * ((above < asked.top_p) & (p >= asked.min_p * p.max()))
+    return kept / kept.sum()
+
+
+def joint(
+    logits: Logits, prompt: Sequence[int], asked: SamplingParams, change: Change | None = None
+) -> dict[Output, float]:
+    """The probability of every whole output: of `max_tokens` tokens, or up to a stop token."""
+    going: dict[Output, float] = {(): 1.0}
+    done: dict[Output, float] = {}
+    for n in range(asked.max_tokens or 0):
+        longer: dict[Output, float] = {}
+        for output, p in going.items():
+            following = next_token(logits[output], prompt, output, asked)
+            following = following if change is None else change(following, output)
+            for token in np.flatnonzero(following).tolist():
+                one_more = (*output, token)
+                ended = token in asked.stop_token_ids or n + 1 == asked.max_tokens
+                (done if ended else longer)[one_more] = p * float(following[token])
+        going = longer
+    return done
+
+
+def begun(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
+    """How often, or how likely, outputs begin with each `n` tokens."""
+    found: Counter[Output] = Counter()
+    for output, share in outputs.items():
+        found[output[:n]] += share  # type: ignore[assignment]
+    return found
+
+
+class Fit(NamedTuple):
+    """How drawn outputs fit: Pearson's X^2 with its degrees of freedom and the chance of one as large; total
+    variation, and that over what it is on average for as many independent draws."""
+
+    x2: float
+    freedom: int
+    p: float
+    tv: float
+    ratio: float
+
+
+LEAST = 5.0  # outputs that are expected less often are counted as one
+
+
+def fit(found: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit:
+    """An output that cannot be gives p = 0."""
+    n, p = round(sum(found.values())), np.array([*expected.values()])
+    counts = np.array([found.get(output, 0) for output in expected], dtype=np.float64)
+    tv = float(np.abs(counts / n - p).sum() + (n - counts.sum()) / n) / 2
+    ratio = tv / max(expected_tv(n, p), 1e-300)
+    rare = n * p < LEAST
+    o, e = (np.append(x[~rare], x[rare].sum()) for x in (counts, n * p))
+    if len(e) > 1 and e[-1] < LEAST:
+        least = int(e[:-1].argmin())
+        for x in (o, e):
+            x[least] += x[-1]
+        o, e = o[:-1], e[:-1]
+    x2, freedom = float(((o - e) ** 2 / e).sum()), len(e) - 1
+    possible = counts.sum() == n
+    return Fit(x2, freedom, tail(x2, freedom) if possible else 0.0, tv, ratio)
+
+
+def least_p(found: Mapping[Output, float], expected: Mapping[Output, float]) -> float:
+    """The least chance for whole outputs and their beginnings, times how many were asked: what depends on
+    the past shows best in whole outputs, what does not in beginnings, of which there are fewer."""
+    longest = max(map(len, expected))
+    fits = [fit(begun(found, n), begun(expected, n)) for n in range(1, longest + 1)]
+    return min(one.p for one in fits) * longest
+
+
+def tail(x2: float, freedom: int) -> float:
+    """The chance that X^2 is as large, of that many degrees of freedom."""
+    if freedom == 0:
+        return 1.0
+    a, x = torch.tensor([freedom, x2], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(a, x))
+
+
+def expected_tv(n: int, p: np.ndarray) -> float:
+    """The mean total variation of n draws from p: half the sum of E|X / n - p|, X binomial (De Moivre)."""
+    q = torch.from_numpy(p[(p > 0) & (p < 1)])
+    m = (n * q).floor() + 1
+    ways = torch.lgamma(torch.tensor(n + 1.0).double()) - torch.lgamma(m + 1) - torch.lgamma(n - m + 1)
+    terms = (2 * m).log() + ways + m * q.log() + (n - m + 1) * (1 - q).log()
+    return float(terms.exp().sum()) / n / 2
+
+
+def together(fits: Sequence[Fit]) -> Fit:
+    """Independent fits as one: sums of X^2 and of its freedom, means of the others."""
+    x2, freedom = sum(one.x2 for one in fits), sum(one.freedom for one in fits)
+    p = tail(x2, freedom) if all(one.p > 0 for one in fits) else 0.0
+    return Fit(x2, freedom, p, *(float(np.mean([one[i] for one in fits])) for i in (3, 4)))
