@@ -445,8 +445,8 @@ def test_typical_accepts(case: str, draft_token: int, accepted: bool, implementa
     if case == "bias":
         table.penalized[:] = True
         table.bias[:, 3] = 3.0
-    if case == "between both bounds":
-        p = PEAKED.exp()
+    if case == "epsilon binds":
+        p = BETWEEN.exp()
         assert DELTA * float((p * p.log()).sum().exp()) > float(p[2]) > EPSILON > float(p[3])
         assert (EPSILON, DELTA) == (0.09, 0.3)  # of Medusa's reference
     x = 0  # drawn by the target

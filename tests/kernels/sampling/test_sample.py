@@ -31,7 +31,6 @@ from tests.kernels.batches import (
     make_table,
     random_logits,
     random_table,
-    real,
 )
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
