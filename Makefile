@@ -9,6 +9,8 @@
 # make faults       faults at every line, call and byte: an hour; FAULTS=500 tries so many of each kind
 # make statistics   what is drawn against what must be, for every way of guessing, rule of acceptance and sampling
 #                   parameter: SAMPLES outputs of each (default 40: ten minutes on a busy core), results in OUT
+# make fuzz         what reads files and requests, under a fuzzer guided by coverage, for SECONDS_EACH (60); TARGET
+#                   names one of tests/fuzz/target_*.py, without it all run in turn
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
@@ -38,13 +40,15 @@ PEER   ?= vllm hf llama
 PYTHONS ?= $(PYTHON)
 SAMPLES ?= 40
 TORCH  ?= auto
+TARGET ?=
+SECONDS_EACH ?= 60
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
 INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torch --editable
 
 SEEDS  ?= 1000
 AS     ?= engine
 
-.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean mutants faults statistics
+.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean mutants faults statistics fuzz
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -73,6 +77,8 @@ faults: $(VENV)/.test
 statistics: $(VENV)/.test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
 	@$(BIN)/python bench/distributions.py --samples $(SAMPLES) --out $(OUT)
+fuzz: $(VENV)/.fuzz
+	@TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check nanospec kernels bench tests run.py
@@ -106,7 +112,7 @@ wheels:
 	@$(PYTHON) tests/install.py $(PYTHONS) $(if $(ALSO),--also $(ALSO))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The installations. Each stamp file is as new as the pyproject.toml it was made from.
@@ -120,7 +126,7 @@ $(BIN)/python:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.run $(VENV)/.test $(VENV)/.lint $(VENV)/.pictures: pyproject.toml | $(BIN)/python
+$(VENV)/.run $(VENV)/.test $(VENV)/.fuzz $(VENV)/.lint $(VENV)/.pictures: pyproject.toml | $(BIN)/python
 
 # Say what is large before it is downloaded; which_torch.py says it of torch.
 define ANNOUNCE_MODEL
@@ -137,6 +143,11 @@ $(VENV)/.test:
 	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec and what its tests need into $(VENV)"
 	@$(INSTALL) '.[test]'
+	@touch $@
+
+$(VENV)/.fuzz:
+	@echo "Installing nanospec and what fuzzing needs into $(VENV)"
+	@$(INSTALL) '.[test,fuzz]'
 	@touch $@
 
 $(VENV)/.lint:
