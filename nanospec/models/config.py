@@ -7,7 +7,6 @@ Everything that `decoder.py` can vary is a field here, so that no other file ask
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from ..checks import shown
+from ..files import read_json
 from .rope import Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,19 +74,19 @@ class ModelConfig:
         if self.rope.rotated(self.head_dim) % 2:
             raise ValueError(f"partial_rotary_factor={self.rope.part} of {self.head_dim} must be even.")
         factors = {len(self.rope.short_factors), len(self.rope.long_factors)}
-        if (pairs := self.rope.rotated(self.head_dim) // 2) and factors - {0, pairs}:
+        if factors != {pairs := self.rope.rotated(self.head_dim) // 2} and self.rope.kind == "longrope":
             raise ValueError(f"longrope needs a short and a long factor for each of {pairs} pairs.")
         if (given := len(self.windows)) != layers:
             raise ValueError(f"There must be one attention window for each of {layers} layers, not {given}.")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}.")
+            raise ValueError(f"dtype={shown(self.dtype)} is not one of {', '.join(DTYPES)}.")
 
     @classmethod
     def from_path(cls, folder: str | Path) -> ModelConfig:
         """Read `config.json` in `folder`. Raises FileNotFoundError or ValueError."""
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist; a model folder needs a config.json.")
+            raise FileNotFoundError(f"{path} is no file; a model folder needs a config.json.")
         raw = read_json(path)
         try:
             return cls.from_dict(raw)
@@ -147,14 +148,3 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; anything else is a ValueError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # malformed JSON or UTF-8
-        raise ValueError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
-    return content

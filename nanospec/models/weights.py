@@ -20,10 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..files import read_json
 from ..kernels.dispatch import use_native
 from ..parallel.group import Group
 from ..parallel.shard import Part, Shard
-from .config import DTYPES, ModelConfig, read_json
+from .config import DTYPES, ModelConfig
 from .decoder import Model
 from .families.base import family_of, stored_shapes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -68,7 +69,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _change(inner: Any, key: Any, rng: Random) -> None:
-    odd, value = rng.choice(ODD), inner[key]
+    odd, value = deepcopy(rng.choice(ODD)), inner[key]
     match rng.randrange(6):
         case 0 | 1:
             inner[key] = odd

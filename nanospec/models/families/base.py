@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from ...checks import shown
 from ...folders import import_all
 from ..config import ModelConfig
 
@@ -87,5 +88,5 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     if not isinstance(names, list) or not names:
         raise ValueError(f"'architectures' is missing or not a list; supported are {supported}.")
     if not isinstance(names[0], str) or names[0] not in FAMILIES:
-        raise ValueError(f"Architecture {names[0]!r} is not supported; supported are {supported}.")
+        raise ValueError(f"Architecture {shown(names[0])} is not supported; supported are {supported}.")
     return FAMILIES[names[0]]

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...checks import shown
 from ..config import ModelConfig
 from ..rope import Rope
 from .base import Family
@@ -115,6 +116,8 @@ def _windows(raw: Raw, pattern: int) -> Windows:
 def _ropes(raw: Raw) -> tuple[Rope, Rope]:
     """Of layers that see all tokens and of those with a window: transformers 5 has an entry for each kind."""
     nested = raw.get("rope_parameters") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"rope_parameters={shown(nested)} must be an object.")
     if raw.get("rope_scaling") or "full_attention" not in nested:
         return rope(raw, 1e6), Rope(theta=value(raw, "rope_local_base_freq", float, 1e4))
     wide, local = nested["full_attention"], nested.get("sliding_attention")

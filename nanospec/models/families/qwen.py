@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...checks import shown
 from ..config import ModelConfig
 from .base import Family
 from .llama import sliding_window
@@ -29,6 +30,6 @@ def _windows(raw: Raw) -> Windows:
         return layer_windows(raw, window)
     first = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise ValueError(f"max_window_layers={first!r} must be an integer of at least 0.")
+        raise ValueError(f"max_window_layers={shown(first)} must be an integer of at least 0.")
     num_layers = value(raw, "num_hidden_layers", int)
     return tuple(window if i >= first else None for i in range(num_layers))

@@ -6,14 +6,21 @@ RoPE, an activation, a quantized checkpoint) is refused with one sentence, never
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from ...checks import shown
 from ..config import ModelConfig
 from ..rope import Rope
 
-KINDS = {int: "a positive integer", float: "a positive number", bool: "true or false"}
+KINDS = {
+    int: "a positive integer of at most {most}",
+    float: "a positive number from {least} to {most}",
+    bool: "true or false",
+}
+# Indices are of 32 bits, and numbers float32. A tuple is made of as many layers before the weights are seen.
+MOST = {"num_hidden_layers": 4096, "head_dim": 65536}
+LEAST, LARGEST = 1e-30, 1e30
 T = TypeVar("T", bool, int, float)
 Raw = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -30,7 +37,7 @@ def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **f
             "stored in float32, bfloat16 or float16."
         )
     if (given := raw.get(act_key) or activation) != activation:
-        raise ValueError(f"{act_key}={given!r} is not supported; only {activation!r} is.")
+        raise ValueError(f"{act_key}={shown(given)} is not supported; only {activation!r} is.")
     hidden_size, num_heads = value(raw, "hidden_size", int), value(raw, "num_attention_heads", int)
     num_layers = value(raw, "num_hidden_layers", int)
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
@@ -46,7 +53,7 @@ def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **f
         "windows": (None,) * num_layers,
         "rms_norm_eps": value(raw, "rms_norm_eps", float),
         "tie_word_embeddings": value(raw, "tie_word_embeddings", bool, False),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else shown(dtype),
     }
     if "rope" not in fields:
         common["rope"] = rope(raw)
@@ -58,9 +65,10 @@ def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
     found = default if raw.get(key) is None else raw[key]
     if found is None:
         raise ValueError(f"{key!r} is missing.")
-    fits = type(found) is bool if kind is bool else type(found) in (int, kind) and 0 < found < math.inf
+    least, most = (LEAST, LARGEST) if kind is float else (1, MOST.get(key, 2**31 - 1))
+    fits = type(found) is bool if kind is bool else type(found) in (int, kind) and least <= found <= most
     if not fits:
-        raise ValueError(f"{key}={found!r} must be {KINDS[kind]}.")
+        raise ValueError(f"{key}={shown(found)} must be {KINDS[kind].format(least=least, most=most)}.")
     return kind(found)
 
 
@@ -78,7 +86,8 @@ def layer_windows(raw: Raw, window: int | None) -> Windows:
     sees = {"full_attention": None, "sliding_attention": window}
     unknown = [kind for kind in kinds if kind not in list(sees)]
     if unknown:
-        raise ValueError(f"Layer type {unknown[0]!r} is not supported; supported are {' and '.join(sees)}.")
+        known = " and ".join(sees)
+        raise ValueError(f"Layer type {shown(unknown[0])} is not supported; supported are {known}.")
     if "sliding_attention" in kinds and window is None:
         raise ValueError(
             "'layer_types' has sliding_attention, but use_sliding_window or sliding_window is not set; set "
@@ -94,9 +103,9 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
     part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     part = 1.0 if part is None else part
     if part != 1 and not partial:
-        raise ValueError(f"partial_rotary_factor={part!r} is not supported here; only 1 is.")
+        raise ValueError(f"partial_rotary_factor={shown(part)} is not supported here; only 1 is.")
     if type(part) not in (int, float) or not 0 < part <= 1:
-        raise ValueError(f"partial_rotary_factor={part!r} must be a number above 0 and at most 1.")
+        raise ValueError(f"partial_rotary_factor={shown(part)} must be a number above 0 and at most 1.")
     theta = value(given, "rope_theta", float, value(raw, "rope_theta", float, theta))
     kind = given.get("rope_type", given.get("type", "default"))
     match kind:
@@ -112,6 +121,8 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
             return Rope("llama3", theta, factor, low, high, length, float(part))
         case "longrope":
             length = _original_max_len(raw, given)
+            if length == 1:
+                raise ValueError("original_max_position_embeddings=1 of longrope must be at least 2.")
             longer = value(raw, "max_position_embeddings", int) / length
             return Rope(
                 "longrope",
@@ -123,7 +134,7 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
                 long_factors=_factors(given, "long_factor"),
                 attention_factor=optional(given, "attention_factor"),
             )
-    raise ValueError(f"RoPE type {kind!r} is not supported; default, linear, llama3 and longrope are.")
+    raise ValueError(f"RoPE type {shown(kind)} is not supported; default, linear, llama3 and longrope are.")
 
 
 def rope_entry(raw: Raw) -> dict[str, Any]:
@@ -131,7 +142,7 @@ def rope_entry(raw: Raw) -> dict[str, Any]:
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(name) or {}
     if not isinstance(given, dict):
-        raise ValueError(f"{name}={given!r} must be an object.")
+        raise ValueError(f"{name}={shown(given)} must be an object.")
     if any(isinstance(entry, dict) for entry in given.values()):
         raise ValueError(f"{name} holds one RoPE per kind of layer; only one for all is supported.")
     return given
@@ -146,5 +157,5 @@ def _original_max_len(raw: Raw, given: Raw) -> int:
 def _factors(given: Raw, key: str) -> tuple[float, ...]:
     factors = given.get(key)
     if not isinstance(factors, list):
-        raise ValueError(f"{key!r} of longrope must be a list of numbers, not {factors!r}.")
+        raise ValueError(f"{key!r} of longrope must be a list of numbers, not {shown(factors)}.")
     return tuple(value({key: factor}, key, float) for factor in factors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
 def parse(architecture: str = "Llama", **changes: Any) -> ModelConfig:
@@ -148,6 +152,20 @@ def test_head_dim() -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "only one for all"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported here"),
         ({"partial_rotary_factor": 0}, "partial_rotary_factor=0 is not supported here"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 must be .* at most 4096"),
+        ({"num_hidden_layers": 10**500}, "num_hidden_layers=10000.* must be .* at most 4096"),
+        ({"max_position_embeddings": 2**31}, "must be a positive integer of at most 2147483647"),
+        ({"head_dim": 2**31 - 2}, "head_dim=2147483646 must be .* at most 65536"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* must be a positive number from"),
+        ({"rope_theta": 1e-45}, "rope_theta=1e-45 must be a positive number from 1e-30 to 1e.30"),
+        ({"torch_dtype": ["x" * 1000]}, r"dtype=.\['xxxx"),
+        ({"hidden_act": "x" * 1000}, "hidden_act='xxxx"),
+        ({"architectures": ["x" * 1000]}, "'xxx.* is not supported"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [], "long_factor": []}}, "each of 8 pairs"),
+        (
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "=1 of longrope must be at least 2",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -157,6 +175,13 @@ def test_refuses(changes: dict[str, Any], words: str) -> None:
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")
+    assert len(message) < 350
+
+
+@pytest.mark.parametrize("given", [3, "full_attention", ["full_attention"]], ids=str)
+def test_rope_parameters_of_gemma_must_be_an_object(given: Any) -> None:
+    with pytest.raises(ValueError, match="rope_parameters=.* must be an object"):
+        parse("Gemma3", head_dim=16, query_pre_attn_scalar=16, sliding_window=8, rope_parameters=given)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +247,21 @@ def test_from_path(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(ValueError, match=words):
             ModelConfig.from_path(tmp_path)
-    path.write_bytes(b"\xff\xfe{")
-    with pytest.raises(ValueError, match="not valid JSON"):
+    for broken in (b"\xff\xfe{", b"[" * 100_000, b'{"a":' * 100_000, b'{"a": 1' + b"0" * 5000 + b"}"):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"config\.json is not valid JSON .*; fetch it again\.$"):
+            ModelConfig.from_path(tmp_path)
+    path.write_text(r'{"a": "\ud83d\ude00", "b": "\udc00"}')
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        ModelConfig.from_path(tmp_path)
+    path.unlink()
+    os.mkfifo(path)  # opening it would wait for a writer
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        ModelConfig.from_path(tmp_path)
+
+
+def test_a_file_of_any_size_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match=r"config\.json has more than 256 MB"):
         ModelConfig.from_path(tmp_path)

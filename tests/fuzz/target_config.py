@@ -1,0 +1,75 @@
+"""config.json: a `ModelConfig` of a model that can be, or one sentence."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nanospec.models.config import ModelConfig
+from nanospec.models.families.base import FAMILIES, family_of, stored_shapes
+from nanospec.models.rope import frequencies
+
+from .mutation import mutate_json as mutate
+from .refusal import answer
+
+__all__ = ["SEEDS", "mutate", "one"]
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "attention_bias": False,
+    "mlp_bias": True,
+    "use_sliding_window": True,
+    "sliding_window": 16,
+    "max_window_layers": 1,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.5}
+KINDS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rope_scaling": LLAMA3, "rope_theta": 1e5, "hidden_act": "silu"},
+    "MistralForCausalLM": {"sliding_window": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": LLAMA3},
+    "Phi3ForCausalLM": {"rope_scaling": LONG, "original_max_position_embeddings": 32},
+    "Gemma2ForCausalLM": {"hidden_activation": "gelu_pytorch_tanh"},
+    "Gemma3ForCausalLM": {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {}}},
+    "Gemma3ForConditionalGeneration": {"text_config": {**SMALL, "sliding_window_pattern": 2}},
+}
+SEEDS = [json.dumps({"architectures": [name], **SMALL, **more}).encode() for name, more in KINDS.items()]
+
+
+def one(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "config.json").write_bytes(data)
+        config = answer(ModelConfig.from_path, folder)
+    if config is not None:
+        places = family_of(json.loads(data)).places(config)
+        assert len(stored_shapes(config, places)) <= len(places)
+        assert config.attention_scale > 0
+        for rope in (config.rope, config.local_rope):
+            assert rope is None or frequencies(rope, config.head_dim, 64).isfinite().all()
+
+
+assert set(KINDS) == set(FAMILIES) or not FAMILIES  # a new family gets a seed
