@@ -43,8 +43,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _content(path: Path) -> bytes:
-    """The bytes of a file; ValueError if it is too large to be read at once."""
+def check_size(path: Path) -> None:
+    """ValueError if a file is too large to be read at once."""
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} has more than {LARGEST >> 20} MB, too much for a file of its kind.")
+
+
+def _content(path: Path) -> bytes:
+    check_size(path)
     return path.read_bytes()

@@ -33,7 +33,7 @@ from torch import Tensor
 from ..kernels.layer.linear import Weight, linear, num_bytes, pack
 from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
-from .weights import check_fit, listed, open_safetensors, other_formats
+from .weights import check_fit, listed, named, open_safetensors, other_formats
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 PREFIX = "medusa_head."
@@ -198,12 +198,12 @@ def _find(path: Path) -> Path:
 
 def _layout(file: Path, names: Mapping[str, str]) -> Layout:
     """The layout that the names of the tensors show; ValueError if there is none, or with a gap."""
-    found = [re.fullmatch(r"((\d+)\.(\d+))\.linear\.(?:weight|bias)", name) for name in names]
+    found = [re.fullmatch(r"(([0-9]{1,9})\.([0-9]{1,9}))\.linear\.(?:weight|bias)", name) for name in names]
     blocks = {match[1]: (int(match[2]), int(match[3])) for match in found if match}
     if not blocks:
         raise ValueError(
             f"{file} holds no heads: no tensor has a name such as '0.0.linear.weight' (it has "
-            f"{listed(names) or 'no tensors'}); give a file of Medusa heads."
+            f"{listed(map(named, names)) or 'no tensors'}); give a file of Medusa heads."
         )
     layout = Layout(*(max(column) + 1 for column in zip(*blocks.values(), strict=True)))
     gap = next((block for block in layout.blocks() if block not in blocks), None)

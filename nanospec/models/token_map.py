@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import shown
 from ..kernels.layer.linear import linear
 from .decoder import Model
 from .weights import open_safetensors
@@ -27,8 +28,8 @@ def load_token_map(folder: Path, vocab_size: int) -> Tensor | None:
     if not file.is_file():
         return None
     with open_safetensors(file) as handle:
-        if list(handle.keys()) != [TOKEN_MAP]:
-            raise ValueError(f"{file} must hold one tensor, {TOKEN_MAP!r}, not {list(handle.keys())}.")
+        if (names := list(handle.keys())) != [TOKEN_MAP]:
+            raise ValueError(f"{file} must hold one tensor, {TOKEN_MAP!r}, not {shown(names)}.")
         return checked_token_map(handle.get_tensor(TOKEN_MAP), file, vocab_size)
 
 
@@ -37,7 +38,7 @@ def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
     if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or len(ids) == 0:
         raise ValueError(
             f"{TOKEN_MAP} in {file} must be a list of token ids, int32 or int64, not "
-            f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}."
+            f"{str(ids.dtype).removeprefix('torch.')} {shown(list(ids.shape))}."
         )
     bad = ids[(ids < 0) | (ids >= vocab_size)]
     if len(bad):

@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..files import read_json
+from ..checks import shown
+from ..files import read_json, reason
 from ..kernels.dispatch import use_native
 from ..parallel.group import Group
 from ..parallel.shard import Part, Shard
@@ -30,6 +31,7 @@ from .families.base import family_of, stored_shapes
 
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch
+MAX_ANGLES = 1 << 31  # numbers in a table of angles: 8 GB
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
@@ -87,6 +89,11 @@ def load_model(
     family = family_of(read_json(folder / "config.json"))
     if max_len is not None and max_len < config.max_position_embeddings:
         config = replace(config, max_position_embeddings=max_len)
+    if (longest := config.max_position_embeddings) > MAX_ANGLES // config.head_dim:
+        raise ValueError(
+            f"{folder}: max_position_embeddings={longest} is more than the {MAX_ANGLES // config.head_dim} "
+            "that a table of angles is made for; give max_model_len."
+        )
     with ExitStack() as stack:
         places = family.places(config)
         source = {n: file for n, file in _opened(folder, stack).items() if not family.is_ignored(n, config)}
@@ -112,6 +119,8 @@ def _opened(folder: Path, stack: ExitStack) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for file in weight_files(folder):
         handle = stack.enter_context(open_safetensors(file))
+        if twice := found.keys() & handle.keys():
+            raise ValueError(f"{file} holds what another shard of it holds too: {listed(map(named, twice))}.")
         found.update(dict.fromkeys(handle.keys(), handle))
     return found
 
@@ -124,7 +133,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     if index.is_file():
         return _shards(index)
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())  # no pipe: it would wait
     if len(files) == 1:
         return files
     if files:
@@ -138,23 +147,35 @@ def weight_files(folder: Path) -> list[Path]:
 def other_formats(folder: Path) -> str:
     """What to add to "not found" if a folder has weights in another format; else ""."""
     found = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
-    return f" (found {listed(found)}; convert to safetensors first)" if found else ""
+    return f" (found {listed(map(named, found))}; convert to safetensors first)" if found else ""
 
 
 def _shards(index: Path) -> list[Path]:
     """The files that an index names."""
     mapping = read_json(index).get("weight_map")
-    files = mapping.values() if isinstance(mapping, dict) else ()
-    if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
+    files = list(mapping.values()) if isinstance(mapping, dict) else []
+    if not files:
         raise ValueError(f"{index} must have a 'weight_map' from tensors to files beside it.")
+    if wrong := [name for name in files if not _is_beside(name)]:
+        raise ValueError(
+            f"{index} must have a 'weight_map' from tensors to files beside it, and {shown(wrong[0])} is not "
+            "the bare name of one; download the model again."
+        )
     names = sorted(set(files))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
             f"{index.parent} lacks {len(missing)} of the {len(names)} shards that {index.name} "
-            f"names: {listed(missing)}; download the model again."
+            f"names: {listed(map(named, missing))}; download the model again."
         )
     return [index.parent / name for name in names]
+
+
+def _is_beside(name: object) -> bool:
+    """Whether it can be the name of a file of the same folder."""
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
+        return False
+    return "\0" not in name and len(name.encode()) <= 255
 
 
 def open_safetensors(file: Path) -> Any:
@@ -163,7 +184,8 @@ def open_safetensors(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{file} is not a valid safetensors file ({error}); it may be truncated, download it again."
+            f"{file} is not a valid safetensors file ({reason(error)}); it may be truncated, "
+            "download it again."
         ) from None
 
 
@@ -180,12 +202,12 @@ def check_fit(
     for name in shapes.keys() & stored.keys():
         shape, dtype = tuple(stored[name].get_shape()), stored[name].get_dtype()
         if shape != shapes[name]:
-            misshapen.append(f"{name} {list(shape)} instead of {list(shapes[name])}")
+            misshapen.append(f"{name} {shown(list(shape))} instead of {list(shapes[name])}")
         if dtype not in STORED_DTYPES:
             foreign.append(f"{name} {dtype}")
     problems = {
         "missing": shapes.keys() - stored.keys() - set(optional),
-        "not expected": stored.keys() - shapes.keys(),
+        "not expected": [named(name) for name in stored.keys() - shapes.keys()],
         "of the wrong shape": misshapen,
         f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
     }
@@ -199,3 +221,8 @@ def listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
     return ", ".join(ordered[:MAX_NAMED]) + more
+
+
+def named(name: str) -> str:
+    """A name as messages have it: as it is, unless it is long or cannot be printed."""
+    return name if len(name) <= 100 and name.isprintable() else shown(name)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from json import JSONDecodeError
 from typing import Any
 
-LONGEST = 1500  # characters: a sentence that quotes some values of 100 characters each, and names files
+LONGEST = 4000  # characters: some name eight tensors of each kind, by 100 characters
 KINDS = (ValueError, OSError)
 RAW = (UnicodeError, JSONDecodeError)  # kinds of ValueError that come from elsewhere
 

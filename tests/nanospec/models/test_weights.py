@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanospec.checks import shown
 from nanospec.kernels import dispatch
 from nanospec.models import weights
 from nanospec.models.decoder import Model
@@ -193,6 +195,44 @@ def test_missing_shard(sharded: Path) -> None:
 def test_bad_index(sharded: Path, content: str, words: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
     assert words in refused(sharded)
+
+
+NOT_BESIDE = ["../a.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\0", "x" * 5000, 5, None]
+
+
+@pytest.mark.parametrize("name", NOT_BESIDE, ids=lambda name: repr(name)[:20])
+def test_index_names_files_beside_it_only(sharded: Path, name: object) -> None:
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    message = refused(sharded)
+    assert f"{shown(name)} is not the bare name of one" in message
+    assert len(message) < 2 * len(str(sharded)) + 350
+
+
+def test_tensor_in_two_shards(sharded: Path) -> None:
+    files = sorted(sharded.glob("*.safetensors"))
+    save_file(load_file(files[0]) | load_file(files[1]), files[1])
+    assert "holds what another shard of it holds too: " in refused(sharded)
+
+
+def test_names_in_messages_are_cut(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({"x" * 10**5: torch.zeros(1), "a\nb": torch.zeros(1)}))
+    message = refused(folder)
+    assert "2 tensor(s) not expected: 'a\\nb', 'xxx" in message
+    assert len(message) < 500
+
+
+def test_pipes_are_not_opened(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")  # opening it would wait for a writer
+    assert refused(folder, FileNotFoundError).endswith("has no *.safetensors file.")
+
+
+def test_more_positions_than_a_table_is_made_for(folder: Path, expected: Tensor) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**31 - 1}))
+    assert "max_position_embeddings=2147483647 is more than the 134217728" in refused(folder)
+    assert torch.equal(logits(load_model(folder, torch.float32, "cpu", 256)), expected)
 
 
 def test_config_of_another_shape(folder: Path) -> None:
