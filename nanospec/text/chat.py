@@ -5,19 +5,19 @@ Templates are Jinja and come with the model, so they run in a sandbox.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import jinja2.meta
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..checks import shown
+from ..files import read_text, reason
+from .budget import TooMuch
+from .sandbox import Sandbox
 
 ALWAYS = re.compile("add_generation_prompt|.*_token")  # given to all templates, used or not
 
@@ -28,12 +28,18 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     `config` is the content of its tokenizer_config.json; a file chat_template.jinja comes first.
     """
     path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template") or {}
-    if isinstance(template, str):
-        return {"default": template}
+    template = read_text(path) if path.is_file() else config.get("chat_template")
+    if template is None or isinstance(template, str):
+        return {"default": template} if template else {}
+    entries = list(template.items()) if isinstance(template, dict) else template
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return dict(template)
+        entries = [(e.get("name"), e.get("template")) if isinstance(e, dict) else (None, e) for e in template]
+    if not isinstance(entries, list) or not all(isinstance(text, str) for entry in entries for text in entry):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template={shown(template)} must be a template, or "
+            "several by name."
+        )
+    return dict(entries)
 
 
 def as_message(prompt: str) -> list[dict[str, Any]]:
@@ -59,56 +65,42 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
     name = variables.pop("chat_template", None) or ("tool_use" if variables.get("tools") else "default")
     source = name if "{" in name else templates.get(name, templates.get("default"))
     if source is None:
-        there = ", ".join(templates) or "none"
+        there = ", ".join(map(shown, templates)) or "none"
         raise ValueError(
-            f"the model has no chat template {name!r} (it has: {there}). Either it is a base model or its "
-            "chat_template.jinja is missing; give a plain prompt instead."
+            f"the model has no chat template {shown(name)} (it has: {there}). Either it is a base model or "
+            "its chat_template.jinja is missing; give a plain prompt instead."
         )
     try:
-        used = _variables(source)
-        for option in (name for name, value in variables.items() if value is not None):
-            if option not in used and not ALWAYS.fullmatch(option):  # it would be dropped
-                raise ValueError(f"the chat template has no use for {option!r}; leave it out.")
-        return _compiled(source).render(messages=messages, **{"tools": None, "documents": None, **variables})
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
-        raise ValueError(f"the chat template refuses these messages: {error}.") from error
+        template, used = _compiled(source), _variables(source)
+    except Exception as error:
+        raise _refused(error) from error
+    for option in (name for name, value in variables.items() if value is not None):
+        if option not in used and not ALWAYS.fullmatch(option):  # it would be dropped
+            raise ValueError(f"the chat template has no use for {shown(option)}; leave it out.")
+    given = {"tools": None, "documents": None, **variables, "messages": messages}
+    try:
+        return _sandbox().render(template, given)
+    except Exception as error:  # a template may divide by zero, call itself without end, ...
+        raise _refused(error) from error
 
 
-class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training; here only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own way)
-
-    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _refused(error: Exception) -> ValueError:
+    """What a template does wrong, as a sentence: Jinja's errors say it, others need their names."""
+    kind = "" if isinstance(error, jinja2.TemplateError | TooMuch) else f"{type(error).__name__}: "
+    return ValueError(f"the chat template refuses these messages: {kind}{reason(error)}.")
 
 
 @lru_cache(maxsize=16)
 def _variables(source: str) -> frozenset[str]:
     """What a template makes use of."""
-    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+    return frozenset(jinja2.meta.find_undeclared_variables(_sandbox().parse(source)))
 
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
+    return _sandbox().compiled(source)
 
 
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it."""
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None, **kwargs: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **kwargs)  # not HTML-escaped
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+def _sandbox() -> Sandbox:
+    return Sandbox()

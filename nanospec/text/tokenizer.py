@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import tokenizers
 
+from ..checks import shown
+from ..files import check_size, read_json, reason
 from .chat import read_templates, render
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
@@ -45,21 +46,27 @@ class Tokenizer:
                 f"{folder} holds no tokenizer.json; nanospec needs one, so save the model with a "
                 "fast tokenizer (transformers: tokenizer.save_pretrained)."
             )
+        check_size(path)
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # `tokenizers` raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer ({error}); fetch it again.") from error
+            raise ValueError(f"{path} is not a tokenizer ({reason(error)}); fetch it again.") from error
         self.backend.no_truncation()  # some files carry settings from training
         self.backend.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
+        file = folder / "tokenizer_config.json"
+        config = read_json(file) if file.is_file() else {}
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
+        if not self.vocab_size:
+            raise ValueError(f"{path} is not a tokenizer (it has no tokens); fetch it again.")
         self.special_token_ids = frozenset(
             i for i, token in self.backend.get_added_tokens_decoder().items() if token.special
         )
         self._named_tokens = _named_tokens(config)
-        named = {f"{name}_id": self.backend.token_to_id(text) for name, text in self._named_tokens.items()}
-        configs = [_read_json(folder / f"{name}.json") for name in ("generation_config", "config")]
-        begins, ends = _ids("bos_token_id", named, *configs), _ids("eos_token_id", *configs, named)
+        ids = {f"{name}_id": self.backend.token_to_id(text) for name, text in self._named_tokens.items()}
+        named = {key: [i] for key, i in ids.items() if i is not None}
+        configs = [_ids_of(folder / f"{name}.json") for name in ("generation_config", "config")]
+        begins = [i for ids in (named, *configs) for i in ids.get("bos_token_id", [])]
+        ends = [i for ids in (*configs, named) for i in ids.get("eos_token_id", [])]
         self.bos_token_id: int | None = next(iter(begins), None)
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         self.byte_token_ids = _byte_token_ids(self.backend)
@@ -149,14 +156,17 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no valid JSON ({error}); fetch the model again.") from error
+def _ids_of(path: Path) -> dict[str, list[int]]:
+    """The ids of the tokens that begin and end texts, by key, in a file of JSON that may be missing."""
+    config = read_json(path) if path.is_file() else {}
+    found = {}
+    for key in ("bos_token_id", "eos_token_id"):
+        given = config.get(key)
+        found[key] = given if isinstance(given, list) else [] if given is None else [given]
+        if wrong := [i for i in found[key] if type(i) is not int or not 0 <= i < 2**31]:
+            which = "" if wrong[0] is given else f", and {shown(wrong[0])} is none"
+            raise ValueError(f"{path}: {key}={shown(given)} must be a token id or a list of them{which}.")
+    return found
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -164,12 +174,6 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     tokens = {name: token for name, token in config.items() if name.endswith("_token")}
     texts = {n: token.get("content") if isinstance(token, dict) else token for n, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _ids(key: str, *configs: Mapping[str, Any]) -> list[int]:
-    """All ids at `key`: each config may have none, one or a list."""
-    found = [config[key] for config in configs if config.get(key) is not None]
-    return [i for ids in found for i in ([ids] if isinstance(ids, int) else ids)]
 
 
 def _byte_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """Inputs nobody meant, by the million: each ends in a right result or in one clear sentence.
 
-A target is a file `target_NAME.py` here, found by its name:
+A target is a file target_NAME.py here, found by its name:
 
     SEEDS           list[bytes], valid and nearly valid inputs to begin with
     one(data)       runs the code on any bytes; returns, or raises what counts as a bug. `refusal.answer`

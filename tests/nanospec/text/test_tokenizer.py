@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
+from nanospec.checks import shown
 from nanospec.text.tokenizer import Tokenizer
 from tests.conftest import WEIGHTS
 from tests.nanospec.text.conftest import byte_level, save
@@ -38,6 +42,36 @@ def test_broken_file_is_one_sentence(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.json").write_text('{"truncat')
     with pytest.raises(ValueError, match=rf"{name}\.json is (not|no) .*fetch"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["generation_config", "config"])
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id"])
+@pytest.mark.parametrize("ids", ["2", 2.5, {}, [None], [[2]], -1, 2**31, True, ["x" * 1000]], ids=shown)
+def test_token_ids_of_wrong_types_are_one_sentence(tmp_path: Path, name: str, key: str, ids: Any) -> None:
+    folder = save(byte_level(), tmp_path, **{name: {key: ids}})
+    with pytest.raises(ValueError, match=rf"{name}\.json: {key}=.* must be a token id or a list") as caught:
+        Tokenizer(folder)
+    assert len(str(caught.value)) < len(str(folder)) + 400
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "generation_config", "config"])
+@pytest.mark.parametrize("content", ["[]", "5", "null", '"a"'])
+def test_file_that_holds_no_object_is_one_sentence(tmp_path: Path, name: str, content: str) -> None:
+    save(byte_level(), tmp_path)
+    (tmp_path / f"{name}.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{name}\.json must hold a JSON object, not a"):
+        Tokenizer(tmp_path)
+
+
+def test_named_token_with_half_a_surrogate_pair_is_one_sentence(tmp_path: Path) -> None:
+    folder = save(byte_level(), tmp_path, tokenizer_config={"bos_token": "\ud800"})
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json holds half of a surrogate pair"):
+        Tokenizer(folder)
+
+
+def test_tokenizer_without_tokens_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it has no tokens"):
+        Tokenizer(save(tokenizers.Tokenizer(models.BPE()), tmp_path))
 
 
 def test_end_tokens_come_from_all_files_in_order(tmp_path: Path) -> None:
