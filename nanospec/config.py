@@ -13,12 +13,13 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
-from .checks import as_bytes, as_token_id, check_fields, check_number, limited
+from .checks import as_bytes, as_number, as_token_id, check_fields, check_number, limited, shown
 from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH
 from .response_format import check_together, checked
 
 OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
+MAX_BIAS = 1_000_000
 T = TypeVar("T")
 _MAX_INT = 2**31 - 1
 GREEDY_BELOW = 1e-5  # the temperature: from here down rounding in float32, not chance, would choose
@@ -34,27 +35,28 @@ def check_method(spec: SpecConfig) -> None:
         turned = [name for name in names if sorted(name.split("+")) == sorted(str(spec.method).split("+"))]
         meant = [*turned, *get_close_matches(str(spec.method), names, 1)][:1]
         hint = f"did you mean {meant[0]!r}? There are" if meant else "use one of"
-        raise ValueError(f"method={spec.method!r} is unknown; {hint} {', '.join(names)}.")
-    if not isinstance(spec.options, Mapping):
-        raise ValueError(f"options={spec.options!r} must map names to values.")
+        raise ValueError(f"method={shown(spec.method)} is unknown; {hint} {', '.join(names)}.")
+    if not isinstance(spec.options, Mapping) or not all(isinstance(name, str) for name in spec.options):
+        raise ValueError(f"options={shown(spec.options)} must map names to values.")
     if fields_too := sorted(spec.options.keys() & {declared.name for declared in fields(spec)}):
-        raise ValueError(f"options={spec.options!r} holds {fields_too[0]!r}, which is a field; set that.")
+        raise ValueError(f"options={shown(spec.options)} holds the field {fields_too[0]!r}; set that.")
     given = {name: value for name in OPTIONAL if (value := getattr(spec, name)) is not None}
     for name, value in {**given, **spec.options}.items():
         takes = [method for method in known if name in {option.name for option in known[method].options}]
         if not set(takes) & set(spec.methods):
             use = f"; use method={takes[0]!r}" if takes else ""
-            raise ValueError(f"{name}={value!r} is of no use to method={spec.method!r}{use}.")
+            said = f"{name[:100]}={shown(value)}"
+            raise ValueError(f"{said} is of no use to method={spec.method!r}{use}.")
         if name in OPTIONAL and (not isinstance(value, str) or value == ""):
-            raise ValueError(f"{name}={value!r} must be the name of a folder or file.")
+            raise ValueError(f"{name}={shown(value)} must be the name of a folder or file.")
     if spec.tree_width > 1 and any(known[method].grows for method in spec.methods):
         raise ValueError(
-            f"tree_width={spec.tree_width} is of no use to method={spec.method!r}, whose trees have any "
+            f"tree_width={spec.tree_width} is of no use to method={shown(spec.method)}, whose trees have any "
             "width; leave it out."
         )
     if spec.tree_width > 1 and not any(known[method].makes_trees for method in spec.methods):
         raise ValueError(
-            f"tree_width={spec.tree_width} is of no use to method={spec.method!r}, which guesses chains."
+            f"tree_width={spec.tree_width} is of no use to method={shown(spec.method)}, which guesses chains."
         )
 
 
@@ -115,16 +117,19 @@ class SpecConfig:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        k, lengths = self.num_speculative_tokens, self.speculation_lengths
-        if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFTS):
-            raise ValueError(f"num_speculative_tokens={k!r} must be 'auto' or an int from 0 to {MAX_DRAFTS}.")
+        k, lengths = as_number(self.num_speculative_tokens), self.speculation_lengths
+        is_k = isinstance(k, int) and not isinstance(k, bool) and 0 <= k <= MAX_DRAFTS
+        if not is_k and not (isinstance(k, str) and k == "auto"):
+            said = f"num_speculative_tokens={shown(k)}"
+            raise ValueError(f"{said} must be 'auto' or an int from 0 to {MAX_DRAFTS}.")
+        object.__setattr__(self, "num_speculative_tokens", k)
         check_fields(self)
         check_method(self)
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
         if not isinstance(lengths, tuple | list):
-            raise ValueError(f"speculation_lengths={lengths!r} must be a tuple of integers.")
+            raise ValueError(f"speculation_lengths={shown(lengths)} must be a tuple of integers.")
         for length in lengths:
             check_number("speculation_lengths", length, 0, MAX_DRAFTS)
 
@@ -180,9 +185,9 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | Literal["auto"] = limited("auto", 1, 1024)
-    max_num_seqs: int = limited(64, 1)
+    max_num_seqs: int = limited(64, 1, 1 << 16)
     max_model_len: int | None = limited(None, 2)  # one prompt token, one new one
-    max_num_batched_tokens: int = limited(2048, 1)
+    max_num_batched_tokens: int = limited(2048, 1, 1 << 24)
     block_size: int = limited(16, 16)
     kv_cache_memory: int | None = limited(None, 1, read=as_bytes, metavar="SIZE")
     enable_prefix_caching: bool = True
@@ -190,20 +195,20 @@ class EngineConfig:
     enforce_eager: bool | None = None
     lazy_capture: bool = False
     tensor_parallel_size: int = limited(1, 1, 64)
-    distributed_timeout: int = limited(300, 1)
+    distributed_timeout: int = limited(300, 1, 10**7)
     seed: int = limited(0, *_SEEDS)
     trace: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_cache_memory", as_bytes(self.kv_cache_memory))
         if not isinstance(self.spec, SpecConfig):
-            raise ValueError(f"spec={self.spec!r} must be a SpecConfig, as in SpecConfig(method='ngram').")
+            raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, say SpecConfig(method='ngram').")
         check_fields(self)
         drafting = self.spec.options.get("draft_tensor_parallel_size", 1)
-        if drafting not in (1, self.tensor_parallel_size):
+        if not isinstance(drafting, int) or drafting not in (1, self.tensor_parallel_size):
             raise ValueError(
-                f"draft_tensor_parallel_size={drafting} must be 1, which gives every device all of the draft "
-                f"model, or tensor_parallel_size={self.tensor_parallel_size}."
+                f"draft_tensor_parallel_size={shown(drafting)} must be 1, which gives every device all of "
+                f"the draft model, or tensor_parallel_size={self.tensor_parallel_size}."
             )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
@@ -273,7 +278,7 @@ class SamplingParams:
             check_number("stop_token_ids: token", token, 0, _MAX_INT)
         for token, bias in self.logit_bias.items():
             check_number("logit_bias: token", token, 0, _MAX_INT)
-            check_number(f"logit_bias[{token}]", bias, -1_000_000, 1_000_000, float)
+            self.logit_bias[token] = check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS, float)
         if self.extra_args:
             from .sampling.base import check_extra_args  # here, as it needs torch
 
@@ -287,23 +292,25 @@ class SamplingParams:
         ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
         bias: Any = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(stop, Sequence) or any(not isinstance(s, str) or not s for s in stop):
-            raise ValueError(f"stop={self.stop!r} must be a non-empty string or a list of such.")
+            raise ValueError(f"stop={shown(self.stop)} must be a non-empty string or a list of such.")
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or len(ids) > MAX_OWN_IDS:
-            raise ValueError(f"stop_token_ids={ids!r} must be a list of at most {MAX_OWN_IDS} token ids.")
+            said = f"stop_token_ids={shown(ids)}"
+            raise ValueError(f"{said} must be a list of at most {MAX_OWN_IDS} token ids.")
         if not isinstance(bias, Mapping):
-            raise ValueError(f"logit_bias={bias!r} must map token ids to numbers.")
+            raise ValueError(f"logit_bias={shown(bias)} must map token ids to numbers.")
         by_id: dict[Any, Any] = {}
         for key, value in bias.items():
-            token = int(key) if isinstance(key, str) and key.isdecimal() else as_token_id(key)  # JSON: text
+            is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20  # as JSON has it
+            token = int(key) if is_text else as_token_id(key)
             if token in by_id:
-                raise ValueError(f"logit_bias={bias!r} names token {token} twice; give it one number.")
+                raise ValueError(f"logit_bias={shown(bias)} names token {token} twice; give it one number.")
             by_id[token] = value
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(as_token_id, ids)))
         object.__setattr__(self, "logit_bias", by_id)
         extra: Any = {} if self.extra_args is None else self.extra_args
         if not isinstance(extra, Mapping):
-            raise ValueError(f"extra_args={extra!r} must map names of sampling parameters to numbers.")
+            raise ValueError(f"extra_args={shown(extra)} must map names of sampling parameters to numbers.")
         object.__setattr__(self, "extra_args", dict(extra))
         object.__setattr__(self, "response_format", checked(self.response_format))
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .checks import shown
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -22,11 +24,11 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(str(name))  # to a build for GPUs the number 3 would mean cuda:3
     except RuntimeError:
-        raise ValueError(f"device={name!r} is no device; use 'auto', 'cpu' or 'cuda'.") from None
+        raise ValueError(f"device={shown(name)} is no device; use 'auto', 'cpu' or 'cuda'.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r} needs a GPU that this machine does not have; use 'cpu'.")
+        raise ValueError(f"device={shown(name)} needs a GPU that this machine does not have; use 'cpu'.")
     if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'.")
+        raise ValueError(f"device={shown(name)} is not supported; use 'auto', 'cpu' or 'cuda'.")
     return _numbered(device) if device.type == "cuda" else device
 
 

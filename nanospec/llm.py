@@ -9,19 +9,20 @@ Calls may come from several threads at once: all requests run as one batch (`sha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from .checks import as_token_id
+from .checks import shown
 from .config import EngineConfig, SamplingParams, SpecConfig
 from .device import current, resolve_device
 from .drafters.loading import Guessers, load_parts, who_guesses
 from .engine import Engine
 from .models.hub import resolve_model
 from .outputs import Completion, RequestOutput
+from .prompts import Messages, Prompt, as_list, check_conversation, conversations, encode, text_and_ids
 from .request import Piece, Request
 from .sharing import SharedEngine
 from .shortage import explained, in_a_step
@@ -30,9 +31,6 @@ from .threads import use_threads
 from .tracing.trace import NOT_TRACED, Trace
 from .vllm_names import in_our_words
 from .worker import Worker
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -88,8 +86,8 @@ class LLM:
         """Complete prompts, all at once, with those of other threads.
 
         Args:
-            prompts: one or several, each a text, a list of token ids, {"prompt": text} or
-                {"prompt_token_ids": ids}.
+            prompts: one or several, each a text, a list, array or tensor of token ids, {"prompt": text}
+                or {"prompt_token_ids": ids}.
             sampling_params: for all prompts, or one for each.
             on_finish: called with (index, output) as soon as a prompt's outputs are complete; it may
                 call the model.
@@ -98,7 +96,7 @@ class LLM:
         Raises:
             ValueError: a prompt or its parameters cannot run. Nothing is run then.
         """
-        ready = self._checked(_as_list(prompts), sampling_params)
+        ready = self._checked(as_list(prompts), sampling_params)
         outputs: list[RequestOutput | None] = [None] * len(ready)
         groups: list[list[Request]] = []
         bar = tqdm(total=len(ready), unit="prompt", disable=not use_tqdm)
@@ -130,13 +128,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or several. Further options are the
         template's (`text/chat.py`): `chat_template`, `add_generation_prompt`, `tools` and its own."""
-        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        several = conversations(messages)
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        return self.tokenizer.chat_ids(messages, **template_options)
+        check_conversation(messages, template_options)
+        text = self.tokenizer.apply_chat_template(messages, **template_options)
+        return encode(self.tokenizer, text, self.engine.max_model_len, add_special_tokens=False)
 
     def stream(
         self,
@@ -159,7 +159,7 @@ class LLM:
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[list[Piece]]:
         """As `stream`, but yields the tokens of each step with where they were copied from."""
-        if sampling_params is not None and sampling_params.n != 1:
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
             n = sampling_params.n
             raise ValueError(f"n={n} outputs cannot be streamed as one; use n=1 or generate().")
         ready = self._checked([prompt], sampling_params)
@@ -213,14 +213,17 @@ class LLM:
         """Check everything."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise ValueError(f"sampling_params={shown(params)} must be SamplingParams, or a list of them.")
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many SamplingParams, not {len(params)}.")
         if wrong := [asked for asked in params if not isinstance(asked, SamplingParams)]:
-            raise ValueError(f"{wrong[0]!r} must be SamplingParams, as in SamplingParams(temperature=0).")
-        ready = []
+            said = shown(wrong[0])
+            raise ValueError(f"{said} must be SamplingParams, as in SamplingParams(temperature=0).")
+        ready, window = [], self.engine.max_model_len
         for prompt, asked in zip(prompts, params, strict=True):
-            text, ids = _text_and_ids(prompt)
-            ids = self.tokenizer.encode(text or "") if ids is None else ids
+            text, ids = text_and_ids(prompt, window)
+            ids = encode(self.tokenizer, text or "", window) if ids is None else ids
             self.engine.check(ids, asked)
             ready.append(_Ready(text, ids, asked))
         return ready
@@ -260,32 +263,3 @@ def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokeni
         model, made = load_parts(config, folder, drafter, tokenizer, device)
     with explained(f"the engine beside the weights on {device}", in_a_step(config)):
         return Worker(config, model, made)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt, in whatever form, as a list of one."""
-    if isinstance(prompts, str | bytes | bytearray | Mapping) or _is_single(prompts):
-        return [prompts]  # type: ignore[list-item]
-    if len(prompts) and _is_single(prompts[0]):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _is_single(value: object) -> bool:
-    """Whether it is one token id, also as a tensor or an array, and no text or several ids."""
-    if isinstance(value, str):  # numpy's have no dimensions either
-        return False
-    return not isinstance(value, Iterable) or getattr(value, "ndim", None) == 0
-
-
-def _text_and_ids(prompt: Prompt) -> tuple[str | None, Any]:
-    """The two forms of a prompt, as far as they are given; with both the ids count."""
-    if not isinstance(prompt, Mapping):
-        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"})):
-        raise ValueError(f"a prompt holds {unknown[0]!r}; known are 'prompt' and 'prompt_token_ids'.")
-    are_ids = not isinstance(ids, str | bytes | bytearray) and not _is_single(ids)
-    if not (isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)):
-        raise ValueError(f"{prompt!r} needs a text as 'prompt' or token ids as 'prompt_token_ids'.")
-    return text, None if ids is None else list(map(as_token_id, ids))

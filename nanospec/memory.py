@@ -113,14 +113,29 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
         budget = max(budget - sum(part.state_bytes for part in drafter.parts), 0)
     useful = config.max_num_seqs * -(-window // size)
     num_blocks = min(budget // per_block, useful)
+    if config.max_model_len is None and 256 <= num_blocks * size < window:
+        window = num_blocks * size
     if num_blocks * size >= window:
+        _check_rows(config, model, window)
         return num_blocks, window
-    if config.max_model_len is None and num_blocks * size >= 256:
-        return num_blocks, num_blocks * size
     raise ValueError(
         f"{source} hold the K/V of {num_blocks * size} tokens, too few for max_model_len={window}, which "
         f"takes {per_block * -(-window // size):,} bytes; give more, or lower max_model_len or max_num_seqs."
     )
+
+
+def _check_rows(config: EngineConfig, model: Model, window: int) -> None:
+    """Raise ValueError if the request rows alone are more than a CPU has left: it would give them, and kill
+    the process when they are written."""
+    if model.device.type != "cpu":
+        return
+    table = Table.empty(config.max_num_seqs, window, config.block_size, model.config.vocab_size, "meta")
+    needed = sum(t.nbytes for t in table if isinstance(t, torch.Tensor))
+    if needed > (free := _free_cpu_memory()):
+        raise ValueError(
+            f"max_num_seqs={config.max_num_seqs} takes {needed:,} bytes for the rows of as many requests, "
+            f"and {free:,} are free; lower max_num_seqs."
+        )
 
 
 def step_memory(

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .admission import Admission
 from .blocks import block_hash
+from .checks import shown
 from .config import SamplingParams
 from .kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from .kernels.speculation.report import RowReport
 from .metrics import SpecStats
+from .prompts import too_long
 from .text.detokenize import Detokenizer
 
 if TYPE_CHECKING:
@@ -174,7 +176,7 @@ class Request:
             if extra:
                 self.error = (
                     f"There is nothing to draw from at position {at}: either {gave}, or "
-                    f"extra_args={extra!r} left no token; try without them."
+                    f"extra_args={shown(extra)} left no token; try without them."
                 )
         if finish is not None:
             self.finish(finish, flush=not at_string)
@@ -263,15 +265,15 @@ def check_request(
     if not prompt_ids:
         raise ValueError("The prompt is empty; give at least one token.")
     if len(prompt_ids) >= max_model_len:
-        raise ValueError(
-            f"The prompt has {len(prompt_ids)} tokens, but max_model_len={max_model_len} must hold "
-            "it and at least one new token; shorten it or raise max_model_len."
-        )
+        raise ValueError(too_long(len(prompt_ids), max_model_len))
     own = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
     for name, ids in {"The prompt": prompt_ids, **own}.items():
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
-                raise ValueError(f"{name} holds token id {token!r}; ids are integers from 0 to {size - 1}.")
+                said = f"{name} holds token id {shown(token)}"
+                raise ValueError(f"{said}; ids are integers from 0 to {size - 1}.")
+    if params.logprobs is not None and params.logprobs > size:
+        raise ValueError(f"logprobs={params.logprobs} are more than the vocabulary has: {size} tokens.")
     if len(stop_ids) > MAX_STOP_IDS:
         raise ValueError(
             f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids, but the limit is "

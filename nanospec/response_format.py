@@ -59,7 +59,7 @@ def check_together(params: SamplingParams) -> None:
     ):
         if asks:
             value = getattr(params, name)
-            raise ValueError(f"{name}={value!r} does not go with response_format: {why}; leave one out.")
+            raise ValueError(f"{name}={shown(value)} does not go with response_format: {why}; leave one out.")
 
 
 def _check_schema(given: Any) -> None:
@@ -69,11 +69,10 @@ def _check_schema(given: Any) -> None:
         raise ValueError("response_format: 'json_schema' must be an object with a 'schema', an object too.")
     for name, value in given.items():
         if name not in kinds:
-            raise ValueError(
-                f"response_format: 'json_schema' holds {name!r}; known are {', '.join(map(repr, kinds))}."
-            )
+            known = ", ".join(map(repr, kinds))
+            raise ValueError(f"response_format: 'json_schema' holds {shown(name)}; known are {known}.")
         if not isinstance(value, kinds[name]) and not (name == "description" and value is None):
-            raise ValueError(f"response_format: 'json_schema' has a bad {name!r}: {shown(value)}.")
+            raise ValueError(f"response_format: 'json_schema' has a bad {shown(name)}: {shown(value)}.")
 
 
 def _check_choice(given: Any) -> None:

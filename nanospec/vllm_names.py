@@ -12,6 +12,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from .checks import shown
 from .config import EngineConfig, SamplingParams, SpecConfig
 
 NO_LORA = "LoRA is not there"
@@ -99,16 +100,16 @@ def sampling_in_our_words(asked: Mapping[str, Any], settings: Any) -> dict[str, 
 def response_format(name: str, asked: Any) -> dict[str, Any]:
     """Our `response_format` for an object or a dict with one of `CONSTRAINTS`. TypeError for all else."""
     given = dict(asked) if isinstance(asked, Mapping) else dict(getattr(asked, "__dict__", {}))
-    given = {what: value for what, value in given.items() if value not in (None, False)}
+    given = {what: value for what, value in given.items() if value is not None and value is not False}
     what, value = next(iter(given.items()), ("", None))
     if len(given) != 1 or what not in CONSTRAINTS:
         known = ", ".join(CONSTRAINTS)
-        raise TypeError(f"{name}={asked!r} must hold one of {known}; its name here is response_format.")
+        raise TypeError(f"{name}={shown(asked)} must hold one of {known}; its name here is response_format.")
     if what == "json" and isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise TypeError(f"{name}: json={value!r} is no JSON: {error}.") from None
+            raise TypeError(f"{name}: json={shown(value)} is no JSON: {error}.") from None
     if what == "json":
         value = {"schema": value}
     kind = CONSTRAINTS[what]
@@ -134,18 +135,26 @@ def known_alone(
     names = {field.name for field in fields(settings)}
     for name in [name for name in options if name not in names]:
         harmless, instead = foreign.get(name, ((), ""))
-        if options[name] not in harmless:
+        if not is_one_of(options[name], harmless):
             said = instead or _closest(name, names)
-            raise TypeError(f"{name}={options[name]!r} is no option here: {said}.")
+            raise TypeError(f"{name[:100]}={shown(options[name])} is no option here: {said}.")
     return {name: value for name, value in options.items() if name in names}
+
+
+def is_one_of(value: object, harmless: tuple[Any, ...]) -> bool:
+    """Whether a value is among these. Arrays, of which comparisons make arrays, are not."""
+    return isinstance(value, str | int | float | list | dict | None) and value in harmless
 
 
 def spec_config(asked: Mapping[str, Any]) -> SpecConfig:
     """vLLM's `speculative_config`, such as {"method": "ngram", "num_speculative_tokens": 4}; any field of
     `SpecConfig` may stand in it. Raises TypeError or ValueError for what is not there."""
     if not isinstance(asked, Mapping):
-        raise TypeError(f"speculative_config={asked!r} must be a dict, as in {{'method': 'ngram'}}.")
+        raise TypeError(f"speculative_config={shown(asked)} must be a dict, as in {{'method': 'ngram'}}.")
     ours = {name: value for name, value in asked.items() if value is not None}
+    for name in ("method", "model"):
+        if not isinstance(ours.get(name, ""), str):
+            raise TypeError(f"speculative_config: {name}={shown(ours[name])} must be a text.")
     model = ours.pop("model", None)
     if model in ("ngram", "[ngram]"):  # as older versions have it
         model, ours["method"] = None, "ngram"
@@ -154,20 +163,22 @@ def spec_config(asked: Mapping[str, Any]) -> SpecConfig:
     if model is not None and named:
         ours[named] = model
     elif model is not None:
-        raise TypeError(f"speculative_config: model={model!r} is of no use to method={method!r}.")
-    if (size := ours.pop("draft_tensor_parallel_size", None)) not in (None, 1):
-        ours["options"] = {**ours.get("options", {}), "draft_tensor_parallel_size": size}
+        raise TypeError(f"speculative_config: model={shown(model)} is of no use to method={shown(method)}.")
+    size, options = ours.pop("draft_tensor_parallel_size", None), ours.get("options", {})
+    if not is_one_of(size, (None, 1)) and isinstance(options, Mapping):
+        ours["options"] = {**options, "draft_tensor_parallel_size": size}
     if "prompt_lookup_min" in ours:  # alone it is the longest, too
         ours.setdefault("prompt_lookup_max", ours["prompt_lookup_min"])
     names = {field.name for field in fields(SpecConfig)}
     if unknown := [name for name in ours if name not in names]:
-        what = f"{unknown[0]!r} is no option here: {_closest(unknown[0], names)}"
+        what = f"{shown(unknown[0])} is no option here: {_closest(unknown[0], names)}"
         raise TypeError(f"speculative_config: {what}.")
     return SpecConfig(method=method, **ours)
 
 
 def _closest(name: str, names: set[str]) -> str:
     """What to write instead of an unknown name."""
+    name = str(name)[:100]
     for settings, said in ((SpecConfig, "spec=SpecConfig"), (SamplingParams, "SamplingParams")):
         if name in {field.name for field in fields(settings)}:
             return f"it belongs to {said}({name}=...)"

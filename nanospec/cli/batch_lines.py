@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..checks import shown
 from ..config import SamplingParams
 from ..text.chat import as_message, with_system
 from .batch_openai import from_openai
@@ -160,7 +161,7 @@ def _with_further(options: dict[str, Any], params: SamplingParams, fields: tuple
     if unknown := sorted(options.keys() - PARAMETERS):
         known = {"prompt", "messages", *fields, *PARAMETERS, *registered()} - {unknown[0]}
         said = did_you_mean(unknown[0], known) or f"; known are {', '.join(sorted(known))}."
-        raise ValueError(f"unknown field {unknown[0]!r}{said}")
+        raise ValueError(f"unknown field {shown(unknown[0])}{said}")
     return options
 
 

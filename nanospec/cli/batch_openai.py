@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..checks import shown
 from ..serve.openai_format import CHAT, COMPLETIONS, choice, in_our_words, usage
 
 if TYPE_CHECKING:
@@ -17,11 +18,11 @@ def from_openai(line: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """(url, request in our words) of a line. Raises ValueError for what is not there."""
     url, body = line.get("url"), line.get("body")
     if not isinstance(url, str) or url not in (CHAT, COMPLETIONS) or line.get("method", "POST") != "POST":
-        raise ValueError(f'"url" must be "{CHAT}" or "{COMPLETIONS}" and "method" "POST", not {url!r}.')
+        raise ValueError(f'"url" must be "{CHAT}" or "{COMPLETIONS}" and "method" "POST", not {shown(url)}.')
     if not isinstance(body, dict):
         raise ValueError('"body" must be a JSON object, as is sent to the "url".')
     if unknown := sorted(line.keys() - {"custom_id", "id", "method", "url", "body"}):
-        raise ValueError(f'unknown field {unknown[0]!r}; what is asked stands in "body".')
+        raise ValueError(f'unknown field {shown(unknown[0])}; what is asked stands in "body".')
     try:
         return url, in_our_words(url, body)
     except ValueError as error:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from ..checks import shown
 from ..kernels.launch import next_power_of_2
 from ..kernels.layer import paged
 from ..kernels.layer.qkv_rope import holds_heads
@@ -271,7 +272,7 @@ def at_least(least: int) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number of {least} or more")
         return value
 
     return parse

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from .. import __version__
+from ..checks import shown
 from ..config import EngineConfig, SamplingParams, SpecConfig
 from ..models.hub import program
 from ..vllm_names import FOREIGN
@@ -76,7 +77,7 @@ def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> s
 def auto_or_int(text: str) -> int | str:
     """A number of tokens, or "auto"."""
     if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number or 'auto'")
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be a whole number or 'auto'")
     return text if text == "auto" else int(text)
 
 
@@ -90,14 +91,15 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, text.split(",")))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between them") from None
+        said = f"{shown(text)} must be whole numbers with commas between them"
+        raise argparse.ArgumentTypeError(said) from None
 
 
 def json_object(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object ({error})") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be a JSON object ({error})") from None
 
 
 # By what is in the type of a field, first come first: how argparse reads it.
@@ -219,7 +221,7 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         words = " ".join(argv[: 2 if "train".startswith(argv[0][:2]) else 1])
         known = [*commands, *parser._option_string_actions]
         meant = did_you_mean(words, known) or "; a text to answer is given as --prompt TEXT"
-        parser.error(f"there is no command {words!r}{meant}")
+        parser.error(f"there is no command {shown(words)}{meant}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         add_further(parser)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from ..checks import shown
+
 
 class Parser(argparse.ArgumentParser):
     """As argparse's, without abbreviations; an error is one sentence on standard error and exit status 2."""
@@ -30,7 +32,7 @@ class Parser(argparse.ArgumentParser):
             return f"there is no option {name}: {self.elsewhere[name]}"
         if word.startswith("-"):
             return f"there is no option {name}{did_you_mean(name, self._option_string_actions)}"
-        return f"{word!r} belongs to no option; a text with blanks needs quotes"
+        return f"{shown(word)} belongs to no option; a text with blanks needs quotes"
 
     def error(self, message: str) -> NoReturn:
         for pattern, words in WORDS:

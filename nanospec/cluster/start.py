@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from ..checks import shown
 from ..config import EngineConfig
 from ..quota import cpu_quota
 
@@ -136,7 +137,8 @@ def share(replicas: int, config: EngineConfig, machines: Sequence[dict[str, floa
     let all of them run. ValueError if there are too few."""
     each = config.tensor_parallel_size
     if config.device.startswith("cuda:"):
-        raise ValueError(f"device={config.device!r} is one GPU; with replicas it is 'cuda', 'cpu' or 'auto'.")
+        given = f"device={shown(config.device)}"
+        raise ValueError(f"{given} is one GPU; with replicas it is 'cuda', 'cpu' or 'auto'.")
     gpus = [int(machine.get("GPU", 0)) for machine in machines]
     if config.device == "cuda" or (config.device == "auto" and any(gpus)):
         _check_room(replicas, each, gpus, "GPU")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..checks import shown
 from ..config import EngineConfig, SpecConfig
 from ..models.config import ModelConfig
 from ..models.decoder import Model
@@ -23,22 +24,22 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
     """The drafters `given`, the methods of `spec` if None; ValueError if they do not fit together."""
     if given is None:
         return spec.methods
-    found = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    found = tuple(given) if isinstance(given, list | tuple) else (given,)
     known = registered()
     for who in found:
         if isinstance(who, type):
             raise ValueError(f"drafter={who.__name__} is a class; make one of it: {who.__name__}().")
-        if not isinstance(who, Drafter) and who not in known:
-            raise ValueError(f"drafter={who!r} is neither a Drafter nor one of {', '.join(known)}.")
+        if not isinstance(who, Drafter) and not (isinstance(who, str) and who in known):
+            raise ValueError(f"drafter={shown(who)} is neither a Drafter nor one of {', '.join(known)}.")
     if not found or spec.method != SpecConfig.method:
         raise ValueError(
-            f"drafter={given!r} and method={spec.method!r} do not go together: leave the method out and "
+            f"drafter={shown(given)} and method={spec.method!r} do not go together: leave the method out and "
             'name all who guess, as in drafter=["ngram", MyDrafter()].'
         )
     if loaded := [who for who in found if isinstance(who, str) and known[who].runs_model]:
         raise ValueError(
-            f"drafter={given!r} names {loaded[0]!r}, which has weights of its own; only method=... loads "
-            'them. What goes with a drafter of yours is "ngram" before it and "recycle" behind it.'
+            f"drafter={shown(given)} names {loaded[0]!r}, which has weights of its own; only method=... "
+            'loads them. What goes with a drafter of yours is "ngram" before it and "recycle" behind it.'
         )
     kinds = [known[who] if isinstance(who, str) else who for who in found]
     if early := [kind for kind in kinds[:-1] if kind.grows]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..checks import shown
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
 from ..kernels.speculation.grow import Marks, grow
@@ -62,7 +63,8 @@ class RecycleDrafter(
         usual = PROMPT if target.model.device.type == "cuda" else 0
         asked = spec.options.get("recycle_prompt", usual)
         if not isinstance(asked, int) or not 0 <= asked <= MOST_PROMPT:
-            raise ValueError(f"recycle_prompt={asked!r} must be a number of tokens from 0 to {MOST_PROMPT}.")
+            said = f"recycle_prompt={shown(asked)}"
+            raise ValueError(f"{said} must be a number of tokens from 0 to {MOST_PROMPT}.")
         return cls(target.model.config.vocab_size, asked)
 
     def behind(self, first: Drafter) -> Drafter:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import as_token_id
+from ..checks import as_token_id, shown
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from .base import Drafter, guesses, nothing, room
@@ -91,7 +91,8 @@ class SimpleDrafter(Drafter):
         for token in found:
             if type(token) is not int or not 0 <= token < table.vocab_size:
                 last = table.vocab_size - 1
-                raise ValueError(f"{name}.guess gave {token!r}; token ids are integers from 0 to {last}.")
+                said = f"{name}.guess gave {shown(token)}"
+                raise ValueError(f"{said}; token ids are integers from 0 to {last}.")
         self._calls.append(((time.perf_counter() - start) * 1e3, bool(found)))
         return found
 

@@ -12,10 +12,13 @@ import re
 import sys
 from pathlib import Path
 
+from ..checks import shown
+
 HUB_TIMEOUT = 10  # seconds until a silent hub counts as unreachable
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 HUB_NOT_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
+MAX_NAME = 1024  # characters; systems refuse to look for paths not much longer
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -62,6 +65,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
     A hub id is downloaded through huggingface_hub into its cache, or taken from there.
     Raises FileNotFoundError with a sentence that says what is there and how to get the rest.
     """
+    if not isinstance(name_or_path, str | Path) or len(str(name_or_path)) > MAX_NAME:
+        raise ValueError(f"model={shown(name_or_path)} must be a folder, or the name or hub id of a model.")
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if path.is_file():
         convert = f"convert it: {program()} convert FILE FOLDER"
@@ -72,7 +77,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
             return folder
     if name and path.is_dir():
         raise FileNotFoundError(
-            f"the folder {name!r} holds no config.json, so it is not a model; a model folder has "
+            f"the folder {shown(name)} holds no config.json, so it is not a model; a model folder has "
             "config.json, tokenizer.json and *.safetensors."
         )
     there = ", ".join(available_models()) or "none"
@@ -80,7 +85,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
     known = f"Models that are there: {there}. Fetch one with: {fetch}"
     if HUB_ID.fullmatch(name) is None:
         raise FileNotFoundError(
-            f"there is no model {name!r}: it is neither a folder, nor a name below weights/ or "
+            f"there is no model {shown(name)}: it is neither a folder, nor a name below weights/ or "
             f"{cache_folder()}, nor a Hugging Face id 'org/name'. {known}"
         )
     try:
@@ -88,7 +93,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
     except Exception as error:  # the hub library raises those of several HTTP libraries
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise FileNotFoundError(
-            f"there is no folder {name!r}, and the Hugging Face hub does not deliver it ({reason}). {known}"
+            f"there is no folder {shown(name)}, and the Hugging Face hub does not deliver it "
+            f"({reason}). {known}"
         ) from error
 
 

@@ -46,7 +46,7 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) ->
     if name == "auto":
         return config.torch_dtype
     if name not in DTYPES:
-        raise ValueError(f"dtype={name!r} must be 'auto' or one of {', '.join(map(repr, DTYPES))}.")
+        raise ValueError(f"dtype={shown(name)} must be 'auto' or one of {', '.join(map(repr, DTYPES))}.")
     if on_cpu and name == "float16":
         raise ValueError("dtype='float16' is not supported on a CPU; use 'auto', 'bfloat16' or 'float32'.")
     return DTYPES[name]

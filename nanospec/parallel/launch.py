@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from ..checks import shown
 from ..config import EngineConfig
 from ..device import current, resolve_device
 from ..drafters.base import Drafter
@@ -127,7 +128,7 @@ def _modules(parts: Parts) -> tuple[str, ...]:
     try:
         pickle.dumps(given)
     except Exception as error:
-        raise ValueError(f"drafter={given!r} cannot be sent to the other ranks: {error}") from None
+        raise ValueError(f"drafter={shown(given)} cannot be sent to the other ranks: {error}") from None
     added = {*map(type, registered().values()), *methods().values()}
     modules = {kind.__module__ for kind in added} - {"__main__"}
     return tuple(sorted(name for name in modules if not name.startswith("nanospec.")))
@@ -139,8 +140,8 @@ def _check_devices(config: EngineConfig, count: int) -> None:
         return
     if ":" in str(config.device):
         raise ValueError(
-            f"device={config.device!r} is one GPU, but tensor_parallel_size={config.tensor_parallel_size}; "
-            "use device='cuda', and CUDA_VISIBLE_DEVICES to choose which."
+            f"device={shown(config.device)} is one GPU, but tensor_parallel_size="
+            f"{config.tensor_parallel_size}; use device='cuda', and CUDA_VISIBLE_DEVICES to choose which."
         )
     if (there := torch.cuda.device_count()) < count:
         raise ValueError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..admission import Admission
+from ..checks import shown
 from ..config import EngineConfig, SamplingParams
 from ..costs import StepCosts
 from ..device import on_own_device
@@ -165,7 +166,7 @@ class Leader(Rank):
     def check(self, params: SamplingParams) -> None:
         if unknown := params.extra_args.keys() - self.known:
             raise ValueError(
-                f"extra_args={params.extra_args!r} names {min(unknown)!r}, which other ranks do not know: "
+                f"extra_args={shown(params.extra_args)} names {min(unknown)!r}, unknown to other ranks: "
                 "define it in a module that is imported before LLM(...) is called, not in the script itself."
             )
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..checks import check_number
+from ..checks import check_number, shown
 from ..config import SamplingParams
 from ..folders import import_all
 
@@ -45,7 +45,7 @@ class SamplingParameter:
         super().__init_subclass__(**further)
         taken = {field.name for field in fields(SamplingParams)} | {"prompt", "messages"}
         if not name.isidentifier() or name in taken:
-            raise ValueError(f"name={name!r} of a sampling parameter must be a word that is not in use.")
+            raise ValueError(f"name={shown(name)} of a sampling parameter must be a word that is not in use.")
         if not cls.low <= cls.default <= cls.high:
             raise ValueError(f"{name}: default={cls.default} must lie between {cls.low} and {cls.high}.")
         cls.name, cls.help = name, help
@@ -76,7 +76,7 @@ def check_extra_args(asked: Mapping[str, float]) -> None:
     known = registered()
     for name, value in asked.items():
         if name not in known:
-            raise ValueError(f"extra_args={asked!r} names {name!r}; known are {', '.join(known)}.")
+            raise ValueError(f"extra_args={shown(asked)} names {shown(name)}; known are {', '.join(known)}.")
         check_number(f"extra_args: {name}", value, known[name].low, known[name].high, float)
 
 

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from .. import __version__
+from ..checks import shown
 from ..llm import LLM
 from .answers import Answer
 from .errors import HTTPError, bad_request, draining
@@ -132,7 +133,7 @@ class App:
     def _check_model(self, body: dict[str, Any]) -> None:
         model = body.get("model") or self.model
         if model != self.model:
-            message = f"There is no model {str(model)[:200]!r} here; there is {self.model!r}."
+            message = f"There is no model {shown(model)} here; there is {self.model!r}."
             raise HTTPError(404, message, "model", "model_not_found")
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -269,4 +270,4 @@ async def _our_fault(request: Request, error: Exception) -> Response:
 
 def _only(body: dict[str, Any], known: tuple[str, ...]) -> None:
     if unknown := sorted(body.keys() - set(known)):
-        raise HTTPError(400, f"unknown field {unknown[0]!r}.", unknown[0], "unknown_field")
+        raise HTTPError(400, f"unknown field {shown(unknown[0])}.", unknown[0], "unknown_field")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..checks import shown
 from ..cli.options import add_further, add_settings, given, in_flags, spec_config
 from ..cli.parser import Parser
 from ..config import EngineConfig, SpecConfig
@@ -89,7 +90,7 @@ def replicas(text: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
     numbers = [int(part) if part.isdecimal() else 0 for part in (least, most if colon else least)]
     if not 1 <= numbers[0] <= numbers[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 1, or MIN:MAX, as in 1:4")
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be a number from 1, or MIN:MAX, as in 1:4")
     return numbers[0], numbers[1]
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from ..checks import shown
 from ..cli.batch_lines import Defaults, ask
 from ..config import SamplingParams
 from ..llm import LLM
+from ..prompts import check_length, encode
 from .errors import HTTPError, bad_request
 from .openai_format import CHAT, IGNORED, RENAMED, in_our_words
 from .settings import ServeConfig
@@ -79,7 +81,8 @@ def read_request(llm: LLM, config: ServeConfig, url: str, body: Mapping[str, Any
             if task.messages is not None:
                 ids = chat_prompt(llm, task.messages, own.get("chat_template_kwargs", {}))
             else:
-                ids = encode(llm, task.prompt) if isinstance(task.prompt, str) else task.prompt or []
+                text, window = task.prompt, llm.engine.max_model_len
+                ids = encode(llm.tokenizer, text, window) if isinstance(text, str) else text or []
             llm.engine.check(ids, params)
             found.prompts.append(ids)
     except (ValueError, TypeError, RecursionError) as error:
@@ -92,26 +95,13 @@ def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: Any) -> list[
     if not isinstance(options, dict):
         raise ValueError("chat_template_kwargs must be an object.")
     if taken := sorted(options.keys() & NOT_IN_TEMPLATES):
-        raise ValueError(f"chat_template_kwargs must be an object without {taken[0]!r}.")
+        raise ValueError(f"chat_template_kwargs must be an object without {shown(taken[0])}.")
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"messages are {len(messages)}, but the limit is {MAX_MESSAGES}.")
-    _check_length(llm, sum(len(message["content"]) for message in messages))
+    length = sum(len(message["content"]) for message in messages)
+    check_length(llm.tokenizer, length, llm.engine.max_model_len)
     with within(TEMPLATE_SECONDS, "The chat template took too long for these messages."):
         return llm.chat_prompt(messages, **options)
-
-
-def encode(llm: LLM, text: str) -> list[int]:
-    """Token ids of a text, unless it is so long that it cannot fit anyway."""
-    _check_length(llm, len(text))
-    return llm.tokenizer.encode(text)
-
-
-def _check_length(llm: LLM, length: int) -> None:
-    """Before tokenizing, which for such texts takes long: of a text, or of a conversation."""
-    most = llm.engine.max_model_len * llm.tokenizer.longest_token
-    if length > most:
-        window = llm.engine.max_model_len
-        raise ValueError(f"The prompt has {length} characters, too many for max_model_len={window}.")
 
 
 @contextmanager
@@ -155,12 +145,12 @@ def _check_limits(params: SamplingParams, config: ServeConfig) -> None:
 def _streaming(own: Mapping[str, Any]) -> dict[str, bool]:
     streams, options = own.get("stream", False), own.get("stream_options", {})
     if not isinstance(streams, bool):
-        raise ValueError(f"stream={streams!r} must be true or false.")
+        raise ValueError(f"stream={shown(streams)} must be true or false.")
     if not isinstance(options, dict) or (options and not streams):
         raise ValueError("stream_options must be an object, and needs stream=true.")
     known = {"include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats"}
     if unknown := sorted(options.keys() - known):
-        raise ValueError(f"stream_options holds the unknown field {unknown[0]!r}.")
+        raise ValueError(f"stream_options holds the unknown field {shown(unknown[0])}.")
     if wrong := [name for name, value in options.items() if not isinstance(value, bool)]:
         raise ValueError(f"stream_options: {wrong[0]} must be true or false.")
     usage, drafts = options.get("include_usage", False), options.get("include_drafts", False)

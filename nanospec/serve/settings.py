@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ..checks import as_bytes, check_fields, limited
 
 MIN_KEY = 8  # characters; shorter ones are guessed
+LONGEST = 1e7  # seconds: clocks count no further than some powers of ten, and infinity not at all
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,16 @@ class ServeConfig:
     max_logit_bias: int = limited(1024, 0)
     max_body: int = limited(4 << 20, 1024, read=as_bytes, metavar="SIZE")
     max_connections: int = limited(1000, 1)
-    request_timeout: float = limited(600.0, 0.1)
-    read_timeout: float = limited(20.0, 0.1)
-    write_timeout: float = limited(60.0, 0.1)
-    drain_timeout: float = limited(30.0, 0)
+    request_timeout: float = limited(600.0, 0.1, LONGEST)
+    read_timeout: float = limited(20.0, 0.1, LONGEST)
+    write_timeout: float = limited(60.0, 0.1, LONGEST)
+    drain_timeout: float = limited(30.0, 0, LONGEST)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_body", as_bytes(self.max_body))
+        object.__setattr__(self, "max_body", as_bytes(self.max_body, "max_body"))
         check_fields(self)
-        for key in self.api_key:
+        keys = self.api_key
+        for key in keys if isinstance(keys, list | tuple) else [None]:
             if not isinstance(key, str) or not re.fullmatch(rf"[!-~]{{{MIN_KEY},}}", key):
                 raise ValueError(f"api_key must be {MIN_KEY} or more ASCII characters without blanks.")
 

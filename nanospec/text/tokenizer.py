@@ -87,6 +87,8 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
+            if not isinstance(text, str):
+                raise ValueError(f"{shown(text)} is no text.") from None
             bad = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
             if bad is None:
                 raise
@@ -96,7 +98,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside the vocabulary give nothing; broken UTF-8 gives U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError:  # its ids have 32 bits
+            there = [i for i in ids if 0 <= i < self.vocab_size]
+            return self.backend.decode(there, skip_special_tokens=skip_special_tokens)
+        except TypeError:
+            raise ValueError(f"{shown(ids)} are no token ids.") from None
 
     def text_of(self, token: int) -> str:
         """Text of one token, also of a special one, as it reads behind others: some tokenizers drop the space

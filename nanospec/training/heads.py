@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..checks import shown
 from ..models.decoder import Model
 from ..models.heads import Heads
 from ..models.hub import resolve_model, weights_folders
@@ -66,7 +67,7 @@ class Settings(loop.Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.labels not in ("soft", "hard"):
-            raise ValueError(f"labels={self.labels!r} must be 'soft' or 'hard'.")
+            raise ValueError(f"labels={shown(self.labels)} must be 'soft' or 'hard'.")
 
 
 class HeadsTrainer(loop.Trainer):

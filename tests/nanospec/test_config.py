@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,19 +31,31 @@ BAD_SPEC = [
         "prompt_lookup_min=4 must not exceed prompt_lookup_max=3.",
     ),
     ({"max_speculative_tokens": 0}, "max_speculative_tokens=0 must be an integer from 1 to 63."),
+    ({"num_speculative_tokens": np.arange(3)}, "=array([0, 1, 2]) must be 'auto' or an int from 0 to 63."),
+    ({"acceptance": []}, "acceptance=[] must be a text."),
+    ({"method": ["ngram"]}, "method=['ngram'] must be a text."),
+    ({"heads": Path("x")}, "must be a text."),
+    ({"options": {None: 1}}, "options={None: 1} must map names to values."),
 ]
 BAD_ENGINE = [
     ({"spec": "ngram"}, "spec='ngram' must be a SpecConfig"),
-    ({"max_num_seqs": 0}, "max_num_seqs=0 must be an integer of at least 1."),
-    ({"max_num_seqs": "4"}, "max_num_seqs='4' must be an integer of at least 1."),
-    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 must be an integer of at least 1."),
+    ({"max_num_seqs": 0}, "max_num_seqs=0 must be an integer from 1 to 65536."),
+    ({"max_num_seqs": "4"}, "max_num_seqs='4' must be an integer from 1 to 65536."),
+    ({"max_num_seqs": 10**9}, "max_num_seqs=1000000000 must be an integer from 1 to 65536."),
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 must be an integer from 1 to 16777216."),
+    ({"dtype": []}, "dtype=[] must be a text."),
+    ({"device": 5}, "device=5 must be a text."),
+    ({"kv_cache_memory": 10**40}, "0 must be an integer from 1 to 9223372036854775807."),
+    ({"distributed_timeout": 10**18}, "must be an integer from 1 to 10000000."),
+    ({"trace": np.arange(3)}, "trace=array([0, 1, 2]) must be True or False."),
+    ({"seed": np.arange(3)}, "seed=array([0, 1, 2]) must be an integer from"),
     ({"max_model_len": 1}, "max_model_len=1 must be an integer of at least 2."),
     ({"block_size": 8}, "block_size=8 must be an integer of at least 16."),
     ({"block_size": 24}, "block_size=24 must be a power of two, at least 16."),
     ({"block_size": 16.0}, "block_size=16.0 must be an integer of at least 16."),
     ({"kv_cache_memory": 0}, "kv_cache_memory=0 must be an integer of at least 1."),
     ({"kv_cache_memory": 1e9}, "kv_cache_memory=1000000000.0 must be an integer"),
-    ({"kv_cache_memory": "4 gigs"}, "kv_cache_memory='4 gigs' is no number of bytes; write it as in"),
+    ({"kv_cache_memory": "4 gigs"}, "kv_cache_memory='4 gigs' is no number of bytes; write it as"),
     ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False."),
     ({"seed": 2**63}, "seed=9223372036854775808 must be an integer from"),
 ]

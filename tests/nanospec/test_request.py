@@ -11,7 +11,7 @@ from nanospec.checks import as_token_id
 from nanospec.config import SamplingParams
 from nanospec.kernels.codes import LENGTH, OWN, RUNNING
 from nanospec.kernels.speculation.report import RowReport
-from nanospec.llm import _as_list
+from nanospec.prompts import as_list
 from nanospec.request import Limits, Piece, Request, Status, check_request
 from nanospec.text.detokenize import Detokenizer
 from nanospec.text.tokenizer import Tokenizer
@@ -107,11 +107,11 @@ def test_a_prompt_holds_integers_of_the_vocabulary(bad: object) -> None:
     ids=str,
 )
 def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
-    assert _as_list(given) == prompts
+    assert as_list(given) == prompts
 
 
 def test_a_prompt_may_be_an_array() -> None:
     ids: Any = np.array([3, 4])
-    assert len(_as_list(ids)) == 1
+    assert len(as_list(ids)) == 1
     assert [type(as_token_id(t)) for t in ids] == [int, int]
     assert [as_token_id(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]

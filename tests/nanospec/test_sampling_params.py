@@ -70,6 +70,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {1.5: 1}}, "logit_bias: token=1.5 must be an integer"),
     ({"logit_bias": {7: "x"}}, "logit_bias[7]='x' must be a number from -1000000 to 1000000."),
     ({"logit_bias": {7: float("inf")}}, "logit_bias[7]=inf must be a number"),
+    ({"logit_bias": {"9" * 5000: 1}}, "must be an integer from 0 to"),
     ({"extra_args": [1]}, "extra_args=[1] must map names of sampling parameters to numbers."),
     ({"extra_args": {"nothing": 1}}, "extra_args={'nothing': 1} names 'nothing'; known are"),
     ({"extra_args": {"top_n_sigma": -1}}, "extra_args: top_n_sigma=-1 must be a number from 0.0 to 100.0."),
@@ -138,6 +139,8 @@ def test_shorthands_and_limits_are_taken() -> None:
     assert SamplingParams(logit_bias={"12": 1}).logit_bias == {12: 1}  # type: ignore[dict-item]
     empty = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
     assert (empty.stop, empty.stop_token_ids, empty.logit_bias) == ((), (), {})
+    other = SamplingParams(max_tokens=np.int64(5), temperature=np.float32(0.5), logit_bias={1: np.float32(2)})
+    assert (type(other.max_tokens), type(other.temperature), type(other.logit_bias[1])) == (int, float, float)
     params = SamplingParams(stop_token_ids=[np.int64(3)], logit_bias={np.int32(4): 1})
     assert [type(t) for t in (*params.stop_token_ids, *params.logit_bias)] == [int, int]
     SamplingParams(top_p=1, top_k=-1, min_p=1, temperature=100, repetition_penalty=100)

@@ -64,7 +64,7 @@ def test_its_option_is_its_own(model: Model) -> None:
         SpecConfig(method="ngram", options={"toy_length": 2})
     for options, what in (
         ({"toy_width": None}, r"toy_width=None is of no use"),
-        ({"draft_model": "x"}, r"holds 'draft_model', which is a field"),
+        ({"draft_model": "x"}, r"holds the field 'draft_model'"),
         (None, "options=None must map names to values"),
     ):
         with pytest.raises(ValueError, match=what):

@@ -113,7 +113,7 @@ def test_a_program_of_ones_own(tmp_path: Path) -> None:
     assert several["accepted"]
     assert several["echo"].startswith("Echo is defined in the script, which other ranks do not run: define")
     assert "refused" not in one
-    assert several["refused"].startswith("extra_args={'own': 0.5} names 'own', which other ranks do not know")
+    assert several["refused"].startswith("extra_args={'own': 0.5} names 'own', unknown to other ranks")
     assert several["after"] == one["seeded"]
     assert child == {"child": "A forked process cannot use the ranks of its parent; make an LLM of its own."}
     ours, *theirs = several["sessions"]
