@@ -3,12 +3,13 @@
 
 import sys
 
+from nanospec.cli.failure import NEEDED
 from nanospec.cli.main import main
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "triton", "safetensors", "tokenizers"):
+        if error.name not in NEEDED:
             raise
         sys.exit(f"{error}; `make run` installs what is needed into .venv, then: . .venv/bin/activate")

@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted{': ' if interrupt.args else ''}{interrupt}.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception as error:
+        from .failure import report
+
+        return report(error)
 
 
 def _write_no_more() -> None:
@@ -73,10 +77,14 @@ def announce_ranks(llm: LLM) -> None:
 
 def prompt_from_standard_input() -> str:
     """All of it but the end of its last line, which echo and editors add. ValueError if it is no text."""
-    from .batch_lines import read_lines
+    from .batch_lines import MAX_LINE, opened
 
+    with opened("-") as file:
+        data = file.read(MAX_LINE + 1)
+    if len(data) > MAX_LINE:
+        raise ValueError(f"standard input is longer than {MAX_LINE >> 20} MB, the limit of a prompt.")
     try:
-        return read_lines("-").removeprefix(BOM_UTF8).decode().removesuffix("\n").removesuffix("\r")
+        return data.removeprefix(BOM_UTF8).decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is no text in UTF-8, at byte {error.start}.") from None
 
