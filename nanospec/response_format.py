@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
 BARE = ("text", "json_object")  # that have no field of their own
 MAX_BYTES, MAX_DEPTH = 64 << 10, 64  # of a grammar
+MAX_PATTERNS = 12  # that a schema may combine: each doubles what compiling takes, which is 8 GB for 30
 
 
 def checked(asked: Any) -> dict[str, Any] | None:
@@ -73,6 +74,27 @@ def _check_schema(given: Any) -> None:
             raise ValueError(f"response_format: 'json_schema' holds {shown(name)}; known are {known}.")
         if not isinstance(value, kinds[name]) and not (name == "description" and value is None):
             raise ValueError(f"response_format: 'json_schema' has a bad {shown(name)}: {shown(value)}.")
+    _check_patterns(given["schema"])
+
+
+def _check_patterns(schema: Mapping[str, Any]) -> None:
+    """Refuse a schema that may ask of one text to match too many regular expressions at once."""
+    found, combines, parts = set[str](), False, [schema]
+    while parts:
+        part: Any = parts.pop()
+        if isinstance(part, Mapping):
+            combines |= "allOf" in part or ("$ref" in part and len(part) > 1)
+            found |= {each for name in ("pattern", "format") if isinstance(each := part.get(name), str)}
+        parts += [each for each in (part.values() if isinstance(part, Mapping) else part) if _is_node(each)]
+    if combines and len(found) > MAX_PATTERNS:
+        raise ValueError(
+            f"response_format: a schema with 'allOf', or with anything beside '$ref', may have at most "
+            f"{MAX_PATTERNS} different patterns and formats, not {len(found)}."
+        )
+
+
+def _is_node(value: object) -> bool:
+    return isinstance(value, Mapping | list | tuple)
 
 
 def _check_choice(given: Any) -> None:

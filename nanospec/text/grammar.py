@@ -32,6 +32,8 @@ LIMITS: Any = {"verbose_errors": False}  # beside llguidance's own
 CACHED = 32  # compiled grammars that are kept
 # Fixed separators: endless white space is what models fall for, and what is fixed can be guessed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+MOST_CHOICES = 1000  # that llguidance's parser keeps apart; of more a regular expression is made
+SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")  # in a regular expression
 POINTER = re.compile(r"\s*(\^+|\d+ \|.*|<non-verbose/>)\s*")
 MISSING = "response_format needs the library llguidance: pip install 'nanospec[grammar]'."
 
@@ -191,7 +193,10 @@ def _grammar_of(asked: Mapping[str, Any]) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(asked[kind])
     if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked[kind])))
+        texts = dict.fromkeys(asked[kind])
+        if len(texts) > MOST_CHOICES:
+            return LLMatcher.grammar_from_regex("|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
     return LLMatcher.grammar_from_lark(any_to_lark(asked[kind]))
 
 

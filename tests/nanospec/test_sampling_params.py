@@ -18,6 +18,10 @@ for _ in range(64):
     DEEP = [DEEP]
 
 
+COMBINED = {"items": {"allOf": [{"type": "string", "pattern": f"x{i}.*y"} for i in range(13)]}}
+CHAINED = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}", "pattern": f"x{i}"} for i in range(13)}}
+
+
 def schema(of: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": {"enum": of}, **more}}
 
@@ -90,6 +94,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": schema(DEEP)}, "must be at most 64 levels deep and 65,536 bytes long as JSON."),
     ({"response_format": schema({}, strict=1)}, "'json_schema' has a bad 'strict': 1."),
     ({"response_format": schema({}, shape=1)}, "'json_schema' holds 'shape'; known are 'name'"),
+    ({"response_format": schema([], schema=COMBINED)}, "may have at most 12 different patterns and formats"),
+    ({"response_format": schema([], schema=CHAINED)}, "may have at most 12 different patterns and formats"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "must be an object with a 'schema'"),
     ({"response_format": ANY_JSON, "ignore_eos": True}, "ignore_eos=True does not go with response_format"),
     ({"response_format": ANY_JSON, "min_tokens": 1}, "min_tokens=1 does not go with response_format"),

@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanospec.text.grammar as grammar
+from nanospec.config import SamplingParams
 from nanospec.kernels.codes import GUESSED
 from nanospec.kernels.speculation import ngram
 from nanospec.text.grammar import FORCED, Grammars, Guide, look_up
-from nanospec.text.tokenizer import Tokenizer
+from nanospec.text.tokenizer import BYTES, Tokenizer
 from tests.nanospec.guided import FORMATS, SCHEMA, VOCAB
 from tests.tiny import tiny_tokenizer
 
 IDS = (0, 1, 2, 256, 65536, 1 << 24)
 OBJECT = {"type": "json_object"}
+BYTE_OF = {byte: letter for letter, byte in BYTES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +209,53 @@ def test_the_real_tokenizer(smollm2: Path) -> None:
     assert {len(mask) for mask in draft.masks} == {4 * (49216 // 32 + 1)}
     guide.advance(tokenizer.encode('{"a": true, "b": "'))
     assert "green" in {tokenizer.decode([t]) for t in allowed(masks_of(guide))}
+
+
+def test_many_choices_are_one_of_them(tokenizer: Tokenizer) -> None:
+    """More than the parser keeps apart: all of them may come, whole and to the letter."""
+    odd = ["a.*", "b|c", "d\ne", "-~/\\^$#& é", "ab", "abab"]
+    asked = {"type": "choice", "choice": [*odd, *odd, *map(str, range(3000))]}
+    grammars, ids = Grammars(tokenizer, VOCAB), tokenizer.backend.get_vocab()
+    for text in (*odd, "7", "2999"):
+        spelled = [ids[BYTE_OF[byte]] for byte in text.encode()]
+        assert accepts(grammars, asked, spelled), text
+    for text in ("axx", "b", "3000", "aba"):
+        spelled = [ids[BYTE_OF[byte]] for byte in text.encode()]
+        assert not accepts(grammars, asked, spelled), text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "regex", "regex": "a{1000000}"},
+        {"type": "regex", "regex": "(a|b)*a(a|b){200}"},
+        {"type": "regex", "regex": "(" * 20_000 + "a" + ")" * 20_000},
+        {"type": "regex", "regex": "(.*)*" * 500},
+        {"type": "regex", "regex": "a{99999999999999999999}"},
+        schema({"enum": [f"value{i:05d}" for i in range(4000)]}),
+        schema({"type": "array", "minItems": 10**9}),
+        schema({"type": "string", "minLength": 10**9}),
+        schema({"type": "string", "maxLength": 10**18}),
+        schema({"$ref": "#"}),
+        schema({"$ref": "file:///etc/passwd"}),
+        schema({"allOf": [{"type": "string", "pattern": f"x{i}.*y"} for i in range(12)]}),
+        schema({"$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}}),
+        {"type": "grammar", "grammar": 'start: "a"{1000000}'},
+        {"type": "grammar", "grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+        {"type": "grammar", "grammar": 'start: start "a"'},
+    ],
+    ids=lambda asked: str(asked)[:60],
+)
+def test_what_is_meant_to_hang_does_not(grammars: Grammars, asked: dict[str, Any]) -> None:
+    said = ""
+    try:
+        SamplingParams(response_format=asked)
+        guide = grammars.guide(asked)
+        for _ in range(4):
+            if not guide.ended and not guide.error:
+                guide.advance(allowed(masks_of(guide))[-1:])
+    except ValueError as error:
+        said = str(error)
+    assert len(said) < 1000
+    assert "\n" not in said
