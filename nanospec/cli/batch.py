@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from ..config import EngineConfig, SamplingParams
+from ..prompts import encode
 from ..text.chat import as_message
 from .batch_lines import Defaults, LineError, Task, identity, place, read_tasks
 from .batch_results import finished, result_line, results_file
@@ -87,7 +88,8 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     for a line that the model cannot take, and KeyboardInterrupt with a sentence."""
     todo = batch.todo
     say_how(llm.tokenizer, todo)
-    prompts = [prompt_ids(llm.tokenizer, llm.engine.check, task, batch.source) for task in todo]
+    check, window = llm.engine.check, llm.engine.max_model_len
+    prompts = [prompt_ids(llm.tokenizer, check, window, task, batch.source) for task in todo]
     outputs: list[RequestOutput] = []
     steps = llm.engine.metrics.num_forward_steps
     with Writer(batch) as writer:
@@ -190,16 +192,17 @@ def say_how(tokenizer: Tokenizer, todo: Sequence[Task]) -> None:
         print("The model has no chat template: prompts are continued as they are.", file=sys.stderr)
 
 
-def prompt_ids(tokenizer: Tokenizer, check: Check, task: Task, source: str) -> list[int]:
-    """The token ids of what a line asks. Raises LineError if `check` refuses it."""
+def prompt_ids(tokenizer: Tokenizer, check: Check, window: int, task: Task, source: str) -> list[int]:
+    """The token ids of what a line asks. Raises LineError if `check` refuses it, or if it is too long for a
+    window of so many tokens."""
+    messages, prompt = task.messages, task.prompt
+    if isinstance(prompt, str) and not task.raw and tokenizer.has_chat_template:
+        messages = as_message(prompt)
     try:
-        if task.messages is not None:
-            ids = tokenizer.chat_ids(task.messages)
-        elif isinstance(task.prompt, str):
-            chat = not task.raw and tokenizer.has_chat_template
-            ids = tokenizer.chat_ids(as_message(task.prompt)) if chat else tokenizer.encode(task.prompt)
+        if messages is not None:
+            ids = encode(tokenizer, tokenizer.apply_chat_template(messages), window, add_special_tokens=False)
         else:
-            ids = task.prompt or []
+            ids = encode(tokenizer, prompt, window) if isinstance(prompt, str) else prompt or []
         check(ids, task.params)
     except ValueError as error:
         raise refused(source, task.index, str(error)) from None

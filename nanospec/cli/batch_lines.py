@@ -10,17 +10,21 @@ import codecs
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..checks import shown
 from ..config import SamplingParams
+from ..plain_json import plain
 from ..text.chat import as_message, with_system
 from .batch_openai import from_openai
 from .parser import did_you_mean
 
+MAX_LINE = 32 << 20  # bytes: some times what the longest windows hold
 BLANK = b" \t\r\n"  # what JSON takes for white space
 PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 NAMES = ("custom_id", "id")  # the user's own names of a request, carried through
@@ -75,11 +79,37 @@ class Defaults:
     fields: tuple[str, ...] = NAMES
 
 
-def read_lines(source: str) -> bytes:
-    """The content of a file, or of standard input for "-". ValueError if that is closed."""
-    if source == "-" and sys.stdin is None:
+@contextmanager
+def opened(source: str) -> Iterator[BinaryIO]:
+    """A file to be read, or standard input for "-". ValueError if that is closed."""
+    if source != "-":
+        with open(source, "rb") as file:
+            yield file
+    elif sys.stdin is None:
         raise ValueError("standard input is closed.")
-    return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    else:
+        yield sys.stdin.buffer
+
+
+def read_lines(source: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers, from 1. Blank lines at the end are none. Raises LineError for
+    others, and for what is too long to be a request before all of it is read."""
+    blank = 0  # the first of some blank lines, which may be at the end
+    with opened(source) as file:
+        for number in count(1):
+            line = file.readline(MAX_LINE + 1)
+            if len(line) > MAX_LINE:
+                what = f"is longer than {MAX_LINE >> 20} MB, the limit of a request"
+                raise LineError(f"{place(source, number)} {what}.")
+            if not line:
+                return
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not line.strip(BLANK):
+                blank = blank or number
+                continue
+            if blank:
+                raise LineError(f"{place(source, blank)} is empty; every line must be a JSON object.")
+            yield number, line.removesuffix(b"\n")
 
 
 def place(source: str, number: int) -> str:
@@ -89,17 +119,16 @@ def place(source: str, number: int) -> str:
 
 def read_tasks(source: str, defaults: Defaults) -> list[Task]:
     """What the lines ask. A byte-order mark and blank lines at the end do no harm. Raises LineError."""
-    data = read_lines(source).removeprefix(codecs.BOM_UTF8).rstrip(BLANK)
     tasks = []
-    for number, line in enumerate(data.split(b"\n") if data else (), 1):
+    for number, line in read_lines(source):
         where = place(source, number)
-        if not line.strip(BLANK):
-            raise LineError(f"{where} is empty; every line must be a JSON object.")
         try:
-            tasks.append(_task(number - 1, json.loads(line.decode()), defaults))
-        except json.JSONDecodeError as error:
-            raise LineError(f"{where} is no JSON: {error.msg}, at column {error.colno}.") from None
-        except (ValueError, TypeError, RecursionError) as error:
+            asked = plain(line)
+        except ValueError as error:
+            raise LineError(f"{where} is no JSON: {error}.") from None
+        try:
+            tasks.append(_task(number - 1, asked, defaults))
+        except (ValueError, TypeError) as error:
             raise LineError(f"{where}: {error}") from None
     _check_names(tasks, source)
     return tasks
@@ -174,7 +203,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}.')
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f'{repr(message)[:200]} is no message; it needs a "role" and a "content".')
+            raise ValueError(f'{shown(message)} is no message; it needs a "role" and a "content".')
     return messages
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 RESULT = re.compile(rb'\{"index": \d+, "key": "[0-9a-f]{16}", |\{"id": "batch_req_[0-9a-f]{16}", ')
 
+LONGEST_HEAD = 64  # bytes, at least those of what `RESULT` matches
+
 
 def head_of(task: Task) -> bytes:
     """How the line of a task's result begins."""
@@ -82,9 +84,12 @@ def finished(path: Path, tasks: Sequence[Task]) -> set[int]:
     if not path.is_file():  # no file to be read again, such as a pipe
         return set()
     by_head = {head_of(task): task.index for task in tasks}
-    *lines, rest = path.read_bytes().split(b"\n")
     done: set[int] = set()
-    for number, line in enumerate(lines, 1):
+    rest = b""
+    for number, line in enumerate(_lines(path), 1):
+        if not line.endswith(b"\n"):
+            rest = line
+            break
         begin = RESULT.match(line)
         if begin is None or not _is_whole(line):
             raise LineError(f"{path} line {number} is no result of this program; name another output.")
@@ -102,6 +107,15 @@ def finished(path: Path, tasks: Sequence[Task]) -> set[int]:
     if rest:
         os.truncate(path, path.stat().st_size - len(rest))
     return done
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file with their ends. Of one that does not begin as results do, that is somebody's large
+    file, only the beginning."""
+    with path.open("rb") as file:
+        while head := file.readline(LONGEST_HEAD):
+            is_result = head.endswith(b"\n") or len(head) < LONGEST_HEAD or RESULT.match(head)
+            yield head + (file.readline() if is_result and not head.endswith(b"\n") else b"")
 
 
 def _is_whole(line: bytes) -> bool:

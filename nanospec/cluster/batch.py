@@ -49,7 +49,8 @@ def run_on_ray(
     todo, tokenizer = batch.todo, Tokenizer(folder)
     say_how(tokenizer, todo)
     check, params = checks(folder, config, tokenizer), seeded(batch.tasks, config.seed)
-    prompts = [prompt_ids(tokenizer, check, task, batch.source) for task in todo]
+    window = longest(folder, config)
+    prompts = [prompt_ids(tokenizer, check, window, task, batch.source) for task in todo]
     lines = [Line(task, ids, params[task.index]) for task, ids in zip(todo, prompts, strict=True)]
     with Writer(batch) as writer:
         if lines:
@@ -79,12 +80,16 @@ def write_once(results: Iterator[Result], source: str, writer: Writer) -> None:
             writer.write(result.line, result.tokens)
 
 
+def longest(folder: Path, config: EngineConfig) -> int:
+    """The window of a model, as far as it is known without its weights."""
+    return config.max_model_len or ModelConfig.from_path(folder).max_position_embeddings
+
+
 def checks(folder: Path, config: EngineConfig, tokenizer: Tokenizer) -> Check:
     """What an engine would refuse, without its weights. The window may still be found smaller in a replica,
     where memory is short."""
     model = ModelConfig.from_path(folder)
-    window = config.max_model_len or model.max_position_embeddings
-    limits = Limits(model.vocab_size, window, True, config.spec.acceptance)
+    limits = Limits(model.vocab_size, longest(folder, config), True, config.spec.acceptance)
     grammars = Grammars(tokenizer, model.vocab_size)
 
     def check(ids: Sequence[int], params: SamplingParams) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from ..checks import shown
 from ..cli.batch_lines import Defaults, ask
 from ..config import SamplingParams
 from ..llm import LLM
+from ..plain_json import plain
 from ..prompts import check_length, encode
 from .errors import HTTPError, bad_request
 from .openai_format import CHAT, IGNORED, RENAMED, in_our_words
@@ -56,8 +57,8 @@ class Asked:
 def read_json(data: bytes) -> dict[str, Any]:
     """The JSON object that a body is. Raises HTTPError."""
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        body = plain(data.removeprefix(BOM_UTF8))
+    except ValueError as error:
         raise HTTPError(400, f"The body is no JSON: {error}.") from None
     if not isinstance(body, dict):
         raise HTTPError(400, "The body must be a JSON object.")

@@ -69,8 +69,18 @@ def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (b"", "is empty"),
         (b" ", "is empty"),
-        (b'{"prompt": "\xff"}', "can't decode"),
-        (b"[" * 99999, "recursion"),
+        (b'{"prompt": "\xff"}', "is no JSON: it is no text in UTF-8, at byte 12"),
+        (b"[" * 99999, "is no JSON: it is nested more than 128 levels deep"),
+        (b'{"prompt": "x", "a": ' + b"[" * 130 + b"]" * 130 + b"}", "nested more than 128 levels deep"),
+        (b'{"prompt": "x", "prompt": "y"}', "is no JSON: 'prompt' stands twice in one object"),
+        (b'{"prompt": "x", "temperature": NaN}', "is no JSON: NaN is no number that can be"),
+        (b'{"prompt": "x", "custom_id": 1e999}', "is no JSON: 1e999 is no number that can be"),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "is no JSON: Exceeds the limit"),
+        (b"\xef\xbb\xbf{}", "is no JSON: Unexpected UTF-8 BOM"),
+        (b"\0", "is no JSON: Expecting value"),
+        (b'{"prompt": "x", "' + b"y" * 10**5 + b'": 1}', "unknown field 'yyyy"),
+        (b'{"url": "' + b"y" * 10**5 + b'", "body": {}}', "must be .*not 'yyyy"),
+        (b'{"messages": ["' + b"y" * 10**5 + b'"]}', "'yyyy.*is no message"),
         (b"{", "is no JSON: Expecting property name"),
         (b'{"text": "x"}', 'either "prompt" or "messages"'),
         (b'{"prompt": "x", "messages": []}', 'either "prompt" or "messages"'),
@@ -86,8 +96,24 @@ def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_bad_lines_are_named(tmp_path: Path, line: bytes, sentence: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_bytes(b'{"prompt": "x"}\n' + line + b'\n{"prompt": "x"}\n')
-    with pytest.raises(LineError, match=rf"requests\.jsonl line 2.*{sentence}"):
+    with pytest.raises(LineError, match=rf"requests\.jsonl line 2.*{sentence}") as caught:
         tasks(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_line_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanospec.cli.batch_lines.MAX_LINE", 1 << 20)
+    with pytest.raises(LineError, match=r"/dev/zero line 1 is longer than 1 MB, the limit of a request\."):
+        tasks("/dev/zero")
+
+
+def test_of_a_large_file_without_results_only_the_beginning_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(LineError, match=r"image ends with what is no result of this input"):
+        finished(path, numbered(3))
+    assert path.stat().st_size == 1 << 40
 
 
 def test_sampling_parameters_of_files_are_fields_too(tmp_path: Path) -> None:
