@@ -19,7 +19,9 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
-from .config import DTYPES
+from ..checks import shown
+from ..files import reason
+from .config import DTYPES, ModelConfig
 
 try:
     import gguf
@@ -61,6 +63,15 @@ class ConversionError(ValueError):
     """The file cannot be converted; the message says what is wrong and what would help."""
 
 
+class Reader(gguf.GGUFReader):
+    """The library's, which reads on behind the end of a file: nothing, as often as a broken length says."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **named: Any) -> Any:
+        if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+            raise ValueError("it ends too early")
+        return super()._get(offset, dtype, count, *more, **named)
+
+
 class GGUFFile(dict[str, Any]):
     """Metadata of a GGUF file by key, and its `tensors`, with errors a user understands."""
 
@@ -68,18 +79,18 @@ class GGUFFile(dict[str, Any]):
         if not path.is_file():
             raise ConversionError(f"{path} does not exist; give the path of a GGUF file.")
         try:
-            reader = gguf.GGUFReader(path)
+            reader = Reader(path)
             super().__init__((key, field.contents()) for key, field in reader.fields.items())
         except Exception as error:  # the reader fails in many ways, none of which says "truncated"
             raise ConversionError(
-                f"{path} cannot be read as GGUF ({error}): it is not a GGUF file or the download is "
+                f"{path} cannot be read as GGUF ({reason(error)}): it is not a GGUF file or the download is "
                 "incomplete; fetch it again."
             ) from error
         self.tensors = reader.tensors
         self.architecture: str = self["general.architecture"]
         if self.architecture not in ARCHITECTURES:
             raise ConversionError(
-                f"{path} holds a model of architecture {self.architecture!r}; this converter knows "
+                f"{path} holds a model of architecture {shown(self.architecture)}; this converter knows "
                 f"{' and '.join(ARCHITECTURES)}."
             )
 
@@ -126,7 +137,7 @@ def hf_name(name: str) -> str:
     if match is None or match[2] not in TENSOR_NAMES:
         rope = " (it scales RoPE, which a GGUF file does not describe well enough to convert)"
         hint = rope if name == "rope_freqs.weight" else ""
-        raise ConversionError(f"the GGUF file holds a tensor {name!r} of unknown meaning{hint}.")
+        raise ConversionError(f"the GGUF file holds a tensor {shown(name)} of unknown meaning{hint}.")
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     return f"{layer}{TENSOR_NAMES[match[2]]}.{match[3]}"
 
@@ -136,9 +147,10 @@ def check_convertible(file: GGUFFile, head_dim: int) -> None:
     if file.hparam("expert_count", 0):
         raise ConversionError("mixture-of-experts models cannot be converted; use a dense one.")
     if (scaling := file.hparam("rope.scaling.type", "none")) != "none":
-        raise ConversionError(f"RoPE scaling {scaling!r} cannot be converted; use a model without.")
+        raise ConversionError(f"RoPE scaling {shown(scaling)} cannot be converted; use a model without.")
     if (dim := file.hparam("rope.dimension_count", head_dim)) != head_dim:
-        raise ConversionError(f"RoPE covers {dim} of {head_dim} dimensions of a head; only whole heads work.")
+        what = f"{shown(dim)} of {shown(head_dim)} dimensions of a head"
+        raise ConversionError(f"RoPE covers {what}; only whole heads work.")
 
 
 def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
@@ -179,7 +191,7 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     kind, pre = file["tokenizer.ggml.model"], file.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise ConversionError(
-            f"the tokenizer is {kind!r} with pre-tokenizer {pre!r}; this converter knows 'gpt2' "
+            f"the tokenizer is {shown(kind)} with pre-tokenizer {shown(pre)}; this converter knows 'gpt2' "
             f"(byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
         )
     tokens = file.vocabulary()
@@ -264,7 +276,20 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     if dtype not in STORED:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(STORED)}.")
     file = GGUFFile(source)
+    try:
+        _convert(file, folder, dtype)
+    except (ConversionError, OSError, MemoryError):
+        raise
+    except Exception as error:  # fields of other types than they should be, sizes that contradict each other
+        raise ConversionError(
+            f"{source} cannot be converted ({type(error).__name__}: {reason(error)}): its fields are "
+            "damaged; fetch it again."
+        ) from error
+
+
+def _convert(file: GGUFFile, folder: Path, dtype: str) -> None:
     config, tokenizer = model_config(file, dtype), build_tokenizer(file)
+    ModelConfig.from_dict(config)  # refuses what could not be loaded
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)
     ends = {"eos_token_id": file.end_ids(), "pad_token_id": file.token_id("padding")}

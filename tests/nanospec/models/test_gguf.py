@@ -119,6 +119,37 @@ def test_what_cannot_be_converted_is_refused(
         convert(tmp_path / "m.gguf", tmp_path / "m")
 
 
+def test_a_length_beyond_the_file_is_one_sentence(tmp_path: Path) -> None:
+    """The library would read nothing, 2^62 times."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    data = path.read_bytes()
+    key = b"tokenizer.ggml.merges"
+    at = data.index(key) + len(key) + 8  # the types of an array and of its elements
+    path.write_bytes(data[:at] + (2**62).to_bytes(8, "little") + data[at + 8 :])
+    with pytest.raises(ConversionError, match="it ends too early.* fetch it again"):
+        convert(path, tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda w: w.add_head_count(0), "ZeroDivisionError: .* its fields are damaged; fetch it again"),
+        (lambda w: w.add_bos_token_id(10**6), "IndexError: .* its fields are damaged; fetch it again"),
+        (lambda w: w.add_string("llama.embedding_length", "x" * 1000), "its fields are damaged; fetch it"),
+        (lambda w: w.add_block_count(2**31), "num_hidden_layers=2147483648 must be"),
+    ],
+    ids=["zero", "range", "type", "huge"],
+)
+def test_damaged_fields_are_one_sentence(
+    tmp_path: Path, edit: Callable[[gguf.GGUFWriter], Any], message: str
+) -> None:
+    write_gguf(tmp_path / "m.gguf", edit=lambda writer: edit_again(writer, edit))
+    with pytest.raises(ConversionError, match=message) as caught:
+        convert(tmp_path / "m.gguf", tmp_path / "m")
+    assert len(str(caught.value)) < 600
+
+
 def edit_again(writer: gguf.GGUFWriter, edit: Callable[[gguf.GGUFWriter], Any]) -> None:
     """Apply `edit`, which may set a key a second time; the writer would refuse that."""
     before = dict(writer.kv_data[0])

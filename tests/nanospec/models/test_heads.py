@@ -182,6 +182,7 @@ ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         "lacks 1.0.linear.weight, although it has heads up to 2 and blocks up to 0",
     ),
     "a gap of many": (put("99999999.0.linear.bias", torch.zeros(H)), "lacks 3.0.linear.weight"),
+    "a number of many digits": (put(f"{'9' * 5000}.0.linear.bias", torch.zeros(H)), "not expected: '999"),
     "unknown": (put("lm_head.weight", torch.zeros(V, H)), "not expected: lm_head.weight"),
     "unknown projection": (put("0.7.weight", torch.zeros(V, H)), "not expected: 0.7.weight"),
     "integers": (

@@ -1,0 +1,54 @@
+"""GGUF files: a model folder that can be read, or one sentence."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from random import Random
+
+from nanospec.models.config import ModelConfig
+from nanospec.models.gguf import convert
+from nanospec.models.weights import weight_files
+from nanospec.text.tokenizer import Tokenizer
+from tests.gguf_file import write_gguf
+
+from .mutation import mutate_bytes
+from .refusal import answer
+
+__all__ = ["SEEDS", "mutate", "one"]
+
+INSTRUMENTED = ("nanospec.models", "gguf.gguf_reader")
+HEAD = 6000  # bytes of the fields and of the tensors' shapes; what follows is numbers
+
+
+def stored(architecture: str, quantized: bool) -> bytes:
+    with tempfile.TemporaryDirectory() as place:
+        write_gguf(Path(place) / "m.gguf", architecture, quantized=quantized)
+        return (Path(place) / "m.gguf").read_bytes()
+
+
+SEEDS = [stored("llama", True), stored("qwen2", True)]
+
+
+def mutate(data: bytes, rng: Random) -> bytes:
+    """Mostly a byte or a number of the head, which moves nothing."""
+    if rng.random() < 0.2:
+        return mutate_bytes(data[:HEAD], rng) + data[HEAD:]
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(min(HEAD, len(changed)) + 1)
+        width = rng.choice((1, 4, 8))
+        number = rng.choice((0, 1, 2, 8, 255, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, rng.randrange(256)))
+        changed[at : at + width] = number.to_bytes(8, "little")[:width]
+    return bytes(changed)
+
+
+def one(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        source, folder = Path(place) / "m.gguf", Path(place) / "model"
+        source.write_bytes(data)
+        answer(convert, source, folder, "bfloat16")
+        written = weight_files(folder) if (folder / "model.safetensors").is_file() else []
+        if written:
+            answer(ModelConfig.from_path, folder)
+            answer(Tokenizer, folder)
