@@ -49,7 +49,10 @@ class Tokenizer:
         check_size(path)
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # `tokenizers` raises plain Exception
+            self.backend.decode(self.backend.encode("a 1 \u00e9\n").ids)  # may find that parts do not fit
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # plain Exception, or a panic of Rust, which is none
             raise ValueError(f"{path} is not a tokenizer ({reason(error)}); fetch it again.") from error
         self.backend.no_truncation()  # some files carry settings from training
         self.backend.no_padding()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def test_named_token_with_half_a_surrogate_pair_is_one_sentence(tmp_path: Path) 
     folder = save(byte_level(), tmp_path, tokenizer_config={"bos_token": "\ud800"})
     with pytest.raises(ValueError, match=r"tokenizer_config\.json holds half of a surrogate pair"):
         Tokenizer(folder)
+
+
+def test_tokenizer_whose_parts_do_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    """Each `encode` would panic, which is no Exception."""
+    save(byte_level(), tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["post_processor"]["special_tokens"] = {}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer .*; fetch it again"):
+        Tokenizer(tmp_path)
 
 
 def test_tokenizer_without_tokens_is_one_sentence(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Medusa heads and lists of tokens: such as fit the model, or one sentence."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from nanospec.kernels import dispatch
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
+from nanospec.models.token_map import load_token_map
+from tests.tiny import tiny_model
+
+from .mutation import mutate_bytes, mutate_json
+from .refusal import answer
+from .target_weights import with_header
+
+__all__ = ["SEEDS", "mutate", "one"]
+
+INSTRUMENTED = ("nanospec.models",)
+H, V = 8, 16
+IDS = torch.arange(0, V, 2)
+BLOCKS = {f"{i}.0.linear.{part}": torch.ones(H, H)[: H if part == "weight" else 1].squeeze(0)
+          for i in range(2) for part in ("weight", "bias")}  # fmt: skip
+SEEDS = [
+    save(BLOCKS),
+    save({f"medusa_head.{name}": block for name, block in BLOCKS.items()} | {"0.1.weight": torch.ones(V, H)}),
+    save({**BLOCKS, "token_map": IDS, "1.1.weight": torch.ones(len(IDS), H)}),
+    save({"token_map": IDS.int()}),
+]
+
+
+@functools.cache
+def model() -> Model:
+    heads: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    return tiny_model(vocab_size=V, hidden_size=H, intermediate_size=8, **heads)
+
+
+def mutate(data: bytes, rng: Random) -> bytes:
+    """The header as JSON, with what it is a header of."""
+    if len(data) < 9 or rng.random() < 0.2:
+        return mutate_bytes(data, rng)
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = mutate_json(data[8:end], rng)
+    if rng.random() < 0.2:
+        digit = rng.choice("0123456789")
+        header = header.replace(digit.encode(), rng.choice((b"9" * 20, b"7", b"00")), 1)
+    return with_header(header, data[end:])
+
+
+def one(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as place, dispatch.forced("naive"):
+        (Path(place) / "token_map.safetensors").write_bytes(data)
+        ids = answer(load_token_map, Path(place), V)
+        heads = answer(Heads.load, Path(place) / "token_map.safetensors", model())
+        if heads is not None:
+            drafts = heads.top(torch.zeros(1, H), 1)
+            assert drafts.shape == (1, heads.num_heads, 1)
+            assert ((drafts >= 0) & (drafts < V)).all()
+        if ids is not None:
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            assert len(ids) == header["token_map"]["shape"][0]
