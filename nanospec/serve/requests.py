@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from ..checks import shown
@@ -23,7 +19,6 @@ from .settings import ServeConfig
 
 MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_MESSAGES = 4096
-TEMPLATE_SECONDS = 2.0
 OWN = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")  # of the server, not of a request
 KNOWN = (*OWN, *RENAMED, *IGNORED, "top_logprobs")  # beside those of `SamplingParams`
 NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
@@ -92,7 +87,7 @@ def read_request(llm: LLM, config: ServeConfig, url: str, body: Mapping[str, Any
 
 
 def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: Any) -> list[int]:
-    """The token ids of a conversation, by the model's own template, which may not take long."""
+    """The token ids of a conversation, by the model's own template."""
     if not isinstance(options, dict):
         raise ValueError("chat_template_kwargs must be an object.")
     if taken := sorted(options.keys() & NOT_IN_TEMPLATES):
@@ -101,26 +96,7 @@ def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: Any) -> list[
         raise ValueError(f"messages are {len(messages)}, but the limit is {MAX_MESSAGES}.")
     length = sum(len(message["content"]) for message in messages)
     check_length(llm.tokenizer, length, llm.engine.max_model_len)
-    with within(TEMPLATE_SECONDS, "The chat template took too long for these messages."):
-        return llm.chat_prompt(messages, **options)
-
-
-@contextmanager
-def within(seconds: float, message: str) -> Iterator[None]:
-    """Raise ValueError with this message where the block runs Python for longer, in this thread. It is looked
-    at between lines, so not within a call of C; a debugger does not see the block."""
-    end, before = time.monotonic() + seconds, sys.gettrace()
-
-    def look(frame: FrameType, event: str, arg: object) -> Any:
-        if time.monotonic() > end:
-            raise ValueError(message)
-        return look
-
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+    return llm.chat_prompt(messages, **options)
 
 
 def _prompts(request: Mapping[str, Any], most: int) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, MappingView
 from typing import Any
 
-SECONDS = 5.0
+SECONDS = 2.0
 LARGEST = 1 << 23  # characters and elements of one value
 IN_ALL = 1 << 28  # of all values together
 WRITTEN = 1 << 26  # characters put out, those of macros and blocks again where these are

@@ -6,7 +6,6 @@ import hmac
 import io
 import json
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 from nanospec.serve import gate
 from nanospec.serve.logs import Readable, Structured
-from nanospec.serve.requests import within
 from nanospec.serve.settings import ServeConfig
 from tests.nanospec.serve.conftest import MODEL, Served, serving
 from tests.nanospec.test_llm import after, folder, make
@@ -143,24 +141,10 @@ def test_a_template_that_takes_long_is_given_up(folder: Path, tmp_path: Path) ->
         start = time.monotonic()
         response = served.post("/v1/chat/completions", many)
         assert response.status_code == 400
-        assert "took too long" in response.json()["error"]["message"]
+        assert "takes more than 2 seconds" in response.json()["error"]["message"]
         assert time.monotonic() - start < 15
         few = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         assert served.post("/v1/chat/completions", few).status_code == 200
-
-
-def test_within_leaves_what_traced_before() -> None:
-    before = sys.gettrace()
-    with within(10, "too long"):
-        pass
-    with pytest.raises(ValueError, match="too long"), within(0.05, "too long"):
-        endless()
-    assert sys.gettrace() is before
-
-
-def endless() -> None:
-    while True:
-        pass
 
 
 def test_logs_hold_neither_texts_nor_keys(guarded: Served, caplog: pytest.LogCaptureFixture) -> None:
