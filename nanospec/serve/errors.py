@@ -38,7 +38,9 @@ class HTTPError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.code = status, code
+        # A client's own word may be long, or half of a surrogate pair, which cannot be sent.
+        self.param = None if param is None else param[:100].encode(errors="replace").decode()
         self.message = message if len(message) <= MOST else message[:MOST] + "..."
         self.headers = dict(headers or {})
 

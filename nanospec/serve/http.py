@@ -9,10 +9,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .errors import HTTPError
 from .settings import ServeConfig
 
 KEEP_ALIVE = 65  # seconds: longer than clients keep unused connections
@@ -57,6 +59,14 @@ class Protocol(H11Protocol):
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self.loop.call_later(LINGER, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is told so as everybody is told of errors, not as a text."""
+        response = HTTPError(400, "This is no request of HTTP.", headers={"connection": "close"}).response()
+        head = h11.Response(status_code=400, headers=response.raw_headers, reason=b"Bad Request")
+        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _limit_reading(self) -> None:
         """Headers must be complete some time after their first byte, or after the connection was made. (The

@@ -475,6 +475,8 @@ def test_the_client_raises_its_own_errors(server: Served) -> None:
         (b'{"prompt": ' + b"1" * 5000 + b"}", "application/json", 400, "no JSON"),
         (b'{"prompt": "\\ud83d"}', "application/json", 400, "surrogate"),
         (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "NaN is no number that can be"),
+        (b'{"prompt": "a", "' + b"x" * 100_000 + b'": 1}', "application/json", 400, "unknown field 'xxxx"),
+        (b'{"prompt": "a", "\\ud800": 1}', "application/json", 400, "unknown field '\\ud800'"),
         (b'{"prompt": "a", "prompt": "b"}', "application/json", 400, "'prompt' stands twice in one object"),
         (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", "application/json", 400, "128 levels deep"),
         (b'{"prompt": "a"}', "text/plain", 415, "Content-Type"),
@@ -485,6 +487,35 @@ def test_bodies_that_are_none(server: Served, content: bytes, kind: str, status:
     response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
     assert response.status_code == status
     assert sentence in response.json()["error"]["message"]
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 100_000], ids=["surrogate", "long"])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_names_that_cannot_be_sent_back_are_refused(server: Served, path: str, name: str) -> None:
+    body = json.dumps({name: 1}).encode()
+    response = httpx.post(server.url + path, content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "unknown_field")
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\0" * 100,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\xff: \xff\r\n\r\n",
+    ],
+    ids=["no HTTP", "length", "header"],
+)
+def test_what_is_no_http_is_an_error_like_others(server: Served, sent: bytes) -> None:
+    with server.connect() as connection:
+        connection.sendall(sent)
+        got = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["message"] == "This is no request of HTTP."
+    assert server.get("/health").status_code == 200
 
 
 def test_other_paths_and_methods(server: Served) -> None:
