@@ -13,6 +13,7 @@ The first three are OpenAI's. It is plain data, so that lines of JSON carry it. 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
 BARE = ("text", "json_object")  # that have no field of their own
 MAX_BYTES, MAX_DEPTH = 64 << 10, 64  # of a grammar
 MAX_PATTERNS = 12  # that a schema may combine: each doubles what compiling takes, which is 8 GB for 30
+LEAST = -9 * 10**18  # of the numbers in a schema
 
 
 def checked(asked: Any) -> dict[str, Any] | None:
@@ -47,6 +49,8 @@ def checked(asked: Any) -> dict[str, Any] | None:
         raise ValueError(f"response_format: {kind!r} must be a text that is not empty.")
     elif kind == "choice":
         _check_choice(found[kind])
+    elif kind == "grammar":
+        _check_grammar(found[kind])
     return None if kind == "text" else json.loads(json.dumps(found))
 
 
@@ -74,18 +78,23 @@ def _check_schema(given: Any) -> None:
             raise ValueError(f"response_format: 'json_schema' holds {shown(name)}; known are {known}.")
         if not isinstance(value, kinds[name]) and not (name == "description" and value is None):
             raise ValueError(f"response_format: 'json_schema' has a bad {shown(name)}: {shown(value)}.")
-    _check_patterns(given["schema"])
+    _check_parts(given["schema"])
 
 
-def _check_patterns(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema that may ask of one text to match too many regular expressions at once."""
+def _check_parts(schema: Any) -> None:
+    """Refuse a schema with which llguidance 1.9.1 ends the process, as it may ask of one text to match too
+    many regular expressions at once, or because a number is too close to the least of 64 bits."""
     found, combines, parts = set[str](), False, [schema]
     while parts:
         part: Any = parts.pop()
         if isinstance(part, Mapping):
             combines |= "allOf" in part or ("$ref" in part and len(part) > 1)
             found |= {each for name in ("pattern", "format") if isinstance(each := part.get(name), str)}
-        parts += [each for each in (part.values() if isinstance(part, Mapping) else part) if _is_node(each)]
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+        elif isinstance(part, int | float) and part < LEAST:
+            raise ValueError(f"response_format: a schema holds {shown(part)}; the least number is {LEAST}.")
     if combines and len(found) > MAX_PATTERNS:
         raise ValueError(
             f"response_format: a schema with 'allOf', or with anything beside '$ref', may have at most "
@@ -93,8 +102,14 @@ def _check_patterns(schema: Mapping[str, Any]) -> None:
         )
 
 
-def _is_node(value: object) -> bool:
-    return isinstance(value, Mapping | list | tuple)
+def _check_grammar(text: str) -> None:
+    """Refuse the same in a grammar, where `%json` begins a schema."""
+    for match in re.finditer(r"%json\s*", text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, match.end())
+        except (ValueError, RecursionError):  # llguidance will say so
+            continue
+        _check_parts(schema)
 
 
 def _check_choice(given: Any) -> None:

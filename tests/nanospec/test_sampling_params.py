@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ CHAINED = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}", "pattern": f"x{i}"} 
 
 def schema(of: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": {"enum": of}, **more}}
+
+
+def grammar(of: Any) -> dict[str, Any]:
+    return {"type": "grammar", "grammar": f"start: A | B\nA: /a/\nB: %json {json.dumps(of)}"}
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -96,6 +101,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": schema({}, shape=1)}, "'json_schema' holds 'shape'; known are 'name'"),
     ({"response_format": schema([], schema=COMBINED)}, "may have at most 12 different patterns and formats"),
     ({"response_format": schema([], schema=CHAINED)}, "may have at most 12 different patterns and formats"),
+    ({"response_format": schema([1 - 2**63])}, "a schema holds -9223372036854775807; the least number is"),
+    ({"response_format": schema([], schema={"minimum": -1e300})}, "a schema holds -1e+300; the least number"),
+    ({"response_format": grammar({"const": -(2**63)})}, "a schema holds -9223372036854775808; the least"),
+    ({"response_format": grammar(CHAINED)}, "may have at most 12 different patterns and formats"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "must be an object with a 'schema'"),
     ({"response_format": ANY_JSON, "ignore_eos": True}, "ignore_eos=True does not go with response_format"),
     ({"response_format": ANY_JSON, "min_tokens": 1}, "min_tokens=1 does not go with response_format"),
