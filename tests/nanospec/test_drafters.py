@@ -484,7 +484,7 @@ def test_a_method_says_what_it_lacks(model: Model, method: str) -> None:
         ({"method": "draft", "heads": "x"}, "of no use"),
         ({"tree_width": 0}, "tree_width"),
         ({"method": "draft", "tree_width": 2}, "guesses chains"),
-        ({"method": "draft", "draft_model": 5}, "name of a folder"),
+        ({"method": "draft", "draft_model": 5}, "draft_model=5 must be a text"),
         ({"speculation_lengths": 4}, "tuple of integers"),
         ({"acceptance": "lossy"}, "acceptance"),
     ],
