@@ -9,7 +9,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -62,10 +61,12 @@ class Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is told so as everybody is told of errors, not as a text."""
-        response = HTTPError(400, "This is no request of HTTP.", headers={"connection": "close"}).response()
-        head = h11.Response(status_code=400, headers=response.raw_headers, reason=b"Bad Request")
-        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            error = HTTPError(400, "This is no request of HTTP.", headers={"connection": "close"})
+            response = error.response()
+            head = b"".join(b"%s: %s\r\n" % pair for pair in response.raw_headers)
+            self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head + b"\r\n" + bytes(response.body))
         self.transport.close()
 
     def _limit_reading(self) -> None:
