@@ -63,6 +63,8 @@ def check_conversation(messages: Any, options: Mapping[str, Any]) -> None:
     for name, kind, what in TEMPLATE_OPTIONS:
         if not isinstance(given := options.get(name), kind | None):
             raise ValueError(f"{name}={shown(given)} must be {what}.")
+    if not all(isinstance(name, str) for name in options.get("chat_template_kwargs") or ()):
+        raise ValueError("chat_template_kwargs must map names to values.")
 
 
 def encode(tokenizer: Tokenizer, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
