@@ -5,11 +5,16 @@
 Builds the wheel, installs it into INTO/NAME for each Python and runs its commands in an empty folder. Prints
 a table of what was installed, and the seconds that each command took or FAILED. The environments stay, so
 that a second run is quick; PYTHONS may name an environment's python, to try the wheel with what is there.
+
+    make wheel
+
+builds it twice into dist/, and fails if the two differ by a byte.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
@@ -31,12 +36,14 @@ COMMANDS = {
     "heads": [*STRICT, *ASK, "--spec", "ngram+medusa"],
     "demo": ["-m", "nanospec", "--demo"],
 }
+EPOCH = "1577836800"  # 2020-01-01: files in the wheel bear this time unless SOURCE_DATE_EPOCH names another
 PACKAGES = ("torch", "triton", "tokenizers")
 VERSIONS = f"from importlib.metadata import version; print(*map(version, {PACKAGES}))"
 
 
 def built(into: Path, *options: str) -> Path:
-    """A wheel in `into`, made from a copy of the sources: of nothing that earlier builds have left."""
+    """A wheel in `into`, made from a copy of the sources: of nothing that earlier builds have left, and the
+    same bytes wherever, whenever and by whomever it is built with one version of setuptools."""
     ignored = shutil.ignore_patterns("__pycache__", ".*")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *options]
     with tempfile.TemporaryDirectory() as copy:
@@ -44,9 +51,25 @@ def built(into: Path, *options: str) -> Path:
             shutil.copy(ROOT / name, copy)
         for name in ("nanospec", "kernels", "weights/heads"):
             shutil.copytree(ROOT / name, Path(copy) / name, symlinks=True, ignore=ignored)
-        subprocess.run([*pip, "--wheel-dir", into, copy], check=True)
+        for path in Path(copy).rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # else those of the checkout, which umask decides
+        env = {"SOURCE_DATE_EPOCH": EPOCH, **os.environ}
+        subprocess.run([*pip, "--wheel-dir", into, copy], check=True, env=env, umask=0o022)
     [wheel] = into.glob("nanospec-*.whl")
     return wheel
+
+
+def built_twice(into: Path, *options: str) -> int:
+    """Leaves a wheel in `into` and prints its hash; 1 if a second one differs."""
+    for left in into.glob("nanospec-*.whl"):
+        left.unlink()
+    with tempfile.TemporaryDirectory() as other:
+        wheels = built(into, *options), built(Path(other), *options)
+        first, second = (hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels)
+    print(f"{first}  {wheels[0].name}")
+    if first != second:
+        print(f"A second build differs: {second}", file=sys.stderr)
+    return int(first != second)
 
 
 def run(command: list[str], folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -94,10 +117,13 @@ def tried(python: str, cache: Path) -> tuple[str, bool]:
 def main() -> int:
     """Command line; 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("pythons", nargs="+", metavar="PYTHON")
+    parser.add_argument("pythons", nargs="*", metavar="PYTHON")
+    parser.add_argument("--twice", type=Path, metavar="FOLDER", help="build there, twice, and compare")
     parser.add_argument("--into", type=Path, default=Path(".wheels"), help="where the environments are kept")
     parser.add_argument("--also", nargs="*", default=[], metavar="REQUIREMENT", help="installed with it")
     args = parser.parse_args()
+    if args.twice:
+        return built_twice(args.twice, "--no-build-isolation", "--no-index")
     into = args.into.absolute()
     into.mkdir(parents=True, exist_ok=True)
     wheel = built(into)

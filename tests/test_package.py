@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,24 +18,49 @@ ROOT = Path(__file__).resolve().parent.parent
 FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras that the installed program does not import
 
 
+LOCAL = ("--no-build-isolation", "--no-index")  # built without a network
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files in a wheel, built without a network."""
-    path = built(tmp_path_factory.mktemp("wheel"), "--no-build-isolation", "--no-index")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel."""
+    return built(tmp_path_factory.mktemp("wheel"), *LOCAL)
+
+
+@pytest.fixture(scope="module")
+def wheel(path: Path) -> dict[str, bytes]:
+    """The files in it."""
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 def test_everything_is_there_and_nothing_else(wheel: dict[str, bytes]) -> None:
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "nanospec").rglob("*.py")}
-    sources |= {f"nanospec/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.py")}
-    assert "nanospec/kernels/batch.py" in sources
-    assert sources <= wheel.keys()
-    assert {"nanospec/py.typed", "nanospec/heads/smollm2-135m-instruct.safetensors"} <= wheel.keys()
-    pages = [path for part in ("tracing", "serve") for path in (ROOT / "nanospec" / part / "page").iterdir()]
-    assert {str(path.relative_to(ROOT)) for path in pages} <= wheel.keys()
+    """C++ sources, pages and heads too; no tests, no weights, no native code."""
+    folders = {"nanospec": "nanospec", "kernels": "nanospec/kernels", "weights/heads": "nanospec/heads"}
+    sources = {}
+    for folder, there in folders.items():
+        for file in (ROOT / folder).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts and not file.name.startswith("."):
+                sources[f"{there}/{file.relative_to(ROOT / folder).as_posix()}"] = file.read_bytes()
+    assert {"nanospec/kernels/native/arithmetic.h", "nanospec/serve/page/index.html"} <= sources.keys()
+    ours = {name: text for name, text in wheel.items() if ".dist-info/" not in name}
+    assert ours.keys() == sources.keys()
+    assert [name for name, text in ours.items() if text != sources[name]] == []
+    about = {name.split(".dist-info/")[1] for name in wheel.keys() - ours.keys()}
+    assert about == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
     assert {name.split("/")[0].split("-")[0] for name in wheel} == {"nanospec"}
-    assert all(name in sources or not name.endswith(".py") for name in wheel)
+
+
+def test_the_same_sources_make_the_same_wheel(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Elsewhere, later, and by somebody whose files are private."""
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    before = os.umask(0o077)
+    try:
+        again = built(tmp_path, *LOCAL)
+    finally:
+        os.umask(before)
+    assert again.name == path.name
+    assert again.read_bytes() == path.read_bytes()
 
 
 def test_the_command_is_there(wheel: dict[str, bytes]) -> None:
