@@ -20,10 +20,15 @@
 # make pictures     draw docs/pictures from bench/results
 # make wheels       the wheel tried in environments of its own in .wheels, one for each of PYTHONS; ALSO names
 #                   what to install with it, such as ALSO="torch==2.8.0 triton==3.4.0"
+# make wheel        the wheel in dist, built twice: the same bytes both times
+# make sbom         dist/sbom.json, what nanospec needs without extras, in CycloneDX's format
+# make lock         what CI installs, pinned and hashed: locks/ anew, for each of PYTHONS
+# make audit        known weaknesses of what locks/ names
 # make clean        remove .venv and caches; models, .peers and .wheels stay
 #
 # Where there is no GPU, a build of torch for CPUs alone is installed if one can be had; TORCH=cpu and TORCH=cuda
-# say which it is to be.
+# say which it is to be. LOCKED=1, as in make test LOCKED=1, installs exactly what locks/ names (Linux on x86-64;
+# torch for CPUs comes from an index that pip must be told of, as .github/workflows/ci.yml does).
 
 PYTHON ?= python3
 VENV   := .venv
@@ -43,12 +48,17 @@ TORCH  ?= auto
 TARGET ?=
 SECONDS_EACH ?= 60
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
-INSTALL = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torch --editable
+LOCKED ?=
+LOCK   = locks/python$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
+INSTALL_NEWEST = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torch --editable
+INSTALL_LOCKED = $(PIP) --no-deps --require-hashes --only-binary :all: -r locks/torch.txt -r $(LOCK) && \
+  $(PIP) --no-deps --no-index --no-build-isolation --editable
+INSTALL = $(if $(LOCKED),$(INSTALL_LOCKED),$(INSTALL_NEWEST))
 
 SEEDS  ?= 1000
 AS     ?= engine
 
-.PHONY: run test test-models test-ray simulate lint gpu peers wheels pictures clean mutants faults statistics fuzz
+.PHONY: run test test-models test-ray simulate lint gpu peers wheels wheel sbom lock audit pictures clean mutants faults statistics fuzz
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -111,6 +121,22 @@ $(PEERS)/%/.done: bench/peers/environments/%.txt | $(BIN)/python
 wheels:
 	@$(PYTHON) tests/install.py $(PYTHONS) $(if $(ALSO),--also $(ALSO))
 
+wheel: $(VENV)/.supply
+	@$(BIN)/python tests/install.py --twice dist
+
+sbom: $(VENV)/.supply
+	@$(BIN)/python -m bench.sbom dist/sbom.json
+
+lock: | $(BIN)/python
+	@$(BIN)/python -m bench.lock $(PYTHONS)
+
+# Databases do not know builds such as 2.13.0+cpu.
+audit: $(VENV)/.supply
+	@for lock in locks/python*.txt; do \
+	  echo "$$lock"; cat locks/torch.txt $$lock | sed -nE 's/^([^ ]+==[^ +]+).*/\1/p' > $(VENV)/audit.txt; \
+	  $(BIN)/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r $(VENV)/audit.txt || exit 1; \
+	done
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -126,7 +152,7 @@ $(BIN)/python:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.run $(VENV)/.test $(VENV)/.fuzz $(VENV)/.lint $(VENV)/.pictures: pyproject.toml | $(BIN)/python
+$(VENV)/.run $(VENV)/.test $(VENV)/.fuzz $(VENV)/.lint $(VENV)/.supply $(VENV)/.pictures: pyproject.toml | $(BIN)/python
 
 # Say what is large before it is downloaded; which_torch.py says it of torch.
 define ANNOUNCE_MODEL
@@ -153,6 +179,11 @@ $(VENV)/.fuzz:
 $(VENV)/.lint:
 	@echo "Installing nanospec and what lint needs into $(VENV)"
 	@$(INSTALL) '.[test,lint]'
+	@touch $@
+
+$(VENV)/.supply:
+	@echo "Installing nanospec and what releases need into $(VENV)"
+	@$(INSTALL) '.[supply]'
 	@touch $@
 
 $(VENV)/.pictures:
