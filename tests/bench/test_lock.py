@@ -84,3 +84,12 @@ def test_what_is_needed_leaves_extras_out() -> None:
     assert {"torch", "numpy", "jinja2"} <= needs["nanospec"]
     assert {"sympy", "markupsafe", "mpmath"} <= set().union(*needs.values())
     assert not {"ray", "pytest", "mypy"} & set().union(*needs.values())
+
+
+def test_actions_are_pinned_and_may_do_little() -> None:
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text(encoding="utf-8")
+        uses = re.findall(r"uses: *(.*)", text)
+        assert uses
+        assert [use for use in uses if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} +# v[\d.]+.*", use)] == []
+        assert re.search(r"^permissions:(?: \{\}|\n  contents: read)$", text, re.MULTILINE), path
