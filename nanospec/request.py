@@ -272,8 +272,6 @@ def check_request(
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
                 said = f"{name} holds token id {shown(token)}"
                 raise ValueError(f"{said}; ids are integers from 0 to {size - 1}.")
-    if params.logprobs is not None and params.logprobs > size:
-        raise ValueError(f"logprobs={params.logprobs} are more than the vocabulary has: {size} tokens.")
     if len(stop_ids) > MAX_STOP_IDS:
         raise ValueError(
             f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids, but the limit is "

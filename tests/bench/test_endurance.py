@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench import endurance
 
 
+@pytest.mark.long
 def test_nothing_grows() -> None:
     found = endurance.run(240)
     assert found["preemptions"] > 0

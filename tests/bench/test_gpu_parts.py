@@ -16,6 +16,8 @@ from bench.gpu_groups import PARTS
 from bench.peers import gpu as peers
 from nanospec.engine import Engine
 
+pytestmark = pytest.mark.long
+
 GRID = ["--shape", "tiny", "--batches", "1", "2", "--repeats", "1"]
 
 

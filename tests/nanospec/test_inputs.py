@@ -141,16 +141,6 @@ def test_a_long_conversation_is_refused_before_it_is_encoded(
     assert "characters, too many" in said(llm.chat, [{"role": "user", "content": "a" * 10**6}])
 
 
-def test_more_log_probabilities_than_tokens_are_refused(llm: LLM) -> None:
-    limits = llm.engine.limits._replace(vocab_size=16)
-    llm.engine.limits, before = limits, llm.engine.limits
-    try:
-        text = said(llm.generate, [0, 1], SamplingParams(logprobs=20))
-    finally:
-        llm.engine.limits = before
-    assert text == "logprobs=20 are more than the vocabulary has: 16 tokens."
-
-
 def test_ids_that_no_vocabulary_has_are_no_text(llm: LLM) -> None:
     assert llm.tokenizer.decode([0, 2**40, -5, 1]) == llm.tokenizer.decode([0, 1])
 
