@@ -103,12 +103,10 @@ class LLM:
         try:
             self._queue(ready, groups)
             pending = {r: i for i, group in enumerate(groups) for r in group}
-            missing = [len(group) for group in groups]
             while pending:
                 for request in self.shared.wait(pending):
                     i = pending.pop(request)
-                    missing[i] -= 1
-                    if missing[i] == 0:
+                    if pending.keys().isdisjoint(groups[i]):
                         outputs[i] = output = RequestOutput.of(ready[i].text, groups[i])
                         bar.update()
                         if on_finish is not None:

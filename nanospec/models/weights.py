@@ -85,15 +85,8 @@ def load_model(
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give the folder of a downloaded model.")
-    config = ModelConfig.from_path(folder)
+    config = _within(ModelConfig.from_path(folder), max_len, folder)
     family = family_of(read_json(folder / "config.json"))
-    if max_len is not None and max_len < config.max_position_embeddings:
-        config = replace(config, max_position_embeddings=max_len)
-    if (longest := config.max_position_embeddings) > MAX_ANGLES // config.head_dim:
-        raise ValueError(
-            f"{folder}: max_position_embeddings={longest} is more than the {MAX_ANGLES // config.head_dim} "
-            "that a table of angles is made for; give max_model_len."
-        )
     with ExitStack() as stack:
         places = family.places(config)
         source = {n: file for n, file in _opened(folder, stack).items() if not family.is_ignored(n, config)}
@@ -112,6 +105,19 @@ def load_model(
             return Model(config, dtype, device, get)
         shard = Shard(config, group)
         return shard.joined(Model(shard.config, dtype, device, lambda name: get(name, shard.part(name))))
+
+
+def _within(config: ModelConfig, max_len: int | None, folder: Path) -> ModelConfig:
+    """For texts of up to so many tokens, which a table of angles must be possible for."""
+    if max_len is not None and max_len < config.max_position_embeddings:
+        config = replace(config, max_position_embeddings=max_len)
+    longest, most = config.max_position_embeddings, MAX_ANGLES // config.head_dim
+    if longest > most:
+        raise ValueError(
+            f"{folder}: max_position_embeddings={longest} is more than the {most} that a table of angles is "
+            "made for; give max_model_len."
+        )
+    return config
 
 
 def _opened(folder: Path, stack: ExitStack) -> dict[str, Any]:
