@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 
@@ -22,6 +23,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.remember_types()
     interpreter.keep_conditions()
     interpreter.run_programs_in_any_order()
+
+# No test is about time: a fresh clone, for one, has hypothesis read the tables of Unicode first.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 # Ctrl-C reaches tests and what they start, also where their own parent ignores it, as `make test &` does.
 signal.signal(signal.SIGINT, signal.default_int_handler)

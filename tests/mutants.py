@@ -120,7 +120,6 @@ def prepare() -> None:
     phases = [Phase.explicit, Phase.generate]  # a failure need not be made small
     fixed: dict[str, Any] = {"derandomize": True, "database": None, "deadline": None}
     hypothesis.settings.register_profile("mutants", phases=phases, **fixed)
-    hypothesis.settings.load_profile("mutants")
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "nanospec", "bench")]:
         del sys.modules[name]
 
@@ -156,6 +155,7 @@ def _be_pytest(tests: Sequence[str], folder: Path, failed: Path, limit: float) -
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(folder)]
+        options += ["--hypothesis-profile", "mutants"]
         code = pytest.main([*options, *tests], plugins=[Failures(failed)])
     finally:
         os._exit(int(code))

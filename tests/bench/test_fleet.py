@@ -236,7 +236,7 @@ LOADS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     load=LOADS,
     seed=st.integers(0, 99),

@@ -125,7 +125,7 @@ def hashes(text: list[int]) -> list[bytes]:
 
 def test_pool_keeps_its_invariants_in_any_order_of_calls() -> None:
     run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+        PoolMachine, settings=settings(max_examples=150, stateful_step_count=40)
     )
 
 

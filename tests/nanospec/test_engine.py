@@ -357,7 +357,7 @@ def test_cached_blocks_hold_what_a_fresh_prefill_would_write(model: Model) -> No
     torch.testing.assert_close(cached, fresh.worker.kv_cache[:, :, :, again.blocks[:4]])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_schedules_change_nothing(data: st.DataObject, model: Model) -> None:
     """Arrivals and aborts at random steps, under random limits, against each request alone."""

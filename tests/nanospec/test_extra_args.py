@@ -86,18 +86,21 @@ def test_guessing_changes_no_output_of_requests_that_ask(backend: Any, dtype: to
     assert set(engine.worker.extras.columns) == {"tilt", "top_n_sigma"}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 10**6), st.floats(0.1, 3), st.floats(-8, 8), st.sampled_from([0.0, 1.0]))
 def test_guessing_changes_nothing_whatever_the_value(
-    model: Model, seed: int, sigma: float, tilt: float, heat: float
+    seed: int, sigma: float, tilt: float, heat: float
 ) -> None:
+    """In bf16, whose bits do not depend on how many are scored: else a token may fall at the threshold."""
     extra = {"top_n_sigma": sigma, "tilt": tilt}
     params = SamplingParams(temperature=heat, seed=seed, max_tokens=24, logprobs=3, extra_args=extra)
     prompt = random.Random(seed).choices(range(6), k=20)
     plain = SamplingParams(temperature=heat, seed=seed, max_tokens=24)
     jobs = [Job(prompt, params), Job(prompt, plain)]
-    for request, wanted in zip(run(make_engine(model, 5), jobs), alone(model, jobs), strict=True):
-        assert_same(outcome(request), wanted)
+    with dispatch.forced("native"):
+        model = tiny_model(dtype=torch.bfloat16)
+        for request, wanted in zip(run(make_engine(model, 5), jobs), alone(model, jobs), strict=True):
+            assert outcome(request) == wanted
 
 
 def test_only_what_is_kept_is_drawn_and_reported(model: Model) -> None:

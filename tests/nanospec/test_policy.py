@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanospec.costs import Attention, StepCosts
@@ -68,7 +68,6 @@ def cut(policy: Policy, drafts: list[int], match: list[int] | None = None, queue
 # ---- costs -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1e4), min_size=len(SIZES), max_size=len(SIZES)))
 def test_more_tokens_never_cost_less(ms: list[float]) -> None:
     costs = StepCosts(packed=dict(zip(SIZES, ms, strict=True)))
@@ -86,7 +85,6 @@ def test_noise_of_measurement_is_smoothed_away() -> None:
     assert StepCosts(packed={1: 10.0, 2: 9.0, 4: 12.0}).packed == {1: 10.0, 2: 10.0, 4: 12.0}
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.integers(1, 300),
@@ -135,7 +133,6 @@ def test_noise_makes_no_attention_cheaper_than_none(ms: dict[int, float]) -> Non
     assert attention.row + 4 * attention.query <= max(*ms.values(), 0.0)
 
 
-@settings(deadline=None)
 @example(ms=[1.0] * 6 + [2.0], tokens=32, context=0)
 @given(
     st.lists(st.floats(0.01, 1e4), min_size=len(SIZES), max_size=len(SIZES)),
@@ -213,7 +210,6 @@ def test_what_follows_a_step_accepted_in_full_is_judged_apart() -> None:
     assert estimator.chances(0, (NGRAM, 2))[0] < 0.1
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=60))
 def test_estimates_stay_probabilities(steps: list[tuple[int, int]]) -> None:
     policy = packed()
@@ -316,7 +312,6 @@ def test_the_choice_does_not_flutter() -> None:
 # ---- row by row --------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 16), st.integers(1, 5)), min_size=1, max_size=9),
     st.sampled_from((CHEAP, LINEAR, [1.0] * 7, [0.001] * 7)),
@@ -389,7 +384,6 @@ def test_the_drafts_of_a_batch_are_the_best_ones() -> None:
     assert best[0] < best[1] < best[2]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=9),
     st.lists(st.floats(0.0, 9.0), min_size=len(SIZES), max_size=len(SIZES)),

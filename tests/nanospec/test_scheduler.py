@@ -255,7 +255,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 def test_scheduler_keeps_its_invariants_in_any_order_of_events() -> None:
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=25, deadline=None)
+        SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=25)
     )
 
 

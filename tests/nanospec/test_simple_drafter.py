@@ -97,7 +97,7 @@ def test_plain_python_changes_no_output(model: Model, lookup: bool, lag: bool, k
     assert ("ngram" in engine.metrics.spec.by_drafter) == lookup
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(0, 63), max_size=7), min_size=1, max_size=5),
     st.sampled_from([0.0, 0.8]),

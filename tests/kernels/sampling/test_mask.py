@@ -31,7 +31,7 @@ def masks(count: int, words: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 5000), st.integers(0, 3), st.integers(-2, 2), st.integers(0, 2), st.integers(0, 10**6))
 def test_what_is_barred_is_barred_and_all_else_keeps_its_bits(
     implementation: str, V: int, T: int, more: int, kind: int, seed: int

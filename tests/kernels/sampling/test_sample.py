@@ -136,7 +136,7 @@ IMPLEMENTATIONS = {**ON_CPU, "kernel": sample.launch}
 
 
 @pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
     st.sampled_from([1, 2, 40, 63, 100]),

@@ -52,7 +52,7 @@ ON_CPU = {"naive": ngram.naive, **compiled(native=ngram.native)}
 
 
 @pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(requests(), min_size=1, max_size=5), st.integers(1, 8), st.randoms())
 def test_on_a_cpu_matches_reference(
     implementation: str, batch: list[Request], k: int, shuffle: random.Random
@@ -95,7 +95,7 @@ def test_short_texts_have_no_match(length: int, implementation: str) -> None:
 # The kernel, in the interpreter.
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([1, 3, 8]), st.randoms())
 def test_kernel_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
     check(batch, shuffle.sample([*range(len(batch)), -1], len(batch) + 1), k, ngram.launch)

@@ -101,7 +101,7 @@ def check(
 
 
 @pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([1, 2, 5, 8, 17]), st.randoms())
 def test_on_a_cpu_matches_reference(
     implementation: str, batch: list[Request], k: int, shuffle: random.Random
@@ -164,7 +164,7 @@ def test_no_width_no_drafts() -> None:
     assert (int(result.num_drafts), int(result.match_len)) == (0, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts(), st.integers(1, 4), st.integers(1, 9))
 def test_width_1_is_what_ngram_drafts(text: list[int], n: int, k: int) -> None:
     expected = ngram.naive(history_table([Request(text, 1, n, k)]), ints(0), k, n)
@@ -174,7 +174,7 @@ def test_width_1_is_what_ngram_drafts(text: list[int], n: int, k: int) -> None:
     assert [x.parent for x in nodes_of(actual)] == list(range(int(actual.num_drafts)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts(60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 63), st.integers(1, 8))
 def test_what_holds_for_any_tree(text: list[int], min_n: int, more: int, k: int, width: int) -> None:
     max_n, n = min_n + more, len(text)
@@ -218,7 +218,7 @@ def test_naive_finds_chains_among_thousands_alike() -> None:
 # The kernel, in the interpreter.
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(requests(), min_size=1, max_size=3), st.sampled_from([1, 3, 8, 17]), st.randoms())
 def test_kernel_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
     rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)

@@ -171,7 +171,7 @@ class Played:
         return tree, marks, batch
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.sampled_from([1, 5, 8, 13, 70]), st.integers(0, 1 << 20), st.sampled_from([1, 4, 9]), st.booleans())
 @pytest.mark.parametrize("name", [name for name in GROW if name != "naive"])
 def test_as_naive(name: str, V: int, seed: int, k: int, packed: bool) -> None:
@@ -196,7 +196,7 @@ def test_as_naive(name: str, V: int, seed: int, k: int, packed: bool) -> None:
         own.state.entries.copy_(naive.state.entries)  # so that this does not add up
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.sampled_from([3, 9, 30]), st.integers(0, 1 << 20), st.sampled_from([1, 2, 7, 20]))
 def test_any_tree(V: int, seed: int, k: int) -> None:
     """Parents come first, siblings differ, chances fall, and a larger tree begins with the smaller one."""

@@ -141,13 +141,13 @@ def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(LENGTHS, st.integers(0, 1 << 30), st.booleans(), st.booleans())
 def test_naive_matches_reference(q_len: list[int], seed: int, tree: bool, uniform: bool) -> None:
     check(q_len, seed, tree, uniform, verify.naive)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(0, 1 << 30), st.booleans(), st.booleans())
 def test_kernel_matches_reference(q_len: list[int], seed: int, tree: bool, uniform: bool) -> None:
     check(q_len, seed, tree, uniform, verify.launch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,7 +134,6 @@ def test_heads_that_cannot_be_shared(gpus: int) -> None:
         account(SHAPES["smollm2-135m"], 1, 0, gpus=gpus)
 
 
-@settings(deadline=None)
 @given(
     pieces=st.tuples(st.integers(1, 50), st.integers(0, 50)),
     start=st.integers(0, 60),

@@ -48,7 +48,7 @@ def sender(pauses: Sequence[int]) -> ASGIApp:
     return app
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(pauses=st.lists(st.sampled_from([0, 1, 3, 30]), max_size=20))
 def test_every_message_comes_once_and_in_order(pauses: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:

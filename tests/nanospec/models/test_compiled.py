@@ -260,7 +260,7 @@ def test_values_that_overflow_are_the_largest_number_in_the_cache() -> None:
     assert not values[:, -1].any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_bits_do_not_depend_on_the_batch(window_model: Model, seed: int) -> None:
     """In pieces of any size, beside others, padded, on any number of threads: the bits of 64 at a time."""

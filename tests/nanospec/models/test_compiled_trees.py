@@ -52,7 +52,7 @@ def paths_of(parents: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32))
 def test_a_node_has_the_bits_of_a_chain_of_its_path(name: str, seed: int) -> None:
     """Beside other trees, where tiles, pages and spans begin and end, on any number of threads."""

@@ -33,7 +33,7 @@ def fits(config: ModelConfig, size: int) -> bool:
     heads=st.sampled_from(HEADS), size=st.integers(1, 16), inner=st.integers(16, 100), vocab=st.integers(256,
     999)
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_number_of_every_weight_is_somewhere_and_all_ranks_have_the_same_shapes(
     heads: tuple[int, int], size: int, inner: int, vocab: int
 ) -> None:

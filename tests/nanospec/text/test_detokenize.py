@@ -17,7 +17,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], step: int = 1, skip: bool = Tru
     return [*pieces, detokenizer.flush()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), step=st.integers(1, 5), skip=st.booleans())
 def test_pieces_of_any_ids_join_to_decode(
     tokenizer: Tokenizer, data: st.DataObject, step: int, skip: bool
@@ -26,7 +26,7 @@ def test_pieces_of_any_ids_join_to_decode(
     assert "".join(stream(tokenizer, ids, step, skip)) == tokenizer.decode(ids, skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=40), step=st.integers(1, 3))
 def test_pieces_of_text_hold_whole_characters(tokenizer: Tokenizer, text: str, step: int) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -58,7 +58,7 @@ def accepts(grammars: Grammars, asked: dict[str, Any], tokens: Sequence[int]) ->
     return guide.ended or 0 in allowed(masks_of(guide))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(IDS), max_size=40), st.integers(1, 4), st.integers(0, 6))
 def test_a_lookup_finds_what_the_kernel_does(text: list[int], least: int, more: int) -> None:
     """Ids of which one is the other's bytes moved along, too."""
@@ -66,7 +66,7 @@ def test_a_lookup_finds_what_the_kernel_does(text: list[int], least: int, more: 
     assert look_up(text, least, least + more) == wanted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.sampled_from([asked for asked, _ in FORMATS]))
 def test_looking_ahead_leaves_no_trace(
     grammars: Grammars, tokenizer: Tokenizer, seed: int, asked: Any

@@ -20,7 +20,7 @@ from tests.nanospec.text.conftest import byte_level, save
 HI = [{"role": "user", "content": "hi"}]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(st.characters(codec="utf-8", min_codepoint=32, max_codepoint=0x3FFFF)))
 def test_byte_level_round_trip(default: Tokenizer, text: str) -> None:
     """Without rare bytes that SmolLM2 has no token for: control characters, 0xF1 and above."""
