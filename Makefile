@@ -177,7 +177,7 @@ $(VENV)/.test:
 
 $(VENV)/.fuzz:
 	@echo "Installing nanospec and what fuzzing needs into $(VENV)"
-	@$(INSTALL) '.[test,fuzz]'
+	@$(INSTALL_NEWEST) '.[test,fuzz]'
 	@touch $@
 
 $(VENV)/.lint:

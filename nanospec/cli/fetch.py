@@ -76,7 +76,7 @@ def is_complete(folder: Path) -> bool:
         if index.is_file():
             shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         return all(_is_whole(folder / shard) for shard in shards)
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # missing or something else
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):  # missing or else
         return False
 
 

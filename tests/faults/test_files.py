@@ -122,6 +122,8 @@ def test_a_model_that_is_cut_off_is_not_complete(tmp_path: Path) -> None:
             for size in (*range(0, len(whole), 7), len(whole) - 1):
                 file.write_bytes(whole[:size])
                 assert not is_complete(tmp_path), (file, size)
+            file.write_bytes(b"[" * 10**5)
+            assert not is_complete(tmp_path), file
             file.unlink()
             assert not is_complete(tmp_path) or file.name.endswith("index.json")
             file.write_bytes(whole)
