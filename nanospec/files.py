@@ -10,12 +10,19 @@ LARGEST = 256 << 20  # bytes; large vocabularies take some 40 MB
 
 
 def reason(error: BaseException, most: int = 200) -> str:
-    """What another library's exception says, for a message: on one line, at most so many characters."""
+    """What another library's exception says, for a message; see `brief`."""
     try:
-        text = " ".join(str(error)[: 4 * most].split())
+        text = brief(str(error), most)
     except Exception:  # somebody's own class
         text = ""
-    text = text.removesuffix(".") or type(error).__name__
+    return text or type(error).__name__
+
+
+def brief(text: str, most: int = 200) -> str:
+    """A text of another library as part of a sentence: on one line, at most so many characters, and no more
+    than 100 of a word, which may be quoted."""
+    words = text[: 4 * most].rstrip(".: \n").split()
+    text = " ".join(word if len(word) <= 100 else word[:97] + "..." for word in words)
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

@@ -18,7 +18,7 @@ NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` says how t
 RAW = "NANOSPEC_TRACEBACK"  # in the environment: errors go on as they are, for a debugger
 
 
-def report(error: Exception) -> int:
+def report(error: BaseException) -> int:
     """Say that the program failed, and where its traceback lies; returns the exit status. Raises the error
     itself if the environment asks for it, or if something is not installed."""
     if os.environ.get(RAW) or (isinstance(error, ModuleNotFoundError) and error.name in NEEDED):
@@ -34,7 +34,7 @@ def report(error: Exception) -> int:
     return EXIT_FAILED
 
 
-def _written(error: Exception) -> str:
+def _written(error: BaseException) -> str:
     """The name of a new file, which its owner alone can read, with all that is known of the error."""
     handle, name = tempfile.mkstemp(prefix="nanospec-", suffix=".log")
     with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:

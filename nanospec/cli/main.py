@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted{': ' if interrupt.args else ''}{interrupt}.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Exception as error:
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        if isinstance(error, SystemExit | GeneratorExit):
+            raise
         from .failure import report
 
         return report(error)

@@ -275,11 +275,13 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     """
     if dtype not in STORED:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(STORED)}.")
-    file = GGUFFile(source)
     try:
-        _convert(file, folder, dtype)
-    except (ConversionError, OSError, MemoryError):
+        _convert(GGUFFile(source), folder, dtype)
+    except (OSError, MemoryError):
         raise
+    except ConversionError as error:
+        named = str(source) in str(error)
+        raise ConversionError(str(error) if named else f"{source}: {error}") from None
     except Exception as error:  # fields of other types than they should be, sizes that contradict each other
         raise ConversionError(
             f"{source} cannot be converted ({type(error).__name__}: {reason(error)}): its fields are "

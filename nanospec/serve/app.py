@@ -81,7 +81,7 @@ class App:
         handlers: Any = {HTTPException: _not_found, Exception: _our_fault}
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return Gate(app, self.config, self.answered)
+        return Gate(app, self.config, self.answered, {*post, *get})
 
     def runs(self) -> dict[str, Any]:
         """How answers are computed."""
@@ -199,7 +199,10 @@ class App:
             text = self.llm.tokenizer.decode(tokens, skip_special_tokens=False)
             return JSONResponse({"prompt": text})
 
-        return await asyncio.to_thread(read)
+        try:
+            return await asyncio.to_thread(read)
+        except ValueError as error:
+            raise bad_request(error, body) from None
 
     async def models(self, request: Request) -> Response:
         spec, engine = self.llm.config.spec, self.llm.engine

@@ -52,6 +52,7 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        self._broken: str | None = None
         self._ends: deque[float] = deque(maxlen=RECENT)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -74,8 +75,9 @@ class EngineLoop:
 
     @property
     def end(self) -> str | None:
-        """Why nothing will ever be answered again: a device that the model is split among is gone."""
-        return self.llm.engine.worker.failure
+        """Why nothing will ever be answered again: a device that the model is split among is gone, or what
+        cleans up behind a failure has failed itself."""
+        return self.llm.engine.worker.failure or self._broken
 
     def submit(
         self,
@@ -96,6 +98,8 @@ class EngineLoop:
         job = Job(count, streams, time.perf_counter() if arrival is None else arrival, self.abort)
         self.num_outputs += count
         self._do(lambda: self._add(job, prompts, params, salt))
+        if self._broken:  # nobody will do it
+            self._deliver([(job, EngineFailed())])
         return job
 
     def seconds_left(self) -> int:
@@ -125,6 +129,14 @@ class EngineLoop:
     # What follows runs in the engine's thread, but for `_deliver`.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            log.exception("The engine failed while it cleaned up behind a failure.")
+            self._broken = "The engine could not go on behind a failure, which the log has; start it again."
+            self._tell_all(EngineFailed())
+
+    def _serve(self) -> None:
         ended = time.perf_counter()
         while not self._closing:
             idle = not self.llm.engine.has_work
@@ -144,7 +156,7 @@ class EngineLoop:
         """Whatever happens, this thread lives on; what was under way does not."""
         try:
             action()
-        except Exception:
+        except BaseException:  # a panic of a library in Rust is no Exception
             if self.end is None:  # else whoever ends the server says why
                 log.exception("A step failed, and the requests under way with it.")
             self.failures += 1
@@ -172,7 +184,7 @@ class EngineLoop:
                     request.arrival_time = job.arrival
                     self._live[request] = Live(job, p * params.n + i, request)
                     self.llm.engine.queue(request)
-        except Exception:
+        except BaseException:  # as in `_guard`
             log.exception("A request could not be queued.")
             self._abort(job)
             self._loop.call_soon_threadsafe(self._deliver, [(job, EngineFailed())])
@@ -183,9 +195,13 @@ class EngineLoop:
             self.llm.engine.abort(request)
 
     def _fail(self, error: EngineFailed) -> None:
+        """End everything that is under way."""
+        self.llm.engine.abort_all()  # whatever failed may have left it inconsistent
+        self._tell_all(error)
+
+    def _tell_all(self, error: EngineFailed) -> None:
         """Tell all jobs that nothing comes any more."""
         jobs = {live.job for live in self._live.values()}
-        self.llm.engine.abort_all()  # whatever failed may have left it inconsistent
         self._live.clear()
         if jobs:
             self._loop.call_soon_threadsafe(self._deliver, [(job, error) for job in jobs])

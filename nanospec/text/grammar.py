@@ -21,7 +21,9 @@ from functools import cached_property, lru_cache
 from itertools import cycle, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..files import brief
 from ..kernels.codes import GUESSED
+from .panics import without_panics
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -165,6 +167,7 @@ class Grammars:
         ends = list(self._tokenizer.eos_token_ids)
         return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
 
+    @without_panics
     def _compile(self, text: str) -> Compiled:
         tokens, asked = self._tokens, json.loads(text)
         from llguidance import LLMatcher, LLParserLimits
@@ -221,4 +224,4 @@ def _said(error: str) -> str:
     if error.startswith("NoExtension"):
         return "it allows no text"
     lines = [line.strip() for line in error.splitlines() if not POINTER.fullmatch(line)]
-    return " ".join(filter(None, lines)).rstrip(".:")[:200]
+    return brief(" ".join(lines))

@@ -16,6 +16,7 @@ import tokenizers
 from ..checks import shown
 from ..files import check_size, read_json, reason
 from .chat import read_templates, render
+from .panics import is_panic, without_panics
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 # How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.
@@ -50,9 +51,9 @@ class Tokenizer:
         try:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
             self.backend.decode(self.backend.encode("a 1 \u00e9\n").ids)  # may find that parts do not fit
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # plain Exception, or a panic of Rust, which is none
+        except BaseException as error:  # plain Exception, or a panic, which is none
+            if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic(error)):
+                raise
             raise ValueError(f"{path} is not a tokenizer ({reason(error)}); fetch it again.") from error
         self.backend.no_truncation()  # some files carry settings from training
         self.backend.no_padding()
@@ -80,6 +81,7 @@ class Tokenizer:
         """Whether the model was made for conversations."""
         return bool(self._templates)
 
+    @without_panics
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written out in it, such as `<|im_end|>`, count as such.
 
@@ -99,6 +101,7 @@ class Tokenizer:
                 f"the text holds U+{ord(bad):04X}, half of a surrogate pair, not a character; remove it."
             ) from None
 
+    @without_panics
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside the vocabulary give nothing; broken UTF-8 gives U+FFFD."""
         try:
@@ -111,11 +114,14 @@ class Tokenizer:
 
     def text_of(self, token: int) -> str:
         """Text of one token, also of a special one, as it reads behind others: some tokenizers drop the space
-        that a text begins with. U+FFFD for part of a character."""
+        that a text begins with. U+FFFD for part of a character, and for what cannot be decoded."""
         anchor, before = self._anchor
-        whole = self.decode([*anchor, token], skip_special_tokens=False)
-        fits = whole.startswith(before) and whole != before
-        return whole[len(before) :] if fits else self.decode([token], skip_special_tokens=False)
+        try:
+            whole = self.decode([*anchor, token], skip_special_tokens=False)
+            fits = whole.startswith(before) and whole != before
+            return whole[len(before) :] if fits else self.decode([token], skip_special_tokens=False)
+        except ValueError:
+            return REPLACEMENT
 
     @cached_property
     def longest_token(self) -> int:

@@ -10,6 +10,7 @@ from random import Random
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from nanospec.text.detokenize import Detokenizer
 from nanospec.text.tokenizer import Tokenizer
 
 from .mutation import mutate_bytes, mutate_json
@@ -62,7 +63,12 @@ def one(data: bytes) -> None:
         found = answer(Tokenizer, place)
     if found is not None:
         ids = answer(found.encode, "ab a\n é")
-        assert isinstance(found.decode(list(range(12)) + (ids or [])), str)
+        answer(found.decode, list(range(12)) + (ids or []))
+        stream = Detokenizer(found)
+        for i in (*range(12), *(ids or [])):
+            assert isinstance(stream.push([i]) + found.text_of(i), str)
+            assert isinstance(found.bytes_of(i), bytes)
+        assert isinstance(stream.flush(), str)
         ids = [*found.eos_token_ids, found.bos_token_id or 0]
         assert all(type(i) is int and 0 <= i < 2**31 for i in ids)
         assert found.longest_token > 0

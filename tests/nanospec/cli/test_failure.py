@@ -39,6 +39,18 @@ def test_an_error_is_a_sentence_and_a_file(broken: Path, capsys: pytest.CaptureF
     assert "Traceback" in text
 
 
+def test_a_panic_is_one_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Panic(BaseException):
+        """As libraries in Rust raise it."""
+
+    def fail(argv: list[str]) -> NoReturn:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr("nanospec.cli.main._run", fail)
+    assert main([]) == failure.EXIT_FAILED
+    assert "failed, which it should not (Panic: index out of bounds)" in capsys.readouterr().err
+
+
 def test_where_no_file_can_be_written_the_traceback_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
@@ -30,7 +32,7 @@ from nanospec.serve.logs import log_to
 from nanospec.serve.settings import ServeConfig
 from tests.drive import MODES
 from tests.nanospec.serve.conftest import Served, serving
-from tests.nanospec.test_llm import ALPHABET, after, folder, make
+from tests.nanospec.test_llm import ALPHABET, TOKENS, after, folder, make
 
 __all__ = ["folder"]
 LONG = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 60, "ignore_eos": True, "n": 2}
@@ -285,6 +287,46 @@ def test_an_exception_behind_a_step_ends_what_runs_and_nothing_else(server: Serv
     server.settle()
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("where", ["step", "queue"])
+def test_a_panic_ends_what_runs_and_nothing_else(
+    server: Served, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*values: Any, **named: Any) -> Any:
+        raise Panic
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm.engine, where, panic)
+        assert "engine failed" in server.post("/v1/completions", SHORT).text
+    assert server.post("/v1/completions", SHORT).status_code == 200
+    assert server.get("/health").status_code == 200
+
+
+def test_a_token_that_cannot_be_read_ends_its_request_alone(folder: Path, tmp_path: Path) -> None:
+    """This decoder panics at a lone "m", and so would one that is damaged."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": "m", "start": 0, "stop": 3}
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], {"type": "Fuse"}, strip]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with serving(make(tmp_path)) as served, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": after("l"), "temperature": 0, "max_tokens": 3}
+        asked = [{**body, "stream": stream} for stream in (False, True)]
+        other = pool.submit(served.post, "/v1/completions", {**SHORT, "prompt": after("a")})
+        whole, streamed = (served.post("/v1/completions", body) for body in asked)
+        assert whole.status_code == 500
+        for response in (whole, streamed):
+            assert "The output could not be read: the tokenizer's library cannot decode" in response.text
+        assert other.result().status_code == 200
+        body = {"prompt": after("a"), "temperature": 0, "max_tokens": 1, "logprobs": 20}
+        [choice] = served.post("/v1/completions", body).json()["choices"]
+        assert "\ufffd" in choice["logprobs"]["top_logprobs"][0]
+        assert served.post("/detokenize", {"tokens": [TOKENS.index("m")]}).status_code == 400
+
+
 def test_an_engine_that_always_fails_is_unhealthy(server: Served) -> None:
     worker = server.llm.engine.worker
     prefill = worker.prefill
@@ -395,7 +437,7 @@ def test_sigterm_under_load(folder: Path, seconds: float, signals: int) -> None:
         results: list[Any] = []
 
         def ask() -> None:
-            body = {**LONG, "prompt": after("abcd"), "num_speculative_tokens": 0, "max_tokens": 40}
+            body = {**LONG, "prompt": after("abcd"), "num_speculative_tokens": 0, "max_tokens": 100}
             try:
                 results.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
             except httpx.HTTPError as error:
@@ -447,3 +489,31 @@ def test_a_server_without_an_engine_ends(folder: Path, monkeypatch: pytest.Monke
     asking.join()
     assert seen == {"before": {"status": "ok"}, "after": {"status": "failed"}}
     assert lines.getvalue().count("Rank 1 is gone.") == 1
+
+
+def test_so_does_one_whose_engine_cannot_clean_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits: neither who was under way, nor who comes before the server has ended."""
+    llm, statuses, lines = make(folder), list[int](), io.StringIO()
+    app = App(llm, ServeConfig(port=0), "m")
+    listener = listen(app.config)
+    url = "http://{}:{}/v1/completions".format(*listener.getsockname())
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    for name in ("step", "abort_all"):
+        monkeypatch.setattr(llm.engine, name, fail)
+    monkeypatch.setattr("nanospec.serve.command.LOOK", 2.0)  # seconds that are left to ask once more
+
+    def ask() -> None:
+        while not app.engine.is_alive:
+            time.sleep(0.01)
+        statuses.extend(httpx.post(url, json=SHORT, timeout=20).status_code for _ in range(2))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    log_to(lines)
+    assert asyncio.run(run(app, listener)) == 1
+    asking.join()
+    assert statuses == [500, 500]
+    assert "start it again" in lines.getvalue()

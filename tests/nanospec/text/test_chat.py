@@ -197,7 +197,7 @@ def test_renderings_in_threads_have_a_limit_each(tmp_path: Path, monkeypatch: py
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError: maximum recursion depth"),
         ("{{ 1e308 ** 10 }}", "OverflowError: "),
         ("{% include '/etc/passwd' %}", "TypeError: no loader"),
-        ("{{ raise_exception('x' * 10**6) }}", "x{197}[.]{4}$"),
+        ("{{ raise_exception('x' * 10**6) }}", "x{97}[.]{4}$"),
         ("{{ 'abc'[::0] }}", "ValueError: slice step cannot be zero"),
         ("{{ none.x.y }}", "'None' has no attribute 'x'"),
         ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "SyntaxError: too many statically nested blocks"),
