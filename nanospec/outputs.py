@@ -29,6 +29,8 @@ class Completion:
         error: why it was aborted, if the engine did it.
         logprobs: per output token, {id: Logprob(logprob, rank, decoded_token)} of it and the likeliest, if
             asked for; cumulative_logprob is the sum of the output's own.
+        num_text_tokens: how many of token_ids are of the text; behind them are a stop token, or those that a
+            stop string cut off.
         pieces: the output token by token, showing which were drafted and from where they were copied.
         stats: what speculation did for it.
         seconds, first_token_seconds: from its arrival to its end, and to its first token.
@@ -49,6 +51,7 @@ class Completion:
     first_token_seconds: float
     num_cached_tokens: int
     num_preemptions: int
+    num_text_tokens: int
     simulated: str | None = None
     index: int = 0
     record: Record | None = field(default=None, repr=False, compare=False)
@@ -72,6 +75,7 @@ class Completion:
             first_token_seconds=(request.first_token_time or end) - request.arrival_time,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
+            num_text_tokens=min(request.num_text_tokens, len(request.output_ids)),
             simulated=request.simulated,
             index=index,
             record=request.record,

@@ -8,6 +8,7 @@ drafts after it), so the same code draws the first token and all others.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,7 +90,8 @@ class Request:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     draft_sources: list[int] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)
-    num_cached_tokens: int = 0
+    num_text_tokens: int = sys.maxsize  # of its output; behind them is what ended it
+    num_cached_tokens: int = 0  # of its prompt, found in the prefix cache when it first got a row
     num_preemptions: int = 0
     stats: SpecStats = field(default_factory=SpecStats)
     arrival_time: float = field(default_factory=time.perf_counter)
@@ -155,11 +157,15 @@ class Request:
             self.tokens.append(taken[kept])
             kept += 1
             is_stop_token = step.finished == STOPPED and kept == len(step.tokens)  # is no text
+            if is_stop_token:
+                self.num_text_tokens = len(self.tokens) - len(self.prompt_ids) - 1
             if self.detokenizer is not None:
                 self.token_texts.append("" if is_stop_token else self.detokenizer.push(self.tokens[-1:]))
                 at_string = self._append_text(self.token_texts[-1])
         if self.guide is not None and (self.guide.ended or self.guide.error):
             finish, self.error = ("abort", self.guide.error) if self.guide.error else ("stop", None)
+        if self.detokenizer is not None and self.detokenizer.error:
+            finish, self.error = "abort", self.detokenizer.error
         if at_string:
             finish, self.error = "stop", None
         if kept and self.first_token_time is None:
@@ -207,7 +213,9 @@ class Request:
         self.text = self.text[:cut]
         begin = 0
         for i, piece in enumerate(self.token_texts):
-            self.token_texts[i] = piece[: max(len(self.text) - begin, 0)]
+            if piece and begin >= cut:
+                self.num_text_tokens = min(self.num_text_tokens, i)
+            self.token_texts[i] = piece[: max(cut - begin, 0)]
             begin += len(piece)
         return True
 

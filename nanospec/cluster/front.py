@@ -53,7 +53,7 @@ class Front:
 
     def asgi(self) -> ASGIApp:
         """Behind the gate."""
-        return Gate(self, self.config, Counter())
+        return Gate(self, self.config, Counter(), ())
 
     async def drain(self) -> None:
         """Take no new requests, wait until those that run have ended, and end them when time is over."""

@@ -12,7 +12,7 @@ from typing import Any
 from ..outputs import Completion
 from ..request import Logprob, Piece
 from .jobs import Delta, Job
-from .openai_format import CHAT, choice, counts, logprobs, num_behind, usage
+from .openai_format import CHAT, choice, counts, logprobs, usage
 from .requests import Asked
 
 QUIET = b": nothing yet\n\n"  # a comment, so that nobody between takes the connection for dead
@@ -75,12 +75,10 @@ class Answer:
             if self.asked.url == CHAT and i not in begun and (delta.pieces or delta.done):
                 begun.add(i)
                 yield self._event([self._choice(i, {"role": "assistant", "content": ""})])
-            behind = num_behind(delta.done, delta.pieces)
             text = "".join(piece.text for piece in delta.pieces)
-            places = delta.logprobs[: len(delta.pieces) - behind]
             told = {"speculation": _told(delta)} if self.asked.with_drafts else {}
-            if text or places:
-                found = self._logprobs(places, delta.pieces, offsets[i])
+            if text or delta.logprobs:
+                found = self._logprobs(delta.logprobs, delta.pieces, offsets[i])
                 offsets[i] += len(text)
                 content = {"content": text} if self.asked.url == CHAT else {}
                 yield self._event([self._choice(i, content, text, found)], **told)

@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,10 +29,13 @@ BAD_HOST = "This server answers its own machine alone, as localhost; --host and 
 
 class Gate:
     """Before the routes. Of a request that passes, `scope["state"]` holds `id`, `salt` (of its client's key),
-    `arrival` (of `time.perf_counter`) and `facts`, a dict for what is to be logged."""
+    `arrival` (of `time.perf_counter`) and `facts`, a dict for what is to be logged. Answers are counted by
+    path for `paths`, and as "other" for what clients may invent."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, answered: Counter[tuple[str, int]]) -> None:
-        self.app = app
+    def __init__(
+        self, app: ASGIApp, config: ServeConfig, answered: Counter[tuple[str, int]], paths: Collection[str]
+    ) -> None:
+        self.app, self._paths = app, paths
         self._digests = [_digest(key) for key in config.api_key]
         self._answered = answered  # see `App`
         self._most = config.max_connections
@@ -65,8 +69,7 @@ class Gate:
             level = (
                 logging.DEBUG if scope["path"] in ("/health", "/metrics") and status == 200 else logging.INFO
             )
-            known = status != 404 and not scope["path"].startswith(("/page/", "/v1/models/"))
-            self._answered[scope["path"] if known else "other", status] += 1
+            self._answered[scope["path"] if scope["path"] in self._paths else "other", status] += 1
             log.log(level, "request", extra={"facts": {**told, "ms": ms, **facts}})
 
     def _check(self, scope: Scope, headers: Headers) -> None:

@@ -47,7 +47,7 @@ class Delta(NamedTuple):
     Attributes:
         choice: the output's number in the job.
         pieces: its new tokens as text; empty where the job does not stream.
-        logprobs: of these tokens, if they were asked for.
+        logprobs: of these tokens, as far as they are of the text, if they were asked for.
         drafted, accepted, drafter: guesses of the steps that gave them.
         rejected: the texts of those struck out, in a traced engine.
         done: the whole output, when it has ended.
@@ -132,7 +132,7 @@ class Live:
         return Delta(
             self.choice,
             pieces,
-            request.logprobs[first : self.num_sent] if streams else [],
+            request.logprobs[first : min(self.num_sent, request.num_text_tokens)] if streams else [],
             drafted,
             accepted,
             drafter,

@@ -15,7 +15,7 @@ from ..vllm_names import CONSTRAINTS, FOREIGN_SAMPLING, response_format
 
 if TYPE_CHECKING:
     from ..outputs import Completion
-    from ..request import Logprob, Piece
+    from ..request import Logprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
@@ -123,18 +123,11 @@ def choice(
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
     found = None
     if number is not None:
-        tokens = done.token_ids[: len(done.token_ids) - num_behind(done, done.pieces)]
+        tokens = done.token_ids[: done.num_text_tokens]
         offsets = list(accumulate((len(piece.text) for piece in done.pieces), initial=0))
         found = logprobs(url, tokens, done.logprobs or (), number, offsets, bytes_of)
     reasons = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
     return {"index": done.index, **text, "logprobs": found, **reasons}
-
-
-def num_behind(done: Completion | None, pieces: Sequence[Piece]) -> int:
-    """How many of the last pieces are no part of the text: of a stop string, or what ended it."""
-    if done is None or done.finish_reason != "stop":
-        return 0
-    return next((n for n, piece in enumerate(reversed(pieces)) if piece.text), len(pieces))
 
 
 def logprobs(
@@ -187,7 +180,7 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
     steps, tokens = sum(s.num_steps for s in stats), sum(s.num_tokens for s in stats)
     return {
         **counts(num_prompt, num_output),
-        "prompt_tokens_details": {"cached_tokens": min(cached, num_prompt)},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,

@@ -98,7 +98,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path, line: dict[str, Any], sent
 def output(error: str | None = None) -> RequestOutput:
     places = [{7: Logprob(-1.0, 2, "<7>"), 5: Logprob(-0.5, 1, "<5>")}]
     reason = "abort" if error else "length"
-    done = Completion("g", [7], reason, None, error, places, [], SpecStats(), 1.0, 1.0, 0, 0)
+    done = Completion("g", [7], reason, None, error, places, [], SpecStats(), 1.0, 1.0, 0, 0, 1)
     return RequestOutput("request-3", None, [1, 2], [done])
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from nanospec import LLM, SamplingParams
 from tests.nanospec.serve.conftest import MODEL, Served
-from tests.nanospec.test_llm import ALPHABET, after, greedy
+from tests.nanospec.test_llm import ALPHABET, EOS, TOKENS, after, greedy
 
 PROMPT = after("abcd")
 CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -439,6 +439,29 @@ def test_logprobs_are_those_of_the_text_and_lie_where_it_does(server: Served, st
     chat = {"messages": messages, "temperature": 0, "max_tokens": 9, "logprobs": True}
     content = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(place["bytes"]) for place in content).decode() == " .!é"
+
+
+@pytest.mark.parametrize(
+    ("first", "params", "tokens"),
+    [
+        ("!", {"stop_token_ids": [TOKENS.index("a")]}, ["\ufffd"]),  # half of a character, then the end
+        ("©", {"ignore_eos": True, "stop_token_ids": [TOKENS.index(EOS) + 1]}, [EOS]),  # no text, but a token
+        ("!", {"max_tokens": 1, "stop": ["\ufffd"]}, ["\ufffd"]),  # a stop string in what is left at the end
+        ("s", {"stop": ["vw"]}, ["t", "u"]),
+    ],
+)
+def test_logprobs_are_of_the_same_tokens_whole_and_streamed(
+    server: Served, first: str, params: dict[str, Any], tokens: list[str]
+) -> None:
+    ask = {"prompt": [TOKENS.index(first)], "temperature": 0, "max_tokens": 9, "logprobs": 0, **params}
+    [whole] = server.post("/v1/completions", ask).json()["choices"]
+    chunks = events(server.post("/v1/completions", {**ask, "stream": True}).text)[:-1]
+    streamed = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert whole["text"] == "".join(choice["text"] for choice in streamed)
+    for field in ("tokens", "token_logprobs", "text_offset"):
+        joined = [value for choice in streamed for value in (choice["logprobs"] or {}).get(field, [])]
+        assert whole["logprobs"][field] == joined
+    assert whole["logprobs"]["tokens"] == tokens
 
 
 def test_every_guess_is_told_also_those_of_a_step_without_text(server: Served) -> None:

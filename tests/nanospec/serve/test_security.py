@@ -15,13 +15,16 @@ import openai
 import pytest
 
 from nanospec.serve import gate
+from nanospec.serve.gate import OPEN, UNCOUNTED
 from nanospec.serve.logs import Readable, Structured
+from nanospec.serve.openai_format import CHAT, COMPLETIONS
 from nanospec.serve.settings import ServeConfig
 from tests.nanospec.serve.conftest import MODEL, Served, serving
 from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
 ALICE, BOB = "alice-key-1", "bob-key-22"
+ROUTES = {CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/models", "/version"}
 BODY = {"prompt": after("abcd"), "max_tokens": 2, "temperature": 0}
 
 
@@ -49,6 +52,18 @@ def test_what_needs_no_key(guarded: Served) -> None:
     assert guarded.get("/health").status_code == guarded.get("/").status_code == 200
     assert guarded.get("/metrics").status_code == guarded.get("/v1/models").status_code == 401
     assert guarded.get("/metrics", headers=bearer(BOB)).status_code == 200
+
+
+def test_paths_that_clients_invent_are_counted_as_one(guarded: Served, folder: Path) -> None:
+    """With and without a key, from hosts that are not served, and where there is such a path below one."""
+    before = len(guarded.app.answered)
+    for path in ("/a", "/b", "/v1/models/c", "/page/d", "/health/e"):
+        for headers in ({}, bearer(BOB)):
+            guarded.get(path, headers=headers)
+            guarded.post(path, {}, headers=headers)
+    assert {path for path, _ in guarded.app.answered} <= {*OPEN, *UNCOUNTED, *ROUTES, "other"}
+    assert len(guarded.app.answered) <= before + 4
+    assert guarded.app.answered["other", 401] >= 6
 
 
 def test_each_key_is_good(guarded: Served) -> None:
