@@ -195,7 +195,9 @@ class Engine:
             self.policy.reset(request.row)
             self.worker.admit([request.admission(num_cached)])
         self.metrics.num_preemptions += len(plan.preempted)
-        self.metrics.num_cached_tokens += sum(plan.admitted.values()) * self.config.block_size
+        new = [request for request in plan.admitted if not request.num_preemptions]
+        self.metrics.num_prompt_tokens += sum(len(request.prompt_ids) for request in new)
+        self.metrics.num_cached_tokens += sum(request.num_cached_tokens for request in new)
 
     def _prefill(self, plan: Plan) -> list[Request]:
         """Queue pieces of prompts. Returns whom it has ended, as there is no memory for them: the others go

@@ -110,11 +110,13 @@ class _Stage:
 
 @dataclass
 class Metrics:
-    """Engine-wide counters."""
+    """Engine-wide counters. Of the tokens of prompts `num_cached_tokens` were found in the prefix cache;
+    `num_prefill_tokens` were computed, those of preempted requests again."""
 
     stages: Stopwatch
     spec: SpecStats = field(default_factory=SpecStats)
     num_forward_steps: int = 0
+    num_prompt_tokens: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -4,8 +4,8 @@ Running requests that are prefilled all decode in every step. What is left of th
 to prompts, first come first served and in chunks, so that a long prompt never stalls a running
 request for longer than one chunk. A prompt that is not done with what is left takes half of it if others
 can follow, so that a short one's first token does not wait for a long one's end. When blocks run out, the
-latest request to arrive is preempted: it gives its blocks back and later computes its K/V anew (mostly from
-the prefix cache).
+request that was admitted last is preempted: it gives its blocks back and later computes its K/V anew (mostly
+from the prefix cache).
 
 A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within
 one forward pass all K/V of a layer are written before they are read, so a request scheduled behind it
@@ -155,7 +155,8 @@ class Scheduler:
         request.blocks = shared + (self.pool.allocate(missing) or [])
         request.num_registered = len(shared)
         request.num_computed = len(shared) * self.block_size
-        request.num_cached_tokens += request.num_computed
+        if not request.num_preemptions:  # else it finds itself
+            request.num_cached_tokens = request.num_computed
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         request.start_time = request.start_time or time.perf_counter()

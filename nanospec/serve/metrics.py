@@ -143,11 +143,11 @@ class EngineCollector:
             yield self._counter("fallbacks", "Steps recorded when needed", {(): graphs.fallbacks})
 
     def _counts(self, metrics: Metrics) -> list[tuple[str, str, float]]:
-        hits, computed, spec = metrics.num_cached_tokens, metrics.num_prefill_tokens, metrics.spec
+        hits, prompts, spec = metrics.num_cached_tokens, metrics.num_prompt_tokens, metrics.spec
         return [
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", hits + computed),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", prompts),
             ("prefix_cache_hits", "Prompt tokens found there", hits),
-            ("prompt_tokens", "Prompt tokens, cached ones too", hits + computed),
+            ("prompt_tokens", "Prompt tokens, cached ones too", prompts),
             ("prompt_tokens_cached", "Prompt tokens that were found in the cache", hits),
             ("generation_tokens", "Tokens generated", spec.num_tokens),
             ("num_preemptions", "Outputs that had to make room and begin again", metrics.num_preemptions),

@@ -342,6 +342,18 @@ def test_without_prefix_caching_requests_share_nothing(model: Model) -> None:
     assert engine.metrics.num_prefill_tokens == 3 * 49
 
 
+def test_what_a_preempted_request_finds_of_itself_is_no_find(model: Model) -> None:
+    engine = make_engine(model, 2, num_blocks=6, max_num_seqs=3, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    requests = run(engine, [Job([i + 1, 2 * i + 5, 3] * 7, params) for i in range(3)])
+    assert engine.metrics.num_preemptions >= 2
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 0]
+    assert (engine.metrics.num_prompt_tokens, engine.metrics.num_cached_tokens) == (63, 0)
+    last = max(requests, key=lambda request: request.finish_time or 0)
+    [again] = run(engine, [Job(last.prompt_ids, params)])
+    assert again.num_cached_tokens == engine.metrics.num_cached_tokens == 16
+
+
 def test_cached_blocks_hold_what_a_fresh_prefill_would_write(model: Model) -> None:
     """Also where drafts were written and rejected; and the last token is never taken from the cache."""
     engine = make_engine(model, 6)
