@@ -1,7 +1,7 @@
 # make run          install into .venv, fetch the default model, show a demo
 # make test         all tests that need no GPU (kernels run in Triton's interpreter)
 # make test-models  the tests that need the second, larger model
-# make test-long    the tests that run whole benchmarks; what a change must pass (.ci/run) has them
+# make test-long    those of half a minute each, whole benchmarks mostly; what a change must pass (.ci/run) has them
 # make test-ray     the tests that start Ray; what a change must pass (.ci/run) has one of them
 # make simulate     the engine under drawn schedules and faults, against an oracle: SEEDS=1000, or SEEDS=A:B, of
 #                   them; AS=triton takes the kernels, AS=http a server
@@ -75,7 +75,7 @@ test-models: $(VENV)/.test
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
 
 test-long: $(VENV)/.test
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long tests/bench $(ARGS)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long --ignore tests/gpu $(ARGS)
 
 test-ray: $(VENV)/.test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/cluster $(ARGS)

@@ -65,10 +65,10 @@ def assert_right(requests: list[Request]) -> int:
     return count
 
 
-def test_thousands_of_outputs_are_right_and_those_without_guesses(make: Callable[..., Engine]) -> None:
+def test_hundreds_of_outputs_are_right_and_those_without_guesses(make: Callable[..., Engine]) -> None:
     rng = random.Random(1)
     heats, jobs = (0.0, 1.0, 8.0, 100.0), []
-    for i in range(1200):
+    for i in range(400):
         asked = FORMATS[i % 4][0]
         params = SamplingParams(temperature=rng.choice(heats), seed=i, max_tokens=70, response_format=asked)
         jobs.append(Job(rng.choices(range(1, 270), k=6) + list(range(30, 40)), params))
@@ -76,8 +76,8 @@ def test_thousands_of_outputs_are_right_and_those_without_guesses(make: Callable
     plain, guessed = (run(make(k, **options), jobs) for k in (None, 6))
     for a, b in zip(plain, guessed, strict=True):
         assert (a.output_ids, a.finish_reason, a.text) == (b.output_ids, b.finish_reason, b.text)
-    assert assert_right(guessed) == assert_right(plain) > 960
-    assert len({request.text for request in plain}) > 600
+    assert assert_right(guessed) == assert_right(plain) > 320
+    assert len({request.text for request in plain}) > 200
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -542,7 +542,10 @@ def wanted(real: LLM) -> list[RequestOutput]:
     return [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
 
 
-@pytest.mark.parametrize("way", ["ngram-tree", "draft", "medusa", "medusa-tree", "ngram+medusa"])
+@pytest.mark.parametrize(
+    "way",
+    ["ngram-tree", "draft", pytest.param("medusa", marks=pytest.mark.long), "medusa-tree", "ngram+medusa"],
+)
 def test_smollm2_on_equals_off_whoever_drafts(real: LLM, wanted: list[RequestOutput], way: str) -> None:
     model = real.engine.worker.model
     guess = {"method": way.replace("-tree", ""), "tree_width": 3 if "tree" in way else 1}

@@ -78,7 +78,7 @@ def test_steps_joined_are_the_output_and_tracing_does_not_change_it(
         assert any(step.parents != list(range(len(step.parents))) for step in steps)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(0, 1 << 30), st.sampled_from(["lookup", "tree", "few-pages"]), st.integers(0, 2))
 def test_any_requests_and_aborts(seed: int, setup: str, num_aborted: int) -> None:
     rng, engine = random.Random(seed), _engine_once(setup)
