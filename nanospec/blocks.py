@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Name of a full block: its tokens after the block named `parent` (b"" or a salt at first)."""
-    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent[:64], digest_size=16).digest()
+    """Name of a full block: its tokens after the block named `parent` (b"" or a salt at first). The tokens
+    come first, so that for blocks of one size nothing else has these bytes."""
+    return hashlib.blake2b(array("q", tokens).tobytes() + parent, digest_size=16).digest()
 
 
 class BlockPool:

@@ -153,6 +153,16 @@ def test_a_name_covers_all_tokens_before_it() -> None:
     names = {block_hash(parent, [3, 4]) for parent in (b"", b"salt", first, second)}
     assert len(names) == 4
     assert block_hash(b"", [1, 2]) == first
+    assert len({block_hash(b"a long salt " * 20 + end, [3, 4]) for end in (b"", b"a", b"b")}) == 3
+
+
+def test_a_block_that_is_named_again_loses_its_first_name() -> None:
+    pool = BlockPool(1)
+    (block,) = pool.allocate(1) or []
+    first, second = hashes([1, 2]) + hashes([3, 4])
+    pool.register(block, first)
+    pool.register(block, second)
+    assert (pool.match([first]), pool.match([second])) == ([], [block])
 
 
 def test_an_empty_pool_is_refused() -> None:
