@@ -23,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.remember_types()
     interpreter.keep_conditions()
     interpreter.run_programs_in_any_order()
+    interpreter.refuse_what_lies_outside()
 
 # No test is about time: a fresh clone, for one, has hypothesis read the tables of Unicode first.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

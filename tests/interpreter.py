@@ -1,14 +1,17 @@
-"""Triton's interpreter in about half the time, with masks of one scalar condition, and with programs that run
-in any order, as they do on a GPU."""
+"""Triton's interpreter in about half the time, with masks of one scalar condition, with programs that run in
+any order, as they do on a GPU, and with an error for what lies outside of all tensors of a launch."""
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from typing import Any
 
+import numpy as np
+import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -140,6 +143,87 @@ def run_programs_in_any_order() -> None:
 
     interpreter.InterpreterBuilder.set_grid_dim = set_grid_dim
     interpreter.InterpreterBuilder.set_grid_idx = set_grid_idx
+
+
+class Tensors:
+    """Where the tensors of the launch that runs lie: their addresses, and those behind them."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+
+    def are(self, args: Any) -> None:
+        ranges = sorted(set(_ranges(args)))
+        self.begins, self.ends, self.known = [a for a, _ in ranges], [b for _, b in ranges], True
+
+    def check(self, pointers: Any, mask: Any, size: int) -> None:
+        """Raise IndexError if an element of `size` bytes that `mask` lets through lies in no tensor."""
+        if not self.known or self._holds(int(pointers.min()), int(pointers.max()) + size):
+            return
+        for place in np.unique(pointers[mask.astype(bool)]).tolist():
+            if not self._holds(place, place + size):
+                at = bisect_right(self.begins, place) - 1
+                behind = f"{place - self.ends[at]} bytes behind the end of" if at >= 0 else "before"
+                raise IndexError(f"{size} bytes are read or written {behind} a tensor.")
+
+    def _holds(self, first: int, behind: int) -> bool:
+        at = bisect_right(self.begins, first) - 1
+        return at >= 0 and behind <= self.ends[at]
+
+
+tensors = Tensors()
+
+
+def _ranges(args: Any) -> Iterator[tuple[int, int]]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            if arg.numel():
+                first, steps = arg.data_ptr(), zip(arg.shape, arg.stride(), strict=True)
+                yield first, first + (1 + sum((n - 1) * step for n, step in steps)) * arg.element_size()
+        elif isinstance(arg, tuple):
+            yield from _ranges(arg)
+
+
+def refuse_what_lies_outside() -> None:
+    """The interpreter reads and writes whatever address it is given, which mostly is somebody's memory. Not
+    noticed is what lies in another tensor of the same launch. A launch that makes pointers of integers
+    (`kernels/host_writes.py`) is not looked at: nobody says there which tensors it may write."""
+    place: Callable[..., Any] = interpreter.GridExecutor._init_args_hst
+    point: Callable[..., Any] = interpreter.InterpreterBuilder.create_int_to_ptr
+    raw = interpreter._interpreter
+    load, store, change, swap = raw.load, raw.store, raw.atomic_rmw, raw.atomic_cas
+
+    def init_args(self: Any, args: Any, kwargs: Any) -> Any:
+        found = place(self, args, kwargs)
+        tensors.are((*found[0], *found[1].values()))
+        return found
+
+    def create_int_to_ptr(*args: Any) -> Any:
+        tensors.known = False
+        return point(*args)
+
+    def checked_load(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        tensors.check(pointers, mask, other.itemsize)
+        return load(pointers, mask, other, dtype)
+
+    def checked_store(pointers: Any, value: Any, mask: Any) -> Any:
+        tensors.check(pointers, mask, value.itemsize)
+        return store(pointers, value, mask)
+
+    def checked_change(how: Any, pointers: Any, value: Any, mask: Any, order: Any) -> Any:
+        tensors.check(pointers, mask, value.itemsize)
+        return change(how, pointers, value, mask, order)
+
+    def checked_swap(pointers: Any, expected: Any, value: Any, order: Any) -> Any:
+        tensors.check(pointers, np.ones_like(pointers, dtype=bool), value.itemsize)
+        return swap(pointers, expected, value, order)
+
+    interpreter.GridExecutor._init_args_hst = init_args
+    interpreter.InterpreterBuilder.create_int_to_ptr = create_int_to_ptr
+    raw.load, raw.store, raw.atomic_rmw, raw.atomic_cas = (
+        checked_load, checked_store, checked_change, checked_swap,
+    )  # fmt: skip
 
 
 def _builtins(place: Any) -> dict[str, Any]:
