@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels import dispatch
-from nanospec.kernels.batch import Batch
+from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.codes import EXACT, REJECTION, TYPICAL
 from nanospec.kernels.sampling import accept, noise, penalties, probabilities, sample
 from nanospec.kernels.sampling.accept import DELTA, EPSILON
@@ -190,6 +190,13 @@ def test_kernel_refuses_logits_of_drafts(bad: str) -> None:
     proposal = drawn(logits.transpose(1, 2) if bad == "stride" else logits)
     with pytest.raises(ValueError, match="drafts' logits"):
         accept.launch(*case._replace(proposal=proposal))
+
+
+def test_kernel_refuses_more_tokens_than_an_ancestor_mask_has_bits() -> None:
+    given = torch.zeros(MAX_QUERIES + 1, dtype=torch.int32), torch.zeros(MAX_QUERIES + 1, 4), make_table(4)
+    with pytest.raises(ValueError, match="65 tokens per row exceed the limit of 64"):
+        accept.launch(*given, make_batch([MAX_QUERIES + 1], [3]), drawn())
+    assert not accept.launch(*given, make_batch([MAX_QUERIES], [3]), drawn())[:MAX_QUERIES].any()
 
 
 # Rejection sampling.
