@@ -42,6 +42,7 @@ REASONS = Path(__file__).parent / "mutants.json"
 CEILING = 12 << 30  # bytes of addresses of a run: a mutant may want all memory there is
 
 SPECULATION, SAMPLING = "tests/kernels/speculation/", "tests/kernels/sampling/"
+SIMULATED = "tests/test_simulate.py::test_seeds_pass_and_reach_what_they_are_for"
 HOST = ["tests/nanospec/test_engine.py", "tests/nanospec/test_engine_edges.py"]
 PARAMS = ["tests/nanospec/test_sampling_params.py"]
 # Which tests a file belongs to, the quickest first.
@@ -58,7 +59,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/scheduler.py": ["tests/nanospec/test_scheduler.py", HOST[1]],
     "nanospec/request.py": ["tests/nanospec/test_request.py", *PARAMS, HOST[1]],
     "nanospec/policy.py": [f"tests/nanospec/test_{name}.py" for name in ("policy_parts", "policy", "auto")],
-    "nanospec/engine.py": [*HOST, "tests/nanospec/test_scheduler.py", "tests/nanospec/test_auto.py"],
+    "nanospec/engine.py": [SIMULATED, *HOST, "tests/nanospec/test_auto.py"],
 }
 
 
