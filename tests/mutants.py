@@ -59,7 +59,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/scheduler.py": ["tests/nanospec/test_scheduler.py", HOST[1]],
     "nanospec/request.py": ["tests/nanospec/test_request.py", *PARAMS, HOST[1]],
     "nanospec/policy.py": [f"tests/nanospec/test_{name}.py" for name in ("policy_parts", "policy", "auto")],
-    "nanospec/engine.py": [SIMULATED, *HOST, "tests/nanospec/test_auto.py"],
+    "nanospec/engine.py": [SIMULATED, *HOST, "tests/nanospec/test_auto.py", "tests/faults/test_memory.py"],
 }
 
 
