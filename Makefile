@@ -9,7 +9,7 @@
 #                   for the result
 # make faults       faults at every line, call and byte: an hour; FAULTS=500 tries so many of each kind
 # make statistics   what is drawn against what must be, for every way of guessing, rule of acceptance and sampling
-#                   parameter: SAMPLES outputs of each (default 40: ten minutes on a busy core), results in OUT
+#                   parameter: SAMPLES outputs of each (default 40: ten minutes on a busy core) by SEED, results in OUT
 # make fuzz         what reads files and requests, under a fuzzer guided by coverage, for SECONDS_EACH (60); TARGET
 #                   names one of tests/fuzz/target_*.py, without it all run in turn
 # make lint         ruff and mypy
@@ -90,7 +90,7 @@ faults: $(VENV)/.test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 statistics: $(VENV)/.test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
-	@$(BIN)/python bench/distributions.py --samples $(SAMPLES) --out $(OUT)
+	@$(BIN)/python bench/distributions.py --samples $(SAMPLES) --seed $(SEED) --out $(OUT)
 fuzz: $(VENV)/.fuzz
 	@TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 
