@@ -50,6 +50,7 @@ TARGET ?=
 SECONDS_EACH ?= 60
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install $$(test -t 2 || echo --quiet)
 LOCKED ?=
+DONE   := $(VENV)/.$(if $(LOCKED),locked-)
 LOCK   = locks/python$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 INSTALL_NEWEST = torch=$$($(BIN)/python bench/which_torch.py $(TORCH)) && $(PIP) $$torch --editable
 INSTALL_LOCKED = $(PIP) --no-deps --require-hashes --only-binary :all: -r locks/torch.txt -r $(LOCK) && \
@@ -57,48 +58,48 @@ INSTALL_LOCKED = $(PIP) --no-deps --require-hashes --only-binary :all: -r locks/
 INSTALL = $(if $(LOCKED),$(INSTALL_LOCKED),$(INSTALL_NEWEST))
 
 SEEDS  ?= 1000
-AS     ?= engine
+AS     := engine
 
 .PHONY: run test test-models test-ray simulate lint gpu peers wheels wheel sbom lock audit pictures clean mutants faults statistics fuzz test-long
 .DELETE_ON_ERROR:
 
-run: $(VENV)/.run
+run: $(DONE)run
 	@$(BIN)/nanospec fetch $(MODEL)
 	@$(BIN)/nanospec --demo
 
-test: $(VENV)/.test
+test: $(DONE)test
 	@$(BIN)/nanospec fetch $(MODEL)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/gpu $(ARGS)
 
-test-models: $(VENV)/.test
+test-models: $(DONE)test
 	@$(BIN)/nanospec fetch $(MODEL2)
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
 
-test-long: $(VENV)/.test
+test-long: $(DONE)test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long --ignore tests/gpu $(ARGS)
 
-test-ray: $(VENV)/.test
+test-ray: $(DONE)test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/cluster $(ARGS)
 
-simulate: $(VENV)/.test
+simulate: $(DONE)test
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
 
-mutants: $(VENV)/.test
+mutants: $(DONE)test
 	@nice $(BIN)/python -m tests.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
 
-faults: $(VENV)/.test
+faults: $(DONE)test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
-statistics: $(VENV)/.test
+statistics: $(DONE)test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
 	@$(BIN)/python bench/distributions.py --samples $(SAMPLES) --seed $(SEED) --out $(OUT)
-fuzz: $(VENV)/.fuzz
+fuzz: $(DONE)fuzz
 	@TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 
-lint: $(VENV)/.lint
+lint: $(DONE)lint
 	@$(BIN)/ruff check nanospec kernels bench tests run.py
 	@$(BIN)/mypy nanospec bench tests run.py  # nanospec/kernels is kernels
 
-pictures: $(VENV)/.pictures
+pictures: $(DONE)pictures
 	@$(BIN)/python -m bench.pictures $(ARGS)
 
 gpu:
@@ -125,21 +126,21 @@ $(PEERS)/%/.done: bench/peers/environments/%.txt | $(BIN)/python
 wheels:
 	@$(PYTHON) tests/install.py $(PYTHONS) $(if $(ALSO),--also $(ALSO))
 
-wheel: $(VENV)/.supply
+wheel: $(DONE)supply
 	@$(BIN)/python tests/install.py --twice dist
 
-sbom: $(VENV)/.supply
+sbom: $(DONE)supply
 	@$(BIN)/python -m bench.sbom dist/sbom.json
 
 lock: | $(BIN)/python
 	@$(BIN)/python -m bench.lock $(PYTHONS)
 
 # Databases do not know builds such as 2.13.0+cpu.
-audit: $(VENV)/.supply
+audit: $(DONE)supply
 	@for lock in locks/python*.txt; do \
 	  echo "$$lock"; cat locks/torch.txt $$lock | sed -nE 's/^([^ ]+==[^ +]+).*/\1/p' > $(VENV)/audit.txt; \
-	  $(BIN)/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r $(VENV)/audit.txt || exit 1; \
-	done
+	  $(BIN)/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r $(VENV)/audit.txt || bad=1; \
+	done; test -z "$$bad" || { echo "Weaknesses, or packages that the index does not know: see above"; exit 1; }
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz
@@ -156,41 +157,41 @@ $(BIN)/python:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.run $(VENV)/.test $(VENV)/.fuzz $(VENV)/.lint $(VENV)/.supply $(VENV)/.pictures: pyproject.toml | $(BIN)/python
+$(DONE)run $(DONE)test $(DONE)fuzz $(DONE)lint $(DONE)supply $(DONE)pictures: pyproject.toml | $(BIN)/python
 
 # Say what is large before it is downloaded; which_torch.py says it of torch.
 define ANNOUNCE_MODEL
 @test -f weights/$(MODEL)/config.json || echo "The model, $(MODEL), is up to 0.3 GB more."
 endef
 
-$(VENV)/.run:
+$(DONE)run:
 	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec into $(VENV)"
 	@$(INSTALL) '.[gguf,chat,grammar,serve]'
 	@touch $@
 
-$(VENV)/.test:
+$(DONE)test:
 	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec and what its tests need into $(VENV)"
 	@$(INSTALL) '.[test]'
 	@touch $@
 
-$(VENV)/.fuzz:
+$(DONE)fuzz:
 	@echo "Installing nanospec and what fuzzing needs into $(VENV)"
 	@$(INSTALL_NEWEST) '.[test,fuzz]'
 	@touch $@
 
-$(VENV)/.lint:
+$(DONE)lint:
 	@echo "Installing nanospec and what lint needs into $(VENV)"
 	@$(INSTALL) '.[test,lint]'
 	@touch $@
 
-$(VENV)/.supply:
+$(DONE)supply:
 	@echo "Installing nanospec and what releases need into $(VENV)"
 	@$(INSTALL) '.[supply]'
 	@touch $@
 
-$(VENV)/.pictures:
+$(DONE)pictures:
 	@echo "Installing nanospec and what pictures need into $(VENV)"
 	@$(INSTALL) '.[plot]'
 	@touch $@
