@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -93,3 +94,10 @@ def test_actions_are_pinned_and_may_do_little() -> None:
         assert uses
         assert [use for use in uses if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} +# v[\d.]+.*", use)] == []
         assert re.search(r"^permissions:(?: \{\}|\n  contents: read)$", text, re.MULTILINE), path
+
+
+def test_make_takes_its_own_defaults() -> None:
+    """`AS` is a variable of make itself, so `AS ?=` would be the assembler."""
+    asked = ["make", "--dry-run", "simulate", "LOCKED="]
+    found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "--seeds 1000 --as engine" in found
