@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -97,9 +98,25 @@ def built(folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             result = Path(partial) / file.name
             command = [*compiler, *processor_flag(compiler), *FLAGS, *map(str, SOURCES), "-o", str(result)]
-            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+            _compile(command, partial)
             os.replace(result, file)  # at once: another process may be doing the same
     return file
+
+
+def _compile(command: list[str], folder: str) -> None:
+    """Run the compiler, whose temporary files are in the folder. It has processes of its own, which end when
+    this one is told to."""
+    env = {**os.environ, "TMPDIR": folder}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, errors="replace", env=env, start_new_session=True
+    ) as process:
+        try:
+            _, said = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
 
 
 def find_compiler() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from nanospec.tracing.trace import Trace
 from nanospec.training.command import claim
 from nanospec.training.data import _kept
 from nanospec.training.loop import TrainError, whole_file
+from tests.nanospec.parallel.test_launch import assert_gone
 
 TASKS = [
     Task(i, SamplingParams(), "x", url=("", "/v1/completions")[i % 2], key=f"{i:016x}") for i in range(4)
@@ -159,3 +161,24 @@ def test_a_compiled_library_that_is_cut_off_is_compiled_again(
     monkeypatch.setattr(build, "built", again)
     assert build.library.__wrapped__() is not None
     assert file.read_bytes() == whole
+
+
+def test_a_compiler_ends_with_who_waits_for_it(tmp_path: Path) -> None:
+    """With the processes that it has started, as g++ does, and with what they have written."""
+    script = "echo > $TMPDIR/cc1.s; sleep 60 & echo $! > pid.part; mv pid.part pid; wait"
+    pid, before = tmp_path / "pid", signal.getsignal(signal.SIGALRM)
+
+    def interrupt(*_: object) -> None:
+        if pid.exists():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build._compile(["sh", "-c", f"cd {tmp_path}; {script}"], str(tmp_path))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (tmp_path / "cc1.s").exists()  # not in the common folder
+    assert_gone([int(pid.read_text())])
