@@ -138,6 +138,7 @@ async def run(app: Any, listener: socket.socket) -> int:
         watch.cancel()
     finally:
         await app.engine.stop()
+        await server.say_farewell()
         log.info("ended")
     return 0 if app.engine.end is None else 1
 

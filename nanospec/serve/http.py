@@ -18,6 +18,7 @@ from .settings import ServeConfig
 
 KEEP_ALIVE = 65  # seconds: longer than clients keep unused connections
 LINGER = 5.0  # seconds to send what is left when a connection is closed
+FAREWELL = 1.0  # seconds to tell clients that nothing comes any more, where it ends at once
 MAX_HEADERS = 32 << 10  # bytes
 
 
@@ -114,6 +115,11 @@ class Server(uvicorn.Server):
     async def _end(self) -> None:
         await self._drain()
         self.should_exit = True
+
+    async def say_farewell(self) -> None:
+        """Have requests that were ended by the end of the engine answered, by clients that read at once."""
+        if tasks := self.server_state.tasks:
+            await asyncio.wait(tasks, timeout=FAREWELL)
 
 
 def listen(config: ServeConfig) -> socket.socket:

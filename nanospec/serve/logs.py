@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -40,10 +41,16 @@ class Readable(logging.Formatter):
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Not so if uvicorn tells of a request that was cancelled, as those are that outlast the server."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 def log_to(stream: TextIO | None = None, level: str = "info") -> None:
     """Have the server and uvicorn write their lines to a stream (default: standard error)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Readable() if handler.stream.isatty() else Structured())
+    handler.addFilter(is_news)
     for name, least in (("nanospec.serve", level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
