@@ -3,13 +3,14 @@
 
 import sys
 
-from nanospec.cli.failure import NEEDED
-from nanospec.cli.main import main
+from nanospec.cli.process import command
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        command()
     except ModuleNotFoundError as error:
+        from nanospec.cli.failure import NEEDED
+
         if error.name not in NEEDED:
             raise
         sys.exit(f"{error}; `make run` installs what is needed into .venv, then: . .venv/bin/activate")

@@ -1,8 +1,6 @@
 """`python -m nanospec` is the command `nanospec`."""
 
-import sys
-
-from .cli.main import main
+from .cli.process import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -293,7 +292,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--force", action="store_true", help="fetch it even if it is there")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through `with`, cleaning up
     try:
         fetch(args.name, args.dir, args.force)
     except (ValueError, ImportError) as error:  # FetchError, ConversionError, gguf is not there

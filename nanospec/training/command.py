@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -60,7 +59,6 @@ def settings_of(args: argparse.Namespace, kind: type[S]) -> S:
 
 def run_command(args: argparse.Namespace, what: str, run: Callable[[argparse.Namespace], Any]) -> int:
     """Print what `run` gives as JSON; errors and interruptions become a sentence. Returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         check_number("--tokens", args.tokens, 1)
         print(json.dumps(run(args)))
