@@ -70,9 +70,22 @@ def results_file(target: str) -> Iterator[BinaryIO]:
         try:
             yield file
         except BaseException:
-            if new and not os.path.getsize(target):
+            if new and _is_kept(file, target) and not os.path.getsize(target):
                 os.unlink(target)
             raise
+
+
+def check_kept(file: BinaryIO, target: str) -> None:
+    """LineError if the file that is written is not the one of its name any more: what goes there is lost."""
+    if target != "-" and not _is_kept(file, target):
+        raise LineError(f"{target} was removed or replaced while results were written to it; try again.")
+
+
+def _is_kept(file: BinaryIO, target: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(target))
+    except OSError:
+        return False
 
 
 def finished(path: Path, tasks: Sequence[Task]) -> set[int]:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanospec.cli.batch import Batch, Writer
-from nanospec.cli.batch_lines import Task
+from nanospec.cli.batch_lines import LineError, Task
 from nanospec.cli.batch_results import finished, head_of, results_file
 from nanospec.cli.fetch import is_complete
 from nanospec.cli.main import main
@@ -51,6 +51,27 @@ def write_results(path: Path) -> None:
         with Writer(Batch("input", str(path), TASKS, done, file)) as writer:
             for task in reversed([task for task in TASKS if task.index not in done]):
                 writer.write(head_of(task) + b'"text": "\xe2\x80\xa8"}\n', 1)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_results_that_nobody_would_find_end_a_batch(tmp_path: Path, replaced: bool) -> None:
+    """Whether the file is removed before the first of them or later; what has taken its name stays."""
+    path = tmp_path / "results"
+
+    def write(at: int) -> None:
+        with results_file(str(path)) as file, Writer(Batch("input", str(path), TASKS, set(), file)) as writer:
+            for task in TASKS:
+                assert writer.written <= at
+                if writer.written == at:
+                    path.unlink()
+                    path.write_bytes(b"") if replaced else None
+                writer.write(head_of(task) + b'"text": ""}\n', 1)
+
+    for at in (0, 1):
+        with pytest.raises(LineError, match=f"{path} was removed or replaced while results were written"):
+            write(at)
+        assert path.exists() == replaced
+        path.unlink(missing_ok=True)
 
 
 def test_a_batch_goes_on_after_a_full_disk(tmp_path: Path) -> None:
