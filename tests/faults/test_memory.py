@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import nanospec.graphs
 import nanospec.llm
 from nanospec import SamplingParams
+from nanospec.graphs import EagerCapture, Step
 from nanospec.shortage import OutOfMemory, ran_out
 from tests.drive import Job, finish
 from tests.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
@@ -95,6 +98,42 @@ def test_other_failures_are_no_shortage() -> None:
     for error in (RuntimeError("a kernel"), OSError(28, "No space left on device"), ValueError("memory")):
         assert not ran_out(error)
     assert all(map(ran_out, SHORTAGES))
+
+
+class NoRoom(EagerCapture):
+    """Runs out of memory in its first capture, and leaves it as CUDA graphs do then."""
+
+    error: Exception | None = None
+
+    def __init__(self, step: Step, rows: Tensor) -> None:
+        super().__init__(step, rows)
+        if (error := NoRoom.error) is not None:
+            NoRoom.error = None
+            try:
+                raise error
+            finally:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_capture_without_memory_says_what_to_lower(
+    folder: Path, lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the engine is made, or with requests under way; the next ones run."""
+    monkeypatch.setattr(nanospec.graphs, "EagerCapture", NoRoom)
+    monkeypatch.setattr(NoRoom, "error", SHORTAGES[0])
+    told = r"'CUDA error: .* during capture'\); lower max_num_batched_tokens=\d+, max_num_seqs=\d+"
+    options: dict[str, Any] = {"enforce_eager": False, "lazy_capture": lazy}
+    if not lazy:
+        with pytest.raises(OutOfMemory, match=told):
+            make(folder, 3, **options)
+        return
+    model = small_model()
+    llm, expected = small_llm(model, "as-on-gpu", **options), texts(model)
+    with pytest.raises(OutOfMemory, match=told):
+        ask(llm)
+    assert_sound(llm.engine)
+    assert ask(llm) == expected
 
 
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
