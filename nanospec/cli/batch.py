@@ -24,7 +24,7 @@ from ..config import EngineConfig, SamplingParams
 from ..prompts import encode
 from ..text.chat import as_message
 from .batch_lines import Defaults, LineError, Task, identity, place, read_tasks
-from .batch_results import check_kept, finished, result_line, results_file
+from .batch_results import append, finished, result_line, results_file
 from .options import given, in_flags
 
 if TYPE_CHECKING:
@@ -120,11 +120,8 @@ class Writer:
         return self
 
     def write(self, line: bytes, tokens: int) -> None:
-        """One result, whole or not at all: a line that was torn is cut off by the next run. Raises LineError
-        if nobody would find it."""
-        self.batch.file.write(line)
-        self.batch.file.flush()
-        check_kept(self.batch.file, self.batch.target)
+        """One result; see `append`. A line that was torn by a kill is cut off by the next run."""
+        append(self.batch.file, line, self.batch.target)
         self.written, self.tokens = self.written + 1, self.tokens + tokens
         self._bar.update()
 

@@ -166,7 +166,8 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
 def ask(index: int, request: Mapping[str, Any], params: SamplingParams, defaults: Defaults) -> Task:
     """What a request in our words asks; `params` holds where it says nothing. Raises ValueError."""
     if ("prompt" in request) == ("messages" in request):
-        raise ValueError('a request is a JSON object with either "prompt" or "messages".')
+        has = f"; this has {shown(list(request))}" if request else ""
+        raise ValueError(f'a request is a JSON object with either "prompt" or "messages"{has}.')
     options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
     if options.keys() - PARAMETERS:
         options = _with_further(options, params, defaults.fields)
@@ -177,6 +178,8 @@ def ask(index: int, request: Mapping[str, Any], params: SamplingParams, defaults
         task.prompt = prompt = request["prompt"]
         if not isinstance(prompt, str) and not _are_ids(prompt):
             raise ValueError('"prompt" must be a text or a list of token ids.')
+        if isinstance(prompt, str) and any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise ValueError('"prompt" holds half of a surrogate pair, not a character; remove it.')
         if isinstance(prompt, str) and defaults.system and not defaults.raw:
             task.prompt, task.messages = None, with_system(as_message(prompt), defaults.system)
     return task

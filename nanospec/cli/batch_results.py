@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -57,7 +57,7 @@ def results_file(target: str) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         return
     new = not os.path.exists(target)
-    with open(target, "ab") as file:
+    with open(target, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,6 +73,22 @@ def results_file(target: str) -> Iterator[BinaryIO]:
             if new and _is_kept(file, target) and not os.path.getsize(target):
                 os.unlink(target)
             raise
+
+
+def append(file: BinaryIO, line: bytes, target: str) -> None:
+    """Write a line, whole or not at all. Raises OSError, and LineError if nobody would find it."""
+    size, rest = 0 if target == "-" else os.fstat(file.fileno()).st_size, memoryview(line)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+        file.flush()
+    except OSError as error:
+        if target != "-":
+            with suppress(OSError):  # of what is no file but a pipe, say
+                os.ftruncate(file.fileno(), size)
+        said = f"{error.strerror}; the same command goes on where this one ended"
+        raise OSError(error.errno, said, "standard output" if target == "-" else target) from None
+    check_kept(file, target)
 
 
 def check_kept(file: BinaryIO, target: str) -> None:

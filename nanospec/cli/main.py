@@ -12,6 +12,7 @@ import sys
 from codecs import BOM_UTF8
 from collections.abc import Sequence
 from contextlib import ExitStack
+from errno import ENOSPC
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,6 +125,8 @@ def _run(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, TypeError, OSError, MemoryError) as error:  # bad input, missing files, full disk
+        if isinstance(error, OSError) and error.errno == ENOSPC and not error.filename:
+            raise  # of standard output; files have names
         text = str(error)
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror

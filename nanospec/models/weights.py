@@ -147,7 +147,10 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has {len(files)} safetensors files but neither model.safetensors nor "
             "model.safetensors.index.json, which says how they belong together."
         )
-    raise FileNotFoundError(f"{folder} has no *.safetensors file{other_formats(folder)}.")
+    if lost := sorted(file for file in folder.glob("*.safetensors") if not file.exists()):
+        raise FileNotFoundError(f"{lost[0]} is a link to nothing; fetch the model again.")
+    instead = other_formats(folder) or "; fetch the model again"
+    raise FileNotFoundError(f"{folder} has no *.safetensors file{instead}.")
 
 
 def other_formats(folder: Path) -> str:

@@ -121,13 +121,15 @@ class Trace:
         """Write the page to a file, whole or not at all. Raises ValueError or OSError, see `check_target`."""
         check_target(path)
         target = Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():  # /dev/stdout, a pipe
-            target.write_text(self.html(), encoding="utf-8")
-            return
         new = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            new.write_text(self.html(), encoding="utf-8")
-            os.replace(new, target)
+            if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+                target.write_text(self.html(), encoding="utf-8")
+            else:
+                new.write_text(self.html(), encoding="utf-8")
+                os.replace(new, target)
+        except OSError as error:  # a full disk has no name
+            raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
             new.unlink(missing_ok=True)
 

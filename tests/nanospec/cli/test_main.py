@@ -193,10 +193,12 @@ def test_a_batch_may_come_and_go_by_the_standard_streams(run: Run, monkeypatch: 
     [
         ('{"prompt": "x", "top_P": 1}', "unknown field 'top_P'"),
         ('{"prompt": [1, 999999]}', "token id 999999"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"promt": "x"}', r"either .*; this has \['promt'\]"),
         (json.dumps({"prompt": "x " * 9000}), "but --max-model-len 8192 must hold"),
         ('{"prompt": "x", "acceptance": "typical"}', "acceptance='typical' needs .* --acceptance 'typical'"),
     ],
-    ids=["unknown-field", "bad-id", "long", "acceptance"],
+    ids=["unknown-field", "bad-id", "surrogate", "no-prompt", "long", "acceptance"],
 )
 def test_bad_request_line_is_named_and_nothing_runs(
     tmp_path: Path, line: str, sentence: str, run: Run
@@ -217,7 +219,8 @@ def test_full_disk_gets_one_sentence(tmp_path: Path, run: Run) -> None:
     (tmp_path / "out.jsonl").symlink_to(full)
     status, _, errors = run("--input", requests_file(tmp_path, 1), "--output", tmp_path / "out.jsonl")
     assert status == 2
-    assert "No space left" in errors
+    assert "out.jsonl: No space left on device; the same command goes on" in errors
+    assert (tmp_path / "out.jsonl").is_symlink()
 
 
 def test_a_file_that_holds_something_else_survives(tmp_path: Path, run: Run) -> None:

@@ -163,7 +163,7 @@ def test_missing_files(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "found pytorch_model.bin" in refused(folder, FileNotFoundError)
     (folder / "pytorch_model.bin").unlink()
-    assert refused(folder, FileNotFoundError).endswith("has no *.safetensors file.")
+    assert refused(folder, FileNotFoundError).endswith("has no *.safetensors file; fetch the model again.")
     (folder / "config.json").unlink()
     assert "needs a config.json" in refused(folder, FileNotFoundError)
 
@@ -225,7 +225,10 @@ def test_names_in_messages_are_cut(folder: Path) -> None:
 def test_pipes_are_not_opened(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")  # opening it would wait for a writer
-    assert refused(folder, FileNotFoundError).endswith("has no *.safetensors file.")
+    assert refused(folder, FileNotFoundError).endswith("has no *.safetensors file; fetch the model again.")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("lost")
+    assert "model.safetensors is a link to nothing" in refused(folder, FileNotFoundError)
 
 
 def test_more_positions_than_a_table_is_made_for(folder: Path, expected: Tensor) -> None:
