@@ -72,6 +72,10 @@ def test_kernel_refuses_too_many() -> None:
     zero = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="exceed the limit of 5"):
         logprobs.launch(torch.zeros(1, 5), zero, zero, 6)
+    chunks = 3  # of whose largest logits no more than so many are compared at once
+    most, logits = logprobs.MAX_CANDIDATES // chunks, torch.zeros(1, chunks * int(logprobs.CHUNK))
+    with pytest.raises(ValueError, match=f"exceed the limit of {most}"):
+        logprobs.launch(logits, zero, zero, most + 1)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
