@@ -335,8 +335,19 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     assert chunks(simulation.step()) == [16, 10]
     assert chunks(simulation.step()) == [31]  # the short one decodes
     simulation.add([9] * 151, 4)
-    assert chunks(simulation.step())[:2] == [15, 16]
+    for _ in range(2):  # while one waits, and when both run
+        assert chunks(simulation.step())[:2] == [15, 16]
     assert not long.is_prefilled
+
+
+def test_a_piece_that_could_not_be_computed_loses_its_names_and_no_other() -> None:
+    simulation = Simulation(window=64, extra_blocks=50, num_rows=2, max_tokens=8, k=0)
+    request = simulation.add(list(range(21)), 2)
+    simulation.step()
+    plan = simulation.scheduler.schedule()
+    assert plan.prefill == [(request, 8, 8)]
+    assert simulation.scheduler.unwritten(plan) == [request]
+    assert simulation.pool.match(request.hashes(SIZE)) == request.blocks[:2]
 
 
 def test_nothing_is_kept_for_a_prompt_that_has_no_room() -> None:
