@@ -44,22 +44,35 @@ CEILING = 12 << 30  # bytes of addresses of a run: a mutant may want all memory 
 SPECULATION, SAMPLING = "tests/kernels/speculation/", "tests/kernels/sampling/"
 SIMULATED = "tests/test_simulate.py::test_seeds_pass_and_reach_what_they_are_for"
 HOST = ["tests/nanospec/test_engine.py", "tests/nanospec/test_engine_edges.py"]
+GUIDED = [
+    "tests/nanospec/test_guided.py::test_" + name
+    for name in (
+        "no_more_is_guessed_than_there_is_room_for_or_asked",
+        "a_model_runs_for_those_that_may_have_its_guesses",
+        "what_cannot_run_is_refused_before_anything_runs",
+        "a_trace_shows_the_guesses",
+    )
+]  # fmt: skip
 PARAMS = ["tests/nanospec/test_sampling_params.py"]
 # Which tests a file belongs to, the quickest first.
 TESTS: dict[str, list[str]] = {
     "kernels/speculation/verify.py": [SPECULATION + "test_verify.py"],
     "kernels/speculation/layout.py": [SPECULATION + "test_layout.py", "tests/kernels/test_batch.py"],
     "kernels/sampling/accept.py": [SAMPLING + "test_accept.py"],
-    "kernels/sampling/mask.py": [SAMPLING + "test_mask.py"],
+    "kernels/sampling/mask.py": [SAMPLING + "test_mask.py", SAMPLING + "test_sample.py"],
     "kernels/sampling/logprobs.py": [SAMPLING + "test_logprobs.py"],
     "kernels/sampling/across.py": [SAMPLING + "test_across.py"],
     "kernels/sampling/noise.py": [SAMPLING + "test_noise.py", SAMPLING + "test_sample.py"],
-    "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs", "accept")],
+    "kernels/sampling/probabilities.py": [SAMPLING + "test_accept.py"],
+    "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs", "across")],
     "nanospec/blocks.py": ["tests/nanospec/test_blocks.py", "tests/nanospec/test_scheduler.py"],
     "nanospec/scheduler.py": ["tests/nanospec/test_scheduler.py", HOST[1]],
     "nanospec/request.py": ["tests/nanospec/test_request.py", *PARAMS, HOST[1]],
     "nanospec/policy.py": [f"tests/nanospec/test_{name}.py" for name in ("policy_parts", "policy", "auto")],
-    "nanospec/engine.py": [SIMULATED, *HOST, "tests/nanospec/test_auto.py", "tests/faults/test_memory.py"],
+    "nanospec/engine.py": [
+        *GUIDED, SIMULATED, "tests/faults/test_memory.py", *HOST, "tests/nanospec/test_auto.py",
+        "tests/nanospec/test_acceptance.py",
+    ],
 }
 
 

@@ -270,20 +270,28 @@ def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the
 
     class Spy(Policy):
         def observe(
-            self, row: int, drafter: int, match_len: int, drafted: int, accepted: int, *_: Any
-        ) -> None:
-            events.append((row, drafted, accepted))
+            self, row: int, drafter: int, match_len: int, drafted: int, accepted: int, chances: Any = (),
+            asked: int = 0,
+        ) -> None:  # fmt: skip
+            events.append((row, drafted, accepted, asked))
 
         def reset(self, row: int) -> None:
             events.append((row,))
 
-    jobs = [Job([i, 2], SamplingParams(temperature=0, max_tokens=n)) for i, n in ((0, 8), (1, 6))]
+    limits = ((8, None), (6, None), (4, 1), (3, 0))
+    jobs = [
+        Job([i, 2], SamplingParams(temperature=0, max_tokens=n, num_speculative_tokens=own))
+        for i, (n, own) in enumerate(limits)
+    ]
     engine = make_engine(model, 3, max_num_seqs=1)
     engine.policy = Spy()
     texts = [alone(model, [job])[0].token_ids for job in jobs]
-    use(engine, oracle([jobs[0].prompt + texts[0], jobs[1].prompt + texts[1]]))
+    use(engine, oracle([job.prompt + text for job, text in zip(jobs, texts, strict=True)]))
     run(engine, jobs)
-    assert events == [(0,), (0, 3, 3), (0, 3, 3), (0,), (0, 3, 3), (0, 1, 1)]
+    assert events == [
+        (0,), (0, 3, 3, 3), (0, 3, 3, 3), (0,), (0, 3, 3, 3), (0, 1, 1, 1), (0,), (0, 1, 1, 1), (0, 1, 1, 1),
+        (0,),
+    ]  # fmt: skip
 
 
 def test_a_request_may_switch_speculation_off_for_itself() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
+from nanospec.policy import Policy
 from nanospec.request import Request
 from nanospec.sampling.guided import GuidedRows
 from nanospec.text.tokenizer import Tokenizer
@@ -298,6 +299,35 @@ def test_forced_tokens_are_all_accepted_and_cost_one_step(make: Callable[..., En
     assert request.text == "red or green or blue"
     assert request.stats.num_accepted == request.stats.num_drafted == len(request.output_ids)
     assert request.stats.num_steps == 1
+
+
+def test_no_more_is_guessed_than_there_is_room_for_or_asked(make: Callable[..., Engine]) -> None:
+    asked = {"type": "choice", "choice": ["red or green or blue"]}
+    engine = make(3, enable_prefix_caching=False)
+    found = []
+    for most, own in ((1, None), (3, None), (4, None), (7, None), (6, 2)):
+        params = SamplingParams(max_tokens=most, response_format=asked, num_speculative_tokens=own)
+        [request] = run(engine, [Job([1], params)])
+        found.append((request.stats.num_drafted, request.stats.num_accepted, request.stats.num_steps))
+    assert found == [(0, 0, 1), (2, 2, 1), (3, 3, 1), (5, 5, 2), (4, 4, 2)]
+
+
+def test_a_model_runs_for_those_that_may_have_its_guesses(make: Callable[..., Engine]) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Spy(Policy):
+        def passes(self, rows: Sequence[int], others: int, most: int) -> int:
+            asked.append((len(rows), others))
+            return most
+
+    draft = tiny_model(3, vocab_size=VOCAB)
+    engine = make(3, guess={"method": "draft"}, draft_model=draft, enforce_eager=True)
+    engine.policy = Spy()
+    ways: list[dict[str, Any]] = [{}, {"response_format": REGEX}, {"num_speculative_tokens": 0}]
+    for way in ways:
+        engine.add([1, 2, 3], SamplingParams(max_tokens=9, **way))
+    finish(engine)
+    assert asked[0] == (1, 2)
 
 
 def test_drafters_are_neither_asked_nor_told(make: Callable[..., Engine]) -> None:
