@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from nanospec.engine import Engine
 from nanospec.kernels import dispatch
-from tests.simulate.__main__ import scenario_of
+from tests.simulate.__main__ import scenario_of, tell
 from tests.simulate.defects import DEFECTS
 from tests.simulate.driver import Simulation, simulate
+from tests.simulate.limit import TooLong, within
 from tests.simulate.scenario import Scenario
 from tests.simulate.served import simulate_served
 from tests.simulate.shrink import failure, place_of, shrink
@@ -26,6 +30,7 @@ FOUND_BY = {  # seeds of small scenarios
     "a stop string across tokens is missed": 28,
     "an interrupted step ends nothing": 4,
     "the end of a chunk is not computed": 0,
+    "who would decode is preempted": 0,
     "released blocks are lost": 0,
 }
 
@@ -72,6 +77,27 @@ def test_a_failing_scenario_shrinks_and_fails_in_the_same_place() -> None:
     assert len(smaller.jobs) == 1 < len(scenario.jobs)
     assert not smaller.faults
     assert smaller.threads == 0
+
+
+def test_a_failure_that_does_not_repeat_is_told_and_leaves_its_scenario(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tell(5, "engine", "AssertionError: once\n") == 1
+    said = capsys.readouterr().err
+    assert "Seed 5 fails:\nAssertionError: once\n" in said
+    assert said.endswith("Again: python -m tests.simulate --as engine --replay simulate-5.json\n")
+    assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.drawn(5)
+
+
+def test_what_never_ends_is_a_failure() -> None:
+    def step(engine: Engine) -> None:
+        while True:
+            pass
+
+    ends = pytest.raises(TooLong, match=r"not ended within 0\.3 s")
+    with mock.patch.object(Engine, "step", step), ends, within(0.3):
+        simulate(Scenario.drawn(5))
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -6,6 +6,7 @@
     driver.py      runs a scenario, with what must hold after every step (`invariants.py`)
     baton.py       threads that take turns as a seed has it
     shrink.py      makes a failing scenario smaller
+    limit.py       how long one may take
     served.py      the same requests by HTTP
 
 `python -m tests.simulate --seeds 1000` runs them (`make simulate`). Nothing depends on the clock, on the

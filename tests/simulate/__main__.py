@@ -17,17 +17,18 @@ import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
 
 from nanospec.kernels import dispatch
 from tests.simulate.driver import simulate
+from tests.simulate.limit import within
 from tests.simulate.scenario import Scenario
 from tests.simulate.shrink import failure, place_of, shrink
 
 AT_ONCE = 25  # seeds that a process is given
+SECONDS = 120.0  # of real time for a seed, of which most take less than one
 
 
 def main() -> int:
@@ -49,9 +50,9 @@ def main() -> int:
     with ProcessPoolExecutor(args.jobs) as pool:
         for done, (part, failed) in enumerate(pool.map(partial(_run_all, args.way), parts), 1):
             seen += part
-            for seed in islice(failed, 1):
-                pool.shutdown(cancel_futures=True)
-                return _tell(seed, args.way)
+            for seed, error in failed:
+                pool.shutdown(wait=False, cancel_futures=True)
+                return tell(seed, args.way, error)
             if sys.stderr.isatty():
                 print(f"\r{done * AT_ONCE} seeds", end="", file=sys.stderr)
     took = time.perf_counter() - start
@@ -80,30 +81,39 @@ def _run(scenario: Scenario, way: str) -> Counter[str]:
         return simulate(scenario)
 
 
-def _run_all(way: str, seeds: range) -> tuple[Counter[str], list[int]]:
-    """(what happened, the seeds that failed), up to the first of these."""
+def _run_all(way: str, seeds: range) -> tuple[Counter[str], list[tuple[int, str]]]:
+    """(what happened, the seeds that failed and how), up to the first of these."""
     torch.set_num_threads(1)
     seen: Counter[str] = Counter()
     for seed in seeds:
         try:
-            seen += _run(scenario_of(seed, way), way)
+            with within(SECONDS):
+                seen += _run(scenario_of(seed, way), way)
         except BaseException:
-            return seen, [seed]
+            return seen, [(seed, traceback.format_exc())]
     return seen, []
 
 
-def _tell(seed: int, way: str) -> int:
-    """Say how a seed fails, and leave the smallest scenario that does so in a file."""
-    print(f"Seed {seed} fails; looking for a smaller scenario ...", file=sys.stderr)
-    smaller = shrink(scenario_of(seed, way), lambda scenario: _run(scenario, way))
-    error = failure(smaller, lambda scenario: _run(scenario, way))
-    if error is None:
-        print("It does not fail again: something depends on the clock.", file=sys.stderr)
-        return 1
-    traceback.print_exception(error)
+def tell(seed: int, way: str, first: str) -> int:
+    """Say how a seed fails, and leave the smallest scenario that does so in a file; first the seed's own, as
+    what depends on the clock may not fail again."""
+
+    def run(scenario: Scenario) -> None:
+        with within(SECONDS):
+            _run(scenario, way)
+
     path = Path(f"simulate-{seed}.json")
-    path.write_text(smaller.to_json())
-    print(f"{place_of(error)}\nAgain: python -m tests.simulate --as {way} --replay {path}", file=sys.stderr)
+    path.write_text(scenario_of(seed, way).to_json())
+    print(f"Seed {seed} fails:\n{first}Looking for a smaller scenario ...", file=sys.stderr)
+    smaller = shrink(scenario_of(seed, way), run)
+    error = failure(smaller, run)
+    if error is None:
+        print("It does not fail again: something depends on the clock, or on the machine.", file=sys.stderr)
+    else:
+        path.write_text(smaller.to_json())
+        traceback.print_exception(error)
+        print(place_of(error), file=sys.stderr)
+    print(f"Again: python -m tests.simulate --as {way} --replay {path}", file=sys.stderr)
     return 1
 
 

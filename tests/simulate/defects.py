@@ -12,7 +12,7 @@ from nanospec.blocks import BlockPool
 from nanospec.kernels.batch import Chunk
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.request import Request
-from nanospec.scheduler import Scheduler
+from nanospec.scheduler import Plan, Scheduler
 from nanospec.sharing import SharedEngine
 from nanospec.worker import Worker
 
@@ -85,6 +85,12 @@ def _late_stop(request: Request, new: str) -> bool:
     return True
 
 
+def _gives_way(scheduler: Scheduler, request: Request, plan: Plan) -> bool:
+    """Who would decode is preempted instead, and computes its prompt anew, again and again."""
+    scheduler._preempt(request, plan)
+    return False
+
+
 def _carries_on(shared: SharedEngine) -> list[Request]:
     """A step that was interrupted ends nothing."""
     return shared.engine.step()
@@ -108,5 +114,6 @@ DEFECTS: dict[str, Defect] = {
     "a stop string across tokens is missed": _instead(Request, "_append_text", _late_stop),
     "an interrupted step ends nothing": _instead(SharedEngine, "step", _carries_on),
     "the end of a chunk is not computed": _instead(Worker, "prefill", _prefill),
+    "who would decode is preempted": _instead(Scheduler, "_extend", _gives_way),
     "released blocks are lost": _instead(BlockPool, "release", lambda pool, blocks: None),
 }

@@ -22,7 +22,7 @@ from tests.simulate.model import MockHeads
 from tests.simulate.oracle import Expected, tokenizer
 from tests.simulate.scenario import CALLS, OWN, TEXT_VOCAB, Scenario, model_of, oracle_of
 
-STALLED = 12  # steps in a row in which nothing happens
+STALLED = 12  # steps in a row in which who runs first does not go on
 NUM_HEADS = 3
 
 
@@ -60,7 +60,8 @@ class Simulation:
         self.requests: dict[int, Request] = {}
         self.baton = Baton(self.rng)
         self._calls: Counter[str] = Counter()
-        self._idle_steps = 0
+        self._busy_steps = self._idle_steps = 0
+        self._first: tuple[Request, int] | None = None
 
     def run(self) -> Counter[str]:
         """All of it; AssertionError if something is wrong."""
@@ -227,23 +228,31 @@ class Simulation:
 
     def _step(self) -> list[Request]:
         """A step of the engine, with what must hold behind it."""
-        before = self._progress()
+        self._busy_steps += self.engine.has_work
         touched = self._engine_step()
         self.seen["steps"] += 1
         for i, request in self.requests.items():
             self.names.learn(request)
             self._compare_tokens(i, request)
         check(self.engine, self.model, self.names)
-        if self.engine.has_work and self._progress() == before:
-            self._idle_steps += 1
-            assert self._idle_steps < STALLED, f"nothing has happened in {STALLED} steps"
-        else:
-            self._idle_steps = 0
+        self._check_progress()
         return touched
 
-    def _progress(self) -> tuple[int, ...]:
-        metrics = self.engine.metrics
-        return metrics.num_finished, metrics.num_prefill_tokens, metrics.spec.num_tokens, metrics.num_aborted
+    def _check_progress(self) -> None:
+        """Who runs first keeps its row until it ends, and in every step, with lag in every other, it has one
+        token more computed or said. So all ends in time. Prompts that are computed anew are none."""
+        running, before = self.engine.scheduler.running, self._first
+        self._first = None
+        if running:
+            first = running[0]
+            self._first = first, first.num_computed + first.num_tokens
+        lost = before is not None and before[0] not in running and not before[0].is_finished
+        assert not lost, "who ran first has lost its row"
+        self._idle_steps = self._idle_steps + 1 if self.engine.has_work and self._first == before else 0
+        assert self._idle_steps < STALLED, f"nothing has happened in {STALLED} steps"
+        texts = sum(oracle.max_len for oracle in self.oracles)
+        most = (1 + self.engine.lag) * texts + STALLED * (1 + len(self.oracles))
+        assert self._busy_steps <= most, f"{self._busy_steps} steps are too many for {texts} tokens"
 
     # Against the oracle
 
