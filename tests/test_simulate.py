@@ -30,6 +30,9 @@ FOUND_BY = {  # seeds of small scenarios
     "a stop string across tokens is missed": 28,
     "an interrupted step ends nothing": 4,
     "the end of a chunk is not computed": 0,
+    "the prefix cache never hits": 1,
+    "no guesses after a preemption": 116,
+    "an abort is not counted": 5,
     "who would decode is preempted": 0,
     "released blocks are lost": 0,
 }

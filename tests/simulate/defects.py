@@ -7,10 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+import nanospec.admission
 import nanospec.step
+from nanospec.admission import Admission
 from nanospec.blocks import BlockPool
+from nanospec.engine import Engine
 from nanospec.kernels.batch import Chunk
 from nanospec.kernels.speculation.verify import Verdict
+from nanospec.kernels.table import Table
 from nanospec.request import Request
 from nanospec.scheduler import Plan, Scheduler
 from nanospec.sharing import SharedEngine
@@ -29,6 +33,12 @@ def _after(kind: type, name: str, more: Callable[..., Any]) -> Defect:
         return result if other is None else other
 
     return lambda: mock.patch.object(kind, name, changed)
+
+
+def _row(more: Callable[..., None]) -> Defect:
+    """A row that is written, and then `more`."""
+    write_row = nanospec.admission.write_row
+    return _instead(nanospec.admission, "write_row", lambda *args: more(write_row(*args), *args))
 
 
 def _instead(kind: Any, name: str, other: Callable[..., Any]) -> Defect:
@@ -91,6 +101,16 @@ def _gives_way(scheduler: Scheduler, request: Request, plan: Plan) -> bool:
     return False
 
 
+def _uncounted(_: None, engine: Engine, *args: Any) -> None:
+    engine.metrics.num_aborted = 0
+
+
+def _silent(_: None, writes: Any, table: Table, request: Admission, spec: Any) -> None:
+    """No guesses after a preemption."""
+    if len(request.tokens) > request.num_prompt:
+        writes.set(table.limit, request.row, 0)
+
+
 def _carries_on(shared: SharedEngine) -> list[Request]:
     """A step that was interrupted ends nothing."""
     return shared.engine.step()
@@ -114,6 +134,9 @@ DEFECTS: dict[str, Defect] = {
     "a stop string across tokens is missed": _instead(Request, "_append_text", _late_stop),
     "an interrupted step ends nothing": _instead(SharedEngine, "step", _carries_on),
     "the end of a chunk is not computed": _instead(Worker, "prefill", _prefill),
+    "the prefix cache never hits": _instead(BlockPool, "match", lambda pool, names: []),
+    "no guesses after a preemption": _row(_silent),
+    "an abort is not counted": _after(Engine, "abort", _uncounted),
     "who would decode is preempted": _instead(Scheduler, "_extend", _gives_way),
     "released blocks are lost": _instead(BlockPool, "release", lambda pool, blocks: None),
 }

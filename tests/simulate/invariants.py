@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nanospec.blocks import block_hash
 from nanospec.engine import Engine
+from nanospec.metrics import Metrics
 from nanospec.request import Request, Status
 from tests.simulate.model import Mock, entries_of
 
@@ -86,3 +89,15 @@ def check_row(engine: Engine, request: Request) -> None:
         m = min(request.num_computed - i * size, size)
         assert ids[:m] == request.tokens[i * size : i * size + m], "the cache holds another text"
         assert positions[:m] == [*range(i * size, i * size + m)], "the cache has holes"
+
+
+def check_counters(metrics: Metrics, requests: Sequence[Request]) -> None:
+    """When all have ended: the engine has counted what they have."""
+    spec, stats = metrics.spec, [request.stats for request in requests]
+    assert metrics.num_finished + metrics.num_aborted == len(requests), "requests are lost, or counted twice"
+    for name in ("num_steps", "num_tokens", "num_drafted", "num_accepted", "num_steps_with_drafts"):
+        counted, wanted = getattr(spec, name), sum(getattr(one, name) for one in stats)
+        assert counted == wanted, f"the engine counts {name}={counted}, its requests {wanted}"
+    assert spec.num_tokens == sum(len(request.output_ids) for request in requests)
+    assert all(0 <= one.num_accepted <= one.num_drafted for one in stats)
+    assert metrics.num_preemptions == sum(request.num_preemptions for request in requests)

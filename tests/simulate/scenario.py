@@ -52,6 +52,9 @@ class Scenario:
         engine = _engine(rng)
         engine["vocab"] = TEXT_VOCAB if text else engine["vocab"]
         jobs = [_job(rng, engine, seed) for _ in range(rng.choice((1, 2, 4, 7, 12, 20)))]
+        more = random.Random(f"{seed}, more")  # so that what is added here changes no seed's other draws
+        if more.random() < 0.15:
+            _outgrow(more, engine, jobs)
         _share_beginnings(rng, engine, jobs)
         _stop_inside(rng, engine, jobs, seed)
         faults = [_fault(rng, len(jobs)) for _ in range(rng.choice((0, 0, 0, 1, 2, 4)))]
@@ -171,6 +174,17 @@ def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
         for name in ("min_tokens", "acceptance", "stop_token_ids", "logit_bias", "extra_args"):
             params.pop(name, None)
     return params
+
+
+def _outgrow(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
+    """Have requests come together and outgrow the memory, so that some are preempted."""
+    engine["window"] = max(engine["window"], 4 * engine["block_size"])
+    engine["rows"] = rng.choice((3, 5, 8))
+    engine["blocks"] = -(-engine["window"] // engine["block_size"]) + rng.randint(0, 2)
+    for job in jobs:
+        job["arrives"] = min(job["arrives"], rng.randint(0, 3))
+        job["prompt"] = job["prompt"][: rng.randint(1, 2 * engine["block_size"])]
+        job["params"]["max_tokens"] = max(job["params"]["max_tokens"] or 0, rng.randint(30, 60))
 
 
 def _share_beginnings(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
