@@ -40,6 +40,19 @@ def next_token(
     logits: np.ndarray, prompt: Sequence[int], output: Output, asked: SamplingParams
 ) -> np.ndarray:
     """The probabilities [V] of the token behind prompt and output."""
+    x = changed(logits, prompt, output, asked)
+    if asked.temperature == 0:
+        return np.eye(len(x))[x.argmax()]
+    p = np.exp((x - x.max()) / asked.temperature)
+    if asked.top_k > 0:
+        p = np.where([np.sum(x > own) < asked.top_k for own in x], p, 0.0)
+    above = np.array([p[p > own].sum() for own in p]) / p.sum()
+    kept = p * ((above < asked.top_p) & (p >= asked.min_p * p.max()))
+    return kept / kept.sum()
+
+
+def changed(logits: np.ndarray, prompt: Sequence[int], output: Output, asked: SamplingParams) -> np.ndarray:
+    """What bias, barred tokens and penalties make of the scores [V] behind prompt and output."""
     x, repetition = logits.astype(np.float64), asked.repetition_penalty
     for token, bias in asked.logit_bias.items():
         x[token] += bias
@@ -49,14 +62,18 @@ def next_token(
         x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
     for token, count in Counter(output).items():
         x[token] -= asked.frequency_penalty * count + asked.presence_penalty
-    if asked.temperature == 0:
-        return np.eye(len(x))[x.argmax()]
-    p = np.exp((x - x.max()) / asked.temperature)
-    if asked.top_k > 0:
-        p = np.where([np.sum(x > own) < asked.top_k for own in x], p, 0.0)
-    above = np.array([p[p > own].sum() for own in p]) / p.sum()
-    kept = p * ((above < asked.top_p) & (p >= asked.min_p * p.max()))
-    return kept / kept.sum()
+    return x
+
+
+def may_come(x: np.ndarray, token: int, asked: SamplingParams, slack: float = 1e-4) -> bool:
+    """Whether sampling may draw a token from changed scores, or might if they were off by so little."""
+    above = x > x[token] + slack
+    if asked.temperature == 0 or not x[token] > -np.inf:
+        return not above.any()
+    p, most = np.exp((x - x.max()) / asked.temperature), asked.top_k if asked.top_k > 0 else len(x)
+    mass = np.sort(p)[-most:].sum()
+    kept = above.sum() < most and p[above].sum() < (asked.top_p + slack) * mass
+    return bool(kept and p[token] >= (asked.min_p - slack) * p.max())
 
 
 def joint(

@@ -18,6 +18,7 @@ from nanospec.kernels.table import Table
 from nanospec.request import Request
 from nanospec.scheduler import Plan, Scheduler
 from nanospec.sharing import SharedEngine
+from nanospec.text.detokenize import Detokenizer
 from nanospec.worker import Worker
 
 Defect = Callable[[], AbstractContextManager[Any]]
@@ -105,6 +106,22 @@ def _uncounted(_: None, engine: Engine, *args: Any) -> None:
     engine.metrics.num_aborted = 0
 
 
+def _barred_longer(_: None, writes: Any, table: Table, request: Admission, spec: Any) -> None:
+    """Stop tokens are barred for one token more than `min_tokens`."""
+    end = request.num_prompt + request.params.min_tokens + 1
+    writes.set(table.min_len, request.row, min(end, request.max_len))
+
+
+def _all_of_them(_: None, writes: Any, table: Table, request: Admission, spec: Any) -> None:
+    writes.set(table.top_p, request.row, 1.0)
+
+
+def _flush(detokenizer: Detokenizer) -> str:
+    """What was held back is lost."""
+    detokenizer._window, detokenizer._returned = [], 0
+    return ""
+
+
 def _silent(_: None, writes: Any, table: Table, request: Admission, spec: Any) -> None:
     """No guesses after a preemption."""
     if len(request.tokens) > request.num_prompt:
@@ -134,6 +151,9 @@ DEFECTS: dict[str, Defect] = {
     "a stop string across tokens is missed": _instead(Request, "_append_text", _late_stop),
     "an interrupted step ends nothing": _instead(SharedEngine, "step", _carries_on),
     "the end of a chunk is not computed": _instead(Worker, "prefill", _prefill),
+    "min_tokens is off by one": _row(_barred_longer),
+    "top_p is not told": _row(_all_of_them),
+    "what a text has held back is lost": _instead(Detokenizer, "flush", _flush),
     "the prefix cache never hits": _instead(BlockPool, "match", lambda pool, names: []),
     "no guesses after a preemption": _row(_silent),
     "an abort is not counted": _after(Engine, "abort", _uncounted),

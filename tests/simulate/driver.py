@@ -318,7 +318,7 @@ class Simulation:
         oracle, tokens = self.oracles[i], list(self.oracles[i].prompt)
         if (oracle.params.acceptance or self.scenario.engine["acceptance"]) == "rejection":
             for token in got:
-                assert token in oracle.allowed(oracle.scores(tokens), tokens), f"job {i} cannot say {token}"
+                assert oracle.may_say(oracle.scores(tokens), tokens, token), f"job {i} cannot say {token}"
                 tokens.append(token)
 
     def _count(self) -> None:

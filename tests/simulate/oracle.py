@@ -1,8 +1,13 @@
-"""What a request must give, without an engine: one token after the other, each from a row of its own that is
-written anew, as though the request had been preempted before it."""
+"""What a request must give, without an engine: one token after the other.
+
+Noise and the arithmetic of a draw are the engine's, as outputs are compared to the bit. What is read of a row
+is written here, straight from what is asked; each token must be one that may come by `tests/exact.py`; texts
+are decoded whole.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,16 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanospec.admission import Admission, HostWrites, write_history, write_row
-from nanospec.config import SamplingParams, SpecConfig
+from nanospec.config import SamplingParams
 from nanospec.kernels.codes import NAN_TOKEN
-from nanospec.kernels.sampling import penalties, sample, top_k_top_p
+from nanospec.kernels.sampling import penalties, sample
 from nanospec.kernels.table import Table
 from nanospec.request import seed_of
 from nanospec.sampling.base import registered
-from nanospec.text.detokenize import Detokenizer
 from nanospec.text.grammar import Grammars, Guide
 from nanospec.text.tokenizer import Tokenizer
+from tests import exact
 from tests.simulate.model import SUMS, Mock
 from tests.tiny import tiny_tokenizer
 
@@ -66,14 +70,13 @@ class Oracle:
         self.guide: Guide | None = None
         if params.response_format is not None:
             self.guide = grammars(model.config.vocab_size).guide(params.response_format)
-        self.table = Table.empty(1, window + 1, 16, model.config.vocab_size, "cpu")
-        self._write(prompt)
+        self.table = self._row()
+        self._asked = replace(params, stop_token_ids=self.stop_ids)  # min_tokens bars all of them
 
     def run(self) -> Expected:
         """All of its output."""
         tokens, scores, text, reason = list(self.prompt), list[Tensor](), "", ""
         stopped_by: str | int | None = None
-        detokenizer = Detokenizer(self.tokenizer or tokenizer())
         while not reason:
             scores.append(self.scores(tokens))
             token = self.draw(scores[-1], tokens)
@@ -86,7 +89,7 @@ class Oracle:
                 reason = "stop"
                 stopped_by = token if token in self.params.stop_token_ids else None
                 break
-            old, text = len(text), text + detokenizer.push([token])
+            old, text = len(text), self._text(tokens, len(text))
             found = self._stop_string(text, old, len(tokens))
             if self.guide is not None:
                 self.guide.advance([token])
@@ -96,7 +99,8 @@ class Oracle:
                 return self._of(tokens, reason, stopped_by, text[:at], scores)
             if len(tokens) == self.max_len and not reason:
                 reason = "length"
-        old, text = len(text), text + detokenizer.flush()
+        ends = bool(tokens[len(self.prompt) :]) and tokens[-1] in self.stop_ids
+        old, text = len(text), self._text(tokens[:-1] if ends else tokens, None)
         found = self._stop_string(text, old, len(tokens))
         if found is not None:
             text = text[: found[0]]
@@ -104,6 +108,11 @@ class Oracle:
                 reason = "stop"
             stopped_by = found[1]
         return self._of(tokens, reason, stopped_by, text, scores)
+
+    def _text(self, tokens: list[int], known: int | None) -> str:
+        """The output's text; while it goes on, `known` of it, without a last character that may change."""
+        text = (self.tokenizer or tokenizer()).decode(tokens[len(self.prompt) :])
+        return text if known is None else text[: max(len(text) - text.endswith("\ufffd"), known)]
 
     def _of(self, tokens: list[int], reason: str, by: Any, text: str, scores: list[Tensor]) -> Expected:
         return Expected(tokens[len(self.prompt) :], reason, by, text if self.tokenizer else "", scores)
@@ -141,29 +150,41 @@ class Oracle:
 
     def draw(self, scores: Tensor, tokens: list[int]) -> int:
         """The token that comes after a text."""
-        changed = scores.float()
+        given = scores.float()
         if self.params.changes_logits:
-            self._write(tokens)
-            changed = penalties.naive(changed, 0, len(tokens), [], self.table)
-        return int(sample.draw(changed, 0, len(tokens), self.table))
+            self.table.output_counts[0] = torch.bincount(
+                torch.tensor(tokens[len(self.prompt) :], dtype=torch.long), minlength=len(scores)
+            )
+            given = penalties.naive(given, 0, len(tokens), [], self.table)
+        token = int(sample.draw(given, 0, len(tokens), self.table))
+        assert token == NAN_TOKEN or self.may_say(scores, tokens, token), f"{token} is drawn, and may not be"
+        return token
 
-    def allowed(self, scores: Tensor, tokens: list[int]) -> list[int]:
-        """The tokens that sampling may draw after a text, for rules of acceptance that draw others."""
-        changed = scores.float()
-        if self.params.changes_logits:
-            self._write(tokens)
-            changed = penalties.naive(changed, 0, len(tokens), [], self.table)
-        asked = self.params.temperature, max(self.params.top_k, 0), self.params.top_p, self.params.min_p
-        least = top_k_top_p.naive(changed, *asked)
-        found: list[int] = ((changed >= least) & (changed > float("-inf"))).nonzero().squeeze(1).tolist()
-        return found
+    def may_say(self, scores: Tensor, tokens: list[int], token: int) -> bool:
+        """Whether sampling may draw a token after a text."""
+        output = tuple(tokens[len(self.prompt) :])
+        x = exact.changed(scores.double().numpy(), self.prompt, output, self._asked)
+        return exact.may_come(x, token, self._asked)
 
-    def _write(self, tokens: list[int]) -> None:
-        writes = HostWrites()
-        seed = seed_of(self.params.seed, 0, 0)
-        numbers = len(self.prompt), self.max_len, [0], 0, seed, self.stop_ids
-        request = Admission(0, tokens, *numbers, self.params)
-        write_row(writes, self.table, request, SpecConfig())
-        writes.flush()
-        if self.params.changes_logits:
-            write_history(self.table, request)
+    def _row(self) -> Table:
+        """A row with what drawing reads."""
+        asked, size = self.params, self.model.config.vocab_size
+        table = Table.empty(1, 1, 1, size, "cpu")
+        for column, value in (
+            (table.temperature, asked.temperature),
+            (table.top_k, asked.top_k),
+            (table.top_p, asked.top_p),
+            (table.min_p, asked.min_p),
+            (table.seed, seed_of(asked.seed, 0, 0)),
+            (table.min_len, len(self.prompt) + asked.min_tokens),
+            (table.repetition, asked.repetition_penalty),
+            (table.presence, asked.presence_penalty),
+            (table.frequency, asked.frequency_penalty),
+        ):
+            column[0] = value
+        stop_ids = (*self.stop_ids, *[-1] * table.num_stops)[: table.num_stops]
+        table.stop_ids[0] = torch.tensor(stop_ids)
+        table.in_prompt[0, list(self.prompt)] = True
+        for token, bias in asked.logit_bias.items():
+            table.bias[0, token] = bias
+        return table
