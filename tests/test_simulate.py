@@ -35,6 +35,8 @@ FOUND_BY = {  # seeds of small scenarios
     "what a text has held back is lost": 6,
     "the prefix cache never hits": 1,
     "no guesses after a preemption": 116,
+    "who comes last is admitted first": 2,
+    "who is short is admitted first": 25,
     "an abort is not counted": 5,
     "who would decode is preempted": 0,
     "released blocks are lost": 0,

@@ -128,6 +128,20 @@ def _silent(_: None, writes: Any, table: Table, request: Admission, spec: Any) -
         writes.set(table.limit, request.row, 0)
 
 
+def _last_first(scheduler: Scheduler, request: Request) -> None:
+    scheduler.waiting.appendleft(request)
+
+
+def _short_first(scheduler: Scheduler, plan: Plan) -> Request | None:
+    """Who fits is admitted, whoever waits before it."""
+    if scheduler._free_rows and not plan.preempted:
+        for request in scheduler.waiting:
+            shared, missing = scheduler._needs(request)
+            if missing <= scheduler.pool.num_available(shared):
+                return request
+    return None
+
+
 def _carries_on(shared: SharedEngine) -> list[Request]:
     """A step that was interrupted ends nothing."""
     return shared.engine.step()
@@ -156,6 +170,8 @@ DEFECTS: dict[str, Defect] = {
     "what a text has held back is lost": _instead(Detokenizer, "flush", _flush),
     "the prefix cache never hits": _instead(BlockPool, "match", lambda pool, names: []),
     "no guesses after a preemption": _row(_silent),
+    "who comes last is admitted first": _instead(Scheduler, "add", _last_first),
+    "who is short is admitted first": _instead(Scheduler, "_next", _short_first),
     "an abort is not counted": _after(Engine, "abort", _uncounted),
     "who would decode is preempted": _instead(Scheduler, "_extend", _gives_way),
     "released blocks are lost": _instead(BlockPool, "release", lambda pool, blocks: None),

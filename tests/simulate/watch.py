@@ -1,14 +1,16 @@
-"""What must hold from one step to the next: all goes on, and guesses are made where there is something to
-guess. Outputs would be right without."""
+"""What must hold from one step to the next: all goes on, nobody is passed, and guesses are made where
+there is something to guess. Outputs would be right without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 from nanospec.engine import Engine
-from nanospec.request import Request
+from nanospec.request import Request, Status
+from nanospec.scheduler import Plan
 
 STALLED = 12  # steps in a row in which who runs first does not go on
 
@@ -20,6 +22,37 @@ class Watch:
         self.engine, self._asked = engine, asked
         self._busy_steps = self._idle_steps = 0
         self._first: tuple[Request, int] | None = None
+        scheduler = engine.scheduler
+        self._schedule, self._admit = scheduler.schedule, scheduler._admit
+        scheduler.schedule, scheduler._admit = self._scheduled, self._admitted  # type: ignore[method-assign]
+
+    def _scheduled(self, held: Collection[Request] = ()) -> Plan:
+        """Whoever is preempted was admitted after all others."""
+        scheduler = self.engine.scheduler
+        new = [int(r.id.removeprefix("request-")) for r in scheduler.waiting if not r.num_preemptions]
+        assert new == sorted(new), "who has come later waits before who has come earlier"
+        before = list(scheduler.running)
+        plan = self._schedule(held)
+        kept = [request for request in before if request.status is Status.RUNNING]
+        assert kept == before[: len(kept)], "somebody is preempted who was admitted before another"
+        return plan
+
+    def _admitted(self, request: Request) -> None:
+        """Whoever is admitted passes nobody but those that wait for blocks that another computes."""
+        for earlier in takewhile(lambda other: other is not request, self.engine.scheduler.waiting):
+            assert self._waits_for_blocks(earlier), f"{request.id} is admitted before {earlier.id}"
+        self._admit(request)
+
+    def _waits_for_blocks(self, request: Request) -> bool:
+        """Whether the first block of its prompt that is not in the cache is being computed for another."""
+        size, pool = self.engine.config.block_size, self.engine.scheduler.pool
+        names = request.hashes(size)[: (request.num_tokens - 1) // size]
+        found = sum(1 for _ in takewhile(pool._block_of.__contains__, names))
+        text = request.tokens[: (found + 1) * size]
+        return found < len(names) and any(
+            other.salt == request.salt and other.tokens[: len(text)] == text and not other.is_prefilled
+            for other in self.engine.scheduler.running
+        )
 
     @contextmanager
     def step(self, requests: Sequence[Request]) -> Iterator[None]:
