@@ -226,6 +226,8 @@ class Request:
         if self.detokenizer is not None and flush:
             at_string = self._append_text(self.detokenizer.flush())
             reason = "stop" if at_string and reason == "length" else reason
+            if self.detokenizer.error and self.error is None:
+                reason, self.error = "abort", self.detokenizer.error
         if reason == "stop" and self.stop_reason is None and self.tokens[-1] in self.params.stop_token_ids:
             self.stop_reason = self.tokens[-1]
         self.status = Status.FINISHED

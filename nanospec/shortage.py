@@ -18,13 +18,14 @@ class OutOfMemory(MemoryError):
 
 def ran_out(error: BaseException) -> bool:
     """Whether it says that there is no memory left: Python, the system, and PyTorch in two ways; or hides it,
-    as what a CUDA graph says does whose capture was cut short."""
+    as what a CUDA graph says of its capture that was cut short."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    by_cpu, hidden = "can't allocate memory" in str(error), error.__context__
-    return isinstance(error, RuntimeError) and (by_cpu or (hidden is not None and ran_out(hidden)))
+    text, hidden = str(error), error.__context__
+    told = "can't allocate memory" in text or ("captur" in text and hidden is not None and ran_out(hidden))
+    return isinstance(error, RuntimeError) and told
 
 
 def in_a_step(config: EngineConfig) -> str:

@@ -95,7 +95,8 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     with Writer(batch) as writer:
 
         def write(position: int, output: RequestOutput) -> None:
-            writer.write(result_line(todo[position], output, model), num_tokens(output))
+            line = result_line(todo[position], output, model, llm.tokenizer.bytes_of)
+            writer.write(line, num_tokens(output))
             outputs.append(output)
 
         params = seeded(batch.tasks, llm.config.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..checks import shown
@@ -29,15 +29,17 @@ def from_openai(line: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f'in "body": {error}') from None
 
 
-def to_openai(task: Task, output: RequestOutput, model: str) -> dict[str, Any]:
-    """The line of a finished request."""
+def to_openai(
+    task: Task, output: RequestOutput, model: str, bytes_of: Callable[[int], bytes] | None = None
+) -> dict[str, Any]:
+    """The line of a finished request; `bytes_of`: see `openai_format.logprobs`."""
     error = next((done.error for done in output.outputs if done.error), None)
     body = {
         "id": output.request_id,
         "object": "chat.completion" if task.url == CHAT else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice(task.url, done, task.params.logprobs) for done in output.outputs],
+        "choices": [choice(task.url, done, task.params.logprobs, bytes_of) for done in output.outputs],
         "usage": usage(len(output.prompt_token_ids), output.outputs, len(output.outputs)),
     }
     response = {"status_code": 200, "request_id": output.request_id, "body": body}

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -35,10 +35,12 @@ def head_of(task: Task) -> bytes:
     return (f'{{"id": "batch_req_{task.key}", ' if task.url else ours).encode()
 
 
-def result_line(task: Task, output: RequestOutput, model: str) -> bytes:
+def result_line(
+    task: Task, output: RequestOutput, model: str, bytes_of: Callable[[int], bytes] | None = None
+) -> bytes:
     """The line written for a finished request, in the format of the request."""
     if task.url:
-        line = to_openai(task, output, model)
+        line = to_openai(task, output, model, bytes_of)
     else:
         line = {"index": task.index, "key": task.key, **(task.names or {}), **output.outputs[0].to_dict()}
         if len(output.outputs) > 1:
@@ -83,11 +85,12 @@ def append(file: BinaryIO, line: bytes, target: str) -> None:
             rest = rest[file.write(rest) :]
         file.flush()
     except OSError as error:
-        if target != "-":
-            with suppress(OSError):  # of what is no file but a pipe, say
-                os.ftruncate(file.fileno(), size)
+        if target == "-":
+            raise
+        with suppress(OSError):  # of what is no file but a pipe, say
+            os.ftruncate(file.fileno(), size)
         said = f"{error.strerror}; the same command goes on where this one ended"
-        raise OSError(error.errno, said, "standard output" if target == "-" else target) from None
+        raise OSError(error.errno, said, target) from None
     check_kept(file, target)
 
 

@@ -297,7 +297,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--drafts", type=drafts, nargs="+", default=[0, 4], metavar="K", help="default: 0 4")
     parser.add_argument("--context", type=count, default=1024, help="cached tokens each (default: 1024)")
     args = parser.parse_args(argv)
-    config = find_config(args.model)
+    try:
+        config = find_config(args.model)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     window, most = config.max_position_embeddings, max(args.drafts)
     if args.context + most + 1 > window:
         asked = f"{args.context} cached tokens, {most} drafts and one more"

@@ -84,7 +84,8 @@ class LineEngine:
             os._exit(1)  # the device is in an unknown state
         done.sort(key=lambda each: each.index)
         output = RequestOutput(f"request-{number}", None, line.prompt_ids, done)
-        return Result(number, result_line(line.task, output, self.settings.model), num_tokens(output))
+        written = result_line(line.task, output, self.settings.model, self.llm.tokenizer.bytes_of)
+        return Result(number, written, num_tokens(output))
 
 
 def table(results: Sequence[Result]) -> pyarrow.Table:

@@ -133,6 +133,7 @@ async def run(app: Any, listener: socket.socket) -> int:
         log.info("ready", extra={"facts": {**facts, **app.runs()}})
         if not config.is_local and not config.api_key:
             log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
+        server.end_at_hangup()
         watch = asyncio.create_task(_end_with(app.engine, server))
         await server.serve(sockets=[listener])
         watch.cancel()

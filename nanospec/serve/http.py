@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -111,6 +112,13 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
         elif threading.current_thread() is threading.main_thread():
             self._draining = asyncio.get_event_loop().create_task(self._end())
+
+    def end_at_hangup(self) -> None:
+        """Take SIGHUP, of a terminal that is closed, as SIGTERM, unless nohup has it ignored."""
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        if threading.current_thread() is threading.main_thread() and not ignored:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
 
     async def _end(self) -> None:
         await self._drain()

@@ -30,7 +30,9 @@ RECENT = 32  # ended outputs that tell how long others will take
 
 
 class EngineLoop:
-    """Runs the engine of an `LLM`. All methods are the event loop's, but those that begin with an underscore.
+    """Runs the engine of an `LLM`, which nobody else may use meanwhile.
+
+    All methods are the event loop's, but those that begin with an underscore.
 
     Attributes:
         num_outputs: accepted and not yet ended; at most `most`.
@@ -53,6 +55,8 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._closing = False
         self._broken: str | None = None
+        self._jobs: set[Job] = set()  # accepted, and not yet told all
+        self._over: EngineFailed | None = None  # what is told to all when the thread has ended
         self._ends: deque[float] = deque(maxlen=RECENT)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -97,9 +101,10 @@ class EngineLoop:
             raise QueueFull(self.seconds_left())
         job = Job(count, streams, time.perf_counter() if arrival is None else arrival, self.abort)
         self.num_outputs += count
+        self._jobs.add(job)
         self._do(lambda: self._add(job, prompts, params, salt))
-        if self._broken:  # nobody will do it
-            self._deliver([(job, EngineFailed())])
+        if self._over is not None:
+            self._end_with(self._over)
         return job
 
     def seconds_left(self) -> int:
@@ -114,6 +119,7 @@ class EngineLoop:
         if job.left:
             self.num_outputs -= job.left
             job.left = 0
+            self._jobs.discard(job)
             self._do(lambda: self._abort(job))
 
     def end_all(self) -> None:
@@ -126,15 +132,22 @@ class EngineLoop:
             self._inbox.append(action)
             self._wake.notify()
 
+    def _end_with(self, error: EngineFailed) -> None:
+        """Nothing is answered any more: not what is under way, nor what nobody has taken from the inbox."""
+        self._over = error
+        self._deliver([(job, error) for job in self._jobs])
+
     # What follows runs in the engine's thread, but for `_deliver`.
 
     def _run(self) -> None:
+        over: EngineFailed = Ending()
         try:
             self._serve()
         except BaseException:
             log.exception("The engine failed while it cleaned up behind a failure.")
             self._broken = "The engine could not go on behind a failure, which the log has; start it again."
-            self._tell_all(EngineFailed())
+            over = EngineFailed()
+        self._loop.call_soon_threadsafe(self._end_with, over)
 
     def _serve(self) -> None:
         ended = time.perf_counter()
@@ -186,8 +199,8 @@ class EngineLoop:
                     self.llm.engine.queue(request)
         except BaseException:  # as in `_guard`
             log.exception("A request could not be queued.")
-            self._abort(job)
             self._loop.call_soon_threadsafe(self._deliver, [(job, EngineFailed())])
+            self._abort(job)
 
     def _abort(self, job: Job) -> None:
         for request in [r for r, live in self._live.items() if live.job is job]:
@@ -195,13 +208,9 @@ class EngineLoop:
             self.llm.engine.abort(request)
 
     def _fail(self, error: EngineFailed) -> None:
-        """End everything that is under way."""
-        self.llm.engine.abort_all()  # whatever failed may have left it inconsistent
-        self._tell_all(error)
-
-    def _tell_all(self, error: EngineFailed) -> None:
         """Tell all jobs that nothing comes any more."""
         jobs = {live.job for live in self._live.values()}
+        self.llm.engine.abort_all()  # whatever failed may have left it inconsistent
         self._live.clear()
         if jobs:
             self._loop.call_soon_threadsafe(self._deliver, [(job, error) for job in jobs])
@@ -227,4 +236,6 @@ class EngineLoop:
             job.left -= over
             self.num_outputs -= over
             self._ends.extend([time.perf_counter()] * over)
+            if not job.left:
+                self._jobs.discard(job)
             job.put(delta)

@@ -203,3 +203,15 @@ def test_a_compiler_ends_with_who_waits_for_it(tmp_path: Path) -> None:
         signal.signal(signal.SIGALRM, before)
     assert (tmp_path / "cc1.s").exists()  # not in the common folder
     assert_gone([int(pid.read_text())])
+
+
+def test_what_explain_cannot_read_is_no_fault_of_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in ("", "[]", "{"):
+        (tmp_path / "config.json").write_text(content) if content else None
+        with pytest.raises(SystemExit, match="2"):
+            main(["explain", str(tmp_path)])
+        errors = capsys.readouterr().err
+        assert str(tmp_path) in errors
+        assert "Standard output" not in errors

@@ -115,6 +115,13 @@ class NoRoom(EagerCapture):
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
+def test_a_failure_behind_one_of_memory_is_no_such_failure() -> None:
+    """Whoever tries again within `except MemoryError` may meet another one."""
+    later = RuntimeError("libcuda: driver too old")
+    later.__context__ = MemoryError()
+    assert not ran_out(later)
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_capture_without_memory_says_what_to_lower(
     folder: Path, lazy: bool, monkeypatch: pytest.MonkeyPatch

@@ -219,3 +219,20 @@ def test_a_prompt_may_be_an_array() -> None:
     assert len(as_list(ids)) == 1
     assert [type(as_token_id(t)) for t in ids] == [int, int]
     assert [as_token_id(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]
+
+
+def test_what_is_left_at_the_end_and_cannot_be_read_is_an_error(
+    bytes_only: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of byte tokens is decoded when it ends, which is here when all has ended."""
+
+    def decode(*_: object, **__: object) -> str:
+        raise ValueError("it is damaged.")
+
+    vocab = bytes_only.backend.get_vocab()
+    ids = [vocab[f"<0x{byte:02X}>"] for byte in b"abc"]
+    request = request_for(bytes_only)
+    monkeypatch.setattr(bytes_only, "decode", decode)
+    request.append(step(ids, LENGTH))
+    assert request.finish_reason == "abort"
+    assert request.error == "The output could not be read: it is damaged."

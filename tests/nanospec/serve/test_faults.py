@@ -465,7 +465,7 @@ def test_sigterm_under_load(folder: Path, seconds: float, signals: int) -> None:
         assert process.stdout is not None
         assert process.stdout.read() == "free True\n"
         assert process.stderr is not None
-        assert process.stderr.read() == ""
+        assert [line for line in process.stderr if not line.startswith("Other programs use")] == []
         if signals == 1 and seconds > 1:
             assert [len(r.json()["choices"]) for r in results] == [2, 2, 2]
             assert all(c["finish_reason"] == "length" for r in results for c in r.json()["choices"])

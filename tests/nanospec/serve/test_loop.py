@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanospec import LLM, SamplingParams
+from nanospec import LLM, SamplingParams, SpecConfig
 from tests.drive import MODES
 from tests.nanospec.serve.conftest import MODEL, Served, serving
 from tests.nanospec.serve.test_api import events
@@ -182,7 +182,8 @@ def test_the_real_model_in_bf16_says_under_load_what_it_says_alone(smollm2: Path
         drawn = {"temperature": 0.7, "top_p": 0.9} if i % 2 else {"temperature": 0}
         return {"prompt": text, "seed": i, "max_tokens": 8 + 4 * (i % 4), "logprobs": 2, **drawn}
 
-    llm = LLM(smollm2, max_num_seqs=6, max_model_len=512, max_num_batched_tokens=64)
+    spec = SpecConfig(num_speculative_tokens=5)  # "auto" may see that the machine is busy
+    llm = LLM(smollm2, spec=spec, max_num_seqs=6, max_model_len=512, max_num_batched_tokens=64)
     found: dict[int, Any] = {}
     with serving(llm) as server, ThreadPoolExecutor(6) as pool:
 
