@@ -60,7 +60,7 @@ class Processes:
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._is_closed = False
+        self._parting: threading.Thread | None = None
         self.exchange(self.gather(torch.zeros(1, device=device)))
 
     def gather(self, x: Tensor) -> Tensor:  # bytes, as gloo has them for every dtype
@@ -74,18 +74,17 @@ class Processes:
         return out
 
     def close(self) -> None:
-        """In a thread, since NCCL may wait for ever for a GPU whose neighbours are gone."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        end = self._group.abort if self.device.type == "cuda" else self._group.shutdown
-        thread = threading.Thread(target=end, daemon=True, name="parting")
-        try:
-            thread.start()
-        except RuntimeError:  # at the interpreter's end no thread starts any more
-            end()
-        else:
-            thread.join(GRACE)
+        """In a thread, since NCCL may wait for ever for a GPU whose neighbours are gone. Where another thread
+        has begun with it, it is waited for too: a process that ends meanwhile is aborted by C++."""
+        if self._parting is None:
+            end = self._group.abort if self.device.type == "cuda" else self._group.shutdown
+            self._parting = threading.Thread(target=end, daemon=True, name="parting")
+            try:
+                self._parting.start()
+            except RuntimeError:  # at the interpreter's end no thread starts any more
+                end()
+        if self._parting.ident is not None:
+            self._parting.join(GRACE)
 
 
 def gathered(group: Group, numbers: Sequence[int], device: torch.device) -> list[list[int]]:

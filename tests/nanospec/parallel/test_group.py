@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,3 +51,24 @@ def test_numbers_and_other_shapes(results: list[dict[str, Any]]) -> None:
         assert found["numbers"] == [[0, 7], [1, 7], [2, 7]]
         assert torch.equal(found["columns"][1], torch.tensor([[100, 102], [101, 103]]))
         assert found["nothing"] == (SIZE, 0, 2, 2)
+
+
+def test_who_closes_a_group_waits_for_who_has_begun_to() -> None:
+    """Else a process would end while C++ is still parting, and be aborted."""
+    group, begun, done = object.__new__(Processes), Event(), Event()
+
+    def shutdown() -> None:
+        begun.set()
+        done.wait(20)
+
+    group.device, group._parting, group._group = torch.device("cpu"), None, SimpleNamespace(shutdown=shutdown)
+    first, second = Thread(target=group.close), Thread(target=group.close)
+    first.start()
+    assert begun.wait(20)
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    done.set()
+    for thread in (first, second):
+        thread.join(20)
+        assert not thread.is_alive()

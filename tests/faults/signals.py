@@ -1,0 +1,98 @@
+"""Signals to real processes, and what these may say and leave behind.
+
+    sandbox = Sandbox(folder)
+    end = sandbox.strike(sandbox.start(["--prompt", "ab"]), 1.5, [signal.SIGINT])
+
+Each process has a cache, a home and a folder for temporary files of its own, in which what it leaves can be
+seen, and by which it is known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanospec.kernels.native import build
+
+ROOT = Path(__file__).resolve().parents[2]
+NOISE = re.compile(r"Traceback|Exception ignored|Fatal Python|terminate called|core dumped|leaked")
+PYTHONS_OWN = "Fatal Python error: init_"  # Ctrl-C before Python has begun to read the program
+ENDS = 120.0  # seconds within which a process must have ended
+
+
+class End(NamedTuple):
+    """Of a process: its status, as a shell would say it, what it said, and whom it left running."""
+
+    status: int
+    out: str
+    err: str
+    orphans: list[int]
+
+
+class Sandbox:
+    """Folders for processes."""
+
+    def __init__(self, folder: Path, compiled: bool = True) -> None:
+        self.folder = folder
+        for name in ("tmp", "cache/nanospec", "home"):
+            (folder / name).mkdir(parents=True)
+        if compiled and build.library() is not None:
+            file = build.built(build.cache_folder())
+            (folder / "cache/nanospec" / file.name).symlink_to(file)
+        self._before = self._files()
+        own = {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache", "HOME": "home"}
+        places = {name: str(folder / where) for name, where in own.items()}
+        self.env = {**os.environ, **places, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    def start(self, args: Sequence[object], **options: Any) -> subprocess.Popen[str]:
+        """`run.py` with these arguments."""
+        pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        pipes |= {"stdin": subprocess.DEVNULL, **options}
+        command = [sys.executable, str(ROOT / "run.py"), *map(str, args)]
+        return subprocess.Popen(command, cwd=self.folder, env=self.env, text=True, **pipes)
+
+    def strike(
+        self,
+        process: subprocess.Popen[str],
+        moment: float,
+        numbers: Sequence[int],
+        whom: Callable[[], int] | None = None,
+    ) -> End:
+        """Send signals to it, or to whom else, the first at the moment, the next some ms later each."""
+        try:
+            for number in numbers:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(moment)
+                    break
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid if whom is None else whom(), number)
+                moment = 0.001 * 300 ** (moment * 1e4 % 1)  # 1 to 300
+            out, err = process.communicate(timeout=ENDS)
+        finally:
+            process.kill()
+            orphans = [pid for pid in self.alive() if pid != process.pid]
+        code = process.returncode
+        return End(code if code >= 0 else 128 - code, out, err, orphans)
+
+    def alive(self) -> list[int]:
+        """Processes that were started here, or by those."""
+        mark, found = f"TMPDIR={self.folder}/tmp".encode(), []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (path / "environ").read_bytes().split(b"\0"):
+                    found.append(int(path.name))
+        return found
+
+    def left(self) -> set[str]:
+        """Files that nobody has asked for, and that were not there before."""
+        return self._files() - self._before
+
+    def _files(self) -> set[str]:
+        found = (path for name in ("tmp", "cache") for path in (self.folder / name).rglob("*"))
+        return {str(path.relative_to(self.folder)) for path in found}
