@@ -175,9 +175,13 @@ def test_what_no_step_can_be_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_an_unknown_model_is_told_what_is_built_in() -> None:
-    with pytest.raises(FileNotFoundError, match="built in: .*qwen3-0.6b.*qwen3-8b"):
+def test_an_unknown_model_is_told_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
         main(["nosuchmodel"])
+    assert exit.value.code == 2
+    told = capsys.readouterr().err
+    assert "no model 'nosuchmodel'" in told
+    assert re.search("built in: .*qwen3-0.6b.*qwen3-8b", told)
 
 
 def test_before_and_after_stand_side_by_side() -> None:

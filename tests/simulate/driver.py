@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -28,6 +28,11 @@ NUM_HEADS = 3
 
 class Injected(Exception):
     """What a fault raises."""
+
+
+RAISED: dict[str, type[BaseException]] = {
+    "interrupt": KeyboardInterrupt, "error": Injected, "memory": MemoryError,
+}  # fmt: skip
 
 
 class Clock:
@@ -61,6 +66,8 @@ class Simulation:
         self.baton = Baton(self.rng)
         self._calls: Counter[str] = Counter()
         self._asks_again = False
+        self._raised: list[BaseException] = []  # the faults so far
+        self._ended: set[int] = set()  # the jobs that were aborted on purpose
 
     def run(self) -> Counter[str]:
         """All of it; AssertionError if something is wrong."""
@@ -168,15 +175,13 @@ class Simulation:
 
     def _fail(self, fault: dict[str, Any]) -> None:
         self.seen[fault["kind"]] += 1
-        if fault["kind"] == "interrupt":
-            raise KeyboardInterrupt
-        if fault["kind"] == "error":
-            raise Injected("a fault of the simulation")
-        if fault["kind"] == "memory":
-            raise MemoryError
+        if fault["kind"] in RAISED:
+            self._raised.append(RAISED[fault["kind"]]())
+            raise self._raised[-1]
         if fault["kind"] == "clock":
             self.clock.now += fault["seconds"]
         elif fault["job"] in self.requests:
+            self._ended.add(fault["job"])
             self.shared.abort([self.requests[fault["job"]]])
 
     # A loop that steps by itself, as a server's does
@@ -191,6 +196,7 @@ class Simulation:
                     if job["arrives"] == now:
                         self._add(i)
                     if job["ends"] is not None and job["arrives"] + job["ends"] == now:
+                        self._ended.add(i)
                         self.engine.abort(self.requests[i])
                 with self._faults_are_expected():
                     self.shared.step()
@@ -217,6 +223,7 @@ class Simulation:
             waits += 1
             for i in part:
                 if self.scenario.jobs[i]["ends"] == waits:
+                    self._ended.add(i)
                     self.shared.abort([self.requests[i]])
             pending = [request for request in pending if not request.is_finished]
 
@@ -244,8 +251,15 @@ class Simulation:
 
     @contextmanager
     def _faults_are_expected(self) -> Iterator[None]:
-        with suppress(Injected, KeyboardInterrupt, MemoryError):
+        """What was injected, as it is or behind what says more of it; another thread's reads otherwise."""
+        try:
             yield
+        except (Injected, KeyboardInterrupt, MemoryError) as error:
+            behind: BaseException | None = error
+            while behind is not None and behind not in self._raised:
+                behind = behind.__cause__ or behind.__context__
+            if behind is None and not (self.scenario.threads and self._raised):
+                raise AssertionError(f"nobody has injected {error!r}") from error
 
     def _add(self, i: int) -> None:
         self.requests[i] = self.engine.add(self.oracles[i].prompt, self.oracles[i].params)
@@ -288,6 +302,7 @@ class Simulation:
             return
         self._compare_tokens(i, request)
         if request.finish_reason == "abort" and told.finish_reason != "abort":
+            assert i in self._ended or self._raised, f"job {i} was aborted without a cause"
             return
         assert (got, request.finish_reason) == (told.token_ids, told.finish_reason), f"job {i}"
         if self.engine.tokenizer is not None:
