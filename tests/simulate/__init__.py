@@ -4,6 +4,7 @@
     model.py       a model whose scores depend on every token of a text, as they lie in the KV cache
     oracle.py      what each request must give, token by token, without any engine
     driver.py      runs a scenario, with what must hold after every step (`invariants.py`)
+    faults.py      calls that fail
     watch.py       what must hold from one step to the next
     baton.py       threads that take turns as a seed has it
     shrink.py      makes a failing scenario smaller

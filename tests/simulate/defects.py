@@ -15,7 +15,7 @@ from nanospec.engine import Engine
 from nanospec.kernels.batch import Chunk
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
-from nanospec.request import Request
+from nanospec.request import Piece, Request
 from nanospec.scheduler import Plan, Scheduler
 from nanospec.sharing import SharedEngine
 from nanospec.text.detokenize import Detokenizer
@@ -142,9 +142,36 @@ def _short_first(scheduler: Scheduler, plan: Plan) -> Request | None:
     return None
 
 
+def _no_panic(shared: SharedEngine, action: Callable[[], Any]) -> Any:
+    """A step that panics ends nothing, as it raises no Exception."""
+    try:
+        return action()
+    except (Exception, KeyboardInterrupt):
+        shared.engine.abort_all()
+        raise
+
+
+def _short_stream(pieces: list[Piece], request: Request) -> list[Piece]:
+    return pieces[:-1] if request.is_finished and len(pieces) > 1 else pieces
+
+
 def _carries_on(shared: SharedEngine) -> list[Request]:
     """A step that was interrupted ends nothing."""
     return shared.engine.step()
+
+
+def _cut_short(ended: bool, request: Request, *args: Any) -> bool | None:
+    """Outputs of five tokens are aborted as if memory had run out."""
+    if ended or len(request.output_ids) < 5:
+        return None
+    request.error = "Memory ran out."
+    request.finish("abort")
+    return True
+
+
+def _out_of_memory(_: Any, engine: Engine) -> None:
+    if len(engine.scheduler.running) == 2:
+        raise MemoryError
 
 
 @contextmanager
@@ -163,6 +190,8 @@ DEFECTS: dict[str, Defect] = {
     "the last draft is not verified": _instead(nanospec.step, "commit", _commit),
     "accepted nodes of a tree are not moved": lambda: _without(nanospec.step, "kv_move"),
     "a stop string across tokens is missed": _instead(Request, "_append_text", _late_stop),
+    "outputs are aborted without a cause": _after(Request, "append", _cut_short),
+    "steps of two fail": _after(Engine, "step", _out_of_memory),
     "an interrupted step ends nothing": _instead(SharedEngine, "step", _carries_on),
     "the end of a chunk is not computed": _instead(Worker, "prefill", _prefill),
     "min_tokens is off by one": _row(_barred_longer),
@@ -172,6 +201,9 @@ DEFECTS: dict[str, Defect] = {
     "no guesses after a preemption": _row(_silent),
     "who comes last is admitted first": _instead(Scheduler, "add", _last_first),
     "who is short is admitted first": _instead(Scheduler, "_next", _short_first),
+    "a panic ends nothing": _instead(SharedEngine, "_whole", _no_panic),
+    "the last of a stream is lost": _after(Request, "new_pieces", _short_stream),
+    "salts are ignored": _after(Engine, "new", lambda request, *args: setattr(request, "salt", b"")),
     "an abort is not counted": _after(Engine, "abort", _uncounted),
     "who would decode is preempted": _instead(Scheduler, "_extend", _gives_way),
     "released blocks are lost": _instead(BlockPool, "release", lambda pool, blocks: None),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,22 +15,14 @@ from nanospec.sharing import SharedEngine
 from nanospec.worker import Worker
 from tests.drive import Guess, assert_idle, make_engine
 from tests.simulate.baton import Baton, Turns
+from tests.simulate.faults import RAISED, Faults
 from tests.simulate.invariants import Names, check, check_counters
 from tests.simulate.model import MockHeads
-from tests.simulate.oracle import Expected, tokenizer
+from tests.simulate.oracle import Expected, limited, tokenizer
 from tests.simulate.scenario import CALLS, OWN, TEXT_VOCAB, Scenario, model_of, oracle_of
 from tests.simulate.watch import Watch
 
 NUM_HEADS = 3
-
-
-class Injected(Exception):
-    """What a fault raises."""
-
-
-RAISED: dict[str, type[BaseException]] = {
-    "interrupt": KeyboardInterrupt, "error": Injected, "memory": MemoryError,
-}  # fmt: skip
 
 
 class Clock:
@@ -51,23 +41,35 @@ class Simulation:
 
     Attributes:
         requests: of each job, as soon as it has arrived.
+        cut: the jobs that were aborted on purpose, or were there when something was made to fail.
         seen: how often what has happened.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.rng = scenario, random.Random(scenario.seed)
         self.model = model_of(scenario.engine, scenario.seed)
-        self.oracles = [oracle_of(self.model, scenario.engine, job) for job in scenario.jobs]
-        self.expected = [oracle.run() for oracle in self.oracles]
-        self.exact = [self._is_exact(oracle.params) for oracle in self.oracles]
+        self._ask_oracles()
+        for fault in scenario.faults:
+            if fault["kind"] == "nan":
+                self._spoil(fault)
         self.seen: Counter[str] = Counter()
         self.clock = Clock()
         self.requests: dict[int, Request] = {}
+        self.cut: set[int] = set()
         self.baton = Baton(self.rng)
-        self._calls: Counter[str] = Counter()
-        self._asks_again = False
-        self._raised: list[BaseException] = []  # the faults so far
-        self._ended: set[int] = set()  # the jobs that were aborted on purpose
+        self.pieces: dict[int, list[str]] = {}
+
+    def _ask_oracles(self) -> None:
+        self.oracles = [oracle_of(self.model, self.scenario.engine, job) for job in self.scenario.jobs]
+        self.expected = [oracle.run() for oracle in self.oracles]
+        self.exact = [self._is_exact(oracle.params) for oracle in self.oracles]
+
+    def _spoil(self, fault: dict[str, Any]) -> None:
+        """Have the model say NaN behind some of what a request says."""
+        told = self.expected[fault["job"]].token_ids
+        text = self.scenario.jobs[fault["job"]]["prompt"] + told[: fault["number"] % max(len(told), 1)]
+        self.model.spoilt.add(tuple(text))
+        self._ask_oracles()
 
     def run(self) -> Counter[str]:
         """All of it; AssertionError if something is wrong."""
@@ -83,7 +85,11 @@ class Simulation:
         self.names = Names(self.engine.config.block_size)
         self.watch = Watch(self.engine, self.scenario.engine)
         self.shared = SharedEngine(self.engine)
-        self._inject()
+        self.faults = Faults(self.scenario.faults, self.seen, self._act)
+        for name in CALLS:
+            self.faults.watch(self.engine.worker, name)
+        if self.engine.worker.drafter is not None:
+            self.faults.watch(self.engine.worker.drafter, "propose")
         self._engine_step = self.engine.step
         self.engine.step = self._step  # type: ignore[method-assign]
 
@@ -148,41 +154,20 @@ class Simulation:
 
         return Guess(guess)
 
-    def _inject(self) -> None:
-        """Have the worker's methods fail, or others act meanwhile, as the scenario has it."""
-        worker = self.engine.worker
-        for name in CALLS:
-            setattr(worker, name, self._with_faults(name, getattr(worker, name)))
-
-    def _with_faults(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        faults = [fault for fault in self.scenario.faults if fault["call"] == name]
-
-        def called(*args: Any) -> Any:
-            number = self._calls[name]
-            self._calls[name] += 1
-            now = [fault for fault in faults if fault["number"] == number and not self._asks_again]
-            for fault in now:
-                if not fault["late"]:
-                    self._fail(fault)
+    def _act(self, fault: dict[str, Any] | None) -> None:
+        """What others do meanwhile, whether there is a fault or not."""
+        if fault is None:
             self.baton.pause()
-            result = call(*args)
-            for fault in now:
-                if fault["late"]:
-                    self._fail(fault)
-            return result
-
-        return called
-
-    def _fail(self, fault: dict[str, Any]) -> None:
-        self.seen[fault["kind"]] += 1
-        if fault["kind"] in RAISED:
-            self._raised.append(RAISED[fault["kind"]]())
-            raise self._raised[-1]
-        if fault["kind"] == "clock":
+        elif fault["kind"] in RAISED:
+            self.cut.update(i for i, request in self.requests.items() if not request.is_finished)
+        elif fault["kind"] == "clock":
             self.clock.now += fault["seconds"]
         elif fault["job"] in self.requests:
-            self._ended.add(fault["job"])
-            self.shared.abort([self.requests[fault["job"]]])
+            self._cut(fault["job"])
+
+    def _cut(self, i: int) -> None:
+        self.cut.add(i)
+        self.shared.abort([self.requests[i]])
 
     # A loop that steps by itself, as a server's does
 
@@ -196,9 +181,8 @@ class Simulation:
                     if job["arrives"] == now:
                         self._add(i)
                     if job["ends"] is not None and job["arrives"] + job["ends"] == now:
-                        self._ended.add(i)
-                        self.engine.abort(self.requests[i])
-                with self._faults_are_expected():
+                        self._cut(i)
+                with self.faults.expected(self.scenario.threads):
                     self.shared.step()
             now += 1
 
@@ -217,20 +201,19 @@ class Simulation:
                 self._add(i)
         pending, waits = [self.requests[i] for i in part], 0
         while pending:
-            with self._faults_are_expected():
+            with self.faults.expected(self.scenario.threads):
                 for request in self.shared.wait(pending):
                     pending.remove(request)
             waits += 1
             for i in part:
                 if self.scenario.jobs[i]["ends"] == waits:
-                    self._ended.add(i)
-                    self.shared.abort([self.requests[i]])
+                    self._cut(i)
             pending = [request for request in pending if not request.is_finished]
 
     def _ask_again(self) -> None:
         """Behind everything, one prompt alone four times: all is found of it that can be, and only by those
         who may share it. Its beginning is enough."""
-        size, self._asks_again = self.engine.config.block_size, True
+        size, self.faults.over = self.engine.config.block_size, True
         prompt = max((job["prompt"] for job in self.scenario.jobs), key=len)[: 3 * size + 1]
         whole = (len(prompt) - 1) // size * size
         job = {"prompt": prompt, "params": {"temperature": 0.0, "max_tokens": 2, "seed": 0}}
@@ -243,26 +226,18 @@ class Simulation:
             while not request.is_finished:
                 with self.shared.turn():
                     self.shared.step()
-            hits = request.num_cached_tokens
-            assert found in (hits, None), f"{hits} tokens of {len(prompt)} are found again, not {found}"
+            hits, spoilt = request.num_cached_tokens, self.expected[-1].finish_reason == "abort"
+            right = spoilt or found in (hits, None)
+            assert right, f"{hits} tokens of {len(prompt)} are found again, not {found}"
 
     def _caches(self) -> bool:
         return bool(self.scenario.engine["caching"])
 
-    @contextmanager
-    def _faults_are_expected(self) -> Iterator[None]:
-        """What was injected, as it is or behind what says more of it; another thread's reads otherwise."""
-        try:
-            yield
-        except (Injected, KeyboardInterrupt, MemoryError) as error:
-            behind: BaseException | None = error
-            while behind is not None and behind not in self._raised:
-                behind = behind.__cause__ or behind.__context__
-            if behind is None and not (self.scenario.threads and self._raised):
-                raise AssertionError(f"nobody has injected {error!r}") from error
-
     def _add(self, i: int) -> None:
-        self.requests[i] = self.engine.add(self.oracles[i].prompt, self.oracles[i].params)
+        job, oracle = self.scenario.jobs[i], self.oracles[i]
+        index, salt = job.get("index", 0), job.get("salt", "").encode()
+        with limited(self.scenario.engine):
+            self.requests[i] = self.engine.add(oracle.prompt, oracle.params, index, salt)
 
     def _step(self) -> list[Request]:
         """A step of the engine, with what must hold behind it."""
@@ -272,8 +247,16 @@ class Simulation:
         for i, request in self.requests.items():
             self.names.learn(request)
             self._compare_tokens(i, request)
+            if i % 2:
+                self._read(i, request)
         check(self.engine, self.model, self.names)
         return touched
+
+    def _read(self, i: int, request: Request) -> None:
+        """What a stream hands on, all of it at last."""
+        pieces = self.pieces.setdefault(i, [])
+        pieces += [piece.text for piece in request.new_pieces()]
+        assert not request.is_finished or "".join(pieces) == request.text, f"job {i} streams {pieces}"
 
     # Against the oracle
 
@@ -297,19 +280,20 @@ class Simulation:
         stats = request.stats
         assert stats.num_tokens == len(got), f"job {i} counts {stats.num_tokens} tokens of {len(got)}"
         assert len(request.draft_sources) == len(got)
+        self._read(i, request)
         if not self.exact[i]:
             self._check_possible(i, got)
             return
         self._compare_tokens(i, request)
-        if request.finish_reason == "abort" and told.finish_reason != "abort":
-            assert i in self._ended or self._raised, f"job {i} was aborted without a cause"
+        if request.finish_reason == "abort" and (got, told.finish_reason) != (told.token_ids, "abort"):
+            assert i in self.cut, f"job {i} was aborted without a cause: {request.error}"
             return
         assert (got, request.finish_reason) == (told.token_ids, told.finish_reason), f"job {i}"
         if self.engine.tokenizer is not None:
             found, wanted = (request.text, request.stop_reason), (told.text, told.stop_reason)
             assert found == wanted, f"job {i}: {found}, not {wanted}"
         self._compare_logprobs(request, told)
-        if self._is_known(request) and not self.seen["interrupt"] + self.seen["error"] + self.seen["memory"]:
+        if self._is_known(request) and not self.faults.raised:
             drafted, accepted = request.stats.num_drafted, request.stats.num_accepted
             assert accepted == drafted, f"job {i}: {drafted - accepted} right drafts were rejected"
 
@@ -349,6 +333,8 @@ class Simulation:
             accepted=spec.num_accepted,
             stopped_by_string=sum(isinstance(r.stop_reason, str) for r in self.requests.values()),
             guided=sum(r.guide is not None for r in self.requests.values()),
+            not_followed=sum("could not be followed" in (r.error or "") for r in self.requests.values()),
+            nan=sum("NaN" in (r.error or "") for r in self.requests.values()),
             other_rules=sum(not self.exact[i] for i in self.requests),
             lagging=self.engine.lag,
             recorded=self.engine.worker.graphs is not None,

@@ -22,7 +22,8 @@ BASE, SUMS, WIDTH = 64, 61, 16  # numbers to a digit, different sums, numbers to
 
 
 class Mock(Model):
-    """See the module docstring. `surprise`: how much the whole text counts beside its last token."""
+    """See the module docstring. `surprise`: how much the whole text counts beside its last token; `spoilt`:
+    texts behind which all scores are NaN."""
 
     def __init__(
         self, vocab_size: int, window: int, seed: int, surprise: float, dtype: torch.dtype = torch.float32
@@ -39,6 +40,7 @@ class Mock(Model):
         self.after = _likely_successors(rng, vocab_size)  # [V, V]
         self.whole = torch.from_numpy(surprise * rng.standard_normal((SUMS, vocab_size))).float()
         self.worth = rng.integers(SUMS, size=(window, vocab_size))
+        self.spoilt: set[tuple[int, ...]] = set()
 
     @property
     def weight_bytes(self) -> int:
@@ -64,18 +66,22 @@ class Mock(Model):
                 slots = pages[b, j // block_size].astype(np.int64) * block_size + j % block_size
                 text = _decode(keys[slots], values[slots])
                 own = None if masks is None else masks[start : start + count].tolist()
-                hidden[start : start + count, :3] = torch.from_numpy(self._states(*text, base, own))
+                hidden[start : start + count, :4] = torch.from_numpy(self._states(*text, base, own))
         return hidden.to(self.dtype)
 
     def _states(
         self, ids: Any, positions: Any, base: int, masks: list[int] | None
     ) -> Any:
-        """The hidden states [n, 3] of the entries from `base` on, for chains or by what each query sees."""
+        """The hidden states [n, 4] of the entries from `base` on, for chains or by what each query sees."""
         n = len(ids) - base
         worth = self.worth[np.clip(positions, 0, len(self.worth) - 1), ids]
+        spoilt = np.zeros(n)
         if masks is None:
             assert (positions == np.arange(len(ids))).all(), f"a text has the positions {positions.tolist()}"
             totals = worth.cumsum()[base:]
+            for text in self.spoilt:
+                if base < len(text) <= len(ids) and tuple(ids[: len(text)].tolist()) == text:
+                    spoilt[len(text) - 1 - base] = 1
         else:
             totals = np.zeros(n, dtype=np.int64)
             for i, mask in enumerate(masks):
@@ -83,11 +89,16 @@ class Mock(Model):
                 found = sorted(positions[sees].tolist())
                 assert found == list(range(positions[base + i] + 1)), f"a node sees the positions {found}"
                 totals[i] = worth[sees].sum()
-        return np.stack([ids[base:] // BASE, ids[base:] % BASE, totals % SUMS], 1).astype(np.float32)
+                path = sorted(sees, key=positions.__getitem__) if self.spoilt else ()
+                spoilt[i] = tuple(ids[list(path)].tolist()) in self.spoilt
+        last = ids[base:]
+        return np.stack([last // BASE, last % BASE, totals % SUMS, spoilt], 1).astype(np.float32)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None, head: Any = None) -> Tensor:
         high, low, total = hidden[:, :3].long().unbind(1)
         found = self.scores(high * BASE + low, total)
+        if self.spoilt:
+            found[hidden[:, 3] > 0] = float("nan")
         return found if out is None else out[: len(found)].copy_(found)
 
 

@@ -7,11 +7,14 @@ are decoded whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,11 +25,13 @@ from nanospec.kernels.sampling import penalties, sample
 from nanospec.kernels.table import Table
 from nanospec.request import seed_of
 from nanospec.sampling.base import registered
-from nanospec.text.grammar import Grammars, Guide
+from nanospec.text.grammar import LIMITS, Grammars, Guide
 from nanospec.text.tokenizer import Tokenizer
 from tests import exact
 from tests.simulate.model import SUMS, Mock
 from tests.tiny import tiny_tokenizer
+
+TEXT_VOCAB = 300  # with a tokenizer
 
 
 class Expected(NamedTuple):
@@ -52,24 +57,35 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def grammars(vocab_size: int) -> Grammars:
+def grammars(vocab_size: int, items: int | None) -> Grammars:
     return Grammars(tokenizer(), vocab_size)
+
+
+@contextmanager
+def limited(engine: dict[str, Any]) -> Iterator[None]:
+    """While grammars are compiled: the scenario may let them follow but so many ways to read a text."""
+    items = engine.get("items")
+    with mock.patch.dict(LIMITS, {} if items is None else {"step_max_items": items}):
+        yield
 
 
 class Oracle:
     """Of one request."""
 
     def __init__(
-        self, model: Mock, prompt: list[int], params: SamplingParams, window: int, text: bool
+        self, model: Mock, prompt: list[int], params: SamplingParams, engine: dict[str, Any], index: int
     ) -> None:
-        self.model, self.params, self.prompt = model, params, prompt
+        """`engine`: as a scenario has it; `index`: its number among several outputs of one request."""
+        window, text = engine["window"], engine["vocab"] == TEXT_VOCAB
+        self.model, self.params, self.prompt, self.index = model, params, prompt, index
         self.max_len = window if params.max_tokens is None else min(window, len(prompt) + params.max_tokens)
         own = (0,) if text and not params.ignore_eos else ()
         self.stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
         self.tokenizer = tokenizer() if text else None
         self.guide: Guide | None = None
         if params.response_format is not None:
-            self.guide = grammars(model.config.vocab_size).guide(params.response_format)
+            with limited(engine):
+                self.guide = grammars(TEXT_VOCAB, engine.get("items")).guide(params.response_format)
         self.table = self._row()
         self._asked = replace(params, stop_token_ids=self.stop_ids)  # min_tokens bars all of them
 
@@ -128,6 +144,8 @@ class Oracle:
         """What the model says after a text, [V] in its dtype, as the request has it changed."""
         worth = self.model.worth[range(len(tokens)), tokens].sum()
         logits = self.model.scores([tokens[-1]], [int(worth) % SUMS])
+        if tuple(tokens) in self.model.spoilt:
+            logits.fill_(float("nan"))
         for name, value in self.params.extra_args.items():
             logits = self._changed(logits, name, value, len(tokens))
         if self.guide is not None:
@@ -175,7 +193,7 @@ class Oracle:
             (table.top_k, asked.top_k),
             (table.top_p, asked.top_p),
             (table.min_p, asked.min_p),
-            (table.seed, seed_of(asked.seed, 0, 0)),
+            (table.seed, seed_of(asked.seed, self.index, 0)),
             (table.min_len, len(self.prompt) + asked.min_tokens),
             (table.repetition, asked.repetition_penalty),
             (table.presence, asked.presence_penalty),

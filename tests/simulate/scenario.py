@@ -13,14 +13,13 @@ import torch
 from nanospec.config import SamplingParams, SpecConfig
 from tests.nanospec.guided import FORMATS
 from tests.simulate.model import Mock
-from tests.simulate.oracle import Oracle
+from tests.simulate.oracle import TEXT_VOCAB, Oracle, tokenizer
 
 METHODS = (
     "none", "ngram", "draft", "medusa", "recycle", "ngram+draft", "ngram+medusa", "ngram+recycle",
     "draft+recycle", "medusa+recycle", "ngram+draft+recycle", "ngram+medusa+recycle",
 )  # fmt: skip
 OWN = ("junk", "known")  # drafters of a user's: random guesses, and the right ones with some wrong
-TEXT_VOCAB = 300
 CALLS = ("admit", "prefill", "step", "fetch")
 
 
@@ -32,10 +31,11 @@ class Scenario:
         seed: of the model, and of whatever else is drawn while it runs.
         engine: what `driver.py` makes an engine of.
         jobs: {"prompt", "params", "arrives": at which step, "ends": so many steps later it is aborted, or
-            None}.
-        faults: {"call": of the worker, "number": at which of them, "kind": "interrupt", "error", "memory"
-            (runs out), "abort" (of "job", by its own thread in the middle of a step) or "clock" (jumps by
-            "seconds"), "late": behind the call instead of before it}.
+            None, "index": it is that output of several, "salt": of who may share its blocks}.
+        faults: {"call": of the worker or "propose", "number": at which of them, "kind": "interrupt", "error",
+            "memory" (runs out), "panic", "abort" (of "job", by its own thread in the middle of a step) or
+            "clock" (jumps by "seconds"), "late": behind the call instead of before it}; or {"kind": "nan",
+            "job", "number"}: scores behind its first so many tokens are NaN.
         threads: how many share the engine; 0: one that steps by itself.
     """
 
@@ -57,7 +57,9 @@ class Scenario:
             _outgrow(more, engine, jobs)
         _share_beginnings(rng, engine, jobs)
         _stop_inside(rng, engine, jobs, seed)
+        _add_rare(more, engine, jobs, seed)
         faults = [_fault(rng, len(jobs)) for _ in range(rng.choice((0, 0, 0, 1, 2, 4)))]
+        faults += _rare_faults(more, len(jobs))
         return cls(seed, engine, jobs, faults, rng.choice((0, 0, 0, 2, 3)))
 
     def to_json(self) -> str:
@@ -75,7 +77,7 @@ def model_of(engine: dict[str, Any], seed: int) -> Mock:
 
 
 def oracle_of(model: Mock, engine: dict[str, Any], job: dict[str, Any]) -> Oracle:
-    return Oracle(model, job["prompt"], params_of(job), engine["window"], engine["vocab"] == TEXT_VOCAB)
+    return Oracle(model, job["prompt"], params_of(job), engine, job.get("index", 0))
 
 
 def params_of(job: dict[str, Any]) -> SamplingParams:
@@ -197,12 +199,12 @@ def _share_beginnings(rng: random.Random, engine: dict[str, Any], jobs: list[dic
 
 
 def _stop_inside(
-    rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]], seed: int
+    rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]], seed: int, guided: bool = False
 ) -> None:
-    """Let some requests stop at a token or a string of what they would say."""
+    """Let some requests, `guided` or not, stop at a token or a string of what they would say."""
     model = model_of(engine, seed)
     for job in jobs:
-        if rng.random() < 0.3 and "response_format" not in job["params"]:
+        if rng.random() < 0.3 and guided == ("response_format" in job["params"]):
             found = oracle_of(model, engine, job).run()
             if len(found.text) > 1:
                 at = rng.randrange(len(found.text))
@@ -220,3 +222,48 @@ def _fault(rng: random.Random, num_jobs: int) -> dict[str, Any]:
     if kind == "clock":
         fault["seconds"] = rng.choice((-86400.0, -1.0, 1.0, 86400.0))
     return fault
+
+
+def _add_rare(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]], seed: int) -> None:
+    """What few scenarios have."""
+    for job in jobs[1:]:
+        if rng.random() < 0.1:  # another output of a request before it
+            other = rng.choice(jobs)
+            if other["params"].get("response_format") is None:
+                same = {name: other[name] for name in ("prompt", "params", "arrives")}
+                job.update(json.loads(json.dumps(same)), index=rng.randint(1, 3))
+    if rng.random() < 0.2:
+        for job in jobs:
+            job["salt"] = rng.choice(("", "", "a", "b"))
+    if engine["vocab"] == TEXT_VOCAB:
+        if rng.random() < 0.2:
+            _let_grammars_fail(rng, engine, jobs)
+        for job in jobs:
+            if "response_format" not in job["params"]:
+                job["params"] |= {"ignore_eos": True} if rng.random() < 0.15 else {}
+            elif rng.random() < 0.3:
+                job["params"]["stop_token_ids"] = [rng.randrange(engine["vocab"]) for _ in range(3)]
+        _stop_inside(rng, engine, jobs, seed, guided=True)
+
+
+def _let_grammars_fail(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
+    """There are more ways to read a text, the longer it is; at last too many."""
+    engine["items"] = 60
+    [end] = tokenizer().encode(";", add_special_tokens=False)
+    rng.choice(jobs)["params"]["response_format"] = {}
+    for job in jobs:
+        if "response_format" in job["params"]:
+            asked = {"type": "grammar", "grammar": 'start: x ";"\nx: "a" | x x'}
+            job["params"] = {name: job["params"][name] for name in ("temperature", "seed")}
+            job["params"] |= {"max_tokens": 60, "response_format": asked, "logit_bias": {str(end): -50.0}}
+
+
+def _rare_faults(rng: random.Random, num_jobs: int) -> list[dict[str, Any]]:
+    faults: list[dict[str, Any]] = []
+    if rng.random() < 0.25:
+        kind = rng.choice(("panic", "panic", "error", "interrupt"))
+        late, number = rng.random() < 0.5, rng.randint(0, 12)
+        faults.append({"call": rng.choice((*CALLS, "propose")), "number": number, "kind": kind, "late": late})
+    if rng.random() < 0.15:
+        faults.append({"kind": "nan", "job": rng.randrange(num_jobs), "number": rng.randint(0, 30)})
+    return faults
