@@ -84,12 +84,14 @@ class Watch:
 
     def _can_guess(self, request: Request, text: list[int]) -> bool:
         """Whether a step behind this text must have drafts: K is fixed, and there is a draft model that may
-        compute all that it has not seen, or lookup and an end that occurs earlier."""
+        compute all that it has not seen, or lookup and an end that occurs earlier. In recorded steps a model
+        behind lookup may have missed too much (`ModelDrafter.first_pass`)."""
         asked, own = self._asked, request.params.num_speculative_tokens
         fixed = asked["k"] not in (0, "auto") and own != 0 and request.guide is None
         if not fixed or len(text) + 1 >= request.max_len:
             return False
         methods, n = asked["method"].split("+"), asked["min_n"]
         places = range(len(text) - n) if "ngram" in methods else ()
-        has_all = "draft" in methods and asked["budget"] > asked["rows"] * asked["window"]
-        return has_all or any(text[i : i + n] == text[-n:] for i in places)
+        keeps_up = asked["method"] == "draft" or ("draft" in methods and not asked["recorded"])
+        keeps_up &= asked["budget"] > asked["rows"] * asked["window"]
+        return keeps_up or any(text[i : i + n] == text[-n:] for i in places)
