@@ -44,6 +44,7 @@ FOUND_BY = {  # seeds of small scenarios
     "a panic ends nothing": 87,
     "the last of a stream is lost": 1,
     "salts are ignored": 0,
+    "a preempted request finds itself": 49,
     "an abort is not counted": 5,
     "who would decode is preempted": 0,
     "released blocks are lost": 0,

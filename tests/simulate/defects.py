@@ -122,6 +122,12 @@ def _flush(detokenizer: Detokenizer) -> str:
     return ""
 
 
+def _finds_itself(_: None, scheduler: Scheduler, request: Request) -> None:
+    """What a preempted request has computed counts as found in the cache."""
+    if request.num_preemptions:
+        request.num_cached_tokens += request.num_computed
+
+
 def _silent(_: None, writes: Any, table: Table, request: Admission, spec: Any) -> None:
     """No guesses after a preemption."""
     if len(request.tokens) > request.num_prompt:
@@ -204,6 +210,7 @@ DEFECTS: dict[str, Defect] = {
     "a panic ends nothing": _instead(SharedEngine, "_whole", _no_panic),
     "the last of a stream is lost": _after(Request, "new_pieces", _short_stream),
     "salts are ignored": _after(Engine, "new", lambda request, *args: setattr(request, "salt", b"")),
+    "a preempted request finds itself": _after(Scheduler, "_admit", _finds_itself),
     "an abort is not counted": _after(Engine, "abort", _uncounted),
     "who would decode is preempted": _instead(Scheduler, "_extend", _gives_way),
     "released blocks are lost": _instead(BlockPool, "release", lambda pool, blocks: None),

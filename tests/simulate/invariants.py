@@ -91,8 +91,9 @@ def check_row(engine: Engine, request: Request) -> None:
         assert positions[:m] == [*range(i * size, i * size + m)], "the cache has holes"
 
 
-def check_counters(metrics: Metrics, requests: Sequence[Request]) -> None:
-    """When all have ended: the engine has counted what they have."""
+def check_counters(metrics: Metrics, requests: Sequence[Request], whole: bool) -> None:
+    """When all have ended: the engine has counted what they have. `whole`: no step was cut short, in which
+    some may have been admitted and not counted."""
     spec, stats = metrics.spec, [request.stats for request in requests]
     assert metrics.num_finished + metrics.num_aborted == len(requests), "requests are lost, or counted twice"
     for name in ("num_steps", "num_tokens", "num_drafted", "num_accepted", "num_steps_with_drafts"):
@@ -101,3 +102,10 @@ def check_counters(metrics: Metrics, requests: Sequence[Request]) -> None:
     assert spec.num_tokens == sum(len(request.output_ids) for request in requests)
     assert all(0 <= one.num_accepted <= one.num_drafted for one in stats)
     assert metrics.num_preemptions == sum(request.num_preemptions for request in requests)
+    admitted = [request for request in requests if request.start_time is not None]
+    assert all(request.num_cached_tokens < len(request.prompt_ids) for request in requests)
+    found, prompts = metrics.num_cached_tokens, metrics.num_prompt_tokens
+    wanted = sum(r.num_cached_tokens for r in admitted), sum(len(r.prompt_ids) for r in admitted)
+    assert found <= prompts, f"{found} tokens of {prompts} are found in the cache"
+    right = (found, prompts) == wanted or not whole
+    assert right, f"the engine counts {found} of {prompts} tokens, not {wanted}"
