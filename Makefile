@@ -82,7 +82,7 @@ test-ray: $(DONE)test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/cluster $(ARGS)
 
 simulate: $(DONE)test
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
 
 mutants: $(DONE)test
 	@nice $(BIN)/python -m tests.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)

@@ -10,20 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.interpreted import order_programs_by
+
 WEIGHTS = Path(__file__).parent.parent / "weights"
-
-if not torch.cuda.is_available():  # the kernels run in Triton's interpreter, set before its import
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests import interpreter
-
-    interpreter.find_builtins_once()
-    interpreter.replace_once()
-    interpreter.remember_types()
-    interpreter.keep_conditions()
-    interpreter.run_programs_in_any_order()
-    interpreter.refuse_what_lies_outside()
 
 # No test is about time: a fresh clone, for one, has hypothesis read the tables of Unicode first.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,8 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test has the programs of kernels run in orders of its own."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter.programs.test = item.nodeid
+    order_programs_by(item.nodeid)
 
 
 @pytest.fixture(scope="session")

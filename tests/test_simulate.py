@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 from nanospec.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.serve import answers, openai_format
-from tests.simulate.__main__ import scenario_of, tell
+from tests.simulate.command import main, scenario_of, tell
 from tests.simulate.defects import DEFECTS
 from tests.simulate.driver import Simulation, simulate
 from tests.simulate.limit import TooLong, within
@@ -102,8 +105,35 @@ def test_a_failure_that_does_not_repeat_is_told_and_leaves_its_scenario(
     assert tell(5, "engine", "AssertionError: once\n") == 1
     said = capsys.readouterr().err
     assert "Seed 5 fails:\nAssertionError: once\n" in said
-    assert said.endswith("Again: python -m tests.simulate --as engine --replay simulate-5.json\n")
+    assert said.endswith("-m tests.simulate --as engine --replay simulate-5.json\n")
     assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.drawn(5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--seeds", "abc"], "'abc' is neither a number of seeds nor A:B with A below B"),
+        (["--seeds", "5:5"], "'5:5' is neither"),
+        (["--replay", "nope.json"], "nope.json is no scenario: [Errno 2]"),
+    ],
+)
+def test_what_cannot_be_run_is_no_success(
+    asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(asked)
+    assert exit.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["engine", "triton"])
+def test_a_scenario_is_replayed_by_a_process_of_its_own(way: str, tmp_path: Path) -> None:
+    path, environment = tmp_path / "small.json", {**os.environ, "PYTHONPATH": "."}
+    environment.pop("TRITON_INTERPRET", None)
+    path.write_text(scenario_of(1, "triton").to_json())
+    command = [sys.executable, "-m", "tests.simulate", "--as", way, "--replay", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "It passes.\n"), done.stderr
 
 
 def test_what_never_ends_is_a_failure() -> None:

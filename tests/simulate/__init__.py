@@ -10,6 +10,7 @@
     shrink.py      makes a failing scenario smaller
     limit.py       how long one may take
     served.py      the same requests by HTTP
+    command.py     its command line
 
 `python -m tests.simulate --seeds 1000` runs them (`make simulate`). Nothing depends on the clock, on the
 order of threads or on a random number that is not the seed's, so that a seed that fails fails again.

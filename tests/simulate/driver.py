@@ -98,7 +98,7 @@ class Simulation:
         assert_idle(self.engine)
         for i, request in self.requests.items():
             self._compare(i, request)
-        whole = not any(self.seen[kind] for kind in BREAKS)
+        whole = not self.faults.raised
         check_counters(self.engine.metrics, [*self.requests.values()], whole)
         self._count()
         return self.seen
@@ -183,7 +183,7 @@ class Simulation:
                         self._add(i)
                     if job["ends"] is not None and job["arrives"] + job["ends"] == now:
                         self._cut(i)
-                with self.faults.expected(self.scenario.threads):
+                with self.faults.expected(bool(self.scenario.threads)):
                     self.shared.step()
             now += 1
 
@@ -202,7 +202,7 @@ class Simulation:
                 self._add(i)
         pending, waits = [self.requests[i] for i in part], 0
         while pending:
-            with self.faults.expected(self.scenario.threads):
+            with self.faults.expected(bool(self.scenario.threads)):
                 for request in self.shared.wait(pending):
                     pending.remove(request)
             waits += 1

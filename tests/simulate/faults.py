@@ -61,7 +61,7 @@ class Faults:
 
     @contextmanager
     def expected(self, elsewhere: bool) -> Iterator[None]:
-        """What was injected, as it is or behind what says more of it, is no failure; with threads `elsewhere`,
+        """What was injected, as it is or behind what says more, is no failure; with threads `elsewhere`,
         what another's fault reads as is none either."""
         try:
             yield
