@@ -167,7 +167,7 @@ class Grammars:
         ends = list(self._tokenizer.eos_token_ids)
         return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
 
-    @without_panics
+    @without_panics("response_format: llguidance cannot compile this ({}).")
     def _compile(self, text: str) -> Compiled:
         tokens, asked = self._tokens, json.loads(text)
         from llguidance import LLMatcher, LLParserLimits

@@ -18,20 +18,19 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
-def without_panics(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that raises ValueError where its library panics."""
+def without_panics(sentence: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function raise ValueError where its library panics, with a sentence in which {} is the reason."""
 
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            if not is_panic(error):
-                raise
-            doing = function.__name__.strip("_")
-            raise ValueError(
-                f"the tokenizer's library cannot {doing} this ({reason(error)}); where that is no odd text, "
-                "tokenizer.json is damaged: fetch it again."
-            ) from error
+    def changed(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                if not is_panic(error):
+                    raise
+                raise ValueError(sentence.format(reason(error))) from error
 
-    return called
+        return called
+
+    return changed

@@ -22,6 +22,7 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 # How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.
 LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))
 OTHERS = [byte for byte in range(256) if byte not in LETTERS]
+DAMAGED = "({}); where that is no odd text, tokenizer.json is damaged: fetch it again."
 BYTES = {chr(byte): byte for byte in LETTERS} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
@@ -81,7 +82,7 @@ class Tokenizer:
         """Whether the model was made for conversations."""
         return bool(self._templates)
 
-    @without_panics
+    @without_panics(f"the tokenizer's library cannot encode this {DAMAGED}")
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written out in it, such as `<|im_end|>`, count as such.
 
@@ -101,7 +102,7 @@ class Tokenizer:
                 f"the text holds U+{ord(bad):04X}, half of a surrogate pair, not a character; remove it."
             ) from None
 
-    @without_panics
+    @without_panics(f"the tokenizer's library cannot decode this {DAMAGED}")
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids outside the vocabulary give nothing; broken UTF-8 gives U+FFFD."""
         try:

@@ -221,6 +221,14 @@ def test_a_prompt_may_be_an_array() -> None:
     assert [as_token_id(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]
 
 
+def test_who_has_ended_at_a_stop_string_has_no_error_of_what_was_to_follow(bytes_only: Tokenizer) -> None:
+    a, b = (bytes_only.backend.get_vocab()[piece] for piece in "ab")
+    request = request_for(bytes_only, stop="b")
+    request.guide = Mock(ended=False, error="It cannot be followed.", **{"advance.side_effect": len})
+    request.append(step([a, b]))
+    assert (request.text, request.finish_reason, request.error) == ("a", "stop", None)
+
+
 def test_what_is_left_at_the_end_and_cannot_be_read_is_an_error(
     bytes_only: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

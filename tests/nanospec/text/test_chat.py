@@ -181,6 +181,16 @@ def test_endless_template_ends_in_any_thread(
     assert str(error) == "the chat template refuses these messages: it takes more than 0.1 seconds."
 
 
+def test_time_in_which_others_have_the_processor_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    clock = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(budget.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(budget.time, "thread_time", lambda: 1.0)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}] * 9) == "x" * 9
+
+
 def test_renderings_in_threads_have_a_limit_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "WRITTEN", 1000)
     tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")

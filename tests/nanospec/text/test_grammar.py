@@ -194,6 +194,19 @@ def test_what_is_too_much_ahead_harms_nothing_and_too_much_at_hand_is_an_error(
     assert guide.error.startswith(f"response_format could not be followed beyond {len(output)} tokens: ")
 
 
+def test_a_panic_while_a_grammar_is_compiled_is_an_error_of_the_grammar(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: Any, **__: Any) -> None:
+        raise type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})("index out of bounds")
+
+    monkeypatch.setattr("llguidance.LLMatcher", panic)
+    panic.grammar_from_regex = str  # type: ignore[attr-defined]
+    said = r"^response_format: llguidance cannot compile this \(.*index out of bounds\)\.$"
+    with pytest.raises(ValueError, match=said):
+        Grammars(tokenizer, VOCAB).check({"type": "regex", "regex": "a"})
+
+
 def test_a_tokenizer_without_an_end_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
