@@ -30,7 +30,7 @@ class Completion:
         logprobs: per output token, {id: Logprob(logprob, rank, decoded_token)} of it and the likeliest, if
             asked for; cumulative_logprob is the sum of the output's own.
         num_text_tokens: how many of token_ids are of the text; behind them are a stop token, or those that a
-            stop string cut off.
+            stop string cut off (of a run of byte tokens, as Llama 2 has them, all or none).
         pieces: the output token by token, showing which were drafted and from where they were copied.
         stats: what speculation did for it.
         seconds, first_token_seconds: from its arrival to its end, and to its first token.

@@ -63,7 +63,7 @@ TESTS: dict[str, list[str]] = {
     "kernels/sampling/logprobs.py": [SAMPLING + "test_logprobs.py"],
     "kernels/sampling/across.py": [SAMPLING + "test_across.py"],
     "kernels/sampling/noise.py": [SAMPLING + "test_noise.py", SAMPLING + "test_sample.py"],
-    "kernels/sampling/probabilities.py": [SAMPLING + "test_accept.py"],
+    "kernels/sampling/probabilities.py": [SAMPLING + "test_probabilities.py", SAMPLING + "test_accept.py"],
     "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs", "across")],
     "nanospec/blocks.py": ["tests/nanospec/test_blocks.py", "tests/nanospec/test_scheduler.py"],
     "nanospec/scheduler.py": ["tests/nanospec/test_scheduler.py", HOST[1]],
@@ -77,8 +77,8 @@ TESTS: dict[str, list[str]] = {
 
 
 class Result(NamedTuple):
-    """How the tests of a file ended ('killed', 'timeout' or 'survived'), by which of them, and after how many
-    seconds of the processor."""
+    """How the tests of a file ended ("killed", "timeout", "survived", "unknown" where none failed, but their
+    process did), by which of them, and after how many seconds of the processor."""
 
     outcome: str
     by: str
@@ -149,10 +149,13 @@ def run(tests: Sequence[str], folder: Path, limit: float) -> Result:
     code, usage, over = _wait(child, limit * 5 + 30)
     by = failed.read_text() if failed.exists() else ""
     seconds = usage.ru_utime + usage.ru_stime
+    number = os.WTERMSIG(code) if os.WIFSIGNALED(code) else 0
+    if over or number == signal.SIGXCPU:
+        return Result("timeout", by, seconds)
     if code == 0:
         return Result("survived", "", seconds)
-    late = over or (os.WIFSIGNALED(code) and os.WTERMSIG(code) in (signal.SIGXCPU, signal.SIGKILL))
-    return Result("timeout" if late else "killed", by, seconds)
+    crashed = number not in (0, signal.SIGKILL)  # which the kernel sends for want of memory
+    return Result("killed" if by or crashed else "unknown", by, seconds)
 
 
 def _be_pytest(tests: Sequence[str], folder: Path, failed: Path, limit: float) -> None:
@@ -198,10 +201,11 @@ def drawn(file: str, source: str, sample: int, seed: int) -> list[Defect]:
 
 def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Defect]:
     """Those of an earlier run, as far as their lines are still there."""
-    kept = [{name: line[name] for name in IDENTITY} for line in earlier if line["outcome"] == "survived"]
+    kept = [{name: line[name] for name in IDENTITY} for line in earlier if line["outcome"] in OPEN]
     return [defect for defect in defects(source) if identity(file, defect, source) in kept]
 
 
+OPEN = ("survived", "unknown")
 IDENTITY = ("file", "column", "kind", "before", "after", "text")
 
 
@@ -249,14 +253,14 @@ def main() -> None:
     parser.add_argument("files", nargs="+")
     parser.add_argument("--sample", type=int, default=0, help="mutants of each file; 0: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", type=Path, help="only what survived in this earlier JSON file")
+    parser.add_argument("--again", type=Path, help="only what was open in this earlier JSON file")
     parser.add_argument("--out", type=Path, help="a JSON file for what was tried")
     args = parser.parse_args()
     os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     os.environ.pop("PYTHONPATH", None)
     prepare()
     earlier = json.loads(args.again.read_text())["mutants"] if args.again else []
-    lines = [line for line in earlier if line["outcome"] != "survived" and line["file"] in args.files]
+    lines = [line for line in earlier if line["outcome"] not in OPEN and line["file"] in args.files]
     with tempfile.TemporaryDirectory(prefix="mutants") as name:
         copy_checkout(Path(name))
         for file in args.files:

@@ -19,7 +19,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def without_panics(sentence: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function raise ValueError where its library panics, with a sentence in which {} is the reason."""
+    """Have a function raise ValueError where its library panics: a sentence in which {} is the reason."""
 
     def changed(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -152,12 +152,15 @@ def test_a_model_that_is_cut_off_is_not_complete(tmp_path: Path) -> None:
             file.write_bytes(whole)
 
 
+@pytest.mark.parametrize("argv", [["explain", "qwen3-0.6b"], ["--prompt", "x"]])
 def test_standard_output_on_a_full_disk(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("nanospec.models.hub.resolve_model", Path)
+    monkeypatch.setattr("nanospec.cli.generate.run", lambda *_: print("x" * 10**5))
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert main(["explain", "qwen3-0.6b"]) == 2
+        assert main(argv) == 2
     assert capsys.readouterr().err == "Standard output cannot be written: No space left on device.\n"
 
 
