@@ -7,7 +7,8 @@
 #                   them; AS=triton takes the kernels, AS=http a server
 # make mutants      small defects in some FILES, SAMPLE of each by SEED: do the tests notice? JSON names a file
 #                   for the result
-# make faults       faults at every line, call and byte: an hour; FAULTS=500 tries so many of each kind
+# make faults       faults at every line, call and byte: an hour; FAULTS=500 tries so many lines, and signals, of each
+#                   way to run
 # make statistics   what is drawn against what must be, for every way of guessing, rule of acceptance and sampling
 #                   parameter: SAMPLES outputs of each (default 40: ten minutes on a busy core) by SEED, results in OUT
 # make fuzz         what reads files and requests, under a fuzzer guided by coverage, for SECONDS_EACH (60); TARGET

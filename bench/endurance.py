@@ -1,4 +1,4 @@
-"""100,000 requests through 64 rows, over a day of the engine's clock: does anything grow with the past?
+"""100,000 requests through 64 rows, over four days of the engine's clock: does anything grow with the past?
 
     python bench/endurance.py [--requests 100000]
 
@@ -6,7 +6,7 @@ The model is the simulation's (`tests/simulate/model.py`), whose forward pass ta
 the host's own work is what is measured: with lookup, prompts of one token to a whole window but one, all
 kinds of parameters, and clients that leave. Per fortieth of the requests: processor time per step, resident
 memory, and how many objects Python holds. The first tenth fills what is cached and does not count. Each step
-moves the engine's clock on, so that the last request comes more than a day after the first. The result is
+moves the engine's clock on, so that the last request comes four days after the first. The result is
 `bench/results/endurance.json`.
 """
 

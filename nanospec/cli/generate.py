@@ -135,7 +135,7 @@ def summary(llm: LLM, output: RequestOutput) -> str:
     text += f"{stats.tokens_per_step:.2f} tokens per step"
     if stats.num_drafted:
         text += f", {stats.acceptance_rate:.0%} of {stats.num_drafted} drafts accepted"
-    if stats.acceptance in LOSSY:
+    if stats.num_accepted and stats.acceptance in LOSSY:
         text += f" ({stats.acceptance} acceptance: not what the model alone would have written)"
     if output.error:
         text += f"; {output.error}"

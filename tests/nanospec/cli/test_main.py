@@ -78,6 +78,13 @@ def test_prompt_gives_the_same_text_with_and_without_speculation(run: Run) -> No
     assert before["metrics"]["num_drafted"] == 0
 
 
+def test_a_text_that_another_rule_has_changed_is_called_so(run: Run) -> None:
+    asked = ("--prompt", "Repeat: one two three one two three one two", "--acceptance", "typical")
+    note = "typical acceptance: not what the model alone would have written"
+    assert note in run(*asked, "--num-speculative-tokens", "4")[1]
+    assert note not in run(*asked, "--spec", "none")[1]
+
+
 def test_a_prompt_may_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--max-tokens", "3", "--json", "--prompt")
     wanted = json.loads(run(*asked, "Count:\n1, 2")[1])["outputs"][0]["token_ids"]
