@@ -19,10 +19,10 @@ from .chat import read_templates, render
 from .panics import is_panic, without_panics
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
+DAMAGED = "({}); where that is no odd text, tokenizer.json is damaged: fetch it again."
 # How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.
 LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))
 OTHERS = [byte for byte in range(256) if byte not in LETTERS]
-DAMAGED = "({}); where that is no odd text, tokenizer.json is damaged: fetch it again."
 BYTES = {chr(byte): byte for byte in LETTERS} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
