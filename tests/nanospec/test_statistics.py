@@ -30,6 +30,8 @@ from tests.exact import (
     joint,
     least_p,
     logits_by_output,
+    may_come,
+    next_token,
     together,
 )
 from tests.ways import LENGTH, LOSSLESS, PROMPT, VOCAB, World, asked, draw, engine_for, make_world, rules
@@ -82,6 +84,17 @@ def test_outputs_are_distributed_as_counted(world: World, logits: Logits) -> Non
         ratios.append([fit(counter, expected).ratio for counter in counters])
     assert np.abs(np.mean(ratios, 0) - 1).max() < 0.1, ratios
     assert np.abs(np.array(ratios)[:, 2] - 1).max() < 0.25, ratios
+
+
+def test_what_may_come_is_what_has_a_chance() -> None:
+    """Also where scores are equal at the edge of top_k."""
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        top_k, top_p, min_p = int(rng.integers(0, 5)), 1 - rng.random() / 2, rng.random() / 4
+        params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+        x = rng.integers(0, 6, 7) / 2
+        chances = next_token(x, (), (), params)
+        assert [may_come(x, token, params, 1e-9) for token in range(7)] == (chances > 0).tolist()
 
 
 def test_expected_total_variation_is_what_draws_have() -> None:

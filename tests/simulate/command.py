@@ -131,9 +131,9 @@ def tell(seed: int, way: str, first: str) -> int:
         with within(SECONDS):
             _run(scenario, way)
 
+    print(f"Seed {seed} fails:\n{first}Looking for a smaller scenario ...", file=sys.stderr)
     path = Path(f"simulate-{seed}.json")
     path.write_text(scenario_of(seed, way).to_json())
-    print(f"Seed {seed} fails:\n{first}Looking for a smaller scenario ...", file=sys.stderr)
     smaller = shrink(scenario_of(seed, way), run)
     error = failure(smaller, run)
     if error is None:

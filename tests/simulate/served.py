@@ -66,7 +66,8 @@ class Served(Simulation):
         job = self.scenario.jobs[i]
         await asyncio.sleep(LATER * job["arrives"])
         limit = job["params"].get("max_tokens") or self.scenario.engine["window"]
-        body = {**job["params"], "max_tokens": limit, "prompt": job["prompt"]}
+        least = min(job["params"].get("min_tokens", 0), limit)
+        body = {**job["params"], "max_tokens": limit, "min_tokens": least, "prompt": job["prompt"]}
         if job["ends"] is None and i % 2:
             self._told(i, await client.post("/v1/completions", json=body))
             return
