@@ -42,8 +42,8 @@ class Served(Simulation):
                 asyncio.run(self._clients(server.url))
         finally:
             log.disabled = False
-        if self.broken:
-            raise self.broken[0]
+            if self.broken:  # what clients say follows from it
+                raise self.broken[0]
         return self.concluded()
 
     def _queued(self, request: Request) -> None:
@@ -141,6 +141,7 @@ def simulate_served(scenario: Scenario) -> Counter[str]:
     faults errors are, as nobody but clients ends requests and Ctrl-C does not reach the engine's thread."""
     scenario.threads = 0
     scenario.faults = [fault for fault in scenario.faults if fault["kind"] in ("error", "memory", "nan")]
-    for job in scenario.jobs:  # which tells them apart
-        job["params"]["seed"] = seed_of(job["params"]["seed"], job.pop("index", 0), 0)
+    for i, job in enumerate(scenario.jobs):
+        job.pop("index", None)
+        job["params"]["seed"] = seed_of(job["params"]["seed"], i, 0)  # which tells them apart
     return Served(scenario).run()
