@@ -12,26 +12,24 @@ from typing import Any
 
 import nanospec
 
-PACKAGE = Path(nanospec.__file__).parent
-ENGINE = ("engine.py", "scheduler.py", "blocks.py", "llm.py", "sharing.py", "request.py", "worker.py")
+PACKAGE = str(Path(nanospec.__file__).parent)
 
 
 class Injector:
-    """Counts the lines that run in some files of the package, and raises at the `at`-th of them.
+    """Counts the lines of the package that run, and raises at the `at`-th of them.
 
     Attributes:
         lines: how many have run.
         where: the file and line at which it raised, "" if it has not.
     """
 
-    def __init__(self, at: int, error: Callable[[], BaseException], files: tuple[str, ...] = ENGINE) -> None:
+    def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
         self.at, self.error, self.lines, self.where = at, error, 0, ""
-        self._files = {str(PACKAGE / name) for name in files}
         self._within: set[tuple[int, int]] = set()  # frames and lines of their `with`
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         self._within = {(known, line) for known, line in self._within if known != id(frame)}
-        return self._line if frame.f_code.co_filename in self._files else None
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _leaves_with(self, frame: FrameType) -> bool:
         """Whether the line is the end of a `with`: told as a line of its own, but no place for signals."""

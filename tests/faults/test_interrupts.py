@@ -17,7 +17,7 @@ from nanospec import LLM, RequestOutput
 from tests.faults.engines import JOBS, ask, assert_sound, small_llm, small_model, stream, texts
 from tests.faults.inject import Injector, raising
 
-SOME = 6
+SOME = 12
 WAYS: dict[str, Callable[[LLM], Any]] = {"generate": ask, "stream": stream}
 
 
