@@ -70,7 +70,8 @@ def may_come(x: np.ndarray, token: int, asked: SamplingParams, slack: float = 1e
     above = x > x[token] + slack
     if asked.temperature == 0 or not x[token] > -np.inf:
         return not above.any()
-    p, most = np.exp((x - x.max()) / asked.temperature), asked.top_k if asked.top_k > 0 else len(x)
+    most = min(asked.top_k, len(x)) if asked.top_k > 0 else len(x)
+    p = np.exp((x - x.max()) / asked.temperature)
     mass = p[x >= np.sort(x)[-most] - slack].sum()  # as many as are equal to the last of top_k
     kept = above.sum() < most and p[above].sum() < (asked.top_p + slack) * mass
     return bool(kept and p[token] >= (asked.min_p - slack) * p.max())

@@ -90,7 +90,7 @@ def test_what_may_come_is_what_has_a_chance() -> None:
     """Also where scores are equal at the edge of top_k."""
     rng = np.random.default_rng(0)
     for _ in range(500):
-        top_k, top_p, min_p = int(rng.integers(0, 5)), 1 - rng.random() / 2, rng.random() / 4
+        top_k, top_p, min_p = int(rng.integers(-1, 9)), 1 - rng.random() / 2, rng.random() / 4
         params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
         x = rng.integers(0, 6, 7) / 2
         chances = next_token(x, (), (), params)
