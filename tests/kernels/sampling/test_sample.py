@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import NAN_TOKEN
-from nanospec.kernels.sampling import noise, sample
+from nanospec.kernels.sampling import noise, sample, scan
 from nanospec.kernels.speculation import verify
 from nanospec.kernels.speculation.walk import rows_of
 from nanospec.kernels.table import Table
@@ -479,3 +479,16 @@ def test_kernel_leaves_padding_alone(implementation: str) -> None:
     batch = make_batch([2, 0], [4, 0], rows=ints(0, -1), input_ids=ids)
     targets = IMPLEMENTATIONS[implementation](logits, table, batch)
     assert torch.equal(targets[:2].long(), logits[:2].argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("logits", "V", "said"),
+    [
+        (torch.zeros(1, 8), 7, "Logits of 8 tokens do not fit a table for 7"),
+        (torch.zeros(1, 1).expand(1, scan.MAX_VOCAB + 1), 7, "A vocabulary of 262145 exceeds"),
+        (torch.zeros(1, 14)[:, ::2], 7, "The rows of the logits must be contiguous"),
+    ],
+)
+def test_the_kernel_refuses_what_it_would_read_wrongly(logits: Tensor, V: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        sample.launch(logits, make_table(V), make_batch([1], [5]))
