@@ -100,7 +100,7 @@ class LLM:
         outputs: list[RequestOutput | None] = [None] * len(ready)
         groups: list[list[Request]] = []
         bar = tqdm(total=len(ready), unit="prompt", disable=not use_tqdm)
-        try:
+        with bar, self.shared.owning(groups, leave=True):
             self._queue(ready, groups)
             pending = {r: i for i, group in enumerate(groups) for r in group}
             while pending:
@@ -111,9 +111,6 @@ class LLM:
                         bar.update()
                         if on_finish is not None:
                             on_finish(i, output)
-        finally:
-            self.shared.leave(r for group in groups for r in group if not r.is_finished)
-            bar.close()
         return [output for output in outputs if output is not None]
 
     def chat(
@@ -163,7 +160,7 @@ class LLM:
         ready = self._checked([prompt], sampling_params)
         groups: list[list[Request]] = []
         ended = False
-        try:
+        with self.shared.owning(groups):
             self._queue(ready, groups)
             [[request]] = groups
             while not ended:
@@ -174,8 +171,6 @@ class LLM:
                         pieces = request.new_pieces()
                     ended = request.is_finished
                 yield pieces
-        finally:
-            self.shared.abort(r for group in groups for r in group if not r.is_finished)
         if on_finish is not None:
             on_finish(RequestOutput.of(ready[0].text, groups[0]))
 

@@ -8,7 +8,7 @@ a failure, ends all requests, at the latest in the next turn: Ctrl-C may come tw
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, RLock
 from typing import TypeVar
@@ -88,10 +88,22 @@ class SharedEngine:
         self._abandoned.extend(requests)
         self._end_abandoned()
 
-    def leave(self, requests: Iterable[Request]) -> None:
-        """As `abort`, where this thread cannot be within a turn but one that Ctrl-C has left open."""
-        self._give_back()
-        self.abort(requests)
+    @contextmanager
+    def owning(self, groups: Sequence[Sequence[Request]], leave: bool = False) -> Iterator[None]:
+        """Abort what has not ended behind the block: twice, as Ctrl-C may cut the first time short. `leave`:
+        this thread cannot be within a turn then, but one that Ctrl-C has left open."""
+        try:
+            try:
+                yield
+            finally:
+                self._end(groups, leave)
+        finally:
+            self._end(groups, leave)
+
+    def _end(self, groups: Sequence[Sequence[Request]], leave: bool) -> None:
+        if leave:
+            self._give_back()
+        self.abort(request for group in groups for request in group if not request.is_finished)
 
     def _end_abandoned(self) -> None:
         while self._abandoned and not self._is_ours():

@@ -67,6 +67,20 @@ def test_an_interrupt_at_every_line(mode: str, way: str, error: type[BaseExcepti
     interrupt(mode, way, None if "FAULTS" not in os.environ else int(os.environ["FAULTS"]), error)
 
 
+def test_a_stream_that_is_left_is_ended_whatever_interrupts_that() -> None:
+    llm = small_llm(small_model(), "plain")
+    for at in range(1, 1000):
+        pieces = llm.stream_pieces(JOBS[0].prompt, JOBS[0].params)
+        next(pieces)
+        with raising(at) as injector, suppress(KeyboardInterrupt):
+            pieces.close()  # type: ignore[attr-defined]
+        llm.metrics()
+        sound(llm, injector)
+        if not injector.where:
+            break
+    assert 10 < at < 999
+
+
 def test_requests_are_in_a_queue_at_every_moment() -> None:
     """Else whoever waits for them in another thread would wait for ever."""
     model = small_model()
