@@ -186,7 +186,8 @@ def _outgrow(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, An
     for job in jobs:
         job["arrives"] = min(job["arrives"], rng.randint(0, 3))
         job["prompt"] = job["prompt"][: rng.randint(1, 2 * engine["block_size"])]
-        job["params"]["max_tokens"] = max(job["params"]["max_tokens"] or 0, rng.randint(30, 60))
+        asked, limit = job["params"], rng.randint(30, 60)
+        asked["max_tokens"] = max(asked["max_tokens"] or 0, asked.get("min_tokens", 0), limit)
 
 
 def _share_beginnings(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
