@@ -217,7 +217,14 @@ def snippets(document: Path) -> list[tuple[str, str]]:
 WITH_SNIPPETS = [path for path in DOCUMENTS if snippets(path)]
 
 
-@pytest.mark.parametrize("document", WITH_SNIPPETS, ids=where)
+LONG = ("extend-sampling.md", "extend-drafter.md")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(p, marks=pytest.mark.long) if p.name in LONG else p for p in WITH_SNIPPETS],
+    ids=where,
+)
 def test_snippets_of_a_document_run(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

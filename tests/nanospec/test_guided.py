@@ -130,6 +130,7 @@ def test_beside_every_drafter(
     assert len(names) > 1  # the others are guessed for as ever
 
 
+@pytest.mark.long
 def test_recorded_steps_freeze_nothing_of_the_host(
     model: Model, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,8 @@ print(blocks, [int(line.split()[1]) for line in open("/proc/self/status") if lin
 """
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "auto"])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_an_answer_takes_no_more_memory_beside_a_larger_cache(smollm2: Path, dtype: str) -> None:
     """The most that a process had in memory, all in all: by PyTorch, and by C++ where that runs."""
     env = {**os.environ, "NANOSPEC_WEIGHTS": str(smollm2.parent), "OMP_NUM_THREADS": "1"}

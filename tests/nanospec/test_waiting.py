@@ -54,7 +54,7 @@ def spy_on_plans(engine: Engine) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("way", ["medusa", "ngram+draft+recycle"])
+@pytest.mark.parametrize("way", [pytest.param("medusa", marks=pytest.mark.long), "ngram+draft+recycle"])
 def test_the_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With admissions, prompts in chunks, growth, preemption, an abort and releases."""
     wanted = alone(tiny_model(num_layers=1), JOBS, max_model_len=48)
@@ -76,6 +76,7 @@ def test_the_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) 
         assert outcome(request).token_ids == expected.token_ids
 
 
+@pytest.mark.long
 def test_neither_does_it_for_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their steps are collected before the next is planned; masks and guesses are sent without waiting."""
     target, tokenizer = tiny_model(num_layers=1, vocab_size=300), tiny_tokenizer(tmp_path)

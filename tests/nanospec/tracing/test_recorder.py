@@ -59,7 +59,10 @@ def traced(model: Model, setup: str, **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    "setup",
+    [pytest.param(s, marks=pytest.mark.long) if s in ("draft-auto", "rejection") else s for s in SETUPS],
+)
 def test_steps_joined_are_the_output_and_tracing_does_not_change_it(
     model: Model, setup: str, mode: str
 ) -> None:
