@@ -12,7 +12,7 @@
 # make statistics   what is drawn against what must be, for every way of guessing, rule of acceptance and sampling
 #                   parameter: SAMPLES outputs of each (default 40: ten minutes on a busy core) by SEED, results in OUT
 # make fuzz         what reads files and requests, under a fuzzer guided by coverage, for SECONDS_EACH (60); TARGET
-#                   names one of tests/fuzz/target_*.py, without it all run in turn
+#                   names one of campaigns/fuzz/target_*.py, without it all run in turn
 # make lint         ruff and mypy
 # make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
 #                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
@@ -80,25 +80,25 @@ test-long: $(DONE)test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long --ignore tests/gpu $(ARGS)
 
 test-ray: $(DONE)test
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/cluster $(ARGS)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/apps/cluster $(ARGS)
 
 simulate: $(DONE)test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
 
 mutants: $(DONE)test
-	@nice $(BIN)/python -m tests.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
+	@nice $(BIN)/python -m campaigns.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
 
 faults: $(DONE)test
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults campaigns/faults $(ARGS)
 statistics: $(DONE)test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
 	@$(BIN)/python bench/distributions.py --samples $(SAMPLES) --seed $(SEED) --out $(OUT)
 fuzz: $(DONE)fuzz
-	@TRITON_INTERPRET=1 $(BIN)/python -m tests.fuzz $(TARGET) --seconds $(SECONDS_EACH)
+	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 
 lint: $(DONE)lint
-	@$(BIN)/ruff check nanospec kernels bench tests run.py
-	@$(BIN)/mypy nanospec bench tests run.py  # nanospec/kernels is kernels
+	@$(BIN)/ruff check nanospec kernels bench tests campaigns run.py
+	@$(BIN)/mypy nanospec bench tests campaigns run.py  # nanospec/kernels is kernels
 
 pictures: $(DONE)pictures
 	@$(BIN)/python -m bench.pictures $(ARGS)

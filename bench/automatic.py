@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
 from nanospec.drafters.loading import load_drafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
+from nanospec.engine.request import Request
 from nanospec.models.hub import resolve_model
 from nanospec.models.weights import load_model
-from nanospec.request import Request
 from nanospec.text.tokenizer import Tokenizer
-from nanospec.worker import Worker
 
 KINDS: dict[str, Callable[[int], list[str]]] = {
     "chat": lambda count: common.spec_bench(count, "chat"),

@@ -7,7 +7,7 @@ One process and one copy of the weights; every system on every prompt in turn, t
 of it repeated; ratios to no speculation are taken within a repeat, and their median is reported. Greedy and
 at temperature 1, one request at a time, with prefill and without, EOS honoured. Kinds: Spec-Bench's six
 groups (first turns) and code edits. Cached pages and recycled tokens are forgotten before each repeat, so
-none is of an answer that is given again. Without the draft model of `nanospec/training/draft.py` the systems
+none is of an answer that is given again. Without the draft model of `nanospec/apps/training/draft.py` the systems
 that need it are left out.
 
 The last part compares the rules of acceptance by what they accept at temperature 1. Needs the evaluation
@@ -28,17 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import load_drafter
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.recycle import RecycleDrafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
 from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads, resolve_model
 from nanospec.models.token_map import load_token_map
 from nanospec.models.weights import load_model
-from nanospec.worker import Worker
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
 SYSTEMS: dict[str, dict[str, Any]] = {

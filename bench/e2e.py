@@ -32,11 +32,11 @@ from bench.simulation import ReplayWorker, SyntheticWorker
 from bench.steps import load_shape
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
 from nanospec.drafters.loading import load_drafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
 from nanospec.models.decoder import Model
-from nanospec.worker import Worker
 
 Text = tuple[list[int], list[int]]
 Make = Callable[[EngineConfig, Model], Worker]

@@ -2,7 +2,7 @@
 
     python bench/endurance.py [--requests 100000]
 
-The model is the simulation's (`tests/simulate/model.py`), whose forward pass takes next to nothing, so that
+The model is the simulation's (`campaigns/simulate/model.py`), whose forward pass takes next to nothing, so that
 the host's own work is what is measured: with lookup, prompts of one token to a whole window but one, all
 kinds of parameters, and clients that leave. Per fortieth of the requests: processor time per step, resident
 memory, and how many objects Python holds. The first tenth fills what is cached and does not count. Each step
@@ -28,10 +28,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
+from campaigns.simulate.model import Mock
 from nanospec.config import SamplingParams
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
 from tests.drive import assert_idle, make_engine
-from tests.simulate.model import Mock
 
 ROWS, WINDOW, VOCAB, AT_ONCE = 64, 96, 64, 160
 PARTS = 40  # looks at memory

@@ -1,4 +1,4 @@
-"""The estimate of every kernel on an H200 (`nanospec/cli/estimate.py`) before and after a change.
+"""The estimate of every kernel on an H200 (`nanospec/apps/cli/estimate.py`) before and after a change.
 
     python bench/estimate.py [--label NAME] [--out bench/results]
 
@@ -17,8 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from nanospec.cli.estimate import Gpu, estimate
-from nanospec.cli.shapes import SHAPES
+from nanospec.apps.cli.estimate import Gpu, estimate
+from nanospec.apps.cli.shapes import SHAPES
 
 CASES = [(model, B, K) for model in ("qwen3-0.6b", "qwen3-8b") for B, K in ((1, 0), (1, 4), (64, 0), (64, 4))]
 CONTEXT = 1024

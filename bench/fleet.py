@@ -3,7 +3,7 @@
     python bench/fleet.py [--quick] [--jobs 2] [--out bench/results]
 
 Drafts are replayed on real texts (`traces.py`), steps are the roofline's with launches and exchanges
-(`nanospec/cli/account.py`), and requests are random by seed: the same command gives the same figures. No GPU
+(`nanospec/apps/cli/account.py`), and requests are random by seed: the same command gives the same figures. No GPU
 takes part. Takes a quarter of an hour on one core; `--quick` runs small fleets, to see that it works.
 """
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common, traces
 from bench.scale import paper, questions, runs
 from bench.scale.guessing import brought
-from nanospec.cli.account import Machine
+from nanospec.apps.cli.account import Machine
 from nanospec.config import SpecConfig
 from nanospec.models.hub import resolve_model
 from nanospec.text.tokenizer import Tokenizer

@@ -29,7 +29,7 @@ from bench.rows import TARGETS, Rows, release_memory, run
 from bench.simulation import TOKENS, SyntheticWorker
 from bench.steps import load_shape, make_config, step_ms
 from nanospec import SamplingParams, SpecConfig
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
 from nanospec.models.decoder import Model
 
 K = 4

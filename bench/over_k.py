@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common
 from bench.automatic import STAGES, chat, make_engines
 from nanospec import SamplingParams
-from nanospec.engine import Engine
-from nanospec.request import Request
+from nanospec.engine.engine import Engine
+from nanospec.engine.request import Request
 
 KINDS: dict[str, Callable[[int], list[str]]] = {
     "quotations": common.quotations,

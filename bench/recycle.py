@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common, simulate
 from bench.replay import Replay, Text, Total, Way, load
 from bench.roofline import Machine
-from nanospec.costs import StepCosts
+from nanospec.drafters.costs import StepCosts
+from nanospec.drafters.policy import AutoPolicy, Policy
 from nanospec.kernels.speculation import grow
 from nanospec.kernels.speculation.recycled import PAIR, TOKEN
-from nanospec.policy import AutoPolicy, Policy
 
 NODES, MOST = (4, 8, 16, 32), 16  # nodes of a tree; of one that is cut
 SHORT = 32  # tokens; a request with fewer says little

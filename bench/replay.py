@@ -18,15 +18,15 @@ import torch
 
 from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.device.memory import empty_cache
 from nanospec.drafters.base import nothing
+from nanospec.drafters.policy import Policy
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.codes import NOBODY as NO_DRAFTER
 from nanospec.kernels.speculation import grow, learn, ngram
 from nanospec.kernels.speculation.recycled import ANY, ID_BITS, NO_TOKEN, Recycled, place
 from nanospec.kernels.speculation.walk import Row
 from nanospec.kernels.table import Table
-from nanospec.memory import empty_cache
-from nanospec.policy import Policy
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
 LONGEST = 1500  # tokens of a prompt

@@ -1,4 +1,4 @@
-"""The roofline of some models: tables of what drafts cost and bring, computed (`nanospec/cli/account.py`).
+"""The roofline of some models: tables of what drafts cost and bring, computed (`nanospec/apps/cli/account.py`).
 
     python bench/roofline.py [--model qwen3-8b] [--config PATH] [--context 1024] [--gpus 1] [--out .]
 """
@@ -14,9 +14,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from nanospec.cli.account import Machine, account
-from nanospec.cli.roofline import ACCEPTANCES, break_even, expected_tokens, explain
-from nanospec.cli.shapes import SHAPES as MODELS
+from nanospec.apps.cli.account import Machine, account
+from nanospec.apps.cli.roofline import ACCEPTANCES, break_even, expected_tokens, explain
+from nanospec.apps.cli.shapes import SHAPES as MODELS
 from nanospec.models.config import ModelConfig, read_json
 
 BATCHES = (1, 8, 64, 256)

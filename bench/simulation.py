@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nanospec.admission import Admission
 from nanospec.config import EngineConfig
+from nanospec.device.admission import Admission
+from nanospec.device.step import Step
+from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, guesses, room
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from nanospec.step import Step
-from nanospec.worker import Worker
 
 TOKENS = 32  # synthetic text is made of the ids below
 

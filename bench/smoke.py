@@ -32,10 +32,10 @@ from bench.rows import TARGETS, Rows, run
 from bench.steps import load_shape, make_engine, step_ms
 from nanospec import SamplingParams
 from nanospec.config import EngineConfig
+from nanospec.device.graphs import Bucket
+from nanospec.device.worker import Worker
 from nanospec.drafters.ngram import NgramDrafter
-from nanospec.engine import Engine
-from nanospec.graphs import Bucket
-from nanospec.worker import Worker
+from nanospec.engine.engine import Engine
 
 REFUSED = 60  # steps of an engine while waiting is refused
 

@@ -30,19 +30,19 @@ from bench import events, roofline, rows, tiny
 from bench.rows import TARGETS, Rows
 from nanospec import SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.device.graphs import Bucket
+from nanospec.device.timing import replay_ms
+from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, guesses
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.ngram import NgramDrafter
 from nanospec.drafters.recycle import RecycleDrafter
-from nanospec.engine import Engine
-from nanospec.graphs import Bucket
+from nanospec.engine.engine import Engine
 from nanospec.kernels.speculation.layout import lay_out
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
-from nanospec.timing import replay_ms
-from nanospec.worker import Worker
 
 Make = Callable[[SpecConfig], Drafter]
 ROOM = 128  # tokens of a window beyond the context

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.traces import MAX_DRAFTS, Trace
-from nanospec.costs import StepCosts
+from nanospec.drafters.costs import StepCosts
+from nanospec.drafters.policy import AutoPolicy, Policy
 from nanospec.kernels.codes import NOBODY
-from nanospec.policy import AutoPolicy, Policy
 
 NGRAM = 0  # the only drafter
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.extras.grammar.grammar import Guide
 from nanospec.kernels.codes import GUESSED
 from nanospec.outputs import Completion
-from nanospec.text.grammar import Guide
 
 SCHEMA = {
     "type": "object",

@@ -10,13 +10,13 @@ import torch
 
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
 from nanospec.drafters.loading import load_drafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
+from nanospec.engine.request import Request
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.request import Request
-from nanospec.worker import Worker
 
 VOCAB = 512
 SHAPE = {

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.browser import picture
 from nanospec import LLM, SamplingParams
-from nanospec.cli.demo import REQUESTS
-from nanospec.tracing.trace import Trace
+from nanospec.apps.cli.demo import REQUESTS
+from nanospec.extras.tracing.trace import Trace
 
 SIZE: ViewportSize = {"width": 1280, "height": 1230}
 SHOWN = 10  # a step of at least so many tokens is selected, and its longest guess pointed at

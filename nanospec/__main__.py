@@ -1,6 +1,6 @@
 """`python -m nanospec` is the command `nanospec`."""
 
-from .cli.process import command
+from .apps.cli.process import command
 
 if __name__ == "__main__":
     command()

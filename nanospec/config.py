@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
-from .checks import as_bytes, as_number, as_token_id, check_fields, check_number, limited, shown
+from .extras.grammar.response_format import check_together, checked
 from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH
-from .response_format import check_together, checked
+from .text.checks import as_bytes, as_number, as_token_id, check_fields, check_number, limited, shown
 
 OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens

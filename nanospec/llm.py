@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from .checks import shown
 from .config import EngineConfig, SamplingParams, SpecConfig
-from .device import current, resolve_device
+from .device.devices import current, resolve_device
+from .device.out_of_memory import explained, in_a_step
+from .device.threads import use_threads
+from .device.worker import Worker
 from .drafters.loading import Guessers, load_parts, who_guesses
-from .engine import Engine
+from .engine.engine import Engine
+from .engine.locking import SharedEngine
+from .engine.request import Piece, Request
+from .extras.tracing.trace import NOT_TRACED, Trace
 from .models.hub import resolve_model
 from .outputs import Completion, RequestOutput
-from .prompts import Messages, Prompt, as_list, check_conversation, conversations, encode, text_and_ids
-from .request import Piece, Request
-from .sharing import SharedEngine
-from .shortage import explained, in_a_step
+from .text.checks import shown
+from .text.prompts import Messages, Prompt, as_list, check_conversation, conversations, encode, text_and_ids
 from .text.tokenizer import Tokenizer
-from .threads import use_threads
-from .tracing.trace import NOT_TRACED, Trace
 from .vllm_names import in_our_words
-from .worker import Worker
 
 
 class LLM:
@@ -245,7 +245,7 @@ class _Ready(NamedTuple):
 def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
     """What runs the model: here, or together with other processes."""
     if config.tensor_parallel_size > 1:
-        from .parallel.launch import Parts, lead
+        from .extras.tensor_parallel.launch import Parts, lead
 
         return lead(Parts(config, folder, drafter), tokenizer)
     device = resolve_device(config.device)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .metrics import SpecStats
-from .request import Logprob, Piece, Request
-from .tracing.trace import Trace
+from .engine.metrics import SpecStats
+from .engine.request import Logprob, Piece, Request
+from .extras.tracing.trace import Trace
 
 if TYPE_CHECKING:
-    from .tracing.recorder import Record
+    from .extras.tracing.recorder import Record
 
 
 @dataclass

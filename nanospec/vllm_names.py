@@ -12,8 +12,8 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from .checks import shown
 from .config import EngineConfig, SamplingParams, SpecConfig
+from .text.checks import shown
 
 NO_LORA = "LoRA is not there"
 NO_MEDIA = "models of text only are there"

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
+from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target, guesses
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import Guessers, load_drafter
 from nanospec.drafters.medusa import MedusaDrafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
+from nanospec.engine.request import Logprob, Request, Status
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
-from nanospec.request import Logprob, Request, Status
 from nanospec.text.tokenizer import Tokenizer
-from nanospec.worker import Worker
 from tests.tiny import tiny_config
 
 K = int | Literal["auto"] | None

@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from nanospec.config import SpecConfig
+from nanospec.device.memory import kv_shape
+from nanospec.device.step import Step
 from nanospec.drafters.ngram import NgramDrafter
+from nanospec.engine.metrics import Stopwatch
+from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.kernels import dispatch
 from nanospec.kernels.table import Table
-from nanospec.memory import kv_shape
-from nanospec.metrics import Stopwatch
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.parallel.shard import Shard
-from nanospec.step import Step
 
 
 class DryRun(TorchDispatchMode):

@@ -20,14 +20,14 @@ from torch import Tensor
 from nanospec.config import EngineConfig
 from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.loading import load_drafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
+from nanospec.extras.tensor_parallel.group import Group
+from nanospec.extras.tensor_parallel.ranks import Leader, Rank, follow
+from nanospec.extras.tensor_parallel.shard import Shard
+from nanospec.extras.tensor_parallel.team import Team
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.random_weights import random_weights
-from nanospec.parallel.group import Group
-from nanospec.parallel.ranks import Leader, Rank, follow
-from nanospec.parallel.shard import Shard
-from nanospec.parallel.team import Team
 from nanospec.sampling.base import registered
 
 Weights = dict[str, Tensor]

@@ -25,9 +25,9 @@ import pytest
 
 import nanospec
 from nanospec import llm
-from nanospec.cli.options import build_parser, parse
+from nanospec.apps.cli.options import build_parser, parse
+from nanospec.apps.serve.command import build_parser as build_server_parser
 from nanospec.drafters import base
-from nanospec.serve.command import build_parser as build_server_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("nanospec", "kernels", "bench", "tests", "docs")

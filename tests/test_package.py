@@ -42,7 +42,7 @@ def test_everything_is_there_and_nothing_else(wheel: dict[str, bytes]) -> None:
         for file in (ROOT / folder).rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts and not file.name.startswith("."):
                 sources[f"{there}/{file.relative_to(ROOT / folder).as_posix()}"] = file.read_bytes()
-    assert {"nanospec/kernels/native/arithmetic.h", "nanospec/serve/page/index.html"} <= sources.keys()
+    assert {"nanospec/kernels/native/arithmetic.h", "nanospec/apps/serve/page/index.html"} <= sources.keys()
     ours = {name: text for name, text in wheel.items() if ".dist-info/" not in name}
     assert ours.keys() == sources.keys()
     assert [name for name, text in ours.items() if text != sources[name]] == []

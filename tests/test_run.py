@@ -1,4 +1,4 @@
-"""`run.py` as a user starts it: what takes a process. The rest is in `tests/nanospec/cli/test_main.py`."""
+"""`run.py` as a user starts it: what takes a process. The rest is in `tests/nanospec/apps/cli/test_main.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nanospec.cli.main import main
-from tests.nanospec.cli.test_main import requests_file, results
+from nanospec.apps.cli.main import main
+from tests.nanospec.apps.cli.test_main import requests_file, results
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("smollm2")

@@ -1,4 +1,4 @@
-"""The simulation of `tests/simulate`: it finds what is planted, repeats itself, and the engine passes it."""
+"""The simulation of `campaigns/simulate`: it finds what is planted, repeats itself, and the engine passes it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from unittest import mock
 
 import pytest
 
-from nanospec.engine import Engine
+from campaigns.simulate.command import main, scenario_of, tell
+from campaigns.simulate.defects import DEFECTS
+from campaigns.simulate.driver import Simulation, simulate
+from campaigns.simulate.limit import TooLong, within
+from campaigns.simulate.scenario import Scenario
+from campaigns.simulate.served import simulate_served
+from campaigns.simulate.shrink import failure, place_of, shrink
+from nanospec.apps.serve import answers, openai_format
+from nanospec.engine.engine import Engine
 from nanospec.kernels import dispatch
-from nanospec.serve import answers, openai_format
-from tests.simulate.command import main, scenario_of, tell
-from tests.simulate.defects import DEFECTS
-from tests.simulate.driver import Simulation, simulate
-from tests.simulate.limit import TooLong, within
-from tests.simulate.scenario import Scenario
-from tests.simulate.served import simulate_served
-from tests.simulate.shrink import failure, place_of, shrink
 
 SEEDS = (*range(22), 116)
 FOUND_BY = {  # seeds of small scenarios
@@ -105,7 +105,7 @@ def test_a_failure_that_does_not_repeat_is_told_and_leaves_its_scenario(
     assert tell(5, "engine", "AssertionError: once\n") == 1
     said = capsys.readouterr().err
     assert "Seed 5 fails:\nAssertionError: once\n" in said
-    assert said.endswith("-m tests.simulate --as engine --replay simulate-5.json\n")
+    assert said.endswith("-m campaigns.simulate --as engine --replay simulate-5.json\n")
     assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.drawn(5)
 
 
@@ -131,7 +131,7 @@ def test_a_scenario_is_replayed_by_a_process_of_its_own(way: str, tmp_path: Path
     path, environment = tmp_path / "small.json", {**os.environ, "PYTHONPATH": "."}
     environment.pop("TRITON_INTERPRET", None)
     path.write_text(scenario_of(1, "triton").to_json())
-    command = [sys.executable, "-m", "tests.simulate", "--as", way, "--replay", str(path)]
+    command = [sys.executable, "-m", "campaigns.simulate", "--as", way, "--replay", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "It passes.\n"), done.stderr
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from nanospec.device import to_host
+from nanospec.device.devices import to_host
 from nanospec.kernels.upload import upload
 
 READS = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from nanospec.config import SamplingParams
 from nanospec.drafters.base import Drafter, guesses, room
 from nanospec.drafters.simple import SimpleDrafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling.sample import sample
 from nanospec.kernels.speculation.layout import lay_out_text
 from nanospec.kernels.speculation.proposal import Proposal

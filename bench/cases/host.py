@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from bench.cases import Built, Case
 from bench.cases.speculation import make_table
-from nanospec.admission import Admission, HostWrites, write_blocks, write_row
 from nanospec.config import SamplingParams, SpecConfig
+from nanospec.device.admission import Admission, HostWrites, write_blocks, write_row
 
 PROMPT, BLOCK_SIZE = 1000, 16
 

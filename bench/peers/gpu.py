@@ -29,7 +29,7 @@ from bench.cases import Case, all_cases
 from bench.plain import PlainModel
 from bench.rows import Rows, release_memory, run
 from bench.steps import load_shape, make_engine, step_ms
-from nanospec.graphs import Bucket
+from nanospec.device.graphs import Bucket
 from nanospec.models.config import ModelConfig
 
 Call = Callable[..., Any]

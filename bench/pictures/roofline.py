@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common import streamed_bytes
-from nanospec.cli.account import account
-from nanospec.cli.shapes import SHAPES
+from nanospec.apps.cli.account import account
+from nanospec.apps.cli.shapes import SHAPES
 
 from . import style
 

@@ -1,4 +1,4 @@
-"""What the steps of a replica take: the account (`nanospec/cli/account.py`), read quickly.
+"""What the steps of a replica take: the account (`nanospec/apps/cli/account.py`), read quickly.
 
 A step of B rows with K drafts takes a + b x (cached positions of all rows) ms, if no layer has a window: a
 and b are taken from two accounts and kept. A prompt's pass takes what its tokens cost besides attention, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from nanospec.cli.account import Machine, Work, account, count, kv_tokens
+from nanospec.apps.cli.account import Machine, Work, account, count, kv_tokens
 from nanospec.models.config import ModelConfig
 
 FAR = 1 << 20  # tokens: where the second account is taken

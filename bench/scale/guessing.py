@@ -15,8 +15,8 @@ from typing import Any
 from bench.scale.costs import Costs
 from bench.strategies import Fixed, simulate
 from bench.traces import Trace
-from nanospec.costs import StepCosts
-from nanospec.graphs import MAX_STEP_TOKENS
+from nanospec.device.graphs import MAX_STEP_TOKENS
+from nanospec.drafters.costs import StepCosts
 
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 ALIKE = 64  # tokens by which the mean text of the rows may change until K is chosen anew
@@ -34,7 +34,7 @@ def brought(source: Sequence[Trace], tokens: int = 40_000) -> dict[int, float]:
 
 
 def captured(rows: int) -> tuple[int, ...]:
-    """The K for which a step of so many rows is captured (`nanospec/graphs.py`)."""
+    """The K for which a step of so many rows is captured (`nanospec/device/graphs.py`)."""
     return tuple(k for k in KS if k == 0 or rows * (k + 1) <= MAX_STEP_TOKENS)
 
 

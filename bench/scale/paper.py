@@ -15,10 +15,10 @@ from typing import Any
 
 from bench.scale.costs import Costs
 from bench.scale.guessing import Brought, captured
-from nanospec.cli.account import Machine, account
-from nanospec.cli.shapes import SHAPES
-from nanospec.graphs import batch_sizes
-from nanospec.kernels.layer.split import in_slices
+from nanospec.apps.cli.account import Machine, account
+from nanospec.apps.cli.shapes import SHAPES
+from nanospec.device.graphs import batch_sizes
+from nanospec.kernels.layer.vocab_parallel import in_slices
 from nanospec.models.config import ModelConfig
 
 Json = dict[str, Any]

@@ -15,8 +15,8 @@ from bench.scale.runs import Bounds, Setup, capacity, figures, paper_rate, serve
 from bench.scale.workload import Workload
 from bench.strategies import Fixed, automatic, simulate
 from bench.traces import Trace
-from nanospec.cli.shapes import SHAPES
-from nanospec.costs import StepCosts
+from nanospec.apps.cli.shapes import SHAPES
+from nanospec.drafters.costs import StepCosts
 
 Json = dict[str, Any]
 SECONDS = {1: 300.0, 10: 60.0, 100: 30.0, 1000: 20.0}  # of a run, by GPUs

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..overlap import release_next, wait_for_previous
+from ..dependent_launch import release_next, wait_for_previous
 from .norm import Norm
 from .product import (
     check_product,

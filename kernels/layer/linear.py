@@ -25,8 +25,8 @@ from . import gemm
 from .gemm import GELU
 from .norm import Norm, rms_norm
 from .residual import residual_add
-from .split import Summed, Vocabulary
 from .stream import Stream
+from .vocab_parallel import Summed, Vocabulary
 
 Whole = Tensor | Packed  # plain, or packed by `pack`
 Weight = Whole | Summed | Vocabulary  # or a part of one

@@ -33,10 +33,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import overlap
+from .. import dependent_launch as overlap
 from ..batch import MAX_QUERIES
+from ..dependent_launch import prefetch, release_next, wait_for_previous
 from ..launch import LOG2_E, ONE_SHAPE, arch, check_attention, next_power_of_2
-from ..overlap import prefetch, release_next, wait_for_previous
 from .paths import look_up, take_turn
 from .plan import Plan
 from .tickets import tickets

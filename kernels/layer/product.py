@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dependent_launch import LINE, options, prefetch
 from ..launch import ONE_SHAPE, arch, next_power_of_2
-from ..overlap import LINE, options, prefetch
 from .stream import Stream
 from .tickets import COUNT, tickets
 from .tiling import MACHINES, Tiling, plan

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch
+from ..dependent_launch import release_next, wait_for_previous
 from ..dispatch import use_triton
 from ..launch import arch
-from ..overlap import release_next, wait_for_previous
 from .linear import Weight, norm_linear, plain
 from .product import (
     check_product,

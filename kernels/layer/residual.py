@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dependent_launch import options, release_next, wait_for_previous
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
-from ..overlap import options, release_next, wait_for_previous
 from . import norm as norms
 from .norm import MAX_WIDTH, Norm
-from .split import total
 from .stream import GROUP, Stream, store_row
+from .vocab_parallel import total
 
 
 def residual_add(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dependent_launch import options, release_next, wait_for_previous
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
-from ..overlap import options, release_next, wait_for_previous
 from .norm import Norm
-from .split import Vocabulary
+from .vocab_parallel import Vocabulary
 
 GROUP = tl.constexpr(64)  # columns to a sum of squares
 

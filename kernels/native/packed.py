@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .call import Word, call
-from .pages import Arena
+from .mapped_memory import Arena
 
 WIDTH = 32  # rows of a strip
 FOUR_KB = 2048  # numbers; as decoder.cpp has it

@@ -29,17 +29,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..folders import import_all
 from ..kernels.batch import Batch
 from ..kernels.codes import GUESSED, MAX_DRAFTS, NOBODY, RUNNING
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
+from ..models.plugins import import_all
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
+    from ..extras.tensor_parallel.group import Group
     from ..models.decoder import Model
-    from ..parallel.group import Group
     from ..text.tokenizer import Tokenizer
 
 

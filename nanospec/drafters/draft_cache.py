@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..device import to_host
+from ..device.devices import to_host
+from ..device.memory import empty_cache, zero_blocks
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
-from ..memory import empty_cache, zero_blocks
 from ..models.decoder import Model
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..costs import StepCosts
+from ..device.timing import forward_ms
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
 from ..kernels.layer.linear import pack
@@ -29,8 +29,8 @@ from ..models.hub import available_models, new_models_folder, program, resolve_m
 from ..models.token_map import lm_head_rows, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
-from ..timing import forward_ms
 from .base import Drafter, Option, Target, guesses, nothing, room, scatter
+from .costs import StepCosts
 from .draft_cache import DraftCache
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from ..checks import shown
 from ..config import EngineConfig, SpecConfig
+from ..extras.tensor_parallel.group import Group
 from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..models.weights import load_model, resolve_dtype
-from ..parallel.group import Group
+from ..text.checks import shown
 from ..text.tokenizer import Tokenizer
 from .base import Drafter, Target, registered
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..device import synchronize
+from ..device.devices import synchronize
 from ..kernels.batch import Batch
 from ..kernels.sampling import noise
 from ..kernels.sampling.sample import sample

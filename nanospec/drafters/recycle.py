@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import shown
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
 from ..kernels.speculation.grow import Marks, grow
@@ -24,6 +23,7 @@ from ..kernels.speculation.recycled import ROWS, WIDTH, Recycled
 from ..kernels.speculation.report import emitted_tokens
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
+from ..text.checks import shown
 from .base import Drafter, Option, Target, nothing
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import as_token_id, shown
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
+from ..text.checks import as_token_id, shown
 from .base import Drafter, guesses, nothing, room
 
 TIMED, ENOUGH = 32, 3  # of the latest calls tell what one takes; with fewer than some it counts as nothing

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.dispatch import use_triton
 from ..kernels.layer.norm import Norm
-from ..kernels.layer.split import Vocabulary
+from ..kernels.layer.vocab_parallel import Vocabulary
 from ..kernels.native.build import target
 from ..kernels.native.call import Word, batch_words, call, words
 from ..kernels.native.packed import WIDTH, Packed, empty_rows, row_words

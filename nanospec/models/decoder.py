@@ -32,8 +32,8 @@ from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.plan import Plan
 from ..kernels.layer.qkv_rope import qkv_rope
 from ..kernels.layer.rope_cache import Angles
-from ..kernels.layer.split import Vocabulary
 from ..kernels.layer.stream import Stream, embed
+from ..kernels.layer.vocab_parallel import Vocabulary
 from ..kernels.native.tiles import is_tiled
 from .compiled import CompiledDecoder, compiled_decoder
 from .config import ModelConfig

@@ -19,9 +19,9 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
-from ..checks import shown
-from ..files import reason
+from ..text.checks import shown
 from .config import DTYPES, ModelConfig
+from .files import reason
 
 try:
     import gguf

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..checks import shown
+from ..text.checks import shown
 
 HUB_TIMEOUT = 10  # seconds until a silent hub counts as unreachable
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import shown
 from ..kernels.layer.linear import linear
+from ..text.checks import shown
 from .decoder import Model
 from .weights import open_safetensors
 

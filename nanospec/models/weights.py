@@ -20,14 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..checks import shown
-from ..files import read_json, reason
+from ..extras.tensor_parallel.group import Group
+from ..extras.tensor_parallel.shard import Part, Shard
 from ..kernels.dispatch import use_native
-from ..parallel.group import Group
-from ..parallel.shard import Part, Shard
+from ..text.checks import shown
 from .config import DTYPES, ModelConfig
 from .decoder import Model
 from .families.base import family_of, stored_shapes
+from .files import read_json, reason
 
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..checks import check_number, shown
 from ..config import SamplingParams
-from ..folders import import_all
+from ..models.plugins import import_all
+from ..text.checks import check_number, shown
 
 
 class SamplingParameter:

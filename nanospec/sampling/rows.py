@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..admission import HostWrites
+from ..device.admission import HostWrites
 from ..kernels.batch import Batch
 from ..kernels.table import Table
 from .base import PARAMETERS

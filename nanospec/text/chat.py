@@ -14,9 +14,9 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
-from ..checks import shown
-from ..files import read_text, reason
+from ..models.files import read_text, reason
 from .budget import TooMuch
+from .checks import shown
 from .sandbox import Sandbox
 
 ALWAYS = re.compile("add_generation_prompt|.*_token")  # given to all templates, used or not

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from ..files import reason
+from ..models.files import reason
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from ..checks import shown
-from ..files import check_size, read_json, reason
+from ..models.files import check_size, read_json, reason
 from .chat import read_templates, render
+from .checks import shown
 from .panics import is_panic, without_panics
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8

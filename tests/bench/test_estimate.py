@@ -14,8 +14,8 @@ import pytest
 
 from bench import estimate as before_after
 from bench.cases import Case, layer
-from nanospec.cli.estimate import Gpu, Launch, attention, estimate, explain, main, total
-from nanospec.cli.shapes import SHAPES
+from nanospec.apps.cli.estimate import Gpu, Launch, attention, estimate, explain, main, total
+from nanospec.apps.cli.shapes import SHAPES
 from nanospec.kernels import dispatch, launch
 
 H200 = Gpu()

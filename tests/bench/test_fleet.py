@@ -20,8 +20,8 @@ from bench.scale.routing import ROUTERS, by_prefix, least_loaded
 from bench.scale.runs import Bounds, Setup, capacity, figures
 from bench.scale.workload import NO_PREFIX, SHAPES, Request, Workload
 from bench.traces import synthetic
-from nanospec.cli.account import Machine, account, prefill
-from nanospec.cli.shapes import SHAPES as MODELS
+from nanospec.apps.cli.account import Machine, account, prefill
+from nanospec.apps.cli.shapes import SHAPES as MODELS
 
 EIGHT = Costs(MODELS["qwen3-8b"])
 PLAIN = dict.fromkeys(KS, 1.0)  # drafts that are never right

@@ -14,7 +14,7 @@ from bench.cases import Case, all_cases
 from bench.events import kernel_events
 from bench.gpu_groups import PARTS
 from bench.peers import gpu as peers
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ import torch
 from bench import recycle, replay
 from bench.recycle import averaged, interleaved, run
 from bench.replay import Text, Way
-from nanospec.costs import StepCosts
+from nanospec.drafters.costs import StepCosts
 from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation import grow, learn
 from nanospec.kernels.speculation.recycled import CODES, ID_BITS

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from bench.simulation import ReplayWorker, SyntheticWorker
-from nanospec import LLM, SamplingParams, SpecConfig, graphs
+from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.device import graphs
 from nanospec.drafters.base import Target
 from nanospec.drafters.loading import load_drafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.outputs import Completion
 from tests.drive import Job, run

@@ -16,8 +16,8 @@ from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from tests.drive import Job, make_engine, outcome, random_jobs, run
-from tests.nanospec.guided import guided_jobs, is_right
-from tests.nanospec.tracing.records import check, record_of
+from tests.nanospec.extras.grammar.guided import guided_jobs, is_right
+from tests.nanospec.extras.tracing.records import check, record_of
 from tests.tiny import GEMMA, tiny_model, tiny_tokenizer
 
 VOCAB = 512

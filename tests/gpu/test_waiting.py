@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from nanospec import SamplingParams
-from nanospec.admission import Admission, HostWrites, write_history, write_row
 from nanospec.config import SpecConfig
-from nanospec.engine import Engine
-from nanospec.graphs import CudaCapture
+from nanospec.device.admission import Admission, HostWrites, write_history, write_row
+from nanospec.device.graphs import CudaCapture
+from nanospec.engine.engine import Engine
 from nanospec.kernels.batch import Chunk
 from nanospec.kernels.table import Table
 from nanospec.models.heads import Heads

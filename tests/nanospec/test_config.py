@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanospec.config import EngineConfig, SpecConfig
-from nanospec.device import resolve_device
+from nanospec.device.devices import resolve_device
 
 BAD_SPEC = [
     ({"method": "ngram+recycle", "tree_width": 2}, "method='ngram+recycle', whose trees have any"),

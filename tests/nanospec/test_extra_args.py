@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec import SamplingParameter, SamplingParams
-from nanospec.admission import HostWrites
-from nanospec.cli.options import parse, sampling_params
+from nanospec.apps.cli.options import parse, sampling_params
+from nanospec.device.admission import HostWrites
 from nanospec.kernels import dispatch
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.table import Table

@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from nanospec import LLM, RequestOutput, SamplingParams, SimpleDrafter, SpecConfig
+from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import load_drafter
 from nanospec.drafters.medusa import MedusaDrafter
-from nanospec.engine import Engine
+from nanospec.engine.engine import Engine
+from nanospec.engine.locking import SharedEngine
 from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads
 from nanospec.models.weights import fast_in_bfloat16
-from nanospec.sharing import SharedEngine
-from nanospec.worker import Worker
 from tests.drive import MODES, assert_idle, cycle_weights
 
 EOS = "<e>"

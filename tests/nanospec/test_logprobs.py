@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nanospec import SamplingParams
+from nanospec.engine.request import Request
 from nanospec.models.heads import Heads
 from nanospec.models.weights import load_model
-from nanospec.request import Request
 from tests.drive import MODES, Job, make_engine, run
 from tests.tiny import checkpoint, reference_logits
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from nanospec import SamplingParams
+from nanospec.engine.request import seed_of
 from nanospec.kernels.sampling import accept, penalties, sample, top_k_top_p
 from nanospec.kernels.sampling.accept import DELTA, EPSILON
-from nanospec.request import seed_of
 from tests.drive import MODES, Job, run
 from tests.exact import (
     Change,

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ...checks import shown
-from ...folders import import_all
+from ...text.checks import shown
 from ..config import ModelConfig
+from ..plugins import import_all
 
 FAMILIES: dict[str, Family] = {}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checks import shown
+from ...text.checks import shown
 from ..config import ModelConfig
 from ..rope import Rope
 from .base import Family

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...checks import shown
+from ...text.checks import shown
 from ..config import ModelConfig
 from .base import Family
 from .llama import sliding_window

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ...checks import shown
+from ...text.checks import shown
 from ..config import ModelConfig
 from ..rope import Rope
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanospec.checks import shown
 from nanospec.kernels import dispatch
 from nanospec.models import weights
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model, resolve_dtype
+from nanospec.text.checks import shown
 from tests.tiny import Pages, checkpoint, tiny_config
 
 IDS = torch.arange(20)

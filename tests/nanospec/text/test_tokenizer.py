@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
-from nanospec.checks import shown
+from nanospec.text.checks import shown
 from nanospec.text.tokenizer import Tokenizer
 from tests.conftest import WEIGHTS
 from tests.nanospec.text.conftest import byte_level, save

@@ -1,0 +1,77 @@
+"""A small engine with little room behind an `LLM`, what it is asked, and what must hold after any fault."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from nanospec import LLM, SamplingParams
+from nanospec.engine.engine import Engine
+from nanospec.engine.locking import SharedEngine
+from nanospec.models.decoder import Model
+from tests.drive import MODES, Job, alone, assert_idle, make_engine
+from tests.tiny import tiny_model
+
+VOCAB, WINDOW = 24, 64
+SHARED = [1, 2, 3, 4] * 5  # what all prompts begin with
+
+JOBS = [
+    Job(SHARED + [i] * (5 * i + 1), SamplingParams(temperature=i % 2, seed=i, max_tokens=24))
+    for i in range(3)
+]
+
+
+def small_model() -> Model:
+    return tiny_model(vocab_size=VOCAB, num_layers=1)
+
+
+def texts(model: Model, jobs: list[Job] = JOBS) -> list[list[int]]:
+    """What each gets alone."""
+    return [outcome.token_ids for outcome in alone(model, jobs, max_model_len=WINDOW)]
+
+
+def small_engine(model: Model, mode: str, k: int = 3, **options: Any) -> Engine:
+    """Prompts come in chunks, and requests are preempted."""
+    tight = {"num_blocks": 5, "max_num_batched_tokens": 24, "max_num_seqs": 3, "max_model_len": WINDOW}
+    return make_engine(model, k, **{**tight, **MODES[mode], **options})
+
+
+def small_llm(model: Model, mode: str, **options: Any) -> LLM:
+    """As `LLM` makes it, but for the folder of a model."""
+    llm = object.__new__(LLM)
+    llm.engine = small_engine(model, mode, **options)
+    llm.config, llm.shared, llm._groups = llm.engine.config, SharedEngine(llm.engine), itertools.count()
+    return llm
+
+
+def ask(llm: LLM, jobs: list[Job] = JOBS) -> list[list[int]]:
+    """The tokens of all jobs as one call."""
+    outputs = llm.generate([job.prompt for job in jobs], [job.params for job in jobs])
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def stream(llm: LLM) -> None:
+    """Streams side by side, of which some are left."""
+    streams: list[Any] = [llm.stream_pieces(job.prompt, job.params) for job in JOBS]
+    try:
+        for i, each in enumerate(streams):
+            for number, _ in enumerate(each):
+                if i < 2 and number == 2:
+                    break
+            if i == 1:
+                each.close()
+    finally:
+        for each in streams:
+            each.close()
+
+
+def assert_sound(engine: Engine) -> None:
+    """Nobody holds a row or a block, each block is free and named at most once, and nothing is negative."""
+    while engine._queue:  # a step of requests that were aborted behind it
+        engine.step()
+    assert_idle(engine)
+    pool = engine.scheduler.pool
+    assert not any(pool._references)
+    assert sorted(pool._free) == list(range(pool.num_blocks))
+    assert {name: block for block, name in pool._hash_of.items()} == pool._block_of
+    assert min(engine.metrics.stages.seconds.values()) >= 0

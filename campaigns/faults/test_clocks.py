@@ -1,0 +1,44 @@
+"""Clocks that jump: they are for figures and for what pays, so no text, limit or count depends on them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from campaigns.faults.engines import JOBS, assert_sound, small_engine, small_model, texts
+from nanospec.outputs import Completion
+from tests.drive import finish
+
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize("jump", [DAY, 0.0], ids=["jump", "stand-still"])
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+def test_clocks_that_jump(mode: str, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock on the wall may be set back; the one that counts time may only jump ahead, as when a machine
+    was asleep, or be so coarse that it stands still."""
+    model = small_model()
+    expected = texts(model)
+    counter, wall, calls = time.perf_counter, time.time, itertools.count()
+    still = counter() + DAY
+
+    def jumping() -> float:
+        n = next(calls)
+        return counter() + jump * (n // 50) if jump else still
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", jumping)
+        patch.setattr(time, "monotonic", jumping)
+        patch.setattr(time, "time", lambda: wall() - jump * (next(calls) // 50))
+        engine = small_engine(model, mode, "auto", trace=True)  # type: ignore[arg-type]
+        for _ in range(2):
+            requests = [engine.add(job.prompt, job.params) for job in JOBS]
+            finish(engine)
+            assert [request.output_ids for request in requests] == expected
+            for done in map(Completion.of, requests):
+                assert min(done.seconds, done.first_token_seconds) >= 0
+        assert_sound(engine)
+    costs = engine.policy.costs
+    assert costs is None or costs.cost(2, 4) > 0

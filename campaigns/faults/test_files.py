@@ -1,0 +1,220 @@
+"""A disk that is full at any byte, and files that are cut off: what is there is whole, or told not to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nanospec.apps.cli.batch import Batch, Writer
+from nanospec.apps.cli.batch_lines import LineError, Task
+from nanospec.apps.cli.batch_results import finished, head_of, results_file
+from nanospec.apps.cli.fetch import is_complete
+from nanospec.apps.cli.main import main
+from nanospec.apps.training.command import claim
+from nanospec.apps.training.data import _kept
+from nanospec.apps.training.loop import TrainError, whole_file
+from nanospec.config import SamplingParams
+from nanospec.extras.tracing.trace import Trace
+from nanospec.kernels.native import build
+from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
+
+TASKS = [
+    Task(i, SamplingParams(), "x", url=("", "/v1/completions")[i % 2], key=f"{i:016x}") for i in range(4)
+]
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file grows beyond so many bytes; what of a write still fits is written, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_results(path: Path) -> None:
+    """As a batch does whose tasks end in another order."""
+    with results_file(str(path)) as file:
+        done = finished(path, TASKS)
+        with Writer(Batch("input", str(path), TASKS, done, file)) as writer:
+            for task in reversed([task for task in TASKS if task.index not in done]):
+                writer.write(head_of(task) + b'"text": "\xe2\x80\xa8"}\n', 1)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_results_that_nobody_would_find_end_a_batch(tmp_path: Path, replaced: bool) -> None:
+    """Whether the file is removed before the first of them or later; what has taken its name stays."""
+    path = tmp_path / "results"
+
+    def write(at: int) -> None:
+        with results_file(str(path)) as file, Writer(Batch("input", str(path), TASKS, set(), file)) as writer:
+            for task in TASKS:
+                assert writer.written <= at
+                if writer.written == at:
+                    path.unlink()
+                    path.write_bytes(b"") if replaced else None
+                writer.write(head_of(task) + b'"text": ""}\n', 1)
+
+    for at in (0, 1):
+        with pytest.raises(LineError, match=f"{path} was removed or replaced while results were written"):
+            write(at)
+        assert path.exists() == replaced
+        path.unlink(missing_ok=True)
+
+
+def test_a_batch_goes_on_after_a_full_disk(tmp_path: Path) -> None:
+    """At every byte: then each result is there once."""
+    path = tmp_path / "whole"
+    write_results(path)
+    whole = sorted(path.read_bytes().split(b"\n"))
+    for size in range(path.stat().st_size):
+        path = tmp_path / "results"
+        with room_for(size), pytest.raises(OSError):
+            write_results(path)
+        assert not path.exists() or path.read_bytes()[-1:] == b"\n"
+        write_results(path)
+        assert sorted(path.read_bytes().split(b"\n")) == whole, size
+        path.unlink()
+
+
+def test_a_trace_is_whole_or_not_there(tmp_path: Path) -> None:
+    path, trace = tmp_path / "trace.html", Trace()
+    trace.save(path)
+    whole = path.read_bytes()
+    for before in (None, b"<!doctype html>an older one"):
+        for size in (0, 1, len(whole) // 2, len(whole) - 1):
+            path.unlink(missing_ok=True)
+            if before is not None:
+                path.write_bytes(before)
+            with room_for(size), pytest.raises(OSError):
+                trace.save(path)
+            assert (path.read_bytes() if path.exists() else None) == before
+            assert len(os.listdir(tmp_path)) == int(before is not None)
+
+
+@pytest.mark.parametrize("save", ["torch", "safetensors"])
+def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, save: str) -> None:
+    """And the error is one of a file, whatever the library calls it."""
+    path, state = tmp_path / "state", {"a": torch.arange(999.0)}
+    path.write_bytes(b"the one before")
+    for size in (0, 9, 100, 2000, 3900):
+        with room_for(size), pytest.raises(OSError), whole_file(path) as temporary:
+            torch.save(state, temporary) if save == "torch" else save_file(state, temporary)
+        assert path.read_bytes() == b"the one before"
+        assert os.listdir(tmp_path) == ["state"]
+
+
+def test_work_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    with room_for(0), pytest.raises(OSError):
+        claim(tmp_path, tmp_path, None, 1)
+    claim(tmp_path, tmp_path, None, 1)
+    (tmp_path / "work.json").write_text('{"mod')
+    with pytest.raises(TrainError, match="work.json is damaged.*delete it"):
+        claim(tmp_path, tmp_path, None, 1)
+    save_file({"hidden": torch.zeros(9, 9)}, tmp_path / "hidden")
+    assert _kept(tmp_path / "hidden").shape == (9, 9)
+    os.truncate(tmp_path / "hidden", 200)
+    with pytest.raises(TrainError, match="hidden is damaged; delete it"):
+        _kept(tmp_path / "hidden")
+
+
+def test_a_model_that_is_cut_off_is_not_complete(tmp_path: Path) -> None:
+    """Else `fetch`, which its error message names, would leave it as it is."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text('{"a": 1}')
+    save_file({"a": torch.zeros(9), "b": torch.zeros(3)}, tmp_path / "model.safetensors", {"format": "pt"})
+    index = {"weight_map": {"a": "model.safetensors"}}
+    for more in (None, index):
+        if more is not None:
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(more))
+        assert is_complete(tmp_path)
+        for file in sorted(tmp_path.iterdir()):
+            whole = file.read_bytes()
+            for size in (*range(0, len(whole), 7), len(whole) - 1):
+                file.write_bytes(whole[:size])
+                assert not is_complete(tmp_path), (file, size)
+            file.write_bytes(b"[" * 10**5)
+            assert not is_complete(tmp_path), file
+            file.unlink()
+            assert not is_complete(tmp_path) or file.name.endswith("index.json")
+            file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("argv", [["explain", "qwen3-0.6b"], ["--prompt", "x"]])
+def test_standard_output_on_a_full_disk(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanospec.models.hub.resolve_model", Path)
+    monkeypatch.setattr("nanospec.apps.cli.generate.run", lambda *_: print("x" * 10**5))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(argv) == 2
+    assert capsys.readouterr().err == "Standard output cannot be written: No space left on device.\n"
+
+
+def test_a_compiled_library_that_is_cut_off_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To load it would end the process, by SIGBUS, and the next one too."""
+    if build.library() is None:
+        pytest.skip("needs a compiler")
+    whole = build.built(build.cache_folder()).read_bytes()
+    file = tmp_path / "native.so"
+    for size in (0, 63, 64, 4096, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(OSError, match=r"native\.so is (cut off|no library)"):
+            build._loaded(file)
+
+    def again(folder: Path) -> Path:
+        if not file.exists():
+            file.write_bytes(whole)
+        return file
+
+    monkeypatch.setattr(build, "built", again)
+    assert build.library.__wrapped__() is not None
+    assert file.read_bytes() == whole
+
+
+def test_a_compiler_ends_with_who_waits_for_it(tmp_path: Path) -> None:
+    """With the processes that it has started, as g++ does, and with what they have written."""
+    script = "echo > $TMPDIR/cc1.s; sleep 60 & echo $! > pid.part; mv pid.part pid; wait"
+    pid, before = tmp_path / "pid", signal.getsignal(signal.SIGALRM)
+
+    def interrupt(*_: object) -> None:
+        if pid.exists():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build._compile(["sh", "-c", f"cd {tmp_path}; {script}"], str(tmp_path))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (tmp_path / "cc1.s").exists()  # not in the common folder
+    assert_gone([int(pid.read_text())])
+
+
+def test_what_explain_cannot_read_is_no_fault_of_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in ("", "[]", "{"):
+        (tmp_path / "config.json").write_text(content) if content else None
+        with pytest.raises(SystemExit, match="2"):
+            main(["explain", str(tmp_path)])
+        errors = capsys.readouterr().err
+        assert str(tmp_path) in errors
+        assert "Standard output" not in errors

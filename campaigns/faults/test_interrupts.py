@@ -1,0 +1,128 @@
+"""An exception at any line of the host: afterwards nothing is held, and the next texts are right.
+
+`make faults` interrupts at every line; here it is a sample of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from campaigns.faults.engines import JOBS, ask, assert_sound, small_llm, small_model, stream, texts
+from campaigns.faults.inject import Injector, raising
+from nanospec import LLM, RequestOutput
+
+SOME = 12
+WAYS: dict[str, Callable[[LLM], Any]] = {"generate": ask, "stream": stream}
+
+
+def lines_to_try(total: int, sample: int | None) -> list[int]:
+    """Every line that runs, or a sample of them."""
+    lines = range(1, total + 1)
+    return list(lines) if sample is None else sorted(random.Random(total).sample(lines, min(sample, total)))
+
+
+def interrupt(mode: str, way: str, sample: int | None, error: type[BaseException]) -> None:
+    model = small_model()
+    llm, expected = small_llm(model, mode), texts(model)
+    for _ in range(2):
+        assert ask(llm) == expected
+    assert llm.engine.metrics.num_preemptions
+    with raising(0) as counted:
+        WAYS[way](llm)
+    for at in lines_to_try(counted.lines, sample):
+        with raising(at, error) as injector, suppress(error):
+            WAYS[way](llm)
+        llm.metrics()  # a turn that was left open is given back with the next one
+        sound(llm, injector)
+        assert not llm.shared._is_ours(), injector.where
+        assert ask(llm) == expected, injector.where
+        sound(llm, injector)
+
+
+def sound(llm: LLM, injector: Injector) -> None:
+    try:
+        assert_sound(llm.engine)
+    except AssertionError as error:
+        raise AssertionError(f"after {injector.where}") from error
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+def test_an_interrupt_at_any_line(mode: str, way: str) -> None:
+    interrupt(mode, way, SOME, KeyboardInterrupt)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+def test_an_interrupt_at_every_line(mode: str, way: str, error: type[BaseException]) -> None:
+    interrupt(mode, way, None if "FAULTS" not in os.environ else int(os.environ["FAULTS"]), error)
+
+
+def test_a_stream_that_is_left_is_ended_whatever_interrupts_that() -> None:
+    llm = small_llm(small_model(), "plain")
+    for at in range(1, 1000):
+        pieces = llm.stream_pieces(JOBS[0].prompt, JOBS[0].params)
+        next(pieces)
+        with raising(at) as injector, suppress(KeyboardInterrupt):
+            pieces.close()  # type: ignore[attr-defined]
+        llm.metrics()
+        sound(llm, injector)
+        if not injector.where:
+            break
+    assert 10 < at < 999
+
+
+def test_requests_are_in_a_queue_at_every_moment() -> None:
+    """Else whoever waits for them in another thread would wait for ever."""
+    model = small_model()
+    llm = small_llm(model, "plain")
+    for at in range(1, 400, 3):
+        requests = [llm.engine.add(job.prompt, job.params) for job in JOBS]
+        with raising(at) as injector, suppress(KeyboardInterrupt):
+            llm.engine.scheduler.schedule()
+        llm.engine.abort_all()
+        assert all(request.is_finished for request in requests), injector.where
+        assert_sound(llm.engine)
+
+
+def test_ctrl_c_twice() -> None:
+    """The second one comes while the first one's requests are ended; other threads get to know of both."""
+    model = small_model()
+    llm, expected = small_llm(model, "as-on-gpu"), texts(model)
+    abort = llm.engine.abort_all
+    errors: list[str | None] = []
+
+    def interrupted(error: str | None = None) -> None:
+        if not errors:
+            errors.append(error)
+            raise KeyboardInterrupt
+        abort(error)
+
+    def step() -> Any:
+        raise KeyboardInterrupt
+
+    llm.engine.abort_all = interrupted  # type: ignore[method-assign]
+    ends: list[RequestOutput] = []
+    bystander = llm.stream_pieces(JOBS[2].prompt, JOBS[2].params, ends.append)
+    next(bystander)
+    own, llm.engine.step = llm.engine.step, step  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        ask(llm)
+    llm.engine.step = own  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: list(bystander), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert errors
+    assert ends[0].finish_reason == "abort"  # what was cut short may be anything
+    assert ask(llm) == expected
+    assert_sound(llm.engine)

@@ -1,0 +1,210 @@
+"""Memory that runs out: one sentence says what to lower, whoever can goes on, and the engine stays usable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nanospec.device.graphs
+import nanospec.llm
+from campaigns.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
+from nanospec import SamplingParams
+from nanospec.device.graphs import EagerCapture, Step
+from nanospec.device.out_of_memory import OutOfMemory, ran_out
+from tests.drive import Job, finish
+from tests.nanospec.test_llm import folder, make
+
+__all__ = ["folder"]
+SHORTAGES = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
+    OSError(12, "Cannot allocate memory"),
+]
+
+
+def failing_at(target: Any, name: str, at: int, error: BaseException) -> list[int]:
+    """Have the `at`-th call of a method raise, before it does anything; gives what counts the calls."""
+    own, calls = getattr(target, name), [0]
+
+    def call(*args: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            raise error
+        return own(*args, **named)
+
+    setattr(target, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+def test_a_prompt_without_memory_ends_alone(mode: str) -> None:
+    """With who shares its blocks, and nobody else: also in chunks, and where others have begun before."""
+    model = small_model()
+    jobs = [JOBS[0], Job([9, 8, 7], SamplingParams(temperature=0, max_tokens=30)), *JOBS[1:], JOBS[2]]
+    expected = texts(model, jobs)
+    for at in (1, 2, 4):
+        engine = small_engine(model, mode, num_blocks=14, max_num_seqs=6)
+        prefill = engine.worker.prefill
+        calls = failing_at(engine.worker, "prefill", at, SHORTAGES[at % len(SHORTAGES)])
+        requests = [engine.add(job.prompt, job.params) for job in jobs]
+        finish(engine)
+        assert_sound(engine)
+        lost = [request for request in requests if request.finish_reason == "abort"]
+        assert bool(lost) == (calls[0] >= at)
+        assert len(lost) < len(jobs)
+        for request, wanted in zip(requests, expected, strict=True):
+            if request in lost:
+                assert request.error is not None
+                assert "Memory ran out for the prompt; lower max_num_batched_tokens=24" in request.error
+            else:
+                assert request.output_ids == wanted, at
+        engine.worker.prefill = prefill  # type: ignore[method-assign]
+        again = [engine.add(job.prompt, job.params) for job in jobs]  # nothing half-written is found again
+        finish(engine)
+        assert [request.output_ids for request in again] == expected
+        assert_sound(engine)
+
+
+@pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: type(error).__name__)
+def test_a_step_without_memory_says_what_to_lower(error: BaseException) -> None:
+    model = small_model()
+    llm, expected = small_llm(model, "as-on-gpu"), texts(model)
+    failing_at(llm.engine.worker, "step", 5, error)
+    with pytest.raises(OutOfMemory, match=r"a step, .*; lower max_num_batched_tokens=24, max_num_seqs=3"):
+        ask(llm)
+    assert_sound(llm.engine)
+    assert ask(llm) == expected
+
+
+@pytest.mark.parametrize("where", ["load_parts", "Worker"])
+def test_loading_without_memory_says_what_to_do(
+    folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*args: Any) -> Any:
+        raise SHORTAGES[0]
+
+    monkeypatch.setattr(nanospec.llm, where, short)
+    wanted = "the weights on cpu .*a smaller model" if where == "load_parts" else "beside.*lower max_num"
+    with pytest.raises(OutOfMemory, match=f"^Memory ran out for .*{wanted}"):
+        make(folder, 3)
+
+
+def test_other_failures_are_no_shortage() -> None:
+    for error in (RuntimeError("a kernel"), OSError(28, "No space left on device"), ValueError("memory")):
+        assert not ran_out(error)
+    assert all(map(ran_out, SHORTAGES))
+
+
+class NoRoom(EagerCapture):
+    """Runs out of memory in its first capture, and leaves it as CUDA graphs do then."""
+
+    error: Exception | None = None
+
+    def __init__(self, step: Step, rows: Tensor) -> None:
+        super().__init__(step, rows)
+        if (error := NoRoom.error) is not None:
+            NoRoom.error = None
+            try:
+                raise error
+            finally:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_a_failure_behind_one_of_memory_is_no_such_failure() -> None:
+    """Whoever tries again within `except MemoryError` may meet another one."""
+    later = RuntimeError("libcuda: driver too old")
+    later.__context__ = MemoryError()
+    assert not ran_out(later)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_capture_without_memory_says_what_to_lower(
+    folder: Path, lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the engine is made, or with requests under way; the next ones run."""
+    monkeypatch.setattr(nanospec.device.graphs, "EagerCapture", NoRoom)
+    monkeypatch.setattr(NoRoom, "error", SHORTAGES[0])
+    told = r"'CUDA error: .* during capture'\); lower max_num_batched_tokens=\d+, max_num_seqs=\d+"
+    options: dict[str, Any] = {"enforce_eager": False, "lazy_capture": lazy}
+    if not lazy:
+        with pytest.raises(OutOfMemory, match=told):
+            make(folder, 3, **options)
+        return
+    model = small_model()
+    llm, expected = small_llm(model, "as-on-gpu", **options), texts(model)
+    with pytest.raises(OutOfMemory, match=told):
+        ask(llm)
+    assert_sound(llm.engine)
+    assert ask(llm) == expected
+
+
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+@pytest.mark.parametrize("verb", ["prefill", "step", "fetch"])
+def test_a_worker_that_fails_once(mode: str, verb: str) -> None:
+    fail_once(mode, verb, some=True)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+@pytest.mark.parametrize("verb", ["admit", "prefill", "step", "fetch", "release"])
+def test_a_worker_that_fails_at_every_call(mode: str, verb: str) -> None:
+    fail_once(mode, verb, some=False)
+
+
+def fail_once(mode: str, verb: str, some: bool) -> None:
+    """Have each call fail in turn, or some of them."""
+    model = small_model()
+    llm, expected = small_llm(model, mode), texts(model)
+    own, at, step = getattr(llm.engine.worker, verb), 0, 1
+    while True:
+        at += step
+        step *= 4 if some else 1
+        calls = failing_at(llm.engine.worker, verb, at, RuntimeError("a cosmic ray"))
+        try:
+            assert ask(llm) == expected
+        except RuntimeError as error:
+            assert str(error) == "a cosmic ray"  # noqa: PT017
+        setattr(llm.engine.worker, verb, own)
+        assert_sound(llm.engine)
+        assert ask(llm) == expected
+        if calls[0] < at:
+            return
+
+
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+@pytest.mark.parametrize("behind", [1, 4])
+def test_nan_of_a_moment_poisons_no_other(mode: str, behind: int) -> None:
+    """Weights are NaN in one pass, of prompts that share blocks, between preemptions; whoever was not in it
+    has the right text, and so has everybody the next time."""
+    model = small_model()
+    engine, expected = small_engine(model, mode), texts(model)
+    embedding, write_kv, calls = model.embedding, model.write_kv, [0]
+
+    def poisoned(*args: Any) -> None:
+        calls[0] += 1
+        model.embedding = embedding * float("nan") if calls[0] % 10 == behind else embedding
+        write_kv(*args)
+        model.embedding = embedding
+
+    model.write_kv = poisoned  # type: ignore
+    for _ in range(3):
+        requests = [engine.add(job.prompt, job.params) for job in JOBS]
+        finish(engine)
+        assert_sound(engine)
+        for request, wanted in zip(requests, expected, strict=True):
+            if request.finish_reason == "abort":
+                assert request.error is not None
+                assert "gave NaN or infinite logits" in request.error
+                assert request.output_ids == wanted[: len(request.output_ids)]
+            else:
+                assert request.output_ids == wanted
+    model.write_kv = write_kv  # type: ignore[method-assign]
+    for _ in range(2):
+        again = [engine.add(job.prompt, job.params) for job in JOBS]
+        finish(engine)
+        assert [request.output_ids for request in again] == expected

@@ -1,0 +1,125 @@
+"""SIGINT, SIGTERM, SIGHUP and SIGKILL at moments that a seed draws, to real processes: from Python's first
+line to its last, also twice. `make faults` has FAULTS of each way to run (20)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM
+
+import pytest
+
+from campaigns.faults.signals import NOISE, PYTHONS_OWN, End, Sandbox
+from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone, random_model
+from tests.nanospec.test_llm import folder
+
+__all__ = ["folder"]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]
+HOW_MANY = int(os.environ.get("FAULTS", "20"))
+SIGNALS = [[SIGINT], [SIGINT] * 2, [SIGINT] * 2, [SIGINT] * 3, [SIGTERM], [SIGTERM] * 2, [SIGHUP], [SIGKILL]]
+SMALL: list[object] = ["--dtype", "float32", "--device", "cpu", "--max-num-seqs", 4]
+LONG: list[object] = ["--max-tokens", 300, "--ignore-eos"]
+BATCH: list[object] = ["--input", "in.jsonl", "--output", "out.jsonl", "--raw"]
+WAYS: dict[str, list[object]] = {
+    "prompt": ["--prompt", "abcab", *LONG],
+    "batch": BATCH,
+    "chat": ["--chat", *LONG],
+    "help": ["--help"],
+    "compile": ["--prompt", "abcab", "--max-tokens", 3],
+}
+SPLIT: list[object] = ["--tensor-parallel-size", 2, "--max-model-len", 256, "--distributed-timeout", 8]
+
+
+def requests(sandbox: Sandbox, count: int) -> None:
+    params = {"max_tokens": 100, "ignore_eos": True}
+    lines = ({"prompt": "ab" * (i % 3 + 1), "seed": i, "temperature": i % 2, **params} for i in range(count))
+    (sandbox.folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def results(sandbox: Sandbox) -> list[tuple[int, str, list[int]]]:
+    """What the results say but for statistics. Every line must be whole."""
+    file = sandbox.folder / "out.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")]
+    return sorted((line["index"], line["key"], line["token_ids"]) for line in found)
+
+
+def check(end: End, sandbox: Sandbox, statuses: set[int], killed: bool) -> None:
+    assert end.status in statuses, end
+    assert not NOISE.search(end.err), end
+    assert killed or not end.orphans, end
+    assert_gone(end.orphans)
+    assert killed or not sandbox.left(), end
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_ends_as_it_is_told(way: str, folder: Path, tmp_path: Path) -> None:
+    args = ["--model", folder, *SMALL, *WAYS[way]] if way != "help" else WAYS[way]
+
+    def run(name: str, share: float = 2, numbers: list[signal.Signals] | None = None) -> tuple[Sandbox, End]:
+        sandbox = Sandbox(tmp_path / name, way != "compile")
+        requests(sandbox, 40)
+        (sandbox.folder / "typed").write_text("ab\nabc\nabcd\n")
+        with open(sandbox.folder / "typed") as typed:
+            process = sandbox.start(args, stdin=typed)
+            return sandbox, sandbox.strike(process, share * whole, numbers or [])
+
+    whole, begin = 0.0, time.monotonic()
+    undisturbed, end = run("undisturbed")
+    assert end.status == 0, end
+    whole = time.monotonic() - begin
+    for seed in range(HOW_MANY):
+        draw = random.Random(f"{way}-{seed}")
+        numbers = draw.choice(SIGNALS)
+        sandbox, end = run(str(seed), draw.random(), numbers)
+        if end.err.startswith(PYTHONS_OWN):
+            continue
+        if way == "compile":
+            kept = {name for name in sandbox.left() if name.endswith(".so") and name.count("/") == 2}
+            sandbox._before |= kept
+        check(end, sandbox, {0, 128 + numbers[0]}, SIGKILL in numbers)
+        if way == "batch":
+            assert sandbox.strike(sandbox.start(args), 0, []).status == 0
+            assert results(sandbox) == results(undisturbed)
+
+
+def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
+    """The process of the other rank, or nobody's while there is none."""
+
+    def find() -> int:
+        for pid in sandbox.alive():
+            if pid != leader and b"nanospec.extras.tensor_parallel.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        raise ProcessLookupError
+
+    return find
+
+
+def test_ranks_end_together(tmp_path: Path) -> None:
+    """Whoever of them is killed or stopped, whenever: with one sentence, in time, and the batch goes on."""
+    args = ["--model", random_model(tmp_path / "model"), *SMALL, *BATCH, *SPLIT]
+    begin = time.monotonic()
+    undisturbed = Sandbox(tmp_path / "undisturbed")
+    requests(undisturbed, 12)
+    assert undisturbed.strike(undisturbed.start(args), 0, []).status == 0
+    whole = time.monotonic() - begin
+    for seed in range(-(-HOW_MANY // 2)):
+        draw = random.Random(f"ranks-{seed}")
+        sandbox = Sandbox(tmp_path / str(seed))
+        number = draw.choice([SIGINT, SIGTERM, SIGKILL, SIGSTOP, SIGKILL])
+        requests(sandbox, 12)
+        process = sandbox.start(args)
+        other = number == SIGSTOP or draw.random() < 0.5
+        whom = rank(sandbox, process.pid) if other else None
+        end = sandbox.strike(process, draw.uniform(0.2, 1) * whole, [number], whom)
+        assert_gone(end.orphans)
+        if other:
+            assert end.status in (0, 2), end
+            assert end.status == 0 or "Rank 1" in end.err or "A rank has not answered" in end.err, end
+        check(end._replace(orphans=[]), sandbox, {0, 2, 128 + number}, number == SIGKILL and not other)
+        assert sandbox.strike(sandbox.start(args), 0, []).status == 0
+        assert results(sandbox) == results(undisturbed)

@@ -1,0 +1,83 @@
+"""`make fuzz`: the targets under atheris.
+
+    python -m campaigns.fuzz [NAME ...] [--seconds 60]      each in a process of its own, in turn
+    python -m campaigns.fuzz NAME --file FILE               one input again, without atheris
+
+What atheris finds worth keeping goes to .fuzz/NAME, from where the next run goes on; an input that breaks
+something to .fuzz/NAME-crash-..., whose name is printed. It ends a target at its first bug, and at an input
+that takes ten seconds or 2 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from random import Random
+
+from . import NAMES, load
+
+FOUND = Path(".fuzz")
+LIMITS = ("-timeout=10", "-rss_limit_mb=2500", "-max_len=65536", "-print_final_stats=1", "-verbosity=0")
+HEAVY = ("torch", "numpy", "jinja2", "tokenizers", "safetensors", "gguf")  # not to be instrumented
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m campaigns.fuzz", description="fuzz what reads inputs")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
+    parser.add_argument("--seconds", type=int, default=60, help="for each target (%(default)s)")
+    parser.add_argument("--file", type=Path, help="run this input only, without atheris")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if unknown := sorted(set(asked.names) - set(NAMES)):
+        parser.error(f"there is no target {unknown[0]!r}; there are {', '.join(NAMES)}")
+    if asked.file is not None:
+        for name in asked.names:
+            load(name).one(asked.file.read_bytes())
+        return 0
+    if asked.inside:
+        fuzz(asked.names[0], asked.seconds)
+    failed = [name for name in asked.names or NAMES if not passes(name, asked.seconds)]
+    print(f"Found something: {', '.join(failed)}" if failed else "Found nothing.")
+    return bool(failed)
+
+
+def passes(name: str, seconds: int) -> bool:
+    """Run a target in a process of its own: whether it found nothing."""
+    print(f"{name}: {seconds} seconds", flush=True)
+    command = [sys.executable, "-m", "campaigns.fuzz", name, "--seconds", str(seconds), "--inside"]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def fuzz(name: str, seconds: int) -> None:
+    """Run a target under atheris, which ends the process."""
+    import atheris
+
+    for heavy in HEAVY:
+        import_module(heavy)
+    prefixes = getattr(import_module(f"campaigns.fuzz.target_{name}"), "INSTRUMENTED", ("nanospec",))
+    for loaded in [module for module in sys.modules if module.startswith(("nanospec", "campaigns.fuzz.target"))]:
+        del sys.modules[loaded]
+    with atheris.instrument_imports(include=list(prefixes)):
+        target = load(name)
+    corpus = FOUND / name
+    corpus.mkdir(parents=True, exist_ok=True)
+    for i, seed in enumerate(target.seeds):
+        (corpus / f"seed-{i}").write_bytes(seed)
+
+    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+        rng = Random(seed)
+        if rng.random() < 0.3:
+            return bytes(atheris.Mutate(data, max_size))
+        return target.mutate(data, rng)[:max_size]
+
+    crashes = f"-artifact_prefix={FOUND}/{name}-"
+    arguments = [sys.argv[0], *LIMITS, f"-max_total_time={seconds}", crashes, str(corpus)]
+    atheris.Setup(arguments, lambda data: target.one(data) and None, custom_mutator=mutate)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Bodies sent to the server: a request that an engine can run, or one sentence."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nanospec.apps.serve.errors import HTTPError
+from nanospec.apps.serve.openai_format import CHAT, COMPLETIONS
+from nanospec.apps.serve.requests import Asked, read_json, read_request
+from nanospec.apps.serve.settings import ServeConfig
+from nanospec.engine.request import Limits, check_request
+from nanospec.extras.grammar.grammar import Grammars
+from nanospec.llm import LLM
+from nanospec.text.tokenizer import Tokenizer
+from tests.tiny import tiny_tokenizer
+
+from .mutation import mutate_json as mutate
+from .refusal import answer
+
+__all__ = ["SEEDS", "mutate", "one"]
+
+WINDOW, VOCAB = 64, 300
+PARTS = [{"type": "text", "text": "a"}]
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PARTS}]
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"enum": [1]}}}
+NUMBERS = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7, "n": 2, "logprobs": 3}
+PENALTIES = {"presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"5": 3}}
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "hello", "max_tokens": 3, **NUMBERS, "stop": ["a", "b"], "stop_token_ids": [3]},
+    {"prompt": [1, 2, 3], **PENALTIES, "min_tokens": 2, "ignore_eos": True, "top_n_sigma": 1.0},
+    {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}, "cache_salt": "x"},
+    {"messages": MESSAGES, "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2},
+    {"messages": MESSAGES, "response_format": SCHEMA},
+    {"messages": MESSAGES[:1], "chat_template_kwargs": {"style": "x"}, "guided_choice": ["a", "b"]},
+    {"prompt": "a", "structured_outputs": {"regex": "a+"}, "num_speculative_tokens": 2, "tree_width": 2},
+]
+SEEDS = [json.dumps(body).encode() for body in BODIES]
+
+
+@cache
+def model() -> Any:
+    """What of an `LLM` reading a request needs: no weights."""
+    folder = Path(tempfile.mkdtemp())
+    tiny_tokenizer(folder)
+    template = "{{ style }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(folder)
+    limits, grammars = Limits(VOCAB, WINDOW, True, "exact"), Grammars(tokenizer, VOCAB)
+
+    def check(ids: Any, params: Any) -> None:
+        check_request(ids, params, params.stop_token_ids, limits)
+        if params.response_format is not None:
+            grammars.check(params.response_format)
+
+    engine = SimpleNamespace(max_model_len=WINDOW, check=check)
+    llm = SimpleNamespace(tokenizer=tokenizer, engine=engine, grammars=grammars)
+    llm.chat_prompt = lambda messages, **options: LLM.chat_prompt(llm, messages, **options)  # type: ignore
+    return llm
+
+
+def one(data: bytes) -> None:
+    for url in (COMPLETIONS, CHAT):
+        asked = answer(read, url, data)
+        assert asked is None or all(0 < len(ids) < WINDOW for ids in asked.prompts)
+
+
+def read(url: str, data: bytes) -> Asked:
+    """A request; ValueError with what a client is told."""
+    try:
+        return read_request(model(), ServeConfig(), url, read_json(data))
+    except HTTPError as error:
+        told = json.loads(bytes(error.response().body))["error"]["message"]
+        raise (ValueError if error.status == 400 else AssertionError)(as_statement(told)) from None
+
+
+def as_statement(text: str) -> str:
+    """A sentence that may be a question ("did you mean ...?")."""
+    return text.removesuffix("?") + "." if text.endswith("?") else text

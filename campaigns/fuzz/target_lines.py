@@ -1,0 +1,58 @@
+"""Files of requests: tasks, or one sentence that names the line; and what results files they go on with."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nanospec.apps.cli.batch_lines import Defaults, LineError, Task, read_tasks
+from nanospec.apps.cli.batch_results import finished, head_of
+from nanospec.config import SamplingParams
+
+from .mutation import mutate_bytes as mutate
+from .refusal import answer
+from .target_bodies import BODIES, MESSAGES, as_statement
+
+__all__ = ["SEEDS", "mutate", "one"]
+
+OURS: list[dict[str, Any]] = [
+    {"prompt": "a", "custom_id": "x"},
+    {"messages": MESSAGES[:1], "id": 5, "seed": 3},
+]
+URL = {False: "/v1/completions", True: "/v1/chat/completions"}
+THEIRS: list[dict[str, Any]] = [
+    {"custom_id": str(i), "method": "POST", "url": URL["messages" in body], "body": body}
+    for i, body in enumerate(BODIES)
+]
+RESULT = b'{"index": 0, "key": "0123456789abcdef", "a": 1}\n{"id": "batch_req_0123456789abcdef", "a": 1}\n'
+FILES: list[list[dict[str, Any]]] = [OURS, THEIRS, [*OURS, *THEIRS]]
+SEEDS = [b"".join(json.dumps(line).encode() + b"\n" for line in lines) for lines in FILES]
+SEEDS += [b"\xef\xbb\xbf" + SEEDS[0] + b"\n \n", RESULT]
+
+
+def read(source: str) -> list[Task]:
+    """The tasks of a file; ValueError with what a user is told."""
+    try:
+        return read_tasks(source, Defaults(SamplingParams(temperature=0), {}, model="m"))
+    except LineError as error:
+        raise ValueError(as_statement(str(error))) from None
+
+
+def one(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        source, target = Path(place) / "requests.jsonl", Path(place) / "results.jsonl"
+        source.write_bytes(data)
+        target.write_bytes(data)
+        tasks = answer(read, str(source)) or []
+        for task in tasks:
+            assert isinstance(task.prompt, str | list) != bool(task.messages)
+        try:
+            finished(target, tasks)
+        except LineError:
+            assert target.read_bytes() == data
+        else:
+            assert data.startswith(target.read_bytes())
+        target.write_bytes(b"".join(head_of(task) + b'"a": 1}\n' for task in tasks))
+        assert finished(target, tasks) == {task.index for task in tasks}

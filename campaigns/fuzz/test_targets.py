@@ -1,0 +1,28 @@
+"""The fuzz targets without a fuzzer: their seeds, and drawn mutants of them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from campaigns.fuzz import NAMES, load
+
+MUTANTS = 150
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", NAMES)
+def test_mutants_end_in_a_result_or_a_sentence(name: str) -> None:
+    target, rng = load(name), Random(name)
+    for seed in target.seeds:
+        target.one(seed)
+    for number in range(MUTANTS):
+        data = rng.choice(target.seeds)
+        for _ in range(rng.choice((1, 1, 2, 5))):
+            data = target.mutate(data, rng)
+        try:
+            target.one(data)
+        except BaseException as error:
+            error.add_note(f"mutant {number}: {data[:2000]!r}") if hasattr(error, "add_note") else None
+            raise

@@ -1,0 +1,278 @@
+"""Small defects are put into our code one by one, to see whether its tests notice: mutation testing.
+
+    make mutants FILES="kernels/speculation/verify.py nanospec/engine/blocks.py" SAMPLE=40 SEED=0
+
+SAMPLE mutants of a file are drawn by SEED (0: all). A mutant is killed if a test that `TESTS` names for the
+file fails, or takes 20 s more than twice the processor time that all of them took before. What survives is
+a test to write, or changes nothing that can be observed: `campaigns/mutants.json` has the reasons of those
+found so far.
+
+Why not mutmut or cosmic-ray? mutmut 3.8 leaves out every function with a decorator, so all kernels and
+properties. Cosmic-ray 8.7 mutates kernels, but of its 1,046 mutants of verify.py 682 are an arithmetic
+operator replaced by each of eleven others, mostly errors of type that flatter the figure; none deletes a
+statement or swaps minimum and maximum. It draws no sample, edits the checkout, and imports torch and Triton
+anew for each mutant, where a process forked from one that has them begins at once.
+
+The checkout is copied, and the copy is what is changed. The interpreter reads a kernel's text from its
+file, so files are rewritten rather than functions replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.defects import Defect, apply, defects
+
+ROOT = Path(__file__).parent.parent
+REASONS = Path(__file__).parent / "mutants.json"
+CEILING = 12 << 30  # bytes of addresses of a run: a mutant may want all memory there is
+
+SPECULATION, SAMPLING = "tests/kernels/speculation/", "tests/kernels/sampling/"
+SIMULATED = "tests/test_simulate.py::test_seeds_pass_and_reach_what_they_are_for"
+HOST = ["tests/nanospec/engine/test_engine.py", "tests/nanospec/engine/test_engine_edges.py"]
+GUIDED = [
+    "tests/nanospec/extras/grammar/test_guided.py::test_" + name
+    for name in (
+        "no_more_is_guessed_than_there_is_room_for_or_asked",
+        "a_model_runs_for_those_that_may_have_its_guesses",
+        "what_cannot_run_is_refused_before_anything_runs",
+        "a_trace_shows_the_guesses",
+    )
+]  # fmt: skip
+PARAMS = ["tests/nanospec/test_sampling_params.py"]
+# Which tests a file belongs to, the quickest first.
+TESTS: dict[str, list[str]] = {
+    "kernels/speculation/verify.py": [SPECULATION + "test_verify.py"],
+    "kernels/speculation/layout.py": [SPECULATION + "test_layout.py", "tests/kernels/test_batch.py"],
+    "kernels/sampling/accept.py": [SAMPLING + "test_accept.py"],
+    "kernels/sampling/mask.py": [SAMPLING + "test_mask.py", SAMPLING + "test_sample.py"],
+    "kernels/sampling/logprobs.py": [SAMPLING + "test_logprobs.py"],
+    "kernels/sampling/across.py": [SAMPLING + "test_across.py"],
+    "kernels/sampling/noise.py": [SAMPLING + "test_noise.py", SAMPLING + "test_sample.py"],
+    "kernels/sampling/probabilities.py": [SAMPLING + "test_probabilities.py", SAMPLING + "test_accept.py"],
+    "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs", "across")],
+    "nanospec/engine/blocks.py": ["tests/nanospec/engine/test_blocks.py", "tests/nanospec/engine/test_scheduler.py"],
+    "nanospec/engine/scheduler.py": ["tests/nanospec/engine/test_scheduler.py", HOST[1]],
+    "nanospec/engine/request.py": ["tests/nanospec/engine/test_request.py", *PARAMS, HOST[1]],
+    "nanospec/drafters/policy.py": [f"tests/nanospec/test_{name}.py" for name in ("policy_parts", "policy", "auto")],
+    "nanospec/engine/engine.py": [
+        *GUIDED, SIMULATED, "campaigns/faults/test_memory.py", *HOST, "tests/nanospec/drafters/test_auto.py",
+        "tests/nanospec/drafters/test_acceptance.py",
+    ],
+}
+
+
+class Result(NamedTuple):
+    """How the tests of a file ended ("killed", "timeout", "survived", "unknown" where none failed, but their
+    process did), by which of them, and after how many seconds of the processor."""
+
+    outcome: str
+    by: str
+    seconds: float
+
+
+class Failures:
+    """Notes the first failure, which ends the run."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.file.exists():
+            self.file.write_text(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed and not self.file.exists():
+            self.file.write_text(f"{report.nodeid} (at import)")
+
+
+def tests_of(file: str) -> list[str]:
+    """Those of the longest entry that the file's name begins with."""
+    fitting = [name for name in TESTS if file.startswith(name)]
+    if not fitting:
+        raise SystemExit(f"No tests are named for {file}: add it to TESTS in campaigns/mutants.py.")
+    return TESTS[max(fitting, key=len)]
+
+
+def copy_checkout(to: Path) -> None:
+    """What git knows or would add; models are linked."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    for name in names.split("\0"):
+        if name and (ROOT / name).exists():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
+    for model in (ROOT / "weights").iterdir():
+        if not (to / "weights" / model.name).exists():
+            (to / "weights" / model.name).symlink_to(model.resolve())
+
+
+def prepare() -> None:
+    """Import once what every run needs, but nothing that is mutated."""
+    import hypothesis
+    import pytest  # noqa: F401
+    import torch
+    import triton.language  # noqa: F401
+    from hypothesis import Phase
+
+    torch.set_num_threads(1)
+    sys.dont_write_bytecode = True  # a changed file may have the time and size of the one before it
+    phases = [Phase.explicit, Phase.generate]  # a failure need not be made small
+    fixed: dict[str, Any] = {"derandomize": True, "database": None, "deadline": None}
+    hypothesis.settings.register_profile("mutants", phases=phases, **fixed)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "nanospec", "bench")]:
+        del sys.modules[name]
+
+
+def run(tests: Sequence[str], folder: Path, limit: float) -> Result:
+    """Run tests in a process of its own, which has `limit` seconds of the processor."""
+    failed = folder / ".failed"
+    failed.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _be_pytest(tests, folder, failed, limit)
+    code, usage, over = _wait(child, limit * 5 + 30)
+    by = failed.read_text() if failed.exists() else ""
+    seconds = usage.ru_utime + usage.ru_stime
+    number = os.WTERMSIG(code) if os.WIFSIGNALED(code) else 0
+    if over or number == signal.SIGXCPU:
+        return Result("timeout", by, seconds)
+    if code == 0:
+        return Result("survived", "", seconds)
+    crashed = number not in (0, signal.SIGKILL)  # which the kernel sends for want of memory
+    return Result("killed" if by or crashed else "unknown", by, seconds)
+
+
+def _be_pytest(tests: Sequence[str], folder: Path, failed: Path, limit: float) -> None:
+    """In the child: never returns."""
+    code = 70
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, int(limit) + 3))
+        resource.setrlimit(resource.RLIMIT_AS, (CEILING, CEILING))
+        os.chdir(folder)
+        sys.path[:] = [str(folder), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+        log = os.open(folder / ".log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        import pytest
+
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(folder)]
+        options += ["--hypothesis-profile", "mutants"]
+        code = pytest.main([*options, *tests], plugins=[Failures(failed)])
+    finally:
+        os._exit(int(code))
+
+
+def _wait(child: int, limit: float) -> tuple[int, Any, bool]:
+    """(status, resources, whether it had to be ended) of a child after at most `limit` seconds."""
+    end, over = time.monotonic() + limit, False
+    while True:
+        found, code, usage = os.wait4(child, os.WNOHANG)
+        if found:
+            return code, usage, over
+        if time.monotonic() > end:
+            over = True
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def drawn(file: str, source: str, sample: int, seed: int) -> list[Defect]:
+    """The file's mutants that are tried, in order of their place."""
+    found = defects(source)
+    if 0 < sample < len(found):
+        found = sorted(random.Random(f"{seed} {file}").sample(found, sample))
+    return found
+
+
+def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Defect]:
+    """Those of an earlier run, as far as their lines are still there."""
+    kept = [{name: line[name] for name in IDENTITY} for line in earlier if line["outcome"] in OPEN]
+    return [defect for defect in defects(source) if identity(file, defect, source) in kept]
+
+
+OPEN = ("survived", "unknown")
+IDENTITY = ("file", "column", "kind", "before", "after", "text")
+
+
+def identity(file: str, defect: Defect, source: str) -> dict[str, Any]:
+    described = {"file": file, **defect.described(source)}
+    return {name: described[name] for name in IDENTITY}
+
+
+def try_all(file: str, folder: Path, chosen: Sequence[Defect]) -> Iterator[dict[str, Any]]:
+    """Every chosen mutant of a file, what became of it, and why that is right."""
+    source, tests, place = (ROOT / file).read_text(), tests_of(file), folder / file
+    before = run(tests, folder, 1200)
+    if before.outcome != "survived":
+        log = (folder / ".log").read_text()[-2000:]
+        raise SystemExit(f"The tests of {file} fail as they are: {before.by}\n{log}")
+    reasons = json.loads(REASONS.read_text()).get(file, {}) if REASONS.exists() else {}
+    for defect in chosen:
+        place.write_text(apply(source, defect))
+        try:
+            result = run(tests, folder, 2 * before.seconds + 20)
+        finally:
+            place.write_text(source)
+        line = {"file": file, **defect.described(source), **result._asdict()}
+        if result.outcome == "survived":
+            line["equivalent"] = reasons.get(f"{line['text']} | {line['before']} -> {line['after']}", "")
+        words = "{file}:{line} {kind}: {before} -> {after}: {outcome} {by} {seconds:.0f} s"
+        print(words.format(**line), flush=True)
+        yield line
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> str:
+    """One line per file, and all."""
+    texts = []
+    for file in [*dict.fromkeys(line["file"] for line in lines), "all"]:
+        own = [line for line in lines if file in (line["file"], "all")]
+        counts = Counter("equivalent" if line.get("equivalent") else line["outcome"] for line in own)
+        killed, count = counts["killed"] + counts["timeout"], len(own) - counts["equivalent"]
+        rest = f"({counts['timeout']} by time), {counts['equivalent']} equivalent"
+        texts.append(f"{file}: {killed} of {count} killed {rest}")
+    return "\n".join(texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Mutation testing of some files.")
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--sample", type=int, default=0, help="mutants of each file; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", type=Path, help="only what was open in this earlier JSON file")
+    parser.add_argument("--out", type=Path, help="a JSON file for what was tried")
+    args = parser.parse_args()
+    os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    os.environ.pop("PYTHONPATH", None)
+    prepare()
+    earlier = json.loads(args.again.read_text())["mutants"] if args.again else []
+    lines = [line for line in earlier if line["outcome"] not in OPEN and line["file"] in args.files]
+    with tempfile.TemporaryDirectory(prefix="mutants") as name:
+        copy_checkout(Path(name))
+        for file in args.files:
+            source = (ROOT / file).read_text()
+            again = survivors(file, source, earlier)
+            chosen = again if args.again else drawn(file, source, args.sample, args.seed)
+            for line in try_all(file, Path(name), chosen):
+                lines.append(line)
+                if args.out:
+                    args.out.write_text(json.dumps({"seed": args.seed, "mutants": lines}, indent=1) + "\n")
+    print(summary(lines))
+
+
+if __name__ == "__main__":
+    main()

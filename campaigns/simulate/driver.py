@@ -1,0 +1,348 @@
+"""Runs a scenario, and holds it against the oracle and the invariants."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+from campaigns.simulate.baton import Baton, Turns
+from campaigns.simulate.faults import RAISED, Faults
+from campaigns.simulate.invariants import Names, check, check_counters
+from campaigns.simulate.model import MockHeads
+from campaigns.simulate.oracle import Expected, limited, tokenizer
+from campaigns.simulate.scenario import CALLS, OWN, TEXT_VOCAB, Scenario, model_of, oracle_of
+from campaigns.simulate.watch import Watch
+from nanospec.config import SamplingParams
+from nanospec.device.worker import Worker
+from nanospec.drafters.costs import StepCosts
+from nanospec.engine.engine import Engine
+from nanospec.engine.locking import SharedEngine
+from nanospec.engine.request import Request, Status
+from tests.drive import Guess, assert_idle, make_engine
+
+NUM_HEADS = 3
+
+
+class Clock:
+    """In place of `time.perf_counter`: a tenth of a millisecond passes whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __call__(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+
+class Simulation:
+    """One run.
+
+    Attributes:
+        requests: of each job, as soon as it has arrived.
+        cut: the jobs that were aborted on purpose, or were there when something was made to fail.
+        seen: how often what has happened.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.rng = scenario, random.Random(scenario.seed)
+        self.model = model_of(scenario.engine, scenario.seed)
+        self._ask_oracles()
+        for fault in scenario.faults:
+            if fault["kind"] == "nan":
+                self._spoil(fault)
+        self.seen: Counter[str] = Counter()
+        self.clock = Clock()
+        self.requests: dict[int, Request] = {}
+        self.cut: set[int] = set()
+        self.baton = Baton(self.rng)
+        self.pieces: dict[int, list[str]] = {}
+
+    def _ask_oracles(self) -> None:
+        self.oracles = [oracle_of(self.model, self.scenario.engine, job) for job in self.scenario.jobs]
+        self.expected = [oracle.run() for oracle in self.oracles]
+        self.exact = [self._is_exact(oracle.params) for oracle in self.oracles]
+
+    def _spoil(self, fault: dict[str, Any]) -> None:
+        """Have the model say NaN behind some of what a request says."""
+        told = self.expected[fault["job"]].token_ids
+        text = self.scenario.jobs[fault["job"]]["prompt"] + told[: fault["number"] % max(len(told), 1)]
+        self.model.spoilt.add(tuple(text))
+        self._ask_oracles()
+
+    def run(self) -> Counter[str]:
+        """All of it; AssertionError if something is wrong."""
+        with mock.patch("time.perf_counter", self.clock):
+            self.prepare()
+            (self._run_threads if self.scenario.threads else self._run_alone)()
+            self._ask_again()
+        return self.concluded()
+
+    def prepare(self) -> None:
+        """Make the engine, watched in every step."""
+        self.engine = self._engine()
+        self.names = Names(self.engine.config.block_size)
+        self.watch = Watch(self.engine, self.scenario.engine)
+        self.shared = SharedEngine(self.engine)
+        self.faults = Faults(self.scenario.faults, self.seen, self._act)
+        for name in CALLS:
+            self.faults.watch(self.engine.worker, name)
+        if self.engine.worker.drafter is not None:
+            self.faults.watch(self.engine.worker.drafter, "propose")
+        self._engine_step = self.engine.step
+        self.engine.step = self._step  # type: ignore[method-assign]
+
+    def concluded(self) -> Counter[str]:
+        """What must hold when all has ended."""
+        assert_idle(self.engine)
+        for i, request in self.requests.items():
+            self._compare(i, request)
+        whole = not self.faults.raised
+        check_counters(self.engine.metrics, [*self.requests.values()], whole)
+        self._count()
+        return self.seen
+
+    def _engine(self) -> Engine:
+        asked = self.scenario.engine
+        method, own = asked["method"], asked["method"] in OWN
+        text = asked["vocab"] == TEXT_VOCAB
+        guess = {name: asked[name] for name in ("tree_width", "acceptance")}
+        draft = heads = None
+        if "draft" in method:
+            draft = model_of(asked, self.scenario.seed)
+            draft.after = draft.after + asked["blur"] * draft.after.roll(1, 0)
+        if "medusa" in method:
+            heads = MockHeads(self.model, NUM_HEADS)
+        recorded = {size: {k: 1 + 0.1 * k for k in range(64)} for size in (1, 2, 4, 8)}
+        costs = StepCosts(recorded) if asked["recorded"] else StepCosts(packed={1: 1.0, 64: 2.0, 600: 9.0})
+        with mock.patch.object(Worker, "measure", return_value=costs):
+            return make_engine(
+                self.model,
+                None if method == "none" else asked["k"],
+                num_blocks=asked["blocks"],
+                min_n=asked["min_n"],
+                guess=guess if own or method == "none" else {**guess, "method": method},
+                draft_model=draft,
+                heads=heads,  # type: ignore[arg-type]
+                drafter=self._drafter(method) if own else None,
+                tokenizer=tokenizer() if text else None,
+                max_num_seqs=asked["rows"],
+                max_model_len=asked["window"],
+                max_num_batched_tokens=asked["budget"],
+                block_size=asked["block_size"],
+                enable_prefix_caching=asked["caching"],
+                async_scheduling=asked["lag"],
+                enforce_eager=not asked["recorded"],
+                lazy_capture=True,
+                trace=asked["trace"],
+            )
+
+    def _drafter(self, kind: str) -> Guess:
+        """A drafter of a user's."""
+        rng, vocab = random.Random(self.scenario.seed), self.scenario.engine["vocab"]
+        texts = [
+            job["prompt"] + told.token_ids
+            for job, told in zip(self.scenario.jobs, self.expected, strict=True)
+        ]
+
+        def guess(history: list[int], wanted: int) -> list[int]:
+            n = len(history)
+            text = next((t for t in texts if kind == "known" and t[:n] == history and len(t) > n), None)
+            if text is None:
+                return rng.choices(range(vocab), k=rng.randint(0, wanted))
+            return [token if rng.random() < 0.8 else rng.randrange(vocab) for token in text[n : n + wanted]]
+
+        return Guess(guess)
+
+    def _act(self, fault: dict[str, Any] | None) -> None:
+        """What others do meanwhile, whether there is a fault or not."""
+        if fault is None:
+            self.baton.pause()
+        elif fault["kind"] in RAISED:
+            self.cut.update(i for i, request in self.requests.items() if not request.is_finished)
+        elif fault["kind"] == "clock":
+            self.clock.now += fault["seconds"]
+        elif fault["job"] in self.requests:
+            self._cut(fault["job"])
+
+    def _cut(self, i: int) -> None:
+        self.cut.add(i)
+        self.shared.abort([self.requests[i]])
+
+    # A loop that steps by itself, as a server's does
+
+    def _run_alone(self) -> None:
+        jobs = self.scenario.jobs
+        last = max(job["arrives"] + (job["ends"] or 0) for job in jobs)
+        now = 0
+        while now <= last or self.engine.has_work:
+            with self.shared.turn():
+                for i, job in enumerate(jobs):
+                    if job["arrives"] == now:
+                        self._add(i)
+                    if job["ends"] is not None and job["arrives"] + job["ends"] == now:
+                        self._cut(i)
+                with self.faults.expected(bool(self.scenario.threads)):
+                    self.shared.step()
+            now += 1
+
+    # Threads that each run some of the jobs, as callers of `LLM.generate` do
+
+    def _run_threads(self) -> None:
+        self.shared._next = Turns(self.baton, reentrant=False)  # type: ignore[assignment]
+        self.shared._lock = Turns(self.baton, reentrant=True)  # type: ignore[assignment]
+        count, threads = len(self.scenario.jobs), self.scenario.threads
+        parts = [range(first, count, threads) for first in range(threads)]
+        self.baton.run([lambda part=part: self._thread(part) for part in parts])  # type: ignore[misc]
+
+    def _thread(self, part: range) -> None:
+        with self.shared.turn():
+            for i in part:
+                self._add(i)
+        pending, waits = [self.requests[i] for i in part], 0
+        while pending:
+            with self.faults.expected(bool(self.scenario.threads)):
+                for request in self.shared.wait(pending):
+                    pending.remove(request)
+            waits += 1
+            for i in part:
+                if self.scenario.jobs[i]["ends"] == waits:
+                    self._cut(i)
+            pending = [request for request in pending if not request.is_finished]
+
+    def _ask_again(self) -> None:
+        """Behind everything, one prompt alone four times: all is found of it that can be, and only by those
+        who may share it. Its beginning is enough."""
+        size, self.faults.over = self.engine.config.block_size, True
+        prompt = max((job["prompt"] for job in self.scenario.jobs), key=len)[: 3 * size + 1]
+        whole = (len(prompt) - 1) // size * size
+        job = {"prompt": prompt, "params": {"temperature": 0.0, "max_tokens": 2, "seed": 0}}
+        for salt, found in ((b"", None), (b"", whole * self._caches()), (b"x", 0), (b"x", whole)):
+            oracle = oracle_of(self.model, self.scenario.engine, job)
+            self.oracles.append(oracle)
+            self.expected.append(oracle.run())
+            self.exact.append(self._is_exact(oracle.params))
+            request = self.requests[len(self.requests)] = self.engine.add(prompt, oracle.params, salt=salt)
+            while not request.is_finished:
+                with self.shared.turn():
+                    self.shared.step()
+            hits, spoilt = request.num_cached_tokens, self.expected[-1].finish_reason == "abort"
+            right = spoilt or found in (hits, None)
+            assert right, f"{hits} tokens of {len(prompt)} are found again, not {found}"
+
+    def _caches(self) -> bool:
+        return bool(self.scenario.engine["caching"])
+
+    def _add(self, i: int) -> None:
+        job, oracle = self.scenario.jobs[i], self.oracles[i]
+        index, salt = job.get("index", 0), job.get("salt", "").encode()
+        with limited(self.scenario.engine):
+            self.requests[i] = self.engine.add(oracle.prompt, oracle.params, index, salt)
+
+    def _step(self) -> list[Request]:
+        """A step of the engine, with what must hold behind it."""
+        with self.watch.step([*self.requests.values()]):
+            touched = self._engine_step()
+        self.seen["steps"] += 1
+        for i, request in self.requests.items():
+            self.names.learn(request)
+            self._compare_tokens(i, request)
+            if i % 2:
+                self._read(i, request)
+        check(self.engine, self.model, self.names)
+        return touched
+
+    def _read(self, i: int, request: Request) -> None:
+        """What a stream hands on, all of it at last."""
+        pieces = self.pieces.setdefault(i, [])
+        pieces += [piece.text for piece in request.new_pieces()]
+        assert not request.is_finished or "".join(pieces) == request.text, f"job {i} streams {pieces}"
+
+    # Against the oracle
+
+    def _is_exact(self, params: SamplingParams) -> bool:
+        """Whether an output is what the oracle's is, token by token."""
+        rule = params.acceptance or self.scenario.engine["acceptance"]
+        greedy = rule == "rejection" and params.temperature == 0
+        alone = params.response_format is not None or self.scenario.engine["method"] == "none"
+        return rule == "exact" or greedy or alone
+
+    def _compare_tokens(self, i: int, request: Request) -> None:
+        got = request.output_ids
+        if self.exact[i]:
+            wanted = self.expected[i].token_ids[: len(got)]
+            assert got == wanted, f"job {i} has said {got} instead of {wanted}"
+
+    def _compare(self, i: int, request: Request) -> None:
+        """A request that has ended."""
+        assert request.status is Status.FINISHED, f"job {i} has not ended"
+        got, told = request.output_ids, self.expected[i]
+        stats = request.stats
+        assert stats.num_tokens == len(got), f"job {i} counts {stats.num_tokens} tokens of {len(got)}"
+        assert len(request.draft_sources) == len(got)
+        self._read(i, request)
+        if not self.exact[i]:
+            self._check_possible(i, got)
+            return
+        self._compare_tokens(i, request)
+        if request.finish_reason == "abort" and (got, told.finish_reason) != (told.token_ids, "abort"):
+            assert i in self.cut, f"job {i} was aborted without a cause: {request.error}"
+            return
+        assert (got, request.finish_reason) == (told.token_ids, told.finish_reason), f"job {i}"
+        if self.engine.tokenizer is not None:
+            found, wanted = (request.text, request.stop_reason), (told.text, told.stop_reason)
+            assert found == wanted, f"job {i}: {found}, not {wanted}"
+        self._compare_logprobs(request, told)
+        if self._is_known(request) and not self.faults.raised:
+            drafted, accepted = request.stats.num_drafted, request.stats.num_accepted
+            assert accepted == drafted, f"job {i}: {drafted - accepted} right drafts were rejected"
+
+    def _is_known(self, request: Request) -> bool:
+        """Whether a draft model that is the target's equal says all that the request says."""
+        asked, params = self.scenario.engine, request.params
+        same = asked["method"] == "draft" and not asked["blur"] and request.finish_reason == "length"
+        return same and not (params.changes_logits or params.extra_args or request.guide)
+
+    def _compare_logprobs(self, request: Request, told: Expected) -> None:
+        n = request.params.logprobs
+        assert len(request.logprobs) == (0 if n is None else len(told.token_ids))
+        for place, token, scores in zip(request.logprobs, told.token_ids, told.scores):
+            wanted = scores.float().log_softmax(0)
+            assert next(iter(place)) == token
+            assert all(abs(at.logprob - float(wanted[t])) < 1e-4 for t, at in place.items())
+            assert place[token].rank == 1 + int((wanted > wanted[token]).sum())
+
+    def _check_possible(self, i: int, got: list[int]) -> None:
+        """With other rules: sampling could have drawn each token."""
+        oracle, tokens = self.oracles[i], list(self.oracles[i].prompt)
+        if (oracle.params.acceptance or self.scenario.engine["acceptance"]) == "rejection":
+            for token in got:
+                assert oracle.may_say(oracle.scores(tokens), tokens, token), f"job {i} cannot say {token}"
+                tokens.append(token)
+
+    def _count(self) -> None:
+        """What has happened, for who wants to know whether scenarios reach it."""
+        metrics, spec = self.engine.metrics, self.engine.metrics.spec
+        self.seen += Counter(
+            requests=len(self.requests),
+            tokens=sum(len(request.output_ids) for request in self.requests.values()),
+            preemptions=metrics.num_preemptions,
+            cached_tokens=metrics.num_cached_tokens,
+            aborted=metrics.num_aborted,
+            drafted=spec.num_drafted,
+            accepted=spec.num_accepted,
+            stopped_by_string=sum(isinstance(r.stop_reason, str) for r in self.requests.values()),
+            guided=sum(r.guide is not None for r in self.requests.values()),
+            not_followed=sum("could not be followed" in (r.error or "") for r in self.requests.values()),
+            nan=sum("NaN" in (r.error or "") for r in self.requests.values()),
+            other_rules=sum(not self.exact[i] for i in self.requests),
+            lagging=self.engine.lag,
+            recorded=self.engine.worker.graphs is not None,
+            threaded=bool(self.scenario.threads),
+        )
+
+
+def simulate(scenario: Scenario) -> Counter[str]:
+    """Run it; AssertionError, or whatever was raised, if something is wrong."""
+    return Simulation(scenario).run()

@@ -1,0 +1,111 @@
+"""What must hold of an engine after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from campaigns.simulate.model import Mock, entries_of
+from nanospec.engine.blocks import block_hash
+from nanospec.engine.engine import Engine
+from nanospec.engine.metrics import Metrics
+from nanospec.engine.request import Request, Status
+
+
+class Names:
+    """The texts that block hashes stand for, of all requests there ever were."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.text_of: dict[bytes, list[int]] = {}
+        self._done: dict[Request, tuple[int, bytes]] = {}
+
+    def learn(self, request: Request) -> None:
+        size, (count, parent) = self.block_size, self._done.get(request, (0, request.salt))
+        while (count + 1) * size <= request.num_tokens:
+            parent = block_hash(parent, request.tokens[count * size : (count + 1) * size])
+            count += 1
+            self.text_of[parent] = request.tokens[: count * size]
+        self._done[request] = count, parent
+
+
+def check(engine: Engine, model: Mock, names: Names) -> None:
+    """AssertionError with a sentence if something does not."""
+    running = engine.scheduler.running
+    check_queues(engine)
+    check_blocks(engine)
+    cache = engine.worker.kv_cache
+    for block, name in engine.scheduler.pool._hash_of.items():
+        assert name in names.text_of, f"block {block} has the name of no text"
+        text = names.text_of[name]
+        held = text[-names.block_size :], [*range(len(text) - names.block_size, len(text))]
+        assert entries_of(cache, block) == held, f"block {block} does not hold what it is named after"
+    for request in running:
+        check_row(engine, request)
+
+
+def check_queues(engine: Engine) -> None:
+    """Everybody is in one queue or has ended, and rows belong to those that run."""
+    scheduler, rows = engine.scheduler, engine.config.max_num_seqs
+    running, waiting = scheduler.running, list(scheduler.waiting)
+    assert len({*running, *waiting}) == len(running) + len(waiting), "a request is queued twice"
+    assert all(request.status is Status.RUNNING for request in running)
+    assert all(request.status is Status.WAITING for request in waiting)
+    own = [request.row for request in running]
+    assert sorted(own + scheduler._free_rows) == list(range(rows)), "rows are lost, or had twice"
+    for request in waiting:
+        assert (request.row, request.blocks) == (-1, []), "who waits holds something"
+    arrivals = [request.arrival_time for request in waiting if request.num_preemptions]
+    assert arrivals == sorted(arrivals), "preempted requests are not in the order of their arrival"
+
+
+def check_blocks(engine: Engine) -> None:
+    """References are those of the requests that run; what is free is free; names are one to one."""
+    pool, scheduler = engine.scheduler.pool, engine.scheduler
+    counts = [0] * pool.num_blocks
+    for request in scheduler.running:
+        assert len(set(request.blocks)) == len(request.blocks), "a request has a block twice"
+        for block in request.blocks:
+            counts[block] += 1
+    assert counts == pool._references, "references are not those of the requests"
+    assert sorted(pool._free) == [b for b, n in enumerate(counts) if not n], "the free list is wrong"
+    assert {name: block for block, name in pool._hash_of.items()} == pool._block_of, "names are wrong"
+
+
+def check_row(engine: Engine, request: Request) -> None:
+    """The device knows the request's text and pages, and its cache holds it."""
+    table, size = engine.worker.table, engine.config.block_size
+    engine.worker.writes.flush()
+    row, n, blocks = request.row, request.num_tokens, request.blocks
+    assert request.num_computed < n <= request.max_len
+    assert len(blocks) * size >= request.num_computed, "a text has outgrown its pages"
+    ahead = int(table.num_tokens[row]) - n
+    most = engine.lag * (engine.worker.max_k + 1)
+    assert 0 <= ahead <= most, f"the device is {ahead} tokens ahead of the host"
+    assert table.tokens[row, :n].tolist() == request.tokens, "the device has another text"
+    pages = table.block_table[row].tolist()
+    assert pages == blocks + blocks[-1:] * (len(pages) - len(blocks)), "the device has other pages"
+    for i in range(-(-request.num_computed // size)):
+        ids, positions = entries_of(engine.worker.kv_cache, blocks[i])
+        m = min(request.num_computed - i * size, size)
+        assert ids[:m] == request.tokens[i * size : i * size + m], "the cache holds another text"
+        assert positions[:m] == [*range(i * size, i * size + m)], "the cache has holes"
+
+
+def check_counters(metrics: Metrics, requests: Sequence[Request], whole: bool) -> None:
+    """When all have ended: the engine has counted what they have. `whole`: no step was cut short, in which
+    some may have been admitted and not counted."""
+    spec, stats = metrics.spec, [request.stats for request in requests]
+    assert metrics.num_finished + metrics.num_aborted == len(requests), "requests are lost, or counted twice"
+    for name in ("num_steps", "num_tokens", "num_drafted", "num_accepted", "num_steps_with_drafts"):
+        counted, wanted = getattr(spec, name), sum(getattr(one, name) for one in stats)
+        assert counted == wanted, f"the engine counts {name}={counted}, its requests {wanted}"
+    assert spec.num_tokens == sum(len(request.output_ids) for request in requests)
+    assert all(0 <= one.num_accepted <= one.num_drafted for one in stats)
+    assert metrics.num_preemptions == sum(request.num_preemptions for request in requests)
+    admitted = [request for request in requests if request.start_time is not None]
+    assert all(request.num_cached_tokens < len(request.prompt_ids) for request in requests)
+    found, prompts = metrics.num_cached_tokens, metrics.num_prompt_tokens
+    wanted = sum(r.num_cached_tokens for r in admitted), sum(len(r.prompt_ids) for r in admitted)
+    assert found <= prompts, f"{found} tokens of {prompts} are found in the cache"
+    right = (found, prompts) == wanted or not whole
+    assert right, f"the engine counts {found} of {prompts} tokens, not {wanted}"

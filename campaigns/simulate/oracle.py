@@ -1,0 +1,208 @@
+"""What a request must give, without an engine: one token after the other.
+
+Noise and the arithmetic of a draw are the engine's, as outputs are compared to the bit. What is read of a row
+is written here, straight from what is asked; each token must be one that may come by `tests/exact.py`; texts
+are decoded whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from campaigns.simulate.model import SUMS, Mock
+from nanospec.config import SamplingParams
+from nanospec.engine.request import seed_of
+from nanospec.extras.grammar.grammar import LIMITS, Grammars, Guide
+from nanospec.kernels.codes import NAN_TOKEN
+from nanospec.kernels.sampling import penalties, sample
+from nanospec.kernels.table import Table
+from nanospec.sampling.base import registered
+from nanospec.text.tokenizer import Tokenizer
+from tests import exact
+from tests.tiny import tiny_tokenizer
+
+TEXT_VOCAB = 300  # with a tokenizer
+
+
+class Expected(NamedTuple):
+    """A request's output.
+
+    Attributes:
+        scores: at each token, what the model said (after `extra_args` and masks), float32 [V].
+        text: with a tokenizer, after stop strings.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None
+    text: str
+    scores: list[Tensor]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Of 277 tokens; the first one ends texts."""
+    with TemporaryDirectory() as folder:
+        return tiny_tokenizer(Path(folder))
+
+
+@cache
+def grammars(vocab_size: int, items: int | None) -> Grammars:
+    return Grammars(tokenizer(), vocab_size)
+
+
+@contextmanager
+def limited(engine: dict[str, Any]) -> Iterator[None]:
+    """While grammars are compiled: the scenario may let them follow but so many ways to read a text."""
+    items = engine.get("items")
+    with mock.patch.dict(LIMITS, {} if items is None else {"step_max_items": items}):
+        yield
+
+
+class Oracle:
+    """Of one request."""
+
+    def __init__(
+        self, model: Mock, prompt: list[int], params: SamplingParams, engine: dict[str, Any], index: int
+    ) -> None:
+        """`engine`: as a scenario has it; `index`: its number among several outputs of one request."""
+        window, text = engine["window"], engine["vocab"] == TEXT_VOCAB
+        self.model, self.params, self.prompt, self.index = model, params, prompt, index
+        self.max_len = window if params.max_tokens is None else min(window, len(prompt) + params.max_tokens)
+        own = (0,) if text and not params.ignore_eos else ()
+        self.stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
+        self.tokenizer = tokenizer() if text else None
+        self.guide: Guide | None = None
+        if params.response_format is not None:
+            with limited(engine):
+                self.guide = grammars(TEXT_VOCAB, engine.get("items")).guide(params.response_format)
+        self.table = self._row()
+        self._asked = replace(params, stop_token_ids=self.stop_ids)  # min_tokens bars all of them
+
+    def run(self) -> Expected:
+        """All of its output."""
+        tokens, scores, text, reason = list(self.prompt), list[Tensor](), "", ""
+        stopped_by: str | int | None = None
+        while not reason:
+            scores.append(self.scores(tokens))
+            token = self.draw(scores[-1], tokens)
+            if token == NAN_TOKEN:
+                scores.pop()
+                reason = "abort"
+                break
+            tokens.append(token)
+            if token in self.stop_ids:
+                reason = "stop"
+                stopped_by = token if token in self.params.stop_token_ids else None
+                break
+            old, text = len(text), self._text(tokens, len(text))
+            found = self._stop_string(text, old, len(tokens))
+            if self.guide is not None:
+                self.guide.advance([token])
+                reason = "stop" if self.guide.ended else "abort" if self.guide.error else ""
+            if found is not None:
+                (at, stopped_by), reason = found, "stop"
+                return self._of(tokens, reason, stopped_by, text[:at], scores)
+            if len(tokens) == self.max_len and not reason:
+                reason = "length"
+        ends = bool(tokens[len(self.prompt) :]) and tokens[-1] in self.stop_ids
+        old, text = len(text), self._text(tokens[:-1] if ends else tokens, None)
+        found = self._stop_string(text, old, len(tokens))
+        if found is not None:
+            text = text[: found[0]]
+            if reason == "length":
+                reason = "stop"
+            stopped_by = found[1]
+        return self._of(tokens, reason, stopped_by, text, scores)
+
+    def _text(self, tokens: list[int], known: int | None) -> str:
+        """The output's text; while it goes on, `known` of it, without a last character that may change."""
+        text = (self.tokenizer or tokenizer()).decode(tokens[len(self.prompt) :])
+        return text if known is None else text[: max(len(text) - text.endswith("\ufffd"), known)]
+
+    def _of(self, tokens: list[int], reason: str, by: Any, text: str, scores: list[Tensor]) -> Expected:
+        return Expected(tokens[len(self.prompt) :], reason, by, text if self.tokenizer else "", scores)
+
+    def _stop_string(self, text: str, old: int, num_tokens: int) -> tuple[int, str] | None:
+        """(where, which) is the first stop string that ends behind the first `old` characters."""
+        if num_tokens - len(self.prompt) < self.params.min_tokens:
+            return None
+        found = [(at, s) for s in self.params.stop if (at := text.find(s, max(old - len(s) + 1, 0))) >= 0]
+        return min(found) if found else None
+
+    def scores(self, tokens: list[int]) -> Tensor:
+        """What the model says after a text, [V] in its dtype, as the request has it changed."""
+        worth = self.model.worth[range(len(tokens)), tokens].sum()
+        logits = self.model.scores([tokens[-1]], [int(worth) % SUMS])
+        if tuple(tokens) in self.model.spoilt:
+            logits.fill_(float("nan"))
+        for name, value in self.params.extra_args.items():
+            logits = self._changed(logits, name, value, len(tokens))
+        if self.guide is not None:
+            mask = self.guide.plan(tokens, 0, 1, 1).masks[0]
+            allowed = torch.tensor([byte >> bit & 1 for byte in mask for bit in range(8)], dtype=torch.bool)
+            size = self.model.config.vocab_size
+            allowed = torch.nn.functional.pad(allowed, (0, max(size - len(allowed), 0)))[:size]
+            logits = logits.masked_fill(~allowed, float("-inf"))
+        return logits[0]
+
+    def _changed(self, logits: Tensor, name: str, value: float, num_tokens: int) -> Tensor:
+        """By a registered parameter."""
+        parameter = registered()[name]
+        if value == parameter.default:
+            return logits
+        given = logits.float()
+        if num_tokens < self.table.min_len[0]:
+            given[0, list(self.stop_ids)] = given.amin()
+        return parameter.change(given, torch.tensor([[float(value)]])).to(logits.dtype)
+
+    def draw(self, scores: Tensor, tokens: list[int]) -> int:
+        """The token that comes after a text."""
+        given = scores.float()
+        if self.params.changes_logits:
+            self.table.output_counts[0] = torch.bincount(
+                torch.tensor(tokens[len(self.prompt) :], dtype=torch.long), minlength=len(scores)
+            )
+            given = penalties.naive(given, 0, len(tokens), [], self.table)
+        token = int(sample.draw(given, 0, len(tokens), self.table))
+        assert token == NAN_TOKEN or self.may_say(scores, tokens, token), f"{token} is drawn, and may not be"
+        return token
+
+    def may_say(self, scores: Tensor, tokens: list[int], token: int) -> bool:
+        """Whether sampling may draw a token after a text."""
+        output = tuple(tokens[len(self.prompt) :])
+        x = exact.changed(scores.double().numpy(), self.prompt, output, self._asked)
+        return exact.may_come(x, token, self._asked)
+
+    def _row(self) -> Table:
+        """A row with what drawing reads."""
+        asked, size = self.params, self.model.config.vocab_size
+        table = Table.empty(1, 1, 1, size, "cpu")
+        for column, value in (
+            (table.temperature, asked.temperature),
+            (table.top_k, asked.top_k),
+            (table.top_p, asked.top_p),
+            (table.min_p, asked.min_p),
+            (table.seed, seed_of(asked.seed, self.index, 0)),
+            (table.min_len, len(self.prompt) + asked.min_tokens),
+            (table.repetition, asked.repetition_penalty),
+            (table.presence, asked.presence_penalty),
+            (table.frequency, asked.frequency_penalty),
+        ):
+            column[0] = value
+        stop_ids = (*self.stop_ids, *[-1] * table.num_stops)[: table.num_stops]
+        table.stop_ids[0] = torch.tensor(stop_ids)
+        table.in_prompt[0, list(self.prompt)] = True
+        for token, bias in asked.logit_bias.items():
+            table.bias[0, token] = bias
+        return table

@@ -1,0 +1,147 @@
+"""The requests of a scenario by HTTP: the server in a thread, clients that stream, wait or hang up. Times are
+real here, so a run does not repeat itself; what each request must give is known all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from campaigns.simulate.driver import Simulation
+from campaigns.simulate.oracle import limited
+from campaigns.simulate.scenario import Scenario
+from nanospec import LLM
+from nanospec.apps.serve.logs import log
+from nanospec.engine.request import Request, seed_of
+from tests.nanospec.apps.serve.conftest import serving
+
+LATER = 0.002  # seconds that a step of a scenario stands for
+
+
+class Served(Simulation):
+    """One run."""
+
+    def run(self) -> Counter[str]:
+        self.prepare()
+        self.broken: list[BaseException] = []
+        llm = LLM.__new__(LLM)
+        llm.config, llm.engine, llm.shared = self.engine.config, self.engine, self.shared
+        llm._groups = itertools.count()
+        self._numbers = {oracle.params.seed: i for i, oracle in enumerate(self.oracles)}
+        self._engine_queue = self.engine.queue
+        self.engine.queue = self._queued  # type: ignore[method-assign]
+        log.disabled = True  # of failures that are injected
+        try:
+            with serving(llm) as server, limited(self.scenario.engine):
+                asyncio.run(self._clients(server.url))
+        finally:
+            log.disabled = False
+            if self.broken:  # what clients say follows from it
+                raise self.broken[0]
+        return self.concluded()
+
+    def _queued(self, request: Request) -> None:
+        assert request.params.seed is not None
+        self.requests[self._numbers[request.params.seed]] = request
+        self._engine_queue(request)
+
+    def _step(self) -> list[Request]:
+        try:
+            return super()._step()
+        except AssertionError as error:  # which the server would take for a failed step, and go on
+            self.broken.append(error)
+            raise
+
+    async def _clients(self, url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await asyncio.gather(*(self._client(client, i) for i in range(len(self.oracles))))
+
+    async def _client(self, client: httpx.AsyncClient, i: int) -> None:
+        job = self.scenario.jobs[i]
+        await asyncio.sleep(LATER * job["arrives"])
+        limit = job["params"].get("max_tokens") or self.scenario.engine["window"]
+        least = min(job["params"].get("min_tokens", 0), limit)
+        body = {**job["params"], "max_tokens": limit, "min_tokens": least, "prompt": job["prompt"]}
+        if job["ends"] is None and i % 2:
+            self._told(i, await client.post("/v1/completions", json=body))
+            return
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                self._told(i, response)
+                return
+            await self._read_stream(i, response)
+
+    async def _read_stream(self, i: int, response: httpx.Response) -> None:
+        """All of it, or until the client hangs up."""
+        events: list[dict[str, Any]] = []
+        ends = self.scenario.jobs[i]["ends"]
+        async for line in _lines(response):
+            if line.startswith("data: {"):
+                events.append(json.loads(line.removeprefix("data: ")))
+            if len(events) == ends:
+                self.seen["hung up"] += 1
+                self.cut.add(i)
+                return
+        choices = [choice for event in events for choice in event.get("choices", ())]
+        if any("error" in event for event in events):
+            self._failed(i)
+            return
+        self._same(i, choices)
+
+    def _read(self, i: int, request: Request) -> None:
+        """The server hands it on."""
+
+    def _told(self, i: int, response: httpx.Response) -> None:
+        found = response.json()
+        if response.status_code == 500:
+            self._failed(i)
+            return
+        assert response.status_code == 200, f"job {i}: {response.text}"
+        assert found["usage"]["completion_tokens"] == len(self.requests[i].output_ids)
+        self._same(i, found["choices"])
+
+    def _failed(self, i: int) -> None:
+        """Only one that was there when something was made to fail, or for which nothing could be drawn."""
+        self.seen["failed"] += 1
+        assert i in self.cut or self.expected[i].finish_reason == "abort", f"job {i} has failed"
+
+    def _same(self, i: int, choices: list[dict[str, Any]]) -> None:
+        """All choices of a stream, or the one of an answer, against the oracle."""
+        told, asked = self.expected[i], self.oracles[i].params.logprobs
+        if not self.exact[i] or self.requests[i].finish_reason == "abort":
+            return
+        text, reason = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+        assert (text, reason) == (told.text, told.finish_reason), f"job {i}"
+        found = [p for choice in choices for p in (choice["logprobs"] or {}).get("token_logprobs", ())]
+        scores = [s.float().log_softmax(0)[t] for s, t in zip(told.scores, told.token_ids, strict=True)]
+        wanted = [float(score) for score in scores][: self.requests[i].num_text_tokens]
+        assert found == pytest.approx(wanted if asked is not None else [], abs=1e-4), f"job {i}"
+        self.seen["logprobs"] += len(found)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Those of a stream of events. httpx would end lines at more than its ends, such as U+0085 in a text."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode()
+
+
+def simulate_served(scenario: Scenario) -> Counter[str]:
+    """Run it; AssertionError, or whatever was raised, if something is wrong. Its threads are not used; of its
+    faults errors are, as nobody but clients ends requests and Ctrl-C does not reach the engine's thread."""
+    scenario.threads = 0
+    scenario.faults = [fault for fault in scenario.faults if fault["kind"] in ("error", "memory", "nan")]
+    for i, job in enumerate(scenario.jobs):
+        job.pop("index", None)
+        job["params"]["seed"] = seed_of(job["params"]["seed"], i, 0)  # which tells them apart
+    return Served(scenario).run()

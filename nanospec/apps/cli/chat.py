@@ -1,0 +1,98 @@
+"""A chat: the conversation, its commands, and answers that may be interrupted. `typed.py` reads messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from ...config import SamplingParams
+from ...llm import LLM
+from ...outputs import RequestOutput
+from ...text.chat import with_system
+from .console import DIM, Console
+from .options import in_flags
+from .parser import did_you_mean
+
+Message = dict[str, str]
+
+COMMANDS = ("/help", "/reset", "/undo", "/system", "/exit")
+WELCOME = "Type a message, then Enter; /help names the commands; Ctrl-D ends the chat."
+HELP = """\
+/help           this
+/reset          forget the conversation
+/undo           take back the last message and its answer
+/system TEXT    what the model is told beforehand; without a text: show it
+/exit           end the chat; so do Ctrl-D, and Ctrl-C twice
+Enter sends; Alt-Enter, or a backslash and Enter, begins a new line.
+Text that is pasted is one message. Ctrl-C ends an answer.
+A message that begins with a slash needs a blank before it."""
+
+
+class Chat:
+    """A conversation with a model."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        console: Console,
+        system: str | None = None,
+        on_answer: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        """`on_answer` is called with each whole answer. Raises ValueError for a model that cannot chat."""
+        if not llm.tokenizer.has_chat_template:
+            raise ValueError("the model has no chat template, so it is no model to chat with; use --prompt.")
+        self.llm, self.params, self.console, self.system = llm, params, console, system
+        self.on_answer = on_answer
+        self.messages: list[Message] = []  # questions and answers in turn
+
+    def run(self, messages: Iterable[str]) -> None:
+        """Answer messages, and do what commands say, until there are no more."""
+        self.console.line(WELCOME, DIM)
+        for text in messages:
+            if command := re.match(r"/(\w+)(?:\s+(.*))?$", text, re.DOTALL):
+                if command[1] in ("exit", "quit", "bye"):
+                    return
+                self.command(command[1], (command[2] or "").strip())
+            elif text.strip():
+                self.answer(text.strip())
+
+    def command(self, name: str, text: str) -> None:
+        """Do what a command says; it says what it did."""
+        said = ""
+        if name in ("help", "?"):
+            said = HELP
+        elif name in ("reset", "clear"):
+            self.messages, said = [], "The conversation is forgotten."
+        elif name == "undo":
+            last = self.messages[-2]["content"] if self.messages else ""
+            said = f"Taken back: {last}" if last else "There is nothing to take back."
+            self.messages = self.messages[:-2]
+        elif name == "system":
+            self.system = text or self.system
+            said = f"The system message is: {self.system}" if self.system else "There is no system message."
+        else:
+            meant = did_you_mean(f"/{name}", COMMANDS) or "; /help names those that there are."
+            said = f"There is no command /{name}{meant}"
+        self.console.line(said, DIM)
+
+    def answer(self, text: str) -> None:
+        """Answer a message, and keep both. Ctrl-C ends the answer; what was said of it is kept."""
+        turn = [*self.messages, {"role": "user", "content": text}]
+        outputs: list[RequestOutput] = []
+        said: list[str] = []
+        try:
+            prompt = self.llm.chat_prompt(with_system(turn, self.system))
+            for pieces in self.llm.stream_pieces(prompt, self.params, outputs.append):
+                self.console.pieces(pieces)
+                said += [piece.text for piece in pieces]
+        except KeyboardInterrupt:
+            self.console.line(" [stopped]", DIM)
+        except ValueError as error:  # the conversation has outgrown the window
+            self.console.line(f"{in_flags(str(error))} /undo takes the last message back, /reset all.")
+            return
+        else:
+            self.console.line()
+        self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
+        if outputs and self.on_answer is not None:
+            self.on_answer(outputs[0])

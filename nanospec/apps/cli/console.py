@@ -1,0 +1,47 @@
+"""What the command line prints: streamed text with drafted tokens marked, and small tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from ...kernels.codes import OWN
+
+if TYPE_CHECKING:
+    from ...engine.request import Piece
+
+ACCEPTED = "\x1b[32m"  # green: drafted, and the target agreed
+DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+
+
+class Console:
+    """Writes to a stream; colours and other escape codes only on a terminal (and not with NO_COLOR)."""
+
+    def __init__(self, stream: TextIO | None = None, show_drafts: bool = False) -> None:
+        self.stream = stream or sys.stdout
+        self.colour = self.stream.isatty() and "NO_COLOR" not in os.environ
+        self.show_drafts = show_drafts and self.colour
+
+    def write(self, text: str, style: str = "") -> None:
+        """Write at once, without a line break."""
+        self.stream.write(f"{style}{text}{RESET}" if style and self.colour else text)
+        self.stream.flush()
+
+    def line(self, text: str = "", style: str = "") -> None:
+        self.write(text, style)
+        self.write("\n")
+
+    def pieces(self, pieces: Iterable[Piece]) -> None:
+        """Write streamed tokens; with `show_drafts`, drafted ones stand out from the target's own."""
+        for text, source in pieces:
+            if text:
+                self.write(text, ACCEPTED if self.show_drafts and source != OWN else "")
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Columns as wide as their contents; the first to the left, the others to the right."""
+        widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+        for n, row in enumerate((header, *rows)):
+            cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+            self.line("  ".join(cells).rstrip(), BOLD if n == 0 else "")

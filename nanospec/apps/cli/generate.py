@@ -1,0 +1,147 @@
+"""What the command line generates: an answer, the costs of a step, and by other files a chat, a batch and
+the demo."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from ...config import EngineConfig, SamplingParams
+from ...engine.metrics import LOSSY
+from ...llm import LLM, RequestOutput
+from ...models.hub import program
+from ...text.chat import as_message, with_system
+from . import roofline
+from .batch import Batch, batch_summary, run_batch
+from .chat import Chat
+from .console import DIM, Console
+from .demo import run_demo
+from .main import announce_ranks
+from .options import engine_options, spec_config
+from .savings import faster
+from .trace import TraceFile
+from .typed import typed_messages
+
+WORTH_SAYING = 1.1  # times faster, an estimate
+
+
+def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = None) -> None:
+    """Do what the options say. Raises ValueError, TypeError or OSError for what cannot be done."""
+    with TraceFile(args.trace) as trace:
+        run_traced(args, params, batch, trace)
+
+
+def run_traced(
+    args: argparse.Namespace, params: SamplingParams, batch: Batch | None, trace: TraceFile
+) -> None:
+    """Do it within `trace`."""
+    console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
+    spec, options = spec_config(args), engine_options(args) | trace.options
+    if args.demo:
+        run_demo(args.folder, spec, console, options, trace)
+        return
+    if args.replicas is not None and batch is not None:
+        from ..cluster.batch import run_on_ray
+
+        figures = run_on_ray(batch, args.folder, args.model, spec, options, args.replicas)
+        Console(sys.stderr).line(batch_summary(figures))
+        if args.json:
+            print(json.dumps({"batch": figures}))
+        return
+    if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
+        options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
+    llm = trace.watch(LLM(args.folder, spec=spec, **options))
+    announce_ranks(llm)
+    if batch is not None:
+        figures = run_batch(llm, batch, args.model)
+        Console(sys.stderr).line(batch_summary(figures))
+        if args.json:
+            report(llm, args, console, batch=figures)
+    elif args.chat:
+        after = None if args.json else lambda output: console.line(summary(llm, output), DIM)
+        Chat(llm, params, console, args.system, after).run(typed_messages(console))
+        report(llm, args, console)
+    elif args.explain:
+        console.line(explain_costs(llm))
+        report(llm, args, console)
+    else:
+        run_prompt(llm, params, console, args)
+
+
+def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argparse.Namespace) -> None:
+    """Complete one prompt, streaming it."""
+    prompt: str | list[int] = args.prompt
+    if not args.raw and (args.system or llm.tokenizer.has_chat_template):
+        prompt = llm.chat_prompt(with_system(as_message(args.prompt), args.system))
+    elif not args.raw:
+        Console(sys.stderr).line("The model has no chat template: it continues the prompt.", DIM)
+    outputs: list[RequestOutput] = []
+    if params.n > 1:
+        outputs = llm.generate(prompt, params)
+        for number, completion in enumerate(outputs[0].outputs, 1):
+            console.line(f"[{number}] {completion.text}")
+    else:
+        for pieces in llm.stream_pieces(prompt, params, outputs.append):
+            console.pieces(pieces)
+        console.line()
+    report(llm, args, console, outputs[0])
+
+
+def explain_costs(llm: LLM) -> str:
+    """Why guessing pays here: what a step must move and compute, and what it was measured to take."""
+    engine = llm.engine
+    model = engine.worker.model
+    machine = roofline.measure(model.device, model.dtype)
+    context = min(1024, engine.max_model_len)
+    lines = [
+        f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in {model.dtype}; "
+        f"one request after {context} tokens",
+        roofline.explain(model.config, machine, context),
+        "",
+        "tokens per step: ms at these rates without a text, measured ms, measured relative to one token",
+    ]
+    costs = (engine.policy.costs or engine.worker.measure()).of_one_row()
+    for tokens, ms in costs.items():
+        least = roofline.account(model.config, 1, tokens - 1, 1, model.dtype.itemsize).bound(machine)
+        lines.append(f"{tokens:5}: {least:8.2f} {ms:8.2f} {ms / next(iter(costs.values())):6.2f}x")
+    lines += ["", f"by kernel, on an H200: {program()} explain MODEL"]
+    return "\n".join(lines)
+
+
+def report(
+    llm: LLM, args: argparse.Namespace, console: Console, output: RequestOutput | None = None, **more: Any
+) -> None:
+    """Statistics at the end: a line for people, or with --json an object on standard output."""
+    if args.json:
+        result: dict[str, Any] = {"metrics": llm.metrics(), **more}
+        if output is not None:
+            result["outputs"] = [completion.to_dict() for completion in output.outputs]
+        print(json.dumps(result))
+    elif output is not None:
+        if len(output.outputs) == 1:
+            console.line(summary(llm, output), DIM)
+        runs = llm.engine.worker.runs()
+        threads = f", {runs['threads']} threads" if "threads" in runs else ""
+        console.line(f"[{runs['dtype']} on {runs['device']} by {runs['by']}{threads}]", DIM)
+
+
+def summary(llm: LLM, output: RequestOutput) -> str:
+    """One line about how an output came about."""
+    stats = output.stats
+    count = len(output.token_ids)
+    text = f"[{count} token{'s' * (count != 1)}, {count / max(output.seconds, 1e-9):.1f} tok/s, "
+    text += f"{stats.tokens_per_step:.2f} tokens per step"
+    if stats.num_drafted:
+        text += f", {stats.acceptance_rate:.0%} of {stats.num_drafted} drafts accepted"
+    if stats.num_accepted and stats.acceptance in LOSSY:
+        text += f" ({stats.acceptance} acceptance: not what the model alone would have written)"
+    if output.error:
+        text += f"; {output.error}"
+    text += f", finished: {output.finish_reason}]"
+    ratio = faster(llm, output.outputs[0], len(output.prompt_token_ids))
+    if ratio is not None and ratio >= WORTH_SAYING:
+        same = ", same text" if stats.acceptance == "exact" else ""
+        text += f"\n[about {ratio:.1f} × faster than without guessing, by measured step times{same}]"
+    return text

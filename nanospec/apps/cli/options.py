@@ -1,0 +1,285 @@
+"""The options of the command line that generates, and the settings that are made of them.
+
+The fields of `SpecConfig`, `SamplingParams` and `EngineConfig` are options by themselves: the name is the
+field's, how it is read follows from its type, and its help stands in the docstring of the class. A name that
+is taken (`--seed` by sampling, say) is not taken again. What the user does not give keeps the default of the
+class, unless `DEFAULTS` has another one. Nothing here needs torch but the options of further drafters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, Field, fields
+from functools import cache
+from typing import Any
+
+from ... import __version__
+from ...config import EngineConfig, SamplingParams, SpecConfig
+from ...models.hub import program
+from ...text.checks import shown
+from ...vllm_names import FOREIGN
+from .parser import Parser, did_you_mean
+
+DESCRIPTION = """\
+nanospec on the command line: a prompt, a chat, a batch of requests, or a demo.
+
+    {0} --prompt "Why is the sky blue?"
+    {0} --chat --show-drafts
+    {0} --input requests.jsonl --output results.jsonl
+    {0} --demo
+
+Other commands, as in `{0} fetch --help`:
+
+    fetch NAME                    download a model
+    convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
+    explain MODEL                 estimate the time of each kernel on an H200
+    train heads|draft ...         train what guesses tokens for a model
+    serve                         answer OpenAI's requests over HTTP
+"""
+SETTINGS: tuple[tuple[Any, str], ...] = (  # what can be set, and its title; first come first
+    (SpecConfig, "speculation"),
+    (SamplingParams, "sampling (defaults for all requests)"),
+    (EngineConfig, "engine"),
+)
+FLAGS = {"method": "--spec"}  # that are not called like their field
+SHORT = {"tensor_parallel_size": "-tp"}
+NO_OPTIONS = ("options", "extra_args")  # fields that others fill
+DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
+COMMON = (  # in --help
+    "method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed",
+    "tensor_parallel_size",
+)  # fmt: skip
+
+
+def flag_of(name: str) -> str:
+    return FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> str:
+    """A message about these settings in the words of the command line: --max-model-len for max_model_len."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, equals = match.groups()
+        return flag_of(name) + (" " if equals else "") if equals or "_" in name else match[0]
+
+    def in_class(match: re.Match[str]) -> str:
+        return in_flags(match[1])
+
+    message = re.sub(r"\b(?:SpecConfig|SamplingParams|EngineConfig)\(([^()]*)\)", in_class, message)
+    names = {field.name for each in settings for field in fields(each)}
+    longest_first = "|".join(sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![-/.\w])({longest_first})\b(?![-/]|\.\w)(=?)", flag, message)  # no parts of paths
+
+
+def auto_or_int(text: str) -> int | str:
+    """A number of tokens, or "auto"."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be a whole number or 'auto'")
+    return text if text == "auto" else int(text)
+
+
+def whole_number(text: str) -> int | None:
+    """A whole number, or "none"."""
+    return None if text == "none" else int(text)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        said = f"{shown(text)} must be whole numbers with commas between them"
+        raise argparse.ArgumentTypeError(said) from None
+
+
+def json_object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be a JSON object ({error})") from None
+
+
+# By what is in the type of a field, first come first: how argparse reads it.
+READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bool", {"action": argparse.BooleanOptionalAction}),
+    ("auto", {"type": auto_or_int, "metavar": "N|auto"}),
+    ("Mapping", {"type": json_object, "metavar": "JSON"}),
+    ("dict", {"type": json_object, "metavar": "JSON"}),
+    ("Sequence[str]", {"action": "append", "metavar": "TEXT"}),
+    ("Sequence[int]", {"type": whole_numbers, "metavar": "N,N"}),
+    ("tuple[int", {"type": whole_numbers, "metavar": "N,N"}),
+    ("int | None", {"type": whole_number, "metavar": "N"}),
+    ("int", {"type": int, "metavar": "N"}),
+    ("float", {"type": float, "metavar": "X"}),
+    ("", {"metavar": "TEXT"}),
+)
+
+
+@cache
+def descriptions(settings: type) -> dict[str, str]:
+    """What the docstring of a class of settings says of each field."""
+    entries = re.findall(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", settings.__doc__ or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+
+
+def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, full: bool) -> None:
+    """Add the fields of a class of settings as options."""
+    if settings is EngineConfig and isinstance(parser, Parser):
+        parser.elsewhere = {flag_of(name): in_flags(hint) for name, (_, hint) in FOREIGN.items() if hint}
+        for short, name in (("-pp", "pipeline_parallel_size"), ("-dp", "data_parallel_size")):
+            parser.elsewhere[short] = parser.elsewhere[flag_of(name)]
+        parser.elsewhere["--speculative-config"] = "--spec, --num-speculative-tokens and others say it"
+    group = parser.add_argument_group(title)
+    for field in fields(settings):
+        name, flag = field.name, flag_of(field.name)
+        if name in NO_OPTIONS or flag in parser._option_string_actions:
+            continue
+        how = next(how for kind, how in READ_AS if kind in str(field.type))
+        if "read" in field.metadata:
+            how = {"type": _reader(field.metadata["read"]), "metavar": field.metadata["metavar"]}
+        text = descriptions(settings).get(name, "").replace("`", "") + _default(field)
+        text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
+        dest = f"{settings.__name__}.{name}"
+        flags = (flag, SHORT[name]) if name in SHORT else (flag,)
+        action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **how)
+        # Not as an argument: Python 3.10 and 3.11 add a default to the help of an option with a --no- form.
+        action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
+
+
+def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).partition("=")[2]) from None
+
+    return value
+
+
+def _default(field: Field[Any]) -> str:
+    value = DEFAULTS.get(field.name, field.default)
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value)) or None
+    return "" if value in (None, MISSING, ()) else f" (default: {value})"
+
+
+def add_further(parser: argparse.ArgumentParser, sampling: bool = True) -> None:
+    """Add what single ways of guessing let one set, and `sampling` parameters that are files of their own.
+    Imports torch, as all of them have to be read."""
+    from ...drafters.base import registered as methods
+    from ...sampling.base import registered as parameters
+
+    spec = parser._option_string_actions["--spec"]
+    for method in methods().values():
+        if spec.help and f'"{method.method}"' not in spec.help:
+            spec.help = spec.help.replace(" (default", f' "{method.method}": {method.help}. (default')
+        for option in method.options:
+            if (flag := flag_of(option.name)) not in parser._option_string_actions:
+                parser.add_argument(
+                    flag,
+                    dest=f"options.{option.name}",
+                    default=argparse.SUPPRESS,
+                    type=option.kind,
+                    metavar=option.metavar,
+                    help=f"for --spec {method.method}: {option.help}",
+                )
+    for name, parameter in parameters().items() if sampling else ():
+        dest = f"extra_args.{name}"
+        how: dict[str, Any] = {"type": float, "metavar": "X", "help": parameter.help}
+        parser.add_argument(flag_of(name), dest=dest, default=argparse.SUPPRESS, **how)
+
+
+def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
+    """The fields of a class of settings that were given."""
+    prefix = settings + "."
+    return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}
+
+
+def spec_config(args: argparse.Namespace) -> SpecConfig:
+    """How to guess. Raises ValueError for what does not fit together. Imports torch."""
+    return SpecConfig(**given(args, "SpecConfig"), options=given(args, "options"))
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The parameters of requests that state none themselves."""
+    asked = {**DEFAULTS, **given(args, "SamplingParams")}
+    return SamplingParams(**asked, extra_args=given(args, "extra_args"))
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `LLM`."""
+    return given(args, "EngineConfig")
+
+
+def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespace:
+    """Read a command line. One that does not say one thing to do ends the process, as argparse does."""
+    parser = build_parser()
+    if argv and not argv[0].startswith("-"):
+        words = " ".join(argv[: 2 if "train".startswith(argv[0][:2]) else 1])
+        known = [*commands, *parser._option_string_actions]
+        meant = did_you_mean(words, known) or "; a text to answer is given as --prompt TEXT"
+        parser.error(f"there is no command {shown(words)}{meant}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        add_further(parser)
+        args = parser.parse_args(argv)
+    if args.help_all:
+        build_parser(full=True).print_help()
+        parser.exit()
+    if sum((args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)) != 1:
+        parser.error("give one, and only one, of --prompt TEXT, --chat, --input FILE, --demo or --explain")
+    if args.trace is not None and args.explain:
+        parser.error("--trace shows answers, and --explain gives none")
+    if bool(args.input) != bool(args.output):
+        parser.error("--input and --output go together; - is standard input or output")
+    if args.trace is not None and args.trace in (args.input, args.output):
+        parser.error(f"--trace {args.trace} is the file of the batch too; name another for the trace")
+    if args.replicas is not None and not args.input:
+        parser.error("--replicas are of use to --input, a file of requests, and to the server")
+    if args.replicas is not None and args.replicas < 1:
+        parser.error(f"--replicas {args.replicas} must be at least 1")
+    if args.replicas is not None and args.trace is not None:
+        parser.error("--trace shows the steps of one engine; leave out --replicas")
+    if args.output == "-" and args.json:
+        parser.error("--output - and --json both write to standard output; give --output a file")
+    if args.raw and (args.system or args.chat):
+        parser.error(f"--raw is of no use with {'--chat' if args.chat else '--system'}")
+    return args
+
+
+def build_parser(full: bool = False) -> Parser:
+    """The parser of the command line that generates; `full`: its help names every option."""
+    parser = Parser(
+        prog=program(),
+        usage=f"{program()} [--model MODEL] WHAT-TO-DO [OPTIONS]",
+        description=DESCRIPTION.format(program()),
+        epilog="" if full else "--help-all names all options of speculation, sampling and the engine.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--help-all", action="store_true", help="show every option and exit")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
+    )
+    parser.add_argument("--version", action="version", version=f"nanospec {__version__}")
+    add = parser.add_argument_group("what to do").add_argument
+    add("--prompt", metavar="TEXT", help="answer one prompt; -: that on standard input")
+    add("--chat", action="store_true", help="talk with the model")
+    add("--input", metavar="FILE", help="answer the requests of a file of JSON lines; -: standard input")
+    add("--output", metavar="FILE", help="results, a line each; what it already holds is not done again")
+    add("--demo", action="store_true", help="three requests with and without speculation")
+    add("--explain", action="store_true", help="what a step costs by the number of tokens, and why")
+    add = parser.add_argument_group("how").add_argument
+    add("--replicas", type=int, metavar="N", help="answer --input with so many engines, by Ray")
+    add("--raw", action="store_true", help="continue the text of a prompt instead of chatting about it")
+    add("--system", metavar="TEXT", help="the system message of chats that have none")
+    add("--json", action="store_true", help="print statistics as JSON on standard output")
+    add("--trace", metavar="FILE.html", help="write a page that shows each step and each guess")
+    add("--show-drafts", action="store_true", help="colour the tokens that were guessed right (terminal)")
+    for settings, title in SETTINGS:
+        add_settings(parser, settings, title, full)
+    if full:
+        add_further(parser)
+    return parser

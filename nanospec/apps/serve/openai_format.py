@@ -1,0 +1,195 @@
+"""OpenAI's formats of requests and answers (platform.openai.com/docs/api-reference), as far as text goes.
+
+Of the server and of batches. A request that needs what is not there (tools, images) is refused; nothing is
+dropped but `IGNORED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ...text.checks import shown
+from ...vllm_names import CONSTRAINTS, FOREIGN_SAMPLING, response_format
+
+if TYPE_CHECKING:
+    from ...engine.request import Logprob
+    from ...outputs import Completion
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RENAMED = {"max_completion_tokens": "max_tokens"}
+IGNORED = frozenset(  # they change no text; the model is the one that is loaded
+    (
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+    )
+)
+ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that do not ask for it
+    "stream": (False,),
+    "stream_options": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True, False),
+}
+SPECIAL_TOKENS = {CHAT: (False,), COMPLETIONS: (True,)}  # templates write them themselves
+CONSTRAINED = ("structured_outputs", "guided_decoding")  # vLLM's words for response_format
+
+
+def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked, by the names of `SamplingParams`, with "messages" or "prompt". Raises ValueError or
+    TypeError for what is not there."""
+    request: dict[str, Any] = {}
+    for theirs, ours in RENAMED.items():
+        if body.get(theirs) is not None and body.get(ours) not in (None, body[theirs]):
+            raise ValueError(f'"{theirs}" and "{ours}" are two words for one; give one of them.')
+    only = {**ONLY, "add_special_tokens": SPECIAL_TOKENS[url]}
+    for name, value in body.items():
+        if value is None or name in IGNORED:
+            continue
+        if name in CONSTRAINED:
+            request["response_format"] = response_format(name, value)
+        elif name.removeprefix("guided_") in CONSTRAINTS:
+            request["response_format"] = response_format(name, {name.removeprefix("guided_"): value})
+        elif name in only:
+            if value not in only[name]:
+                quoted = f": {shown(value)}" if isinstance(value, str | int | float) else ""
+                raise ValueError(f'"{name}" asks for what nanospec does not do{quoted}.')
+        elif name in FOREIGN_SAMPLING:
+            harmless, instead = FOREIGN_SAMPLING[name]
+            if value not in harmless:
+                raise ValueError(f'"{name}" asks for what nanospec does not do: {instead}.')
+        else:
+            request[RENAMED.get(name) or name] = value
+    if url == CHAT:
+        request.update(_chat_logprobs(request))
+        request["messages"] = conversation(request.get("messages"))
+    elif "messages" in request:
+        raise ValueError(f'"messages" belong to {CHAT}.')
+    elif isinstance(several := request.get("prompt"), list) and len(several) == 1:
+        request["prompt"] = several if isinstance(several[0], int) else several[0]
+    return request
+
+
+def conversation(messages: Any) -> list[dict[str, Any]]:
+    """Messages whose contents are texts, also if they were given in parts, or as null. Raises ValueError."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}.')
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise ValueError(f'"messages" hold {shown(message)}, which needs a "role" and a "content".')
+    if message.get("tool_calls"):
+        raise ValueError('"messages" hold "tool_calls", and nanospec knows no tools.')
+    parts = message["content"]
+    parts = [] if parts is None else [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+    for part in parts if isinstance(parts, list) else [parts]:
+        if not _is_text(part):
+            raise ValueError(f'"messages" hold {shown(part)}, which is no text; nanospec reads texts only.')
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
+    """Ours is the number of likeliest tokens, theirs a flag and that number."""
+    wanted, top = request.pop("logprobs", False), request.pop("top_logprobs", 0)
+    if not isinstance(wanted, bool) or (top and not wanted):
+        raise ValueError('"logprobs" must be true or false in a chat, and true with "top_logprobs".')
+    return {"logprobs": top} if wanted else {}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def choice(
+    url: str, done: Completion, number: int | None, bytes_of: Callable[[int], bytes] | None = None
+) -> dict[str, Any]:
+    """An output; `number`: of likeliest tokens to report, None for no log-probabilities."""
+    text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
+    found = None
+    if number is not None:
+        tokens = done.token_ids[: done.num_text_tokens]
+        offsets = list(accumulate((len(piece.text) for piece in done.pieces), initial=0))
+        found = logprobs(url, tokens, done.logprobs or (), number, offsets, bytes_of)
+    reasons = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
+    return {"index": done.index, **text, "logprobs": found, **reasons}
+
+
+def logprobs(
+    url: str,
+    tokens: Sequence[int],
+    places: Iterable[Mapping[int, Logprob]],
+    number: int,
+    offsets: Sequence[int],
+    bytes_of: Callable[[int], bytes] | None = None,
+) -> dict[str, Any]:
+    """Of each of the tokens, and the `number` likeliest. `offsets`: where in the output each token's text
+    begins; `bytes_of`: what a token stands for, where that is not a whole character."""
+
+    def entry(token: int, found: Logprob) -> dict[str, Any]:
+        text = found.decoded_token or ""
+        part = bytes_of(token) if bytes_of is not None and "\ufffd" in text else text.encode()
+        return {"token": text, "logprob": found.logprob, "bytes": list(part)}
+
+    own, top = [], []
+    for token, at in zip(tokens, places):
+        own.append(entry(token, at[token]))
+        likeliest = sorted((item for item in at.items() if item[1].rank <= number), key=lambda i: i[1].rank)
+        top.append([entry(*item) for item in likeliest])
+    if url == CHAT:
+        return {"content": [{**place, "top_logprobs": best} for place, best in zip(own, top)]}
+    return {
+        "tokens": [place["token"] for place in own],
+        "token_logprobs": [place["logprob"] for place in own],
+        "top_logprobs": [{t["token"]: t["logprob"] for t in best} for best in top] if number else None,
+        "text_offset": list(offsets[: len(own)]),
+    }
+
+
+def counts(num_prompt: int, num_output: int) -> dict[str, int]:
+    """Of tokens, as usage has them."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
+
+
+def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, Any]:
+    """Tokens in and out, and what guessing did (`speculation`, which is ours). Each prompt has `n` outputs;
+    what the others share with the first one is no find in the cache."""
+    num_output = sum(len(done.token_ids) for done in outputs)
+    cached = sum(done.num_cached_tokens for done in outputs if done.index % n == 0)
+    stats = [done.stats for done in outputs]
+    drafted, accepted = sum(s.num_drafted for s in stats), sum(s.num_accepted for s in stats)
+    steps, tokens = sum(s.num_steps for s in stats), sum(s.num_tokens for s in stats)
+    return {
+        **counts(num_prompt, num_output),
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+        "speculation": {
+            "num_steps": steps,
+            "num_drafted": drafted,
+            "num_accepted": accepted,
+            "tokens_per_step": round(tokens / max(steps, 1), 4),
+            "acceptance_rate": round(accepted / max(drafted, 1), 4),
+        },
+    }

@@ -1,0 +1,84 @@
+"""What the host does with a device: choose it, make it the current one, wait for it, and copy from it
+without waiting (to it: `kernels/upload.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..text.checks import shown
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is a GPU if there is one. A GPU without a number is the current one, and has its number from
+    then on, since what is current may change."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(str(name))  # to a build for GPUs the number 3 would mean cuda:3
+    except RuntimeError:
+        raise ValueError(f"device={shown(name)} is no device; use 'auto', 'cpu' or 'cuda'.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={shown(name)} needs a GPU that this machine does not have; use 'cpu'.")
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device={shown(name)} is not supported; use 'auto', 'cpu' or 'cuda'.")
+    return _numbered(device) if device.type == "cuda" else device
+
+
+def _numbered(device: torch.device) -> torch.device:
+    count = torch.cuda.device_count()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ValueError(
+            f"device='cuda:{index}' is not there: this machine has {count} GPU{'s' * (count > 1)}, counted "
+            f"from 0; use at most 'cuda:{count - 1}'."
+        )
+    return torch.device("cuda", index)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one of this thread: that is where Triton launches, and whose streams, events
+    and graphs `torch.cuda` deals with. Threads take turns, so it is done for every call."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_own_device(method: Method) -> Method:
+    """A method of an object with a `device`, run while that is the current one."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with current(self.device):
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def to_host(tensor: Tensor) -> Callable[[], list[Any]]:
+    """Start copying a tensor to the host, behind what is queued; the result waits for it and gives lists."""
+    if not tensor.is_cuda:
+        values = tensor.tolist()
+        return lambda: values
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> list[Any]:
+        arrived.synchronize()
+        values: list[Any] = pinned.tolist()
+        return values
+
+    return wait
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

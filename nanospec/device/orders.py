@@ -1,0 +1,60 @@
+"""What the host and the worker (`worker.py`) tell each other of a step. Orders are plain data, so that they
+may go to several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..engine.request import Logprob
+from ..extras.grammar.rows import Guided
+from ..extras.tracing.drafts import Guesses
+from ..kernels.sampling.logprobs import Logprobs
+from ..kernels.speculation.report import RowReport
+
+
+class Pages(NamedTuple):
+    """The pages of a request row, of which those from `num_kept` on are new to it."""
+
+    row: int
+    blocks: list[int]
+    num_kept: int
+
+
+class StepOrder(NamedTuple):
+    """A step of B request rows.
+
+    Attributes:
+        rows, limits: [B] who takes part, and for how many drafts of each drafters are asked at most.
+        k, passes: the most drafts of a row; for how many of them a model is run at most.
+        grown: rows whose pages have become more.
+        logprobs: [B] how many likeliest tokens are to be reported for each row, -1: none at all.
+        guided: the rows that a grammar guides, with the drafts and masks of each.
+    """
+
+    rows: list[int]
+    limits: list[int]
+    k: int
+    passes: int
+    grown: list[Pages]
+    logprobs: list[int]
+    guided: Sequence[Guided] = ()
+
+
+class RowResult(NamedTuple):
+    """What a step gave one row; log-probabilities of its tokens, if they were asked for; all that was
+    guessed, in a traced engine."""
+
+    report: RowReport
+    logprobs: list[dict[int, Logprob]] | None
+    guesses: Guesses | None
+
+
+class Flight(NamedTuple):
+    """A step that has been queued: waits for its reports, tells the drafters, and what else was asked. A
+    ticket for `fetch`; nobody else looks inside."""
+
+    reports: Callable[[], list[RowReport]]
+    follow: list[Callable[[], None]]
+    logprobs: Logprobs | None
+    wanted: list[int]

@@ -1,0 +1,157 @@
+"""The speculative step, the whole of it:
+
+    propose -> lay out -> forward -> sample -> accept -> commit -> learn
+
+It reads and writes the request rows (`kernels/table.py`), the KV cache and what a drafter remembers. A row
+gets a run of tokens: its last committed one and its drafts. One forward pass scores them all; at each of
+them the target draws its own token, and a draft is accepted iff it equals what the target drew before it.
+So what is emitted is what decoding without drafts would have emitted, whatever the drafter did.
+
+A step has two layouts. *Padded*, every row has K + 1 tokens and all shapes are known beforehand: the step
+never waits for the device, so it can be captured (`graphs.py`). *Packed*, for a CPU, it waits: the policy
+cuts the drafts of each row, and a row without drafts costs one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..drafters.base import Drafter, nothing
+from ..engine.metrics import Stopwatch
+from ..extras.grammar.rows import GuidedRows
+from ..kernels.batch import Batch
+from ..kernels.sampling.accept import accept
+from ..kernels.sampling.logprobs import Logprobs, logprobs
+from ..kernels.sampling.sample import sample
+from ..kernels.speculation.kv_move import kv_move
+from ..kernels.speculation.layout import lay_out
+from ..kernels.speculation.proposal import Proposal
+from ..kernels.speculation.report import RowReport, decode, kept_tokens
+from ..kernels.speculation.verify import commit
+from ..kernels.table import Table
+from ..models.decoder import Model
+from .devices import to_host
+
+Cut = Callable[[list[int], list[int], list[int], list[int], list[list[float]] | None], list[int]]
+"""`Policy.cut`: how many drafts of each row to verify."""
+
+
+class StepResult(NamedTuple):
+    """What a step of B rows gave, on the device; it decodes itself.
+
+    Attributes:
+        report: [B, ...] int32, see `kernels/speculation/report.py`.
+        path, q_start, logits: which row of the logits each token was drawn from: that of query
+            q_start[b] + path[b, j]. [B, Q] int32, [B] int32, [T, V]. Captured steps share the memory of the
+            logits: what reads them must be queued before the next step is.
+    """
+
+    report: Tensor
+    path: Tensor
+    q_start: Tensor
+    logits: Tensor
+
+    def first(self, num_rows: int) -> StepResult:
+        """Without the rows that pad a captured step."""
+        return StepResult(
+            self.report[:num_rows], self.path[:num_rows], self.q_start[:num_rows], self.logits
+        )
+
+    def fetch(self) -> Callable[[], list[RowReport]]:
+        """Start copying the report to the host; the result waits for it.
+
+        The copy is queued behind the step, so the next step may reuse the report's memory.
+        """
+        wait = to_host(self.report)
+        return lambda: decode(wait())
+
+    def logprobs(self, wanted: Sequence[int]) -> Logprobs:
+        """Log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the wanted[b]
+        likeliest (the largest of these numbers for all; there may be fewer tokens). Waits for the step; to be
+        called before the next one is queued, which overwrites the logits."""
+        asked = torch.tensor(wanted, device=self.report.device) >= 0
+        b, j, tokens = kept_tokens(self.report, asked)
+        most = min(max(wanted), self.logits.shape[1])  # no more than there are tokens
+        return logprobs(self.logits, self.q_start[b] + self.path[b, j], tokens, most)
+
+
+class Step:
+    """The step of one model with its cache, rows and drafter."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: Tensor,
+        table: Table,
+        drafter: Drafter | None,
+        exact: bool,
+        stages: Stopwatch,
+    ) -> None:
+        """`exact`: no row asks for another rule of acceptance, so that steps need not look."""
+        self.model, self.kv_cache, self.table = model, kv_cache, table
+        self.drafter, self.exact, self.stages = drafter, exact, stages
+        self._logits = torch.empty(0)
+        self.change_logits: Callable[[Tensor, Batch], None] | None = None  # as rows of this step ask
+        self.guided: GuidedRows | None = None  # if some rows of this step have a grammar
+
+    def share_logits(self, num_tokens: int) -> None:
+        """Let all steps of up to `num_tokens` write their logits to one buffer from now on: each captured
+        step would else keep its own alive."""
+        model = self.model
+        shape = num_tokens, model.config.vocab_size
+        self._logits = torch.empty(shape, dtype=model.dtype, device=model.device)
+
+    @torch.inference_mode()
+    def __call__(self, rows: Tensor, k: int, cut: Cut | None = None) -> StepResult:
+        """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each: padded, or
+        packed if there is somebody to `cut` the drafts."""
+        model, table, drafter, guided = self.model, self.table, self.drafter, self.guided
+        with self.stages("propose"):
+            proposal = drafter.propose(table, rows, k) if drafter and k else nothing(rows, 0)
+            if guided is not None and k:
+                proposal = guided.propose(rows, proposal)
+            if cut is not None and k:
+                proposal = _cut(rows, proposal, cut)
+            batch = lay_out(table, rows, proposal, packed=cut is not None)
+        with self.stages("forward"):
+            hidden = model.forward(batch, self.kv_cache)
+            logits = self.score(hidden)
+        with self.stages("verify"):
+            if self.change_logits is not None:
+                self.change_logits(logits, batch)
+            if guided is not None:
+                guided.bar(logits, batch)
+            targets = self.draw(logits, batch, proposal)
+            verdict = commit(targets, batch, table, proposal)
+            if batch.parents is not None:
+                kv_move(self.kv_cache, verdict, batch)
+            if drafter is not None:
+                theirs = (proposal, batch) if guided is None else guided.of_others(proposal, batch)
+                drafter.learn(table, *theirs, verdict, hidden, logits)
+        return StepResult(verdict.report, verdict.path, batch.q_start, logits)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """The logits [T, V] of hidden states [T, H]."""
+        T, shared = hidden.shape[0], self._logits
+        return self.model.logits(hidden, shared[:T] if shared.shape[0] >= T else None)
+
+    def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
+        """The target's own token after each scored token, [T] int32. (Benchmarks override this.)"""
+        targets = sample(logits, self.table, batch)
+        if self.exact or batch.max_q_len == 1:
+            return targets
+        return accept(targets, logits, self.table, batch, proposal)
+
+
+def _cut(rows: Tensor, proposal: Proposal, cut: Cut) -> Proposal:
+    """The proposal with fewer drafts, as the policy has it."""
+    rows_on_host, drafter, num_drafts, match_len = (
+        part.tolist() for part in (rows, proposal.drafter, proposal.num_drafts, proposal.match_len)
+    )
+    chances = None if proposal.chances is None else proposal.chances.tolist()
+    kept = cut(rows_on_host, drafter, num_drafts, match_len, chances)
+    return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))

@@ -1,0 +1,146 @@
+"""What steps take, measured: a forward pass by the number of tokens that it scores, its attention by what it
+reads, captured steps by bucket."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import accumulate, product
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..drafters.costs import Attention, StepCosts
+from ..kernels.batch import Batch
+from ..kernels.sampling.sample import sample
+from ..kernels.table import Table
+from ..models.decoder import Model
+from .devices import synchronize
+from .graphs import Bucket, StepGraphs
+from .memory import kv_shape
+
+# Tokens per pass at which the time is measured: also on both sides of where it jumps, which is at 12 (up to
+# which a compiled product reads a weight once) or, with AMX, at every 16 or 32. Between them it grows evenly.
+# Beyond, it goes on as between the last two: they have a jump between them.
+SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
+# What a draft costs a step of some rows is a small difference of the times of short passes, whose sign noise
+# of 5 % would turn; for a single row less is enough.
+LONG, REPEATS, FEW_REPEATS = 64, 9, 3
+PATIENCE = 2.0  # seconds after which a slow machine has measured enough, once it has done so twice
+# Of the passes that show what attention takes: rows, and tokens of each; bytes of keys and values, too many
+# for a processor's cache to keep them while the weights are read.
+ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
+ATTENTION_BYTES = 64 << 20
+SLEEP = 1 << 21  # cycles, about a millisecond; the host launches a step in a fraction of that
+Rehearse = Callable[[int], AbstractContextManager[None]]
+"""Fills so many request rows with what drafts, and empties them at the end of the `with` block."""
+Meet = Callable[[], None]
+"""Queues a wait of the device for those of other ranks, so that nobody's wait for them is measured."""
+
+
+def alone() -> None:
+    """There are no other ranks."""
+
+
+@torch.inference_mode()
+def forward_ms(model: Model, kv_cache: Tensor, table: Table, most: int = SIZES[-1]) -> dict[int, float]:
+    """Milliseconds, the least of some, of a pass over so many tokens of the first row of an empty table (of
+    copies of it, where its window is shorter) and of choosing the next ones, up to the first size of at least
+    `most`. Writes nothing to the cache. More tokens never take less: that smooths the noise."""
+    sizes = [n for i, n in enumerate(SIZES) if i < 2 or SIZES[i - 1] < most]
+    batches = {}
+    for n in sizes:
+        width = min(n, table.max_context)
+        rows = torch.zeros(-(-n // width), dtype=torch.int32, device=model.device)
+        batches[n] = Batch.of_grid(table, rows, rows, rows + width, width, bound=width)
+    times = _least_ms(model, kv_cache, table, batches)
+    return dict(zip(sizes, accumulate((times[n] for n in sizes), max)))
+
+
+@torch.inference_mode()
+def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> Attention:
+    """What attention adds to the times `by_tokens` of `forward_ms`, from passes over rows with a context.
+
+    They read a cache of their own: pages that nobody has written to yet are one page of zeros for the system,
+    and three times as fast. To be called while the table is empty.
+    """
+    B, size, device = min(ATTENTION_ROWS, table.num_rows), table.block_size, table.device
+    per_page = B * size * model.config.kv_bytes_per_token(model.dtype)
+    pages = min(max(ATTENTION_BYTES // per_page, 1), table.max_blocks)
+    context = min(pages * size, table.max_context) - max(ATTENTION_TOKENS)
+    if context < 1:
+        return Attention()
+    kv_cache = torch.empty(kv_shape(model, B * pages, size), dtype=model.dtype, device=device).zero_()
+    block_table = torch.arange(B * pages, dtype=torch.int32, device=device).view(B, pages)
+    table = table._replace(block_table=block_table, max_blocks=pages)
+    rows = torch.arange(B, dtype=torch.int32, device=device)
+    first = torch.full_like(rows, context)
+    batches = {
+        q: Batch.of_grid(table, rows, first, torch.full_like(rows, q), q, context + q)
+        for q in ATTENTION_TOKENS
+    }
+    times, costs = _least_ms(model, kv_cache, table, batches), StepCosts(packed=by_tokens)
+    return Attention.fit({q: (ms - costs.cost(B, B * q)) / (B * context) for q, ms in times.items()})
+
+
+def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int, Batch]) -> dict[int, float]:
+    """Milliseconds by key, the least of some; nothing is written to the cache. The batches take turns, so
+    that no busy moment of the machine falls on one alone."""
+    times = dict.fromkeys(batches, math.inf)
+    batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
+    alone = model.num_ranks == 1  # ranks must all do the same, however fast they are
+    began, most = time.perf_counter(), REPEATS if table.num_rows > 1 and alone else FEW_REPEATS
+    for i, (key, batch) in product(range(most), batches.items()):
+        start = time.perf_counter()
+        if i >= 2 and start > began + PATIENCE and alone:
+            break
+        if i >= FEW_REPEATS and batch.num_tokens >= LONG:
+            continue
+        sample(model.logits(model.forward(batch, kv_cache)), table, batch)
+        synchronize(model.device)
+        times[key] = min((time.perf_counter() - start) * 1e3, times[key])
+    return times
+
+
+def captured_ms(graphs: StepGraphs, rehearse: Rehearse, meet: Meet) -> dict[int, dict[int, float]]:
+    """Milliseconds by batch size and K of all captured steps. To be called before the first request."""
+    found: dict[int, dict[int, float]] = {}
+    for bucket in tqdm(graphs.captures, desc="Timing steps", disable=None, leave=False):
+        found.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, meet=meet)
+    return found
+
+
+def replay_ms(
+    graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5, meet: Meet = alone
+) -> float:
+    """Milliseconds of one replay, the median of `repeats`. A step changes the rows that it reads, so each
+    starts from rehearsed rows: all do the same work."""
+    capture, times = graphs.captures[bucket], []
+    for _ in range(repeats + 1):
+        with rehearse(bucket.batch):
+            capture.rows.copy_(torch.arange(bucket.batch, dtype=torch.int32))
+            times.append(elapsed_ms(capture.replay, graphs.device, meet))
+    return statistics.median(times[1:])
+
+
+def elapsed_ms(run: Callable[[], None], device: torch.device, meet: Meet = alone) -> float:
+    """Milliseconds that `run` takes: on a GPU there, not counting how long the host takes to launch it."""
+    synchronize(device)
+    if device.type != "cuda":
+        meet()
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP)  # while the host launches what follows, which then starts without a gap
+    meet()
+    before.record()
+    run()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)

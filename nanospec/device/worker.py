@@ -1,0 +1,311 @@
+"""The device side: request rows, model, KV caches, drafter and captured steps, behind five verbs.
+
+    admit     requests get their rows and pages
+    prefill   the K/V of pieces of prompts are computed
+    step      the speculative step (`step.py`) of some rows is queued, captured or packed
+    fetch     what a queued step gave; waits for it
+    release   requests have left their rows
+
+Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data
+(`orders.py`), so that the same five messages can go to several workers (`parallel/ranks.py`); only steps
+without graphs ask back, how many drafts to verify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import EngineConfig, SamplingParams
+from ..drafters.base import Drafter
+from ..drafters.costs import StepCosts, lookup_ms
+from ..engine.metrics import Stopwatch
+from ..engine.request import as_dict
+from ..extras.grammar.rows import METHOD, GuidedRows
+from ..extras.tracing.drafts import WatchedDrafter
+from ..kernels.batch import Batch, Chunk
+from ..kernels.codes import NOBODY, RUNNING, STOPPED
+from ..kernels.speculation.report import RowReport
+from ..kernels.table import Table
+from ..kernels.upload import upload
+from ..models.compiled import computed_by
+from ..models.decoder import Model
+from ..sampling.rows import ExtraRows
+from . import admission
+from .admission import Admission, HostWrites
+from .devices import on_own_device
+from .graphs import StepGraphs
+from .memory import MemoryPlan, empty_cache, memory_plan, plan_cache, step_memory, zero_blocks
+from .orders import Flight, RowResult, StepOrder
+from .step import Cut, Step
+from .threads import Adapts, look_around
+from .timing import attention_ms, captured_ms, forward_ms
+
+TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
+NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
+
+
+def captures_steps(config: EngineConfig, model: Model, drafter: Drafter | None) -> bool:
+    """Whether steps are captured. Raises ValueError if they are to be and the drafter cannot."""
+    on_host = drafter is not None and drafter.reads_on_host
+    if on_host and config.enforce_eager is False:
+        raise ValueError(
+            "enforce_eager=False asks for captured steps, in which no drafter can read texts on the host; "
+            "leave it out, or give a Drafter that defines propose() instead of guess()."
+        )
+    on_gpu = model.device.type == "cuda"
+    return on_gpu and not on_host if config.enforce_eager is None else not config.enforce_eager
+
+
+class Worker:
+    """One device.
+
+    Attributes:
+        table, kv_cache: see `kernels/table.py` and `models/decoder.py`.
+        num_blocks, max_model_len: as the memory allows.
+        max_k: the largest K of any step, 0 without a drafter.
+        graphs: the captured steps; None where steps are not captured, and may wait for the device.
+        watched: the drafter, in a traced engine.
+        failure: why it can do no more, None while it can.
+        simulated: what makes the output up, in a benchmark.
+    """
+
+    failure: str | None = None
+    simulated: str | None = None
+
+    def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None = None) -> None:
+        self.config, self.model, self.device = config, model, model.device
+        self.watched = WatchedDrafter(drafter) if config.trace and drafter is not None else None
+        self.drafter = self.watched or drafter
+        self._build()
+
+    @on_own_device
+    def _build(self) -> None:
+        """Allocate and capture."""
+        config, model, drafter = self.config, self.model, self.drafter
+        self.max_k = 0 if drafter is None else min(config.spec.max_k, drafter.max_drafts)
+        self.num_blocks, self.max_model_len = self.plan_cache()
+        self.stages, self.writes = Stopwatch(), HostWrites()
+        self.table = Table.empty(
+            config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
+        )
+        self.kv_cache = empty_cache(model, self.num_blocks, config.block_size)
+        captured = captures_steps(config, model, drafter)
+        self.drafters = () if drafter is None else drafter.parts
+        for part in self.drafters:
+            part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
+        self.extras = ExtraRows(self.table, may_wait=not captured)
+        self._step = self.make_step()
+        self._rows = torch.empty(0, dtype=torch.int32)  # of the last step that was not captured
+        self.graphs: StepGraphs | None = None
+        lasting: Adapts = "always" if model.dtype == torch.float32 else "at first"
+        self._threads_adapt: Adapts = lasting if computed_by(model) == "PyTorch" else "never"
+        look_around(self._threads_adapt)
+        if captured:
+            ks = [k for k in config.spec.ks if k < self.max_k]
+            self.graphs = StepGraphs(
+                self._step, model.device, config.max_num_seqs, [*ks, self.max_k], config.lazy_capture
+            )
+            self._step.share_logits(self.graphs.max_tokens)
+            if not config.lazy_capture:
+                self.graphs.capture_all()
+        largest = self.graphs.max_tokens if self.graphs is not None else None
+        self.guided = GuidedRows(self.table, len(self.methods) - 1, self.max_k, largest)
+
+    def plan_cache(self) -> tuple[int, int]:
+        """(number of KV blocks, max_model_len)."""
+        return plan_cache(self.config, self.model, self.drafter)
+
+    def make_step(self, kind: type[Step] = Step) -> Step:
+        """The step, before it is captured."""
+        exact = self.config.spec.acceptance == "exact"
+        return kind(self.model, self.kv_cache, self.table, self.drafter, exact, self.stages)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that `RowReport.drafter` tells apart."""
+        return *(self.drafter.names if self.drafter is not None else ()), METHOD
+
+    @property
+    def model_code(self) -> int:
+        """The place in `methods` of the drafter that runs a model, the last drafter if any."""
+        return len(self.methods) - 2 if self.drafter is not None and self.drafter.runs_model else NOBODY
+
+    @property
+    def weighs_passes(self) -> bool:
+        """Whether it is for the host to say for how many drafts a model is run: in steps without graphs."""
+        return self.graphs is None and self.model_code != NOBODY
+
+    @property
+    def memory(self) -> list[MemoryPlan]:
+        """What this device needs; the same of each rank, where there are several."""
+        tokens = self.num_blocks * self.config.block_size
+        return [memory_plan(self.config, self.model, self.drafter, tokens, self.table)]
+
+    def close(self) -> None:
+        """Nothing needs to be ended where all is in this process."""
+
+    def check(self, params: SamplingParams) -> None:
+        """ValueError if a request cannot run here."""
+
+    def meet(self) -> None:
+        """Nothing needs to be waited for where there is one device."""
+
+    @on_own_device
+    def admit(self, requests: Sequence[Admission]) -> None:
+        """Give requests their rows."""
+        for request in requests:
+            admission.write_row(self.writes, self.table, request, self.config.spec)
+            self.extras.admit(self.writes, request.row, request.params.extra_args)
+            self.guided.admit(self.writes, request.row)
+            zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
+            for part in self.drafters:
+                part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
+                part.share(request.row, request.salt)
+        if penalized := [request for request in requests if request.params.changes_logits]:
+            self.writes.flush()
+            for request in penalized:
+                admission.write_history(self.table, request)
+
+    @on_own_device
+    @torch.inference_mode()
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Compute the K/V of pieces of the rows' texts."""
+        with self.stages("prefill"):
+            self.writes.flush()
+            batch = Batch.of_chunks(self.table, chunks)
+            most = max((part.reads_prompts for part in self.drafters), default=0)
+            if most:
+                self._show(chunks, most, self.model.forward(batch, self.kv_cache))
+            else:
+                self.model.write_kv(batch, self.kv_cache)
+
+    def _show(self, chunks: Sequence[Chunk], most: int, hidden: Tensor) -> None:
+        """Have drafters read the last tokens of pieces of prompts, at most so many in all, from their hidden
+        states."""
+        ends, tails, places = accumulate(chunk.num_tokens for chunk in chunks), list[Chunk](), list[int]()
+        for (row, start, count), end in zip(chunks, ends, strict=True):
+            n = min(count, most - len(places))
+            if n > 0:
+                tails.append(Chunk(row, start + count - n, n))
+                places += range(end - n, end)
+        logits = self._step.score(hidden[upload(places, torch.int64, self.device)])
+        batch = Batch.of_chunks(self.table, tails)
+        for part in self.drafters:
+            if part.reads_prompts:
+                part.read(self.table, batch, logits)
+
+    @on_own_device
+    @torch.inference_mode()
+    def step(self, order: StepOrder, cut: Cut) -> Flight:
+        """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not captured."""
+        for row, blocks, num_kept in order.grown:
+            admission.write_blocks(self.writes, self.table, row, blocks, num_kept)
+            zero_blocks(self.kv_cache, blocks[num_kept:])
+            for part in self.drafters:
+                part.grow(row, blocks[num_kept:])
+        if order.guided:
+            k = order.k if self.graphs is None else self.graphs.bucket_for(len(order.rows), order.k).k
+            self.guided.send(self.writes, order.guided, k)
+        self.writes.flush()
+        variant = self.prepare(order)
+        if self.graphs is not None:
+            drafting = [row for row, n in zip(order.rows, order.limits, strict=True) if n and order.k]
+            with self.stages("propose"):
+                for part in self.drafters:
+                    part.catch_up(drafting)
+            result = self.graphs.run(order.rows, order.k, variant)
+        else:
+            look_around(self._threads_adapt)
+            codes = self.table.finished.tolist()
+            if all(codes[row] != RUNNING for row in order.rows):  # the host will soon know
+                return Flight(lambda: [NOTHING] * len(order.rows), [], None, order.logprobs)
+            for part in self.drafters:
+                part.passes = order.passes
+            if order.rows != self._rows.tolist():
+                self._rows = torch.tensor(order.rows, dtype=torch.int32, device=self.device)
+            result = self._step(self._rows, order.k, cut)
+        logprobs = result.logprobs(order.logprobs) if max(order.logprobs) >= 0 else None
+        follow = [part.follow(order.rows) for part in self.drafters]
+        return Flight(result.fetch(), follow, logprobs, order.logprobs)
+
+    def prepare(self, order: StepOrder) -> Hashable:
+        """Have the step do what its rows ask. What tells its captures from others; None for plain steps."""
+        extras, guided = self.extras.asked_by(order.rows), bool(order.guided)
+        self._step.change_logits = self.extras.change if extras else None
+        self._step.guided = self.guided if guided else None
+        return (extras, guided) if extras or guided else None
+
+    @on_own_device
+    def fetch(self, flight: Flight) -> list[RowResult]:
+        """Wait for a step: a result for each of its rows."""
+        with self.stages("wait"):
+            reports = flight.reports()
+            for take_in in flight.follow:
+                take_in()
+        columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
+        entries: Iterator[Any] = zip(*columns, strict=True)
+        made = [None] * len(reports) if self.watched is None else self.watched.take(len(reports))
+        return [
+            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens], own)
+            for report, n, own in zip(reports, flight.wanted, made, strict=True)
+        ]
+
+    @on_own_device
+    def release(self, row: int) -> None:
+        """The request of a row has ended or was preempted; its pages may be another's."""
+        self.writes.set(self.table.finished, row, STOPPED)
+        for part in self.drafters:
+            part.release(row)
+
+    @on_own_device
+    def measure(self) -> StepCosts:
+        """Time steps by their size. To be called before the first request."""
+        if self.graphs is None:
+            for part in self.drafters:
+                part.measure()
+            most = self.table.num_rows * (self.max_k + 1)
+            passes = forward_ms(self.model, self.kv_cache, self.table, most)
+            packed = {n: ms + sum(part.learn_ms(n) for part in self.drafters) for n, ms in passes.items()}
+            propose = lookup_ms if self.drafter is None else self.drafter.ms
+            return StepCosts(None, packed, propose, attention_ms(self.model, self.table, passes))
+        if self.config.lazy_capture:  # what costs are to be known of must be captured
+            self.graphs.capture_all()
+        return StepCosts(captured=captured_ms(self.graphs, self.rehearsal, self.meet))
+
+    def runs(self) -> dict[str, str | int]:
+        """How the model is computed."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        found: dict[str, str | int] = {"device": str(self.device), "dtype": dtype}
+        found["by"] = computed_by(self.model)
+        return found | ({"threads": torch.get_num_threads()} if self.device.type == "cpu" else {})
+
+    def report(self) -> dict[str, object]:
+        """How the model is computed, and what capture took."""
+        memory = {"memory": [plan._asdict() for plan in self.memory]}
+        if self.graphs is None:
+            return {"runs": self.runs(), **memory}
+        found = {
+            "count": len(self.graphs.captures),
+            "seconds": round(self.graphs.seconds, 3),
+            "bytes": self.graphs.bytes,
+            "fallbacks": self.graphs.fallbacks,
+            "planned_bytes": step_memory(self.config, self.model, self.max_model_len, self.drafter)._asdict(),
+        }
+        return {"runs": self.runs(), **memory, "recorded_steps": found}
+
+    @contextmanager
+    def rehearsal(self, count: int, context: int = TIMED_CONTEXT) -> Iterator[None]:
+        """Fill the first `count` rows with requests of up to `context` tokens that draft, for timing."""
+        context = min(context, self.max_model_len // 2)
+        with admission.rehearsal(self.table, count, context, self.num_blocks):
+            for part in self.drafters:
+                part.rehearse(count)
+            yield
+        if self.graphs is not None:
+            self.graphs.forget_rows()

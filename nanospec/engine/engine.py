@@ -1,0 +1,274 @@
+"""The loop on the host: schedule, step, collect, finish.
+
+    engine.add(prompt_ids, params)      -> Request, waiting
+    engine.step()                       -> requests that got tokens or ended
+    engine.abort(request)
+
+The engine has token ids in and out (text, chat and batches of prompts are `llm.py`'s) and owns no tensor:
+the device is behind `worker.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..config import EngineConfig, SamplingParams
+from ..device.orders import Flight, Pages, RowResult, StepOrder
+from ..device.out_of_memory import in_a_step, ran_out
+from ..device.worker import Worker
+from ..drafters.policy import AutoPolicy, Policy
+from ..extras.grammar.grammar import PLAN_SECONDS, Draft, Grammars
+from ..extras.grammar.rows import Guided
+from ..extras.tracing.recorder import Recorder, Weighed, watch
+from ..kernels.batch import Chunk
+from ..text.detokenize import Detokenizer
+from ..text.tokenizer import Tokenizer
+from .metrics import Metrics
+from .request import Limits, Request, check_request, seed_of
+from .scheduler import Plan, Scheduler
+
+
+class Queued(NamedTuple):
+    """A step that has not been collected: who takes part, their rows at that time, its K, and why so; what
+    was guessed for rows with a grammar."""
+
+    requests: list[Request]
+    rows: list[int]
+    k: int
+    flight: Flight
+    weighed: Weighed | None
+    guided: dict[int, Draft]
+
+
+class Engine:
+    """Runs requests on one worker."""
+
+    def __init__(self, config: EngineConfig, worker: Worker, tokenizer: Tokenizer | None = None) -> None:
+        self.config, self.worker, self.tokenizer = config, worker, tokenizer
+        self.max_model_len = worker.max_model_len
+        vocab_size, rule = worker.model.config.vocab_size, config.spec.acceptance
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size)
+        self.limits = Limits(vocab_size, worker.max_model_len, tokenizer is not None, rule)
+        self.metrics = Metrics(worker.stages, simulated=worker.simulated)
+        self.metrics.spec.acceptance = config.spec.acceptance
+        auto = worker.drafter is not None and config.spec.num_speculative_tokens == "auto"
+        self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
+        self.recorder: Recorder | None = watch(self) if config.trace else None
+        on_gpu = worker.model.device.type == "cuda"
+        self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
+        self.scheduler = Scheduler(
+            worker.num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            lookahead=worker.max_k,
+            lag=self.lag,
+        )
+        worker.stages.reset()  # capture and timing are no steps
+        self._queue: deque[Queued] = deque()
+        self._ids = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._queue)
+
+    def report(self) -> dict[str, object]:
+        """The counters of `metrics`, what capture took, and the measured times of steps."""
+        costs = self.policy.costs
+        return {**self.metrics.to_dict(), **self.worker.report(), **(costs.report() if costs else {})}
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise ValueError with a sentence if the request cannot run."""
+        check_request(prompt_ids, params, self._stop_ids(params), self.limits)
+        self.worker.check(params)
+        if params.response_format is not None and self.grammars is not None:
+            self.grammars.check(params.response_format)
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        index: int = 0,
+        salt: bytes = b"",
+    ) -> Request:
+        """Queue one output of a prompt, as `new` and `queue` do."""
+        request = self.new(prompt_ids, params, index, salt)
+        self.queue(request)
+        return request
+
+    def new(
+        self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
+    ) -> Request:
+        """One output of a prompt, to be queued. `index` is its number among `params.n`; `salt` names who may
+        share its cached blocks when prefix caching is off (see `llm.py`)."""
+        self.check(prompt_ids, params)
+        number = next(self._ids)
+        limit = self.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt_ids) + params.max_tokens)
+        request = Request(
+            id=f"request-{number}",
+            prompt_ids=list(prompt_ids),
+            params=params,
+            seed=seed_of(params.seed, index, self.config.seed + 1 + number),
+            max_len=limit,
+            stop_ids=self._stop_ids(params),
+            salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
+            detokenizer=Detokenizer(self.tokenizer) if self.tokenizer is not None else None,
+        )
+        request.simulated = self.metrics.simulated
+        request.stats.acceptance = params.acceptance or self.config.spec.acceptance
+        if params.response_format is not None and self.grammars is not None:
+            request.guide, request.stats.acceptance = self.grammars.guide(params.response_format), "exact"
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Have a new request run. Whoever has it already can abort it whatever interrupts this."""
+        self.scheduler.add(request)
+        if self.recorder is not None:
+            self.recorder.added(request)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """All tokens that end a request."""
+        own = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_ids
+        return tuple(dict.fromkeys((*params.stop_token_ids, *own)))
+
+    def abort(self, request: Request, error: str | None = None) -> None:
+        """End a request now; what it has produced stays. `error` says why, if it is the engine's doing."""
+        if request.is_finished:
+            return
+        request.error = error
+        request.finish("abort")
+        self._release(request)
+        self.metrics.num_aborted += 1
+
+    def abort_all(self, error: str | None = None) -> None:
+        """End everything and forget what is cached, as an interrupted step may have left blocks
+        half-written and the scheduler inconsistent."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.abort(request, error)
+        self.scheduler.reset()
+        self._queue.clear()
+
+    def _release(self, request: Request) -> None:
+        """Take a finished request off the device and the schedule."""
+        if request.row >= 0:
+            self.worker.release(request.row)
+        self.scheduler.finish(request)
+
+    def step(self) -> list[Request]:
+        """Queue one step and collect what is due; returns the requests that got tokens or ended.
+
+        With `lag` the results of a step are read after the next one has been queued, so that the device
+        need not wait for the host to look at them. What the host does not know yet does no harm: a row that
+        has ended takes no part in the step queued after it, slots reach far enough ahead, and what was
+        computed for a request that the host has ended meanwhile is dropped.
+        """
+        with self.worker.stages("host"):
+            plan = self.scheduler.schedule(self._held())
+            self._admit(plan)
+        touched = self._prefill(plan) if plan.prefill else []
+        if plan.decode:
+            self._queue.append(self._launch(plan))
+        while len(self._queue) > (self.lag if plan.decode else 0):
+            queued = self._queue.popleft()
+            results = self.worker.fetch(queued.flight)
+            with self.worker.stages("host"):
+                touched += self._collect(queued, results)
+            if self.recorder is not None:
+                self.recorder.collected(queued, results)
+        return touched
+
+    def _held(self) -> set[Request]:
+        """Who cannot take part in a step before another is collected: a grammar must know the text."""
+        return {r for queued in self._queue for r in queued.requests if r.guide is not None}
+
+    def _admit(self, plan: Plan) -> None:
+        """Tell the worker who has lost and who has got a row."""
+        for row in plan.preempted:
+            self.worker.release(row)
+        for request, num_cached in plan.admitted.items():
+            self.policy.reset(request.row)
+            self.worker.admit([request.admission(num_cached)])
+        self.metrics.num_preemptions += len(plan.preempted)
+        new = [request for request in plan.admitted if not request.num_preemptions]
+        self.metrics.num_prompt_tokens += sum(len(request.prompt_ids) for request in new)
+        self.metrics.num_cached_tokens += sum(request.num_cached_tokens for request in new)
+
+    def _prefill(self, plan: Plan) -> list[Request]:
+        """Queue pieces of prompts. Returns whom it has ended, as there is no memory for them: the others go
+        on."""
+        try:
+            self.worker.prefill([Chunk(r.row, start, count) for r, start, count in plan.prefill])
+        except Exception as error:
+            if not ran_out(error) or self.worker.failure is not None:
+                raise
+            ended = self.scheduler.unwritten(plan)
+            for request in ended:
+                self.abort(request, f"Memory ran out for the prompt; {in_a_step(self.config)}.")
+            return ended
+        self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
+        return []
+
+    def _launch(self, plan: Plan) -> Queued:
+        """Queue a step of the requests that decode."""
+        requests, most_k = plan.decode, self.worker.max_k
+        rows = [request.row for request in requests]
+        own = [request.params.num_speculative_tokens for request in requests]
+        limits = [most_k if n is None else min(n, most_k) for n in own]
+        context = sum(request.num_tokens for request in requests)
+        k = passes = self.policy.choose(rows, limits, context, bool(self.scheduler.waiting))
+        if k and self.worker.weighs_passes:
+            drafting = [r.row for r, limit in zip(requests, limits, strict=True) if limit and r.guide is None]
+            passes = self.policy.passes(drafting, len(rows) - len(drafting), k) if drafting else 0
+        grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items()]
+        logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
+        end = time.perf_counter() + PLAN_SECONDS
+        guides = [(r, min(n, k)) for r, n in zip(requests, limits) if r.guide is not None]
+        guided = {r.row: self._guess(r, most, end) for r, most in guides}
+        asked = [0 if row in guided else limit for row, limit in zip(rows, limits)]
+        own_guesses = [Guided(row, draft) for row, draft in guided.items()]
+        order = StepOrder(rows, asked, k, passes, grown, logprobs, own_guesses)
+        self.metrics.num_forward_steps += 1
+        flight = self.worker.step(order, self.policy.cut)
+        return Queued(requests, rows, k, flight, self.recorder.queued() if self.recorder else None, guided)
+
+    def _guess(self, request: Request, most: int, end: float) -> Draft:
+        """At most so many drafts for a request with a grammar, made until `end`, and its masks."""
+        assert request.guide is not None
+        spec, room = self.config.spec, request.max_len - request.num_tokens - 1
+        shortest, longest = spec.prompt_lookup_min, spec.prompt_lookup_max
+        with self.worker.stages("propose"):
+            return request.guide.plan(request.tokens, max(min(most, room), 0), shortest, longest, end)
+
+    def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
+        """Hand each request its tokens, and retire those that ended."""
+        touched = []
+        for request, row, result in zip(queued.requests, queued.rows, results, strict=True):
+            if request.is_finished:
+                continue  # by the host, after this step was queued
+            touched.append(request)
+            report = result.report
+            if queued.k and request.params.num_speculative_tokens != 0:
+                seen = report.drafter, report.match_len, report.num_drafted, report.num_accepted
+                own = request.params.num_speculative_tokens
+                asked = min(queued.k, request.max_len - request.num_tokens - 1)
+                asked = max(asked if own is None else min(asked, own), 0)
+                self.policy.observe(row, *seen, report.chances, asked)
+            before = request.num_tokens
+            method = self.worker.methods[report.drafter] if report.num_drafted else ""
+            ended = request.append(report, method, result.logprobs)
+            kept = request.num_tokens - before
+            self.metrics.spec.record(report.num_drafted, min(report.num_accepted, kept), kept, method)
+            if request.row >= 0:  # not preempted since
+                self.scheduler.register(request)
+            if ended:
+                if request.error is not None:  # what it computed may be NaN
+                    self.scheduler.pool.forget(request.blocks)
+                self._release(request)
+                self.metrics.num_finished += 1
+        return touched

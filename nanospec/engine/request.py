@@ -1,0 +1,320 @@
+"""A request's life: waiting, running, finished; what it has produced and what it cost.
+
+`tokens` is prompt + output, committed tokens only. `num_computed` counts the tokens whose K/V lie in
+the cache. Prefill brings it to len(tokens) - 1; from then on every step scores the last token (and
+drafts after it), so the same code draws the first token and all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..config import SamplingParams
+from ..device.admission import Admission
+from ..kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
+from ..kernels.speculation.report import RowReport
+from ..text.checks import shown
+from ..text.detokenize import Detokenizer
+from ..text.prompts import too_long
+from .blocks import block_hash
+from .metrics import SpecStats
+
+if TYPE_CHECKING:
+    from ..extras.grammar.grammar import Guide
+    from ..extras.tracing.recorder import Record
+
+SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
+FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "error"}
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Logprob(NamedTuple):
+    """Log-probability of a token, its rank among all (1 is the likeliest), and its text
+    (`Tokenizer.text_of`), if there is a tokenizer."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class Piece(NamedTuple):
+    """Text of one output token, and its source: if it was drafted, the index (in prompt + output) of the
+    token it was copied from, or -2 for the guess of a model; -1 if it was not drafted."""
+
+    text: str
+    source: int
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt with one output. See the module docstring for the invariants.
+
+    Attributes:
+        max_len: the length of prompt + output at which it ends.
+        stop_ids: tokens that end it.
+        salt: the root of its block hashes; requests share cached blocks iff their salts are equal.
+        guide: the grammar that its output keeps to, if it has one.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    stop_ids: tuple[int, ...] = ()
+    salt: bytes = b""
+    detokenizer: Detokenizer | None = None
+    guide: Guide | None = None
+
+    status: Status = Status.WAITING
+    row: int = -1
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_registered: int = 0  # blocks named in the prefix cache
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # what of its parameters ended it
+    error: str | None = None
+    simulated: str | None = None  # what made the output up, in a benchmark
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    draft_sources: list[int] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
+    num_text_tokens: int = sys.maxsize  # of its output; behind them is what ended it
+    num_cached_tokens: int = 0  # of its prompt, found in the prefix cache when it first got a row
+    num_preemptions: int = 0
+    stats: SpecStats = field(default_factory=SpecStats)
+    arrival_time: float = field(default_factory=time.perf_counter)
+    start_time: float | None = None  # when it first got a row
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    record: Record | None = None  # of a traced engine
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+        self._hashes: list[bytes] = []
+        self._streamed = self._num_pieces = 0  # characters and pieces handed out
+        self._hold_back = max((len(s) for s in self.params.stop), default=1) - 1
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether it can take part in decoding."""
+        return self.num_computed >= self.num_tokens - 1
+
+    def admission(self, num_cached: int) -> Admission:
+        """What the worker must know of it; the first `num_cached` of its blocks hold their K/V already."""
+        changed = self.params.extra_args  # logits, which are then no others' business
+        return Admission(
+            row=self.row,
+            tokens=self.tokens,
+            num_prompt=len(self.prompt_ids),
+            max_len=self.max_len,
+            blocks=self.blocks,
+            num_cached=num_cached,
+            seed=self.seed,
+            stop_ids=self.stop_ids,
+            params=self.params,
+            salt=_number(self.salt + repr(sorted(changed.items())).encode() if changed else self.salt),
+        )
+
+    def hashes(self, block_size: int) -> list[bytes]:
+        """The names of all full blocks of `tokens`."""
+        for i in range(len(self._hashes), self.num_tokens // block_size):
+            parent = self._hashes[-1] if self._hashes else self.salt
+            self._hashes.append(block_hash(parent, self.tokens[i * block_size : (i + 1) * block_size]))
+        return self._hashes
+
+    def append(
+        self, step: RowReport, method: str = "", logprobs: list[dict[int, Logprob]] | None = None
+    ) -> bool:
+        """Take a step's tokens, cut at the end of the grammar and at the first stop string; returns whether
+        that ended the request. `method` is who drafted."""
+        finish, kept, at_string = FINISH[step.finished], 0, False
+        taken = step.tokens if self.guide is None else self._guided(self.guide, step)
+        while kept < len(taken) and not at_string:
+            self.tokens.append(taken[kept])
+            kept += 1
+            is_stop_token = step.finished == STOPPED and kept == len(step.tokens)  # is no text
+            if is_stop_token:
+                self.num_text_tokens = len(self.tokens) - len(self.prompt_ids) - 1
+            if self.detokenizer is not None:
+                self.token_texts.append("" if is_stop_token else self.detokenizer.push(self.tokens[-1:]))
+                at_string = self._append_text(self.token_texts[-1])
+        if self.guide is not None and (self.guide.ended or self.guide.error):
+            finish, self.error = ("abort", self.guide.error) if self.guide.error else ("stop", None)
+        if self.detokenizer is not None and self.detokenizer.error:
+            finish, self.error = "abort", self.detokenizer.error
+        if at_string:
+            finish, self.error = "stop", None
+        if kept and self.first_token_time is None:
+            self.first_token_time = time.perf_counter()
+        self.stats.record(step.num_drafted, min(step.num_accepted, kept), kept, method)
+        self.draft_sources += step.sources[:kept]
+        if logprobs is not None:
+            self.logprobs += map(self._with_texts, logprobs[:kept])
+        self.num_computed = self.num_tokens - 1
+        if finish == "error":
+            finish, at = "abort", self.num_tokens
+            gave, extra = "the model gave NaN or infinite logits", self.params.extra_args
+            self.error = f"At position {at} {gave}; check its weights and dtype (float16 ends at 65,504)."
+            if extra:
+                self.error = (
+                    f"There is nothing to draw from at position {at}: either {gave}, or "
+                    f"extra_args={shown(extra)} left no token; try without them."
+                )
+        if finish is not None:
+            self.finish(finish, flush=not at_string)
+        return finish is not None
+
+    def _guided(self, guide: Guide, step: RowReport) -> list[int]:
+        """A step's tokens up to where the grammar ends: with drafts, the end token may be there already."""
+        ends = step.finished == STOPPED  # by a token that is not for the grammar to see
+        taken = guide.advance(step.tokens[:-1] if ends else step.tokens)
+        return step.tokens[:taken] if guide.ended or guide.error else step.tokens
+
+    def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self.detokenizer is None:
+            return place
+        text_of = self.detokenizer.tokenizer.text_of
+        return {token: at._replace(decoded_token=text_of(token)) for token, at in place.items()}
+
+    def _append_text(self, new: str) -> bool:
+        """Add text; at a stop string that it completes cut everything off and return True."""
+        old = len(self.text)
+        self.text += new
+        if not self.params.stop or self.num_tokens - len(self.prompt_ids) < self.params.min_tokens:
+            return False
+        found = [(self.text.find(s, max(old - len(s) + 1, 0)), s) for s in self.params.stop]
+        if max(found)[0] < 0:
+            return False
+        cut, self.stop_reason = min((at, s) for at, s in found if at >= 0)
+        self.text = self.text[:cut]
+        begin = 0
+        for i, piece in enumerate(self.token_texts):
+            if piece and begin >= cut:
+                self.num_text_tokens = min(self.num_text_tokens, i)
+            self.token_texts[i] = piece[: max(cut - begin, 0)]
+            begin += len(piece)
+        return True
+
+    def finish(self, reason: str, flush: bool = True) -> None:
+        """End the request: "stop", "length" or "abort"; `flush` adds text that was held back."""
+        if self.status is Status.FINISHED:
+            return
+        if self.detokenizer is not None and flush:
+            at_string = self._append_text(self.detokenizer.flush())
+            reason = "stop" if at_string and reason == "length" else reason
+            if self.detokenizer.error and self.error is None:
+                reason, self.error = "abort", self.detokenizer.error
+        if reason == "stop" and self.stop_reason is None and self.tokens[-1] in self.params.stop_token_ids:
+            self.stop_reason = self.tokens[-1]
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.finish_time = time.perf_counter()
+
+    def new_pieces(self) -> list[Piece]:
+        """Pieces not handed out yet, without what may turn out to begin a stop string."""
+        done = self.status is Status.FINISHED
+        end = len(self.text) - (0 if done else self._hold_back)
+        pieces = []
+        for piece in map(Piece, self.token_texts[self._num_pieces :], self.draft_sources[self._num_pieces :]):
+            if self._streamed + len(piece.text) > end:
+                break
+            pieces.append(piece)
+            self._streamed += len(piece.text)
+        self._num_pieces += len(pieces)
+        if done and self._streamed < end:  # the rest of an unfinished character
+            pieces.append(Piece(self.text[self._streamed :], -1))
+            self._streamed = end
+        return pieces
+
+
+def seed_of(asked: int | None, index: int, number: int) -> int:
+    """The int64 seed of a request's output `index`: what was asked for, else from the request's `number`."""
+    seed = number * SEED_STEP if asked is None else asked + index * SEED_STEP
+    return (seed + 2**63) % 2**64 - 2**63  # wrapped around
+
+
+class Limits(NamedTuple):
+    """What an engine can run; `has_text`: it has a tokenizer; `acceptance`: the rule it was started with."""
+
+    vocab_size: int
+    max_model_len: int
+    has_text: bool
+    acceptance: str
+
+
+def check_request(
+    prompt_ids: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limits: Limits
+) -> None:
+    """Raise ValueError with a sentence if an engine with these limits cannot run the request, which all the
+    `stop_ids` would end."""
+    size, max_model_len, has_text, acceptance = limits
+    if not prompt_ids:
+        raise ValueError("The prompt is empty; give at least one token.")
+    if len(prompt_ids) >= max_model_len:
+        raise ValueError(too_long(len(prompt_ids), max_model_len))
+    own = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    for name, ids in {"The prompt": prompt_ids, **own}.items():
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
+                said = f"{name} holds token id {shown(token)}"
+                raise ValueError(f"{said}; ids are integers from 0 to {size - 1}.")
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids, but the limit is "
+            f"{MAX_STOP_IDS}."
+        )
+    if params.min_tokens and len(set(stop_ids).intersection(range(size))) == size:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} bars stop tokens, and all tokens of this vocabulary, 0 to "
+            f"{size - 1}, are such; stop at fewer or use min_tokens=0."
+        )
+    if params.acceptance not in (None, "exact") and acceptance == "exact":
+        raise ValueError(
+            f"acceptance={params.acceptance!r} needs an engine started with SpecConfig(acceptance="
+            f"{params.acceptance!r}): with 'exact', steps have no room for other rules."
+        )
+    if params.response_format is not None and not has_text:
+        raise ValueError("response_format needs a tokenizer, which tells it the texts of tokens; load one.")
+    if params.stop and not has_text:
+        raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
+
+
+def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_top: int) -> dict[int, Logprob]:
+    """The token itself first, then the `num_top` likeliest. `entry`: the token's log-probability and rank,
+    and the values and ids of the likeliest."""
+    own, rank, top, ids = entry
+    found = {token: Logprob(own, rank)}
+    for i in range(min(num_top, len(top))):  # of a tiny vocabulary there may be fewer
+        if top[i] == float("-inf"):  # left out by a sampling parameter, as are all that follow
+            break
+        found.setdefault(ids[i], Logprob(top[i], i + 1))
+    return found
+
+
+def _number(salt: bytes) -> int:
+    """An int32 for a salt, 0 for none."""
+    return int.from_bytes(hashlib.blake2b(salt, digest_size=4).digest(), "little", signed=True) if salt else 0

@@ -1,0 +1,227 @@
+"""What an output may be, as masks of tokens: grammars, compiled and followed by llguidance (an extra).
+
+    Grammars    of one tokenizer; compiles what `SamplingParams(response_format=...)` asks, for `Guide`s
+    Guide       follows the output of one request: which tokens may come next, and what to guess
+
+A guide knows committed tokens alone. Guesses are made here, on the host, as each must be followed to know the
+mask behind it: what the grammar leaves no choice about, and what a lookup in the request's own text finds, up
+to where the grammar would break. A mask depends on nothing but the tokens before it, so with guessing and
+without the same is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import cycle, islice, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...kernels.codes import GUESSED
+from ...models.files import brief
+from ...text.panics import without_panics
+
+if TYPE_CHECKING:
+    from ...text.tokenizer import Tokenizer
+
+PLAN_SECONDS = 0.02  # of a step, after which no more is guessed in it: some masks take milliseconds
+FORCED = 64  # length of the "match" of tokens that the grammar forces: longer than any, as they are right
+LIMITS: Any = {"verbose_errors": False}  # beside llguidance's own
+CACHED = 32  # compiled grammars that are kept
+# Fixed separators: endless white space is what models fall for, and what is fixed can be guessed.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+MOST_CHOICES = 1000  # that llguidance's parser keeps apart; of more a regular expression is made
+SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")  # in a regular expression
+POINTER = re.compile(r"\s*(\^+|\d+ \|.*|<non-verbose/>)\s*")
+MISSING = "response_format needs the library llguidance: pip install 'nanospec[grammar]'."
+
+
+class Draft(NamedTuple):
+    """What is guessed for a request, and what may come.
+
+    Attributes:
+        tokens, sources, match_len: see `Proposal`.
+        masks: at the last committed token and at each guess, which tokens may follow: a bit each.
+    """
+
+    tokens: list[int]
+    sources: list[int]
+    match_len: int
+    masks: list[bytes]
+
+
+class Compiled(NamedTuple):
+    """A grammar at its beginning: llguidance's matcher, never advanced; the first mask; tokens that end."""
+
+    matcher: Any
+    first: bytes
+    ends: frozenset[int]
+
+
+class Guide:
+    """Follows one output.
+
+    Attributes:
+        ended: nothing may follow but the end.
+        error: why it can follow no further, a sentence.
+    """
+
+    ended = False
+    error: str | None = None
+
+    def __init__(self, grammar: Compiled) -> None:
+        self._grammar, self._matcher = grammar, grammar.matcher.deep_copy()
+        self._allowed = grammar.first  # what may come next
+        self._tokens: list[int] = []
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take committed tokens, the end itself not among them; returns how many belong to the output: none
+        behind the one that ends it."""
+        for taken, token in enumerate(tokens, 1):
+            self._tokens.append(token)
+            if self._matcher.try_consume_tokens([token]) != 1:
+                return self._fail(taken)
+            if self._matcher.is_stopped():
+                self.ended = True
+                return taken
+        self._allowed = self._matcher.compute_bitmask()
+        return self._fail(len(tokens)) if self._matcher.is_error() else len(tokens)
+
+    def _fail(self, taken: int) -> int:
+        reason = _said(self._matcher.get_error()) or "a token that it does not allow"
+        self.error = f"response_format could not be followed beyond {len(self._tokens)} tokens: {reason}."
+        return taken
+
+    def plan(self, text: list[int], most: int, min_n: int, max_n: int, end: float = math.inf) -> Draft:
+        """At most `most` guesses behind the request's text, prompt and output, and all masks. What is looked
+        up are `min_n` to `max_n` tokens; at the time `end` (`time.perf_counter()`) it is enough."""
+        drafts: list[int] = []
+        sources: list[int] = []
+        masks, match_len = [self._allowed], 0
+        while len(drafts) < most and not self._matcher.is_stopped():
+            before = len(drafts)
+            found, run = self._run(text + drafts, min_n, max_n)
+            for token, source in islice(run, most - before):
+                late = time.perf_counter() > end
+                if late or (mask := self._mask_behind(token, masks[-1])) is None:
+                    break
+                drafts.append(token)
+                sources.append(source)
+                masks.append(mask)
+            if len(drafts) == before:
+                break
+            match_len = match_len or found
+        if not self._matcher.rollback(len(drafts)) or self._matcher.is_error():
+            self._matcher = self._grammar.matcher.deep_copy()  # looking ahead was too much for it
+            self._matcher.try_consume_tokens(self._tokens)
+        return Draft(drafts, sources, match_len, masks)
+
+    def _run(self, text: list[int], min_n: int, max_n: int) -> tuple[int, Iterator[tuple[int, int]]]:
+        """What to guess behind a text that the matcher has followed: `match_len`, and tokens with sources."""
+        if forced := self._matcher.compute_ff_tokens():
+            return FORCED, zip(forced, repeat(GUESSED))
+        first, length = look_up(text, min_n, max_n)
+        sources = cycle(range(first, len(text))) if length else ()  # at the end of the text back to the match
+        return length, ((text[i], i) for i in sources)
+
+    def _mask_behind(self, token: int, allowed: bytes) -> bytes | None:
+        """The mask behind a token, which the matcher then has followed; None if it may not come, or ends
+        the output."""
+        byte, bit = divmod(token, 8)
+        if byte >= len(allowed) or not allowed[byte] >> bit & 1 or token in self._grammar.ends:
+            return None
+        followed = self._matcher.try_consume_tokens([token]) == 1
+        mask: bytes = self._matcher.compute_bitmask() if followed else b""
+        return None if self._matcher.is_error() else mask or None
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and for logits of `vocab_size` tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._compiled = lru_cache(CACHED)(self._compile)
+
+    def check(self, asked: Mapping[str, Any]) -> None:
+        """Raise ValueError, with a sentence, for what cannot be compiled."""
+        self._compiled(json.dumps(asked))
+
+    def guide(self, asked: Mapping[str, Any]) -> Guide:
+        """For one output. `asked` as `response_format.checked` gives it."""
+        return Guide(self._compiled(json.dumps(asked)))
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """The tokenizer, as llguidance has it: half a second."""
+        if not self._tokenizer.eos_token_ids:
+            raise ValueError("response_format needs a model with a token that ends its texts.")
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise ValueError(MISSING) from None
+        size = max(self._vocab_size, self._tokenizer.vocab_size)
+        ends = list(self._tokenizer.eos_token_ids)
+        return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
+
+    @without_panics("response_format: llguidance cannot compile this ({}).")
+    def _compile(self, text: str) -> Compiled:
+        tokens, asked = self._tokens, json.loads(text)
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            grammar = _grammar_of(asked)
+            matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        except Exception as error:  # of several kinds
+            raise ValueError(f"response_format: this {asked['type']} is no grammar: {error}.") from None
+        first = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():
+            reason = _said(matcher.get_error())
+            raise ValueError(f"response_format: this {asked['type']} cannot be followed: {reason}.")
+        return Compiled(matcher, first, frozenset(self._tokenizer.eos_token_ids))
+
+
+def _grammar_of(asked: Mapping[str, Any]) -> str:
+    """In llguidance's words."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    kind = asked["type"]
+    if kind in ("json_object", "json_schema"):
+        schema = {"type": "object"} if kind == "json_object" else asked[kind]["schema"]
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_STYLE)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(asked[kind])
+    if kind == "choice":
+        texts = dict.fromkeys(asked[kind])
+        if len(texts) > MOST_CHOICES:
+            return LLMatcher.grammar_from_regex("|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+    return LLMatcher.grammar_from_lark(any_to_lark(asked[kind]))
+
+
+def look_up(text: Sequence[int], min_n: int, max_n: int) -> tuple[int, int]:
+    """`kernels.speculation.ngram.find` for a list: where the longest suffix of `min_n` to `max_n` tokens that
+    occurs earlier occurred last. (Index of the token that followed it, its length), or (-1, 0)."""
+    data = array("i", text).tobytes()
+    size, end = array("i").itemsize, len(text)
+    for n in range(min(max_n, end - 1), min_n - 1, -1):
+        suffix, bound = data[(end - n) * size :], (end - 1) * size
+        at = data.rfind(suffix, 0, bound)
+        while at > 0 and at % size:  # between two tokens
+            bound = at + len(suffix) - 1
+            at = data.rfind(suffix, 0, bound)
+        if at >= 0:
+            return at // size + n, n
+    return -1, 0
+
+
+def _said(error: str) -> str:
+    """A message of llguidance as part of a sentence, without the lines that point into the grammar."""
+    if error.startswith("NoExtension"):
+        return "it allows no text"
+    lines = [line.strip() for line in error.splitlines() if not POINTER.fullmatch(line)]
+    return brief(" ".join(lines))

@@ -1,0 +1,189 @@
+"""A record for each step of each request. The engine calls it at three places; see `engine.py`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...text.tokenizer import Tokenizer
+from .drafts import Guesses
+from .reasons import Rates, WatchedPolicy, Weighed
+
+if TYPE_CHECKING:
+    from ...device.orders import RowResult
+    from ...device.worker import Worker
+    from ...engine.engine import Engine, Queued
+    from ...engine.request import Request
+
+MAX_REQUESTS = 64  # the latest, of which the recorder itself can tell
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What a step did for one request.
+
+    Attributes:
+        at: seconds from the request's arrival until the step's tokens were there.
+        ms: of the whole step by stage, prefill and host included since the step before.
+        batch: how many requests took part.
+        tokens: the tokens it gave, as far as they were kept.
+        method, match_len: who guessed; how many of the last tokens were found again, 0 by a model.
+        drafts, sources, parents: all guesses; see `Proposal`. In a chain the parent of a draft is the place
+            before: 0, 1, ...
+        verified: how many of them, from the first on, were checked.
+        accepted: the places (from 1 on) of those among `tokens`.
+        reason: why so many: "off", "end" (the last token), "no match", "fixed", "pays", "does not pay",
+            "probe".
+        rates: tokens per ms that each number of drafts promised; empty where nothing was weighed.
+        plain_ms: what the step would have taken without guesses, by estimate: its own time, scaled by the
+            times of such steps at the start.
+    """
+
+    at: float
+    ms: dict[str, float]
+    batch: int
+    tokens: list[int]
+    method: str
+    match_len: int
+    drafts: list[int]
+    sources: list[int]
+    parents: list[int]
+    verified: int
+    accepted: list[int]
+    reason: str
+    rates: Rates
+    plain_ms: float
+
+
+class Origin(NamedTuple):
+    """What all requests of an engine have in common: for the texts of tokens, and facts to be shown."""
+
+    tokenizer: Tokenizer | None
+    about: dict[str, str]
+
+
+@dataclass
+class Record:
+    """A request's steps, and what a `Lane` needs beside its completion."""
+
+    origin: Origin
+    id: str
+    prompt_ids: list[int]
+    arrival: float
+    steps: list[StepRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_ids)  # and those of all steps
+
+    def add(self, step: StepRecord) -> None:
+        self.steps.append(step)
+        self.num_tokens += len(step.tokens)
+
+
+def watch(engine: Engine) -> Recorder:
+    """Have an engine recorded that has not run yet; its policy becomes a watched one."""
+    worker = engine.worker
+    costs = engine.policy.costs or worker.measure()
+    engine.policy = policy = WatchedPolicy(engine.policy, costs)
+    return Recorder(worker, policy, engine.tokenizer)
+
+
+class Recorder:
+    """Writes the records.
+
+    Attributes:
+        requests: the latest ones, finished or not.
+        num_requests: of all.
+    """
+
+    def __init__(self, worker: Worker, policy: WatchedPolicy, tokenizer: Tokenizer | None) -> None:
+        self._worker, self._policy = worker, policy
+        spec, runs = worker.config.spec, worker.runs()
+        about = {name: str(value) for name, value in runs.items()}
+        about |= {"model": tokenizer.name if tokenizer else "", "method": spec.method}
+        about |= {"k": str(spec.num_speculative_tokens), "acceptance": spec.acceptance}
+        self._origin = Origin(tokenizer, about)
+        self._seconds: dict[str, float] = {}  # by stage, when the step before had been collected
+        self.requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
+        self.num_requests = 0
+
+    def added(self, request: Request) -> None:
+        """A request came."""
+        request.record = Record(self._origin, request.id, request.prompt_ids, request.arrival_time)
+        self.requests.append(request)
+        self.num_requests += 1
+
+    def queued(self) -> Weighed:
+        """A step has been queued: why it is as it is."""
+        return self._policy.weighed
+
+    def collected(self, queued: Queued, results: list[RowResult]) -> None:
+        """A step's tokens have been handed to the requests."""
+        seconds = dict(self._worker.stages.seconds)
+        ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
+        self._seconds, now = seconds, time.perf_counter()
+        weighed = queued.weighed or Weighed(1.0, 1.0)
+        plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * weighed.plain_ms / weighed.ms
+        for request, row, result in zip(queued.requests, queued.rows, results, strict=True):
+            record = request.record
+            if record is None or request.num_tokens == record.num_tokens:
+                continue  # it had ended before
+            made, report, before = result.guesses, result.report, record.num_tokens
+            if (own := queued.guided.get(row)) is not None:  # of which no drafter knows
+                made = Guesses(before, own.tokens, own.sources, [*range(len(own.tokens))])
+            if made is None or made.length != before:  # nobody was asked to guess
+                made = Guesses(before, [], [], [])
+            tokens = request.tokens[before:]
+            record.add(
+                StepRecord(
+                    at=now - record.arrival,
+                    ms=ms,
+                    batch=len(queued.rows),
+                    tokens=tokens,
+                    method=self._worker.methods[report.drafter] if made.drafts else "",
+                    match_len=report.match_len if made.drafts else 0,
+                    drafts=made.drafts,
+                    sources=made.sources,
+                    parents=made.parents,
+                    verified=report.num_drafted,
+                    accepted=walk(tokens, made, report.num_drafted),
+                    reason=self._reason(request, queued, row, made, report.num_drafted),
+                    rates=weighed.rates(row),
+                    plain_ms=plain_ms,
+                )
+            )
+
+    def _reason(self, request: Request, queued: Queued, row: int, made: Guesses, verified: int) -> str:
+        auto, weighed = self._policy.is_auto, queued.weighed or Weighed(1.0, 1.0)
+        if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
+            return "off"
+        if request.max_len - made.length <= 1:
+            return "end"
+        if not made.drafts:
+            spared = auto and (queued.k == 0 or _best(weighed.common) == 0)
+            return "does not pay" if spared else "no match"
+        if not auto:
+            return "fixed"
+        if verified and row in weighed.probes:
+            return "probe"
+        return "pays" if verified else "does not pay"
+
+
+def _best(rates: Rates) -> int | None:
+    """The number of drafts that promised most."""
+    return max(rates, key=rates.__getitem__, default=None)
+
+
+def walk(tokens: list[int], made: Guesses, verified: int) -> list[int]:
+    """The places of the guesses among `tokens`: from each to the child that carries the next token."""
+    places: list[int] = []
+    node = 0
+    for token in tokens:
+        children = (i + 1 for i in range(verified) if made.parents[i] == node and made.drafts[i] == token)
+        node = next(children, -1)
+        if node < 0:
+            break
+        places.append(node)
+    return places

@@ -1,0 +1,209 @@
+"""What a traced engine kept, as plain data and as a page to look at.
+
+    trace = llm.generate(...)[0].trace()
+    trace.lanes[0].steps[0].drafts, trace.to_dict(), trace.save("trace.html")
+
+A *lane* is one output. The page is a single HTML file that needs no network: the files of `page/` with the
+data of `to_dict` among them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...text.detokenize import Detokenizer
+from ...text.tokenizer import Tokenizer
+from .recorder import Record, StepRecord
+
+if TYPE_CHECKING:
+    from ...outputs import Completion
+
+NOT_TRACED = "There is no trace of this: start the engine with LLM(..., trace=True)."
+DIGITS = 4  # of measured numbers, in what is written
+SCRIPTS = ("data", "text", "steps", "tree", "arrows", "race", "lanes", "main")  # of `page/`, in this order
+
+
+@dataclass
+class Lane:
+    """How one output came about.
+
+    Attributes:
+        name: of the request.
+        prompt, output: the text of each token; an output's is what the token completed, as in `Piece`.
+        prompt_ids, token_ids: these tokens.
+        steps: what each step did; their tokens, joined, are `token_ids`.
+        start: seconds from the first lane's arrival to this one's.
+        seconds, first_token_seconds: as in `Completion`.
+        plain_seconds: what it takes without guesses: measured, or estimated from the measured cost of steps
+            without guesses; None if that is not known.
+        plain_is_measured: which of the two.
+    """
+
+    name: str
+    prompt: list[str]
+    prompt_ids: list[int]
+    output: list[str]
+    token_ids: list[int]
+    steps: list[StepRecord]
+    start: float
+    seconds: float
+    first_token_seconds: float
+    finish_reason: str
+    acceptance: str
+    plain_seconds: float | None
+    plain_is_measured: bool = False
+
+
+@dataclass
+class Trace:
+    """Some outputs of one engine.
+
+    Attributes:
+        about: the model and how it was run.
+        lanes: the outputs, in the order of their arrival.
+        texts: of the tokens that were guessed or drawn, by id; U+FFFD for parts of characters.
+        num_omitted: outputs that are left out.
+    """
+
+    about: dict[str, str] = field(default_factory=dict)
+    lanes: list[Lane] = field(default_factory=list)
+    texts: dict[int, str] = field(repr=False, default_factory=dict)
+    num_omitted: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        outputs: Sequence[Completion],
+        names: Sequence[str] = (),
+        plain: Sequence[Completion] = (),
+        num_omitted: int = 0,
+    ) -> Trace:
+        """The trace of outputs of one engine. `plain`: the same, as they were without guesses, from runs of
+        their own. Raises ValueError for outputs of an engine without `trace=True`."""
+        records = [record for output in outputs if (record := output.record) is not None]
+        if not outputs:
+            return cls()
+        if len(records) < len(outputs):
+            raise ValueError(NOT_TRACED)
+        origin, first = records[0].origin, min(record.arrival for record in records)
+        lanes = []
+        for i, (output, record) in enumerate(zip(outputs, records)):
+            lane = _lane(output, record, names[i] if names else record.id)
+            if plain:  # all of them are compared from their own beginning on
+                lane.plain_seconds, lane.plain_is_measured = plain[i].seconds, True
+            else:
+                lane.start = record.arrival - first
+            lanes.append(lane)
+        ids = {i for record in records for step in record.steps for i in (*step.tokens, *step.drafts)}
+        return cls(origin.about, lanes, token_texts(origin.tokenizer, ids), num_omitted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; times and rates are rounded."""
+        found: dict[str, Any] = _rounded(asdict(self))
+        return found
+
+    def html(self) -> str:
+        """The page."""
+        page = resources.files(__package__) / "page"
+        scripts = "\n".join((page / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+        text = (page / "page.html").read_text(encoding="utf-8")
+        # The data last: nothing in it is taken for a place to fill.
+        text = text.replace("/* page.css */", (page / "page.css").read_text(encoding="utf-8"))
+        return text.replace("/* scripts */", scripts).replace("{data}", embedded(self.to_dict()))
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file, whole or not at all. Raises ValueError or OSError, see `check_target`."""
+        check_target(path)
+        target = Path(os.path.realpath(path))
+        new = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+                target.write_text(self.html(), encoding="utf-8")
+            else:
+                new.write_text(self.html(), encoding="utf-8")
+                os.replace(new, target)
+        except OSError as error:  # a full disk has no name
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        finally:
+            new.unlink(missing_ok=True)
+
+
+def check_target(path: str | Path) -> None:
+    """Raise ValueError if a page cannot be written there, or if that would destroy something else."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'trace.html'}.")
+    if not path.parent.is_dir():
+        raise ValueError(f"There is no folder {path.parent} for the trace {path.name}; make or name one.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written; name another file for the trace.")
+    if path.is_file() and path.stat().st_size and not _is_page(path):
+        raise ValueError(f"{path} exists and is no HTML page; name another file for the trace.")
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(256).lstrip().lower().startswith((b"<!doctype html", b"<html"))
+
+
+def embedded(data: object) -> str:
+    """JSON that may stand in a script element: ASCII, and nothing in it that HTML knows."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def token_texts(tokenizer: Tokenizer | None, ids: Iterable[int]) -> dict[int, str]:
+    """What each token stands for, by itself."""
+    if tokenizer is None:
+        return {i: f"{i} " for i in sorted(ids)}
+    return {i: tokenizer.text_of(i) for i in sorted(ids)}
+
+
+def _lane(output: Completion, record: Record, name: str) -> Lane:
+    """The lane of an output."""
+    tokenizer, steps = record.origin.tokenizer, record.steps
+    token_ids = output.token_ids[: record.num_tokens - len(record.prompt_ids)]  # the last step may be missing
+    pieces = [piece.text for piece in output.pieces[: len(token_ids)]]
+    if tokenizer is None:
+        pieces = [f"{i} " for i in token_ids]
+    later = sum(len(step.tokens) * step.plain_ms for step in steps)
+    later -= steps[0].plain_ms if steps else 0.0  # the first token takes as long
+    return Lane(
+        name=name,
+        prompt=prompt_texts(tokenizer, record.prompt_ids),
+        prompt_ids=record.prompt_ids,
+        output=pieces,
+        token_ids=token_ids,
+        steps=steps,
+        start=0.0,
+        seconds=output.seconds,
+        first_token_seconds=output.first_token_seconds,
+        finish_reason=output.finish_reason,
+        acceptance=output.stats.acceptance,
+        plain_seconds=output.first_token_seconds + later / 1e3 if later > 0 else None,
+    )
+
+
+def prompt_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
+    """The text that each token of a prompt completes, special tokens written out."""
+    if tokenizer is None:
+        return [f"{i} " for i in ids]
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    texts = [detokenizer.push([i]) for i in ids]
+    if texts and (rest := detokenizer.flush()):
+        texts[-1] += rest
+    return texts
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, float):
+        return float(f"{data:.{DIGITS}g}")
+    if isinstance(data, Mapping):
+        return {key: _rounded(value) for key, value in data.items()}
+    return [_rounded(value) for value in data] if isinstance(data, list) else data

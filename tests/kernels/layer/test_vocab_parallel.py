@@ -1,0 +1,124 @@
+"""Weights that are split among ranks, here all in one process: a gather is given what the others have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec.extras.tensor_parallel.group import Group
+from nanospec.kernels.dispatch import forced
+from nanospec.kernels.layer import vocab_parallel as split
+from nanospec.kernels.layer.linear import linear, linear_add, pack
+from nanospec.kernels.layer.norm import Norm
+from nanospec.kernels.layer.residual import naive, residual_add
+from nanospec.kernels.layer.stream import Stream, embed
+from nanospec.kernels.layer.vocab_parallel import Summed, Vocabulary, total
+from tests.kernels.products import normed, stream_of
+from tests.ranks import together
+from tests.util import assert_close
+
+SHAPES = [(1, 1, 64), (2, 3, 63), (3, 5, 100), (8, 2, 576)]  # N, T, H
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("N", "T", "H"), SHAPES, ids=lambda n: str(n))
+def test_kernel_adds_as_naive_does(N: int, T: int, H: int, dtype: torch.dtype) -> None:
+    parts, x = normal(N, T, H, dtype=dtype), normal(T, H, seed=1, dtype=dtype)
+    norm, own = Norm(normal(H, seed=3).to(dtype), 1e-5), Norm(1 + normal(H, seed=4), 1e-5)
+    for its in (None, own):
+        with forced("triton"):
+            found = residual_add(parts, x, norm, its)
+        expected = naive(parts, x, its)
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+        assert_close(found.x, expected, tolerance, f"{its}")
+        wanted = torch.nn.functional.rms_norm(expected.float(), (H,), norm.weight.float(), 1e-5)
+        assert_close(normed(found).float(), wanted, 2e-6 if dtype == torch.float32 else 4e-3, f"{its}")
+
+
+def test_parts_are_added_in_their_order_and_rounded_once() -> None:
+    parts = torch.tensor([2048.0, 1.0, 1.0, -2048.0], dtype=torch.float16).view(4, 1, 1)  # 2049 is no float16
+    assert naive(parts, torch.zeros(1, 1, dtype=torch.float16)).item() == 2.0
+    tiny = torch.tensor([1.0, 2.0**-24, 2.0**-24], dtype=torch.float32).view(3, 1, 1)  # lost one by one
+    assert naive(tiny, torch.zeros(1, 1)).item() == 1.0
+    with forced("triton"):
+        assert residual_add(tiny, torch.zeros(1, 1), Norm(torch.ones(1), 1e-5)).x.item() == 1.0
+
+
+def test_a_token_is_added_to_its_own_row_whoever_is_beside_it() -> None:
+    parts, x, norm = normal(3, 5, 100), normal(5, 100, seed=1), Norm(torch.ones(100), 1e-5)
+    with forced("triton"):
+        together = residual_add(parts, x, norm)
+        for t in range(5):
+            alone = residual_add(parts[:, t : t + 1].contiguous(), x[t : t + 1], norm)
+            assert torch.equal(alone.x[0], together.x[t])
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with forced("triton"), pytest.raises(ValueError, match="must be contiguous and fit"):
+        residual_add(normal(2, 3, 64), normal(2, 64), Norm(torch.ones(64), 1e-5))
+
+
+# (Triton's interpreter is for one thread at a time.)
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "triton"), (1, "naive"), (2, "naive"), (3, "naive")])
+def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -> None:
+    """Gathered, or added in slices: the same bits."""
+    h, weight, x, bias = normal(5, 48), normal(40, 48, seed=1), normal(5, 40, seed=2), normal(40, seed=3)
+    norm, columns = Norm(torch.ones(40), 1e-5), 48 // ranks
+
+    def run(group: Group) -> list[Tensor]:
+        part = pack(weight.split(columns, 1)[group.rank].contiguous())
+        summed = Summed(part, group.gather, group.exchange, group.size)
+        mine = h.split(columns, 1)[group.rank].contiguous()
+        own_bias = torch.zeros_like(bias) if group.rank else bias
+        return [linear_add(mine, summed, stream_of(x, norm), norm, own_bias).x for _ in range(2)]
+
+    def compare(backend: str, limit: int) -> list[Tensor]:
+        with forced(backend), pytest.MonkeyPatch.context() as patch:  # type: ignore[arg-type]
+            patch.setattr(split, "EXCHANGE", limit)
+            found = [tensor for each in together(ranks, run) for tensor in each]
+        assert all(torch.equal(tensor, found[0]) for tensor in found)
+        return found
+
+    gathered, in_slices = compare(backend, 1 << 30)[0], compare(backend, -1)[0]
+    assert torch.equal(gathered, in_slices)
+    assert_close(gathered, x + h @ weight.T + bias, 1e-5)
+
+
+def test_the_kernel_and_the_slices_add_to_the_same_bits() -> None:
+    parts, x, norm = normal(5, 7, 64, dtype=torch.float16), normal(7, 64, seed=1), Norm(torch.ones(64), 1e-5)
+    x = x.half()
+    with forced("triton"):
+        assert torch.equal(residual_add(parts, x, norm).x, residual_add(total(parts)[None], x, norm).x)
+    assert torch.equal(naive(parts, x), naive(total(parts)[None], x))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_vocabulary_in_parts_gives_rows_and_scores_of_the_whole(ranks: int) -> None:
+    V, H, ids, x = 50, 16, torch.tensor([0, 49, 24, 25, 24], dtype=torch.int32), normal(3, 16, seed=5)
+    whole, width = normal(V, H), -(-V // ranks)
+    padded = torch.cat([whole, torch.zeros(ranks * width - V, H)]).split(width)
+    given: list[Tensor] = []
+    for own in range(ranks):
+        tables = [Vocabulary(part, lambda x: x[None], i * width, V) for i, part in enumerate(padded)]
+        given[:] = [table.lookup(ids) for table in tables]
+        table = tables[own]._replace(gather=lambda _: torch.stack(given))
+        assert torch.equal(embed(ids, table, Norm(torch.ones(H), 1e-5), 3.0).x, 3 * whole[ids.long()])
+        given[:] = [linear(x, part) for part in padded]
+        out = torch.full((3, V), float("nan"))
+        assert linear(x, table, out=out) is out
+        assert_close(out, x @ whole.T, 1e-6)
+        assert torch.equal(linear(x, table), out)
+
+
+def test_the_kernels_take_a_stream_of_embeddings_in_parts() -> None:
+    whole, ids, norm = normal(8, 64), torch.tensor([7, 0], dtype=torch.int32), Norm(torch.ones(64), 1e-5)
+    with forced("triton"):
+        stream = embed(ids, Vocabulary(whole, lambda x: x[None], 0, 8), norm)
+    assert isinstance(stream, Stream)
+    assert torch.equal(stream.x, whole[ids.long()])
+    assert_close(normed(stream), normed(stream_of(whole[ids.long()], norm)), 1e-6)

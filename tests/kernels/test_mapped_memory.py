@@ -1,0 +1,67 @@
+"""Tensors on pages of the system's."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec.kernels.native.mapped_memory import LINE, PIECE, Arena
+
+
+def test_tensors_of_an_arena_are_zeros_of_their_own() -> None:
+    arena = Arena()
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def fill(mark: int) -> None:
+        for i in range(100):
+            shape = (i % 7 + 1, i * mark % 50 + 1)
+            tensor = arena.zeros(shape, torch.bfloat16)
+            assert (tensor.shape, bool(tensor.any()), tensor.data_ptr() % LINE) == (shape, False, 0)
+            found.append((tensor.fill_(len(found) % 97 + mark), tensor.clone()))
+
+    threads = [Thread(target=fill, args=(mark,)) for mark in (1, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 200
+    assert all(torch.equal(tensor, copy) for tensor, copy in found)
+
+
+def test_tensors_of_an_arena_follow_each_other_on_large_pages() -> None:
+    arena = Arena()
+    first, second = (arena.zeros((n,), torch.int8) for n in (LINE + 1, 3))
+    assert second.data_ptr() - first.data_ptr() == 2 * LINE
+    text = Path("/proc/self/smaps").read_text() if Path("/proc/self/smaps").exists() else ""
+    for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", text, flags=re.M)[1:]:
+        begin, end = (int(number, 16) for number in area.split(" ", 1)[0].split("-"))
+        if begin <= first.data_ptr() < end and "VmFlags" in area:
+            assert " hg" in area.partition("VmFlags:")[2]
+
+
+def test_what_cannot_be_had_is_said() -> None:
+    with pytest.raises(OSError, match=r"gives no 4294967296 MiB of memory \("):
+        Arena().zeros((1 << 52,), torch.int8)
+
+
+def test_a_tensor_larger_than_a_piece() -> None:
+    arena = Arena()
+    small, large, next_one = (arena.zeros((n,), torch.int8) for n in (10, PIECE + 1, 10))
+    large.fill_(1)
+    assert not small.any()
+    assert not next_one.any()
+    before = resident()
+    del large
+    assert resident() < before - PIECE // 2  # given back, though the arena lives on
+    assert not small.any()
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

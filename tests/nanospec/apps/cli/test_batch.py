@@ -1,0 +1,329 @@
+"""Batches: what counts as a line, as a result, and as torn; what is noticed before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanospec.apps.cli.batch import batch_summary, open_batch
+from nanospec.apps.cli.batch_lines import Defaults, LineError, Task, identity, read_tasks
+from nanospec.apps.cli.batch_results import finished, head_of, results_file
+from nanospec.apps.cli.options import parse, sampling_params
+from nanospec.config import SamplingParams
+
+BREAKS = "a\u2028b\u2029c\x85d"  # where str.splitlines would cut
+GREEDY = SamplingParams(temperature=0, max_tokens=256)
+
+
+def tasks(path: Path | str, **more: Any) -> list[Task]:
+    return read_tasks(str(path), Defaults(**{"params": GREEDY, "given": {}, **more}))
+
+
+def of_lines(folder: Path, *lines: Any, **more: Any) -> list[Task]:
+    path = folder / "requests.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return tasks(path, **more)
+
+
+def numbered(count: int) -> list[Task]:
+    urls = ("", "/v1/completions")  # in turn
+    return [Task(i, GREEDY, "x", url=urls[i % 2], key=f"{i:016x}") for i in range(count)]
+
+
+def result(task: Task) -> str:
+    """A line as the program writes it."""
+    return head_of(task).decode() + json.dumps({"text": BREAKS, "stats": {}}, ensure_ascii=False)[1:] + "\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"prompt": "x"}', '{"prompt": "x"}\n', '\ufeff{"prompt": "x"}\n', '{"prompt": "x"}\r\n \n\n', "", "\n"],
+    ids=["no-newline", "newline", "byte-order-mark", "blank-lines", "empty", "nothing-but-a-newline"],
+)
+def test_where_lines_end(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(text, encoding="utf-8", newline="")
+    assert [task.prompt for task in tasks(path)] == (["x"] if "x" in text else [])
+
+
+def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f'{{"prompt": "{BREAKS}"}}\r\n{{"prompt":\r"x"}}\n'
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+    assert [task.prompt for task in tasks("-")] == [BREAKS, "x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (b"", "is empty"),
+        (b" ", "is empty"),
+        (b'{"prompt": "\xff"}', "is no JSON: it is no text in UTF-8, at byte 12"),
+        (b"[" * 99999, "is no JSON: it is nested more than 128 levels deep"),
+        (b'{"prompt": "x", "a": ' + b"[" * 130 + b"]" * 130 + b"}", "nested more than 128 levels deep"),
+        (b'{"prompt": "x", "prompt": "y"}', "is no JSON: 'prompt' stands twice in one object"),
+        (b'{"prompt": "x", "temperature": NaN}', "is no JSON: NaN is no number that can be"),
+        (b'{"prompt": "x", "custom_id": 1e999}', "is no JSON: 1e999 is no number that can be"),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "is no JSON: Exceeds the limit"),
+        (b"\xef\xbb\xbf{}", "is no JSON: Unexpected UTF-8 BOM"),
+        (b"\0", "is no JSON: Expecting value"),
+        (b'{"prompt": "x", "' + b"y" * 10**5 + b'": 1}', "unknown field 'yyyy"),
+        (b'{"url": "' + b"y" * 10**5 + b'", "body": {}}', "must be .*not 'yyyy"),
+        (b'{"messages": ["' + b"y" * 10**5 + b'"]}', "'yyyy.*is no message"),
+        (b"{", "is no JSON: Expecting property name"),
+        (b'{"text": "x"}', 'either "prompt" or "messages"'),
+        (b'{"prompt": "x", "messages": []}', 'either "prompt" or "messages"'),
+        (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; did you mean top_p"),
+        (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known are acceptance, custom_id, "),
+        (b'{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
+        (b'{"prompt": [1, true]}', '"prompt" must be a text or a list of token ids'),
+        (b'{"messages": [{"role": "user"}]}', 'needs a "role" and a "content"'),
+        (b'{"url": "/v1/embeddings", "body": {}}', "must be .*not '/v1/embeddings'"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_bad_lines_are_named(tmp_path: Path, line: bytes, sentence: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b'{"prompt": "x"}\n' + line + b'\n{"prompt": "x"}\n')
+    with pytest.raises(LineError, match=rf"requests\.jsonl line 2.*{sentence}") as caught:
+        tasks(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_line_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanospec.apps.cli.batch_lines.MAX_LINE", 1 << 20)
+    with pytest.raises(LineError, match=r"/dev/zero line 1 is longer than 1 MB, the limit of a request\."):
+        tasks("/dev/zero")
+
+
+def test_of_a_large_file_without_results_only_the_beginning_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(LineError, match=r"image ends with what is no result of this input"):
+        finished(path, numbered(3))
+    assert path.stat().st_size == 1 << 40
+
+
+def test_sampling_parameters_of_files_are_fields_too(tmp_path: Path) -> None:
+    defaults = SamplingParams(temperature=0.5, extra_args={"top_n_sigma": 2})
+    lines = ({"prompt": "x", "top_n_sigma": 1, "seed": 3}, {"prompt": "x", "seed": 4})
+    first, second = (task.params for task in of_lines(tmp_path, *lines, params=defaults))
+    assert (first.extra_args, first.seed, first.temperature) == ({"top_n_sigma": 1}, 3, 0.5)
+    assert (second.extra_args, second.seed) == ({"top_n_sigma": 2}, 4)
+    with pytest.raises(LineError, match="line 1: extra_args: top_n_sigma=-1 must be a number"):
+        of_lines(tmp_path, {"prompt": "x", "top_n_sigma": -1})
+    with pytest.raises(LineError, match="unknown field 'top_m_sigma'; did you mean top_n_sigma"):
+        of_lines(tmp_path, {"prompt": "x", "top_m_sigma": 1})
+    [task] = of_lines(tmp_path, {"prompt": "x", "top_n_sigma": 1, "extra_args": None})
+    assert task.params.extra_args == {"top_n_sigma": 1}
+    with pytest.raises(LineError, match="line 1: extra_args=5 must map names"):
+        of_lines(tmp_path, {"prompt": "x", "top_n_sigma": 1, "extra_args": 5})
+
+
+def test_a_system_message_is_for_conversations_that_have_none(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
+    lines = ({"prompt": "x"}, {"prompt": [1]}, {"messages": own[1:]}, {"messages": own})
+    found = of_lines(tmp_path, *lines, system="Be brief.")
+    said = [{"role": "system", "content": "Be brief."}, own[1]]
+    assert [task.messages for task in found] == [said, None, said, own]
+    assert [task.prompt for task in found] == [None, [1], None, None]
+
+
+def test_a_key_tells_lines_parameters_and_models_apart(tmp_path: Path) -> None:
+    line = {"prompt": "x", "custom_id": "a"}
+
+    def keys(*lines: Any, **more: Any) -> list[str]:
+        return [task.key for task in of_lines(tmp_path, *lines, **more)]
+
+    first, second = keys(line, line)
+    assert keys(line) == [first]  # lines may be added behind
+    assert keys({"max_tokens": 256, **line}) == [first]  # nothing else comes out
+    others = [
+        *keys({**line, "custom_id": "b"}), *keys({**line, "id": "a"}),  # names come out
+        *keys({"prompt": "y"}), *keys({**line, "seed": 1}), *keys({"prompt": [1]}), *keys(line, raw=True),
+        *keys(line, system="s"), *keys(line, model="m"), *keys(line, params=SamplingParams()), second,
+    ]  # fmt: skip
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_a_model_is_told_by_its_files(tmp_path: Path) -> None:
+    names = ("config.json", "chat_template.jinja", "model.safetensors")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    seen = {identity(tmp_path, []), identity(tmp_path, [("dtype", "float32"), ("max_model_len", None)])}
+    assert identity(tmp_path, [("max_model_len", None), ("dtype", "float32")]) in seen
+    for name in names:
+        (tmp_path / name).write_text("{ }")
+        seen.add(identity(tmp_path, []))
+    assert len(seen) == 5
+
+
+def test_options_that_change_results_tell_batches_apart(tmp_path: Path) -> None:
+    options: tuple[tuple[str, ...], ...] = (
+        (), ("--dtype", "float32"), ("--max-model-len", "64"), ("--acceptance", "typical"),
+    )  # fmt: skip
+    keys = set()
+    for given_too in options:
+        args = parse(["--input", "x", "--output", "y", *given_too])
+        args = argparse.Namespace(**{**vars(args), **vars(asked(tmp_path))})
+        with open_batch(args, GREEDY) as batch:
+            keys.add(batch.tasks[0].key)
+    assert len(keys) == len(options)
+
+
+@given(length=st.integers(0, 90), torn=st.integers(0, 3))
+def test_a_torn_result_is_cut_off(
+    tmp_path_factory: pytest.TempPathFactory, length: int, torn: int
+) -> None:
+    path, every = tmp_path_factory.mktemp("torn") / "results.jsonl", numbered(6)
+    whole = result(every[4]) + result(every[5])
+    rest = result(every[torn])[:-1].encode()[:length]
+    path.write_bytes(whole.encode() + rest)
+    assert finished(path, every) == {4, 5}
+    assert path.read_text(encoding="utf-8") == whole
+
+
+NO_RESULTS = {
+    "text": "my only notes",
+    "json": '{"prompt": "x"}',
+    "other-json": '{"index": 0, "prompt": "x"}',
+    "text-after-results": result(numbered(1)[0]) + "my notes",
+    "blank-line": result(numbered(1)[0]) + "\n",
+    "same-twice": result(numbered(1)[0]) * 2,
+    "not-whole": head_of(numbered(1)[0]).decode() + "\n",
+    "no-key": '{"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}\n',
+    "array": "[0]\n",
+    "deep": "[" * 99999 + "\n",
+    "another-key": result(Task(0, GREEDY, key="f" * 16)),
+    "another-index": result(Task(7, GREEDY, key=f"{0:016x}")),
+    "torn-of-another": result(Task(0, GREEDY, key="f" * 16))[:60],
+}
+
+
+@pytest.mark.parametrize("content", NO_RESULTS.values(), ids=list(NO_RESULTS))
+def test_what_is_no_result_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(LineError, match=r"notes (line \d+ is|ends with what is) .*name another output\."):
+        finished(path, numbered(3))
+    assert path.read_text(encoding="utf-8") == content
+
+
+def asked(folder: Path, **more: Any) -> argparse.Namespace:
+    """A command line, with a request file unless `more` names another."""
+    source = folder / "requests.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    files = {"input": str(source), "output": str(folder / "results.jsonl"), "folder": folder}
+    return argparse.Namespace(**{**files, "system": None, "raw": False, **more})
+
+
+def of_nothing(folder: Path) -> str:
+    return str(folder / "none.jsonl")
+
+
+def in_no_folder(folder: Path) -> str:
+    return str(folder / "none" / "results.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("input", of_nothing), ("output", in_no_folder), ("output", str)],
+    ids=["no-input", "no-folder", "a-folder"],
+)
+def test_files_that_cannot_be_used_are_noticed_at_once(
+    tmp_path: Path, option: str, value: Callable[[Path], str]
+) -> None:
+    with pytest.raises(OSError) as caught, open_batch(asked(tmp_path, **{option: value(tmp_path)}), GREEDY):
+        pass
+    assert caught.value.filename == value(tmp_path)
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_sampling_that_is_given_holds_for_both_formats(tmp_path: Path) -> None:
+    theirs = {"url": "/v1/completions", "body": {"prompt": "x"}}
+    files = "--input", str(tmp_path / "requests.jsonl"), "--output", "-"
+    args = parse([*files, "--top-n-sigma", "1", "--top-k", "7"])
+    args.folder = tmp_path
+    Path(args.input).write_text(f'{{"prompt": "x"}}\n{json.dumps(theirs)}\n')
+    with open_batch(args, sampling_params(args)) as batch:
+        found = [(task.params.extra_args, task.params.top_k) for task in batch.tasks]
+    assert found == [({"top_n_sigma": 1}, 7)] * 2
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link, None], ids=["symlink", "hard-link", "same-name"])
+def test_the_input_is_never_the_output(tmp_path: Path, link: Any) -> None:
+    args = asked(tmp_path)
+    if link is None:
+        args.output = str(tmp_path / "." / "requests.jsonl")
+    else:
+        link(args.input, args.output)
+    with pytest.raises(ValueError, match="are the same file; name another output"), open_batch(args, GREEDY):
+        pass
+    assert Path(args.input).read_text() == '{"prompt": "x"}\n'
+
+
+def test_an_output_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    args = asked(tmp_path)
+    busy = pytest.raises(ValueError, match="another process writes .*name another output")
+    with results_file(args.output), busy, open_batch(args, GREEDY):
+        pass
+    with open_batch(args, GREEDY) as batch:  # given back
+        assert (len(batch.tasks), batch.done, batch.is_done) == (1, set(), False)
+        batch.file.write(result(batch.tasks[0]).encode())
+    with open_batch(args, GREEDY) as batch:
+        assert batch.is_done
+
+
+@pytest.mark.parametrize("wrote", [b"", b"x"], ids=["nothing", "something"])
+def test_only_an_output_without_results_goes_away_after_an_error(tmp_path: Path, wrote: bytes) -> None:
+    path = tmp_path / "results.jsonl"
+
+
+    def fail() -> None:
+        with results_file(str(path)) as file:
+            file.write(wrote)
+            file.flush()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert path.exists() == bool(wrote)
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError("No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with results_file(str(tmp_path / "results.jsonl")) as file:
+        file.write(b"x")
+
+
+def test_a_summary_says_what_was_done_and_what_was_saved() -> None:
+    figures = {"requests": 21, "done_before": 1, "seconds": 9.87, "tokens_per_second": 160.2}
+    assert batch_summary(figures) == "20 requests in 9.9 s, 160 tok/s; 1 were done before"
+    saved = batch_summary({**figures, "done_before": 0, "saved_seconds_estimate": 41.04})
+    assert saved == "21 requests in 9.9 s, 160 tok/s, saved about 41.0 s by guessing (an estimate)"
+    assert batch_summary({**figures, "done_before": 21}) == "All requests were done before."
+
+
+def test_a_file_that_is_removed_before_it_is_locked_gets_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another process that ends without a result."""
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: path.unlink())
+    with pytest.raises(ValueError, match=r"removed .*results\.jsonl; try again"), results_file(str(path)):
+        pass

@@ -1,0 +1,133 @@
+"""OpenAI's batch format: what is asked means here what it means there, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanospec.apps.cli.batch_lines import LineError
+from nanospec.apps.cli.batch_openai import to_openai
+from nanospec.apps.cli.batch_results import result_line
+from nanospec.config import SamplingParams
+from nanospec.engine.metrics import SpecStats
+from nanospec.engine.request import Logprob
+from nanospec.outputs import Completion, RequestOutput
+from tests.nanospec.apps.cli.test_batch import of_lines
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    body = {"model": "gpt-5", "messages": HELLO, **body}
+    return {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def completions(**body: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Once", **body}}
+
+
+def test_what_a_line_leaves_out_is_as_it_is_there(tmp_path: Path) -> None:
+    a, b = of_lines(tmp_path, chat(), {**completions(), "custom_id": "b"})
+    assert a.params == SamplingParams(temperature=1, max_tokens=None)
+    assert b.params == SamplingParams(temperature=1, max_tokens=16)
+    assert (a.messages, b.prompt, b.raw, b.names) == (HELLO, "Once", True, {"custom_id": "b"})
+    lines, given = (chat(), {**completions(), "custom_id": 1}), {"temperature": 0, "max_tokens": 9}
+    for task in of_lines(tmp_path, *lines, given=given):
+        assert task.params == SamplingParams(temperature=0, max_tokens=9)
+
+
+def test_a_system_message_makes_no_chat_of_a_completion(tmp_path: Path) -> None:
+    a, b = of_lines(tmp_path, chat(), {**completions(), "custom_id": "b"}, system="Be brief.")
+    assert a.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
+    assert (b.prompt, b.messages, b.raw) == ("Once", None, True)
+
+
+def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Hel", "lo")]}]
+    body = {
+        "messages": parts, "max_completion_tokens": 5, "stop": "x", "temperature": 0.5, "top_p": 0.9, "n": 2,
+        "seed": 3, "logprobs": True, "top_logprobs": 2, "frequency_penalty": 1, "presence_penalty": -1,
+        "logit_bias": {"5": -100}, "user": "u", "stream": False, "tools": None, "top_k": 7,
+        "response_format": {"type": "text"},
+    }  # fmt: skip
+    [task] = of_lines(tmp_path, chat(**body))
+    assert task.messages == HELLO
+    assert task.params == SamplingParams(
+        max_tokens=5, stop="x", temperature=0.5, top_p=0.9, n=2, seed=3, logprobs=2, frequency_penalty=1,
+        presence_penalty=-1, logit_bias={5: -100}, top_k=7,
+    )  # fmt: skip
+    without = completions(prompt=[1, 2])
+    del without["custom_id"]
+    found = of_lines(tmp_path, completions(prompt=["x"], logprobs=3), without, without)[:2]
+    assert [(task.prompt, task.params.logprobs) for task in found] == [("x", 3), ([1, 2], None)]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (chat(tools=[{"type": "function"}]), 'in "body": "tools" asks for what nanospec does not do'),
+        (chat(response_format={"type": "json"}), "response_format={'type': 'json'} must be an object whose"),
+        (chat(stream=True), '"stream" asks'),
+        (chat(max_tokens=3, max_completion_tokens=4), "are two words for one"),
+        (chat(), 'custom_id "a" is that of line 1 too'),
+        ({"prompt": "x", "custom_id": "a"}, 'custom_id "a" is that of line 1 too'),
+        (chat(custom_id="b"), "unknown field 'custom_id'; known are acceptance, "),
+        (chat(max_token=3), "unknown field 'max_token'; did you mean max_tokens?"),
+        (chat(top_logprobs=3), 'true with "top_logprobs"'),
+        (chat(messages=None), '"messages" must be a list'),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "nanospec reads texts only"),
+        (chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), "nanospec reads texts only"),
+        (chat(reasoning_effort="low"), "unknown field 'reasoning_effort'"),
+        (completions(prompt=["x", "y"]), '"prompt" must be a text'),
+        (completions(echo=True), '"echo" asks'),
+        ({**chat(), "method": "GET"}, '"method" "POST"'),
+        ({**chat(), "temperature": 1}, 'what is asked stands in "body"'),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:30],
+)
+def test_what_is_not_there_is_refused(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LineError) as caught:
+        of_lines(tmp_path, chat(), line)
+    assert "line 2: " in str(caught.value)
+    assert sentence in str(caught.value)
+
+
+def output(error: str | None = None) -> RequestOutput:
+    places = [{7: Logprob(-1.0, 2, "<7>"), 5: Logprob(-0.5, 1, "<5>")}]
+    reason = "abort" if error else "length"
+    done = Completion("g", [7], reason, None, error, places, [], SpecStats(), 1.0, 1.0, 0, 0, 1)
+    return RequestOutput("request-3", None, [1, 2], [done])
+
+
+@pytest.mark.parametrize("line", [chat(), {"prompt": "x"}], ids=["theirs", "ours"])
+def test_a_name_may_be_what_utf8_cannot_hold(tmp_path: Path, line: dict[str, Any]) -> None:
+    [task] = of_lines(tmp_path, {**line, "custom_id": "half \ud83d"})
+    assert json.loads(result_line(task, output(), "small"))["custom_id"] == "half \ud83d"
+
+
+def test_results_have_its_form(tmp_path: Path) -> None:
+    lines = chat(logprobs=True, top_logprobs=2), {**completions(logprobs=1), "custom_id": "b"}
+    a, b = of_lines(tmp_path, *lines)
+    line = json.loads(json.dumps(to_openai(a, output(), "small")))
+    assert line.keys() == {"id", "custom_id", "response", "error"}
+    assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
+    body = line["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", "small")
+    counts = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    assert counts.items() <= body["usage"].items()
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "g"}
+    assert choice["finish_reason"] == "length"
+    [place] = choice["logprobs"]["content"]
+    assert (place["token"], place["logprob"], place["bytes"]) == ("<7>", -1.0, list(b"<7>"))
+    assert [top["token"] for top in place["top_logprobs"]] == ["<5>", "<7>"]
+    [choice] = to_openai(b, output(), "small")["response"]["body"]["choices"]
+    assert choice["text"] == "g"
+    assert choice["logprobs"]["token_logprobs"] == [-1.0]
+    assert choice["logprobs"]["top_logprobs"] == [{"<5>": -0.5}]
+    assert choice["logprobs"]["text_offset"] == [0]
+    failed = to_openai(a, output("NaN"), "small")
+    assert (failed["response"], failed["error"]["message"]) == (None, "NaN")

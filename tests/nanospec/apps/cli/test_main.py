@@ -1,0 +1,375 @@
+"""The command line, within this process; `tests/test_run.py` starts it as a user does."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import nanospec
+from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.apps.cli import generate, options
+from nanospec.apps.cli.main import COMMANDS, main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Callable[..., LLM]]:
+    """`LLM`, but one that was made before is made once."""
+    llms: dict[str, LLM] = {}
+
+    def load(model: str, **settings: Any) -> LLM:
+        key = f"{model} {settings}"
+        if key not in llms:
+            llms[key] = LLM(model, **settings)
+        return llms[key]
+
+    yield load
+    llms.clear()
+
+
+@pytest.fixture
+def run(
+    smollm2: Path,
+    loaded: Callable[..., LLM],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Run:
+    """Run a command line with SmolLM2: (exit status, standard output, standard error)."""
+    monkeypatch.setattr(generate, "LLM", loaded)
+
+    def run(*args: str | Path) -> tuple[int, str, str]:
+        small = ["--model", str(smollm2), "--dtype", "float32", "--kv-cache-memory", str(400 << 20)]
+        status = main([*small, *map(str, args)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def requests_file(folder: Path, count: int, **fields: object) -> Path:
+    path = folder / "requests.jsonl"
+    lines = [{"prompt": f"Count: {i}, {i + 1}, {i + 2},", "max_tokens": 12, **fields} for i in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def results(path: Path) -> dict[int, dict[str, object]]:
+    return {row["index"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def test_prompt_gives_the_same_text_with_and_without_speculation(run: Run) -> None:
+    asked = ("--prompt", "Repeat: one two three one two three one two", "--max-tokens", "24", "--json")
+    plain, spec = run(*asked, "--spec", "none"), run(*asked, "--num-speculative-tokens", "4")
+    assert plain[0] == spec[0] == 0, plain[2] + spec[2]
+    before, after = json.loads(plain[1]), json.loads(spec[1])
+    assert after["outputs"][0]["token_ids"] == before["outputs"][0]["token_ids"]
+    assert after["metrics"]["num_drafted"] > 0
+    assert before["metrics"]["num_drafted"] == 0
+
+
+def test_a_text_that_another_rule_has_changed_is_called_so(run: Run) -> None:
+    asked = ("--prompt", "Repeat: one two three one two three one two", "--acceptance", "typical")
+    note = "typical acceptance: not what the model alone would have written"
+    assert note in run(*asked, "--num-speculative-tokens", "4")[1]
+    assert note not in run(*asked, "--spec", "none")[1]
+
+
+def test_a_prompt_may_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--max-tokens", "3", "--json", "--prompt")
+    wanted = json.loads(run(*asked, "Count:\n1, 2")[1])["outputs"][0]["token_ids"]
+    given_status = ((b"Count:\n1, 2\n", 0), (b"\xef\xbb\xbfCount:\n1, 2\r\n", 0), (b"a\xff", 2))
+    for given, status in given_status:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(given)))
+        found = run(*asked, "-")
+        assert found[0] == status
+        if status:
+            assert "standard input is no text in UTF-8, at byte 1." in found[2]
+        else:
+            assert json.loads(found[1])["outputs"][0]["token_ids"] == wanted
+    monkeypatch.setattr("sys.stdin", None)
+    assert "standard input is closed." in run(*asked, "-")[2]
+
+
+def test_names_of_files_stay_as_they_are(run: Run) -> None:
+    assert "seed=1.jsonl: No such file" in run("--input", "seed=1.jsonl", "--output", "x")[2]
+
+
+def test_chat_keeps_the_conversation_and_ends_with_the_input(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAnd you?\n"))
+    status, output, errors = run("--chat", "--max-tokens", "8")
+    assert status == 0, errors
+    assert output.count("tokens per step") == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    status, output, errors = run("--chat", "--max-tokens", "8", "--json")
+    assert json.loads(output)["metrics"]["num_finished"] > 0  # no prompt, no answer
+    assert "> " in errors
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("--prompt", "x", "--top-p", "0"), "must be above 0; for greedy"),
+        (("--model", "no-such-model", "--prompt", "x"), "there is no model 'no-such-model'"),
+        (("--prompt", "x", "--num-speculative-tokens", "99"), "--num-speculative-tokens 99 must be"),
+        (("--prompt", "", "--raw"), "The prompt is empty"),
+        (("--prompt", "x " * 9000, "--raw"), "--max-model-len 8192 must hold"),
+        (("--prompt", "x", "--max-model-len", "9000"), "beyond the model's own window of 8192"),
+        (("--prompt", "x", "--kv-cache-memory", "1000"), "which takes"),
+        (("--prompt", "x", "--dtype", "float16"), "--dtype 'float16' is not supported on a CPU"),
+        (("--prompt", "x", "--acceptance", "lax"), "--acceptance 'lax' is unknown; use one of exact,"),
+        (("--prompt", "x", "--spec", "draft"), "train draft --model smollm2-135m-instruct --out"),
+        (("--prompt", "x", "--spec", "draft", "--draft-model", "no"), "no model 'no'.*train draft --model"),
+    ],
+    ids=[
+        "top-p", "model", "K", "empty-prompt", "long-prompt", "window", "memory", "fp16", "acceptance",
+        "no-draft-model", "unknown-draft-model",
+    ],
+)
+def test_bad_input_gets_one_sentence(args: tuple[str, ...], sentence: str, run: Run) -> None:
+    status, _, errors = run("--max-tokens", "2", *args)
+    assert status == 2
+    assert sentence in errors or re.search(sentence, errors)
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_batch_writes_every_result_and_a_second_run_does_nothing_twice(tmp_path: Path, run: Run) -> None:
+    source, target = requests_file(tmp_path, 5, custom_id="mine"), tmp_path / "results.jsonl"
+    status, output, errors = run("--input", source, "--output", target, "--json")
+    assert status == 0, errors
+    assert "Prompts are answered as chats" in errors
+    assert "5 requests in " in errors
+    figures = json.loads(output)["batch"]
+    whole = results(target)
+    assert sorted(whole) == list(range(5))
+    assert {"text", "token_ids", "finish_reason", "stats"} <= whole[0].keys()
+    assert whole[0]["custom_id"] == "mine"
+    tokens: Any = [row["token_ids"] for row in whole.values()]
+    assert (figures["requests"], figures["tokens"]) == (5, sum(map(len, tokens)))
+    # Two results lost, one of them half written: the second run adds just these.
+    lines = target.read_text().splitlines(keepends=True)
+    target.write_text("".join(lines[:3]) + lines[3][:20])
+    status, _, errors = run("--input", source, "--output", target)
+    assert status == 0, errors
+    assert target.read_text().startswith("".join(lines[:3]))
+    for index, row in results(target).items():
+        assert row["token_ids"] == whole[index]["token_ids"]
+    before = target.read_text()
+    for change in ("--raw", "--system=Be brief.", "--top-k=3", "--acceptance=typical"):
+        status, _, errors = run("--input", source, "--output", target, change)
+        assert status == 2
+        assert "line 1 is the result of another input, model or option" in errors
+    assert target.read_text() == before
+
+
+def test_a_batch_may_come_and_go_by_the_standard_streams(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4, "temperature": 0}
+    asked = [
+        {"prompt": "Say hi.", "max_tokens": 4},
+        {"messages": body["messages"], "max_tokens": 4},
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body},
+    ]
+    typed = "".join(json.dumps(line) + "\n" for line in asked)
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(typed.encode())))
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", io.TextIOWrapper(written))
+        status, _, errors = run("--input", "-", "--output", "-")
+        assert status == 0, errors
+        lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    texts = [line["text"] for line in lines if "text" in line]
+    [answer] = [line["response"]["body"] for line in lines if "response" in line]
+    assert {*texts, answer["choices"][0]["message"]["content"]} == {texts[0]}
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"prompt": "x", "top_P": 1}', "unknown field 'top_P'"),
+        ('{"prompt": [1, 999999]}', "token id 999999"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"promt": "x"}', r"either .*; this has \['promt'\]"),
+        (json.dumps({"prompt": "x " * 9000}), "but --max-model-len 8192 must hold"),
+        ('{"prompt": "x", "acceptance": "typical"}', "acceptance='typical' needs .* --acceptance 'typical'"),
+    ],
+    ids=["unknown-field", "bad-id", "surrogate", "no-prompt", "long", "acceptance"],
+)
+def test_bad_request_line_is_named_and_nothing_runs(
+    tmp_path: Path, line: str, sentence: str, run: Run
+) -> None:
+    source, target = requests_file(tmp_path, 1), tmp_path / "results.jsonl"
+    source.write_text(source.read_text() + line + "\n")
+    status, _, errors = run("--input", source, "--output", target)
+    assert status == 2
+    assert f"{source} line 2" in errors
+    assert re.search(sentence, errors)
+    assert not target.exists()
+
+
+def test_full_disk_gets_one_sentence(tmp_path: Path, run: Run) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("/dev/full is not there")
+    (tmp_path / "out.jsonl").symlink_to(full)
+    status, _, errors = run("--input", requests_file(tmp_path, 1), "--output", tmp_path / "out.jsonl")
+    assert status == 2
+    assert "out.jsonl: No space left on device; the same command goes on" in errors
+    assert (tmp_path / "out.jsonl").is_symlink()
+
+
+def test_a_file_that_holds_something_else_survives(tmp_path: Path, run: Run) -> None:
+    source, notes = requests_file(tmp_path, 1), tmp_path / "notes.txt"
+    notes.write_text("no newline at the end")
+    for target in (notes, source):
+        before = target.read_text()
+        status, _, errors = run("--input", source, "--output", target)
+        assert status == 2
+        assert "name another output" in errors
+        assert target.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("--prompt", "x", "--chat"), ("--input", "x"), ("--output", "x", "--demo"), ("--frobnicate",)],
+    ids=["nothing", "two-tasks", "no-output", "no-input", "unknown"],
+)
+def test_a_command_line_must_say_one_thing(
+    args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(args)
+    assert re.search(r"^\S.*: .*\. See --help\.$", capsys.readouterr().err)
+
+
+def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["server"], ["train"], ["train", "tails"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(args)
+        assert f"there is no command {' '.join(args)!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_get_what_follows_them(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, COMMANDS[command], SimpleNamespace(main=lambda argv: len(argv)))
+    assert main([*command.split(), "name", "--force", "--dir=x"]) == 3
+
+
+def test_the_settings_are_what_the_options_say() -> None:
+    given = "--spec ngram+medusa --heads FILE --tree-width 2 --acceptance typical"
+    given += " --num-speculative-tokens auto --prompt-lookup-min 2 --prompt-lookup-max 3 --stop a --stop b"
+    given += " --top-k 3 --ignore-eos --seed 7 --stop-token-ids 5,6 --logit-bias"
+    engine = "--no-enable-prefix-caching --device cpu --kv-cache-memory 4G"
+    args = options.parse([*given.split(), '{"3": 1}', "--demo", *engine.split()])
+    assert options.spec_config(args) == SpecConfig(
+        method="ngram+medusa",
+        heads="FILE",
+        tree_width=2,
+        acceptance="typical",
+        prompt_lookup_min=2,
+        prompt_lookup_max=3,
+    )
+    assert options.sampling_params(args) == SamplingParams(
+        temperature=0.0, max_tokens=256, stop=("a", "b"), top_k=3, ignore_eos=True, seed=7,
+        stop_token_ids=(5, 6), logit_bias={3: 1},
+    )  # fmt: skip
+    asked = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
+    assert options.engine_options(args) == asked
+
+
+def test_without_options_the_defaults_hold() -> None:
+    args: argparse.Namespace = options.parse(["--demo"])
+    assert options.spec_config(args) == SpecConfig()
+    assert options.sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=256)
+    assert options.engine_options(args) == {}
+    assert options.sampling_params(options.parse(["--demo", "--max-tokens", "none"])).max_tokens is None
+
+
+def test_the_version_is_said_alone_and_among_other_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["--version"], ["--demo", "--version"]):
+        with pytest.raises(SystemExit, match="^0$"):
+            main(args)
+    assert capsys.readouterr().out == f"nanospec {nanospec.__version__}\n" * 2
+
+
+def test_every_field_is_an_option_with_a_description() -> None:
+    shown = " ".join(options.build_parser(full=True).format_help().split())
+    for settings, _ in options.SETTINGS:
+        for field in dataclasses.fields(settings):
+            if field.name not in (*options.NO_OPTIONS, "spec"):
+                assert options.flag_of(field.name) in shown
+                assert options.descriptions(settings)[field.name]
+
+
+def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short, full = (options.build_parser(full).format_help() for full in (False, True))
+    assert max(map(len, (*short.splitlines(), *full.splitlines()))) <= 80
+    assert len(short.splitlines()) < 72
+    assert "--top-k" in full
+    assert "--top-k" not in short
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--max-token", "5"], "there is no option --max-token; did you mean --max-tokens?"),
+        (["--prompt", "why", "is"], "'is' belongs to no option"),
+        (["--prompt"], "--prompt needs a value"),
+        (["--top-p", "hot"], "--top-p 'hot' must be a number"),
+        (["--max-tokens", "many"], "--max-tokens 'many' must be a whole number"),
+        (["--num-speculative-tokens", "x"], "--num-speculative-tokens 'x' must be a whole number or 'auto'"),
+        (["--json=1"], "--json takes no value, but was given '1'"),
+        (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' is no number of bytes"),
+        (["--temp", "1"], "there is no option --temp; did you mean --temperature?"),
+        (["--gpu-memory-utilization", "1"], "--gpu-memory-utilization: --kv-cache-memory '4G', say, sizes"),
+        (["--prompt", "x", "-tp", "two"], "-tp 'two' must be a whole number"),
+        (["--"], "there is no option --. See"),
+        (["chat"], "there is no command 'chat'; did you mean --chat?"),
+        (["--demo", "--output", "-"], "--input and --output go together"),
+        (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
+        (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is the file of the batch too"),
+        (["--prompt", "x", "--raw", "--system", "y"], "--raw is of no use with --system"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_command_line_gets_one_sentence(
+    args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(args)
+    errors = capsys.readouterr().err
+    assert sentence in errors
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("num_speculative_tokens=99 must be", "--num-speculative-tokens 99 must be"),
+        ("method='x' needs SpecConfig(draft_model='y').", "--spec 'x' needs --draft-model 'y'."),
+        ("lower max_num_seqs or block_size", "lower --max-num-seqs or --block-size"),
+        ("a method to stop; n is my_seed=3, --seed=4", "a method to stop; n is my_seed=3, --seed=4"),
+        ("/top_k/x top_k.json top_k/ top_k-3: top_k.", "/top_k/x top_k.json top_k/ top_k-3: --top-k."),
+    ],
+)
+def test_errors_are_in_the_words_of_the_command_line(message: str, words: str) -> None:
+    assert options.in_flags(message) == words
+
+
+@pytest.mark.parametrize("module", ["", ".cli.main", ".cli.batch", ".cli.fetch", ".cli.convert"])
+def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
+    code = f"import sys, nanospec{module}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

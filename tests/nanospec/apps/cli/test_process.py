@@ -1,0 +1,106 @@
+"""The process around the command line: signals at moments that a random one hardly meets. What happens at
+others is in `campaigns/faults/test_signals.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+BEGIN = """
+import atexit, os, signal, sys, tempfile
+from importlib.abc import MetaPathFinder
+from nanospec.cli import process
+
+def told(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+"""
+IMPORTING = """
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "nanospec.apps.cli.main":
+            told()
+
+sys.meta_path.insert(0, Finder())
+"""
+ENDING = """
+atexit.register(told)
+sys.argv = ["run.py", "fetch", "no-such-model"]
+"""
+TWICE = """
+from nanospec.cli import main
+
+class Stream:
+    def write(self, text):
+        told()
+
+    def flush(self):
+        pass
+
+def interrupted(argv):
+    sys.stderr = Stream()
+    raise KeyboardInterrupt
+
+main._run = interrupted
+"""
+LEAVING = """
+from nanospec.cli import main
+
+def run(argv):
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        try:
+            told(NUMBER)
+        finally:
+            assert os.path.isdir(folder)
+            AGAIN
+
+main._run = run
+"""
+LEAVE, HANG_UP = (LEAVING.replace("NUMBER", f"signal.{name}") for name in ("SIGTERM", "SIGHUP"))
+END = "\nprocess.command()\n"
+CASES = {  # how it ends, as a shell says it; what it says; what is left
+    "while-importing": (IMPORTING, 130, "", 0),
+    "while-python-ends": (ENDING, 130, "Cannot fetch no-such-model: the name is unknown", 0),
+    "while-the-first-is-told": (TWICE, 130, "", 0),
+    "terminated": (LEAVE.replace("AGAIN", ""), 143, "", 0),
+    "terminated-twice": (LEAVE.replace("AGAIN", "told(signal.SIGTERM)"), 143, "", 1),
+    "hung-up": (HANG_UP.replace("AGAIN", ""), 129, "", 0),
+}
+
+
+def run(tmp_path: Path, script: str) -> tuple[int, str]:
+    command, env = [sys.executable, "-c", BEGIN + script + END], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60)
+    return done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_ends_without_a_traceback(tmp_path: Path, case: str) -> None:
+    script, wanted, said, left = CASES[case]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        status, errors = run(tmp_path, script)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert status == wanted, errors
+    assert errors.startswith(said)
+    assert errors.count("\n") <= 1, errors
+    assert len(list(tmp_path.iterdir())) == left
+
+
+def test_what_is_ignored_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nohup has it, and shells for what runs in the background."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        script = HANG_UP.replace("AGAIN", "told()\n    return 3") + "atexit.register(told)"
+        status, errors = run(tmp_path, script)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (status, errors) == (3, "")

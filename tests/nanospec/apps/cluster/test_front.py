@@ -1,0 +1,227 @@
+"""What clients connect to, with replicas that are functions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from nanospec.apps.cluster.figures import together
+from nanospec.apps.cluster.front import LOST, NOBODY, Front
+from nanospec.apps.serve.errors import DRAINING
+from nanospec.apps.serve.settings import ServeConfig
+
+Ask = Callable[[dict[str, Any], bytes, str | None], AsyncIterator[dict[str, Any]]]
+URL = "/v1/completions"
+
+
+class Answer:
+    """What a replica sends, as Ray's handle gives it: lists, here of one message each."""
+
+    def __init__(self, source: AsyncIterator[dict[str, Any]], cancelled: list[bool]) -> None:
+        self._source, self._cancelled = source, cancelled
+        self._next: asyncio.Future[dict[str, Any]] | None = None
+
+    async def __aiter__(self) -> AsyncIterator[list[dict[str, Any]]]:
+        with suppress(StopAsyncIteration):
+            while True:
+                self._next = asyncio.ensure_future(anext(self._source))
+                yield [await self._next]
+
+    def cancel(self) -> None:
+        """To whoever awaits it the answer is then cancelled."""
+        self._cancelled.append(True)
+        if self._next is not None:
+            self._next.cancel()
+
+
+def begin(status: int = 200) -> dict[str, Any]:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain")]}
+
+
+def part(data: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def echo(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncIterator[dict[str, Any]]:
+    yield begin()
+    told = {"to": to, "path": scope["path"], "body": body.decode(), "headers": dict(scope["headers"])}
+    yield part(repr(told).encode())
+    yield {"facts": {"prompt_tokens": 3}}
+
+
+def front(ask: Ask, names: tuple[str, ...] = ("a", "b"), **config: Any) -> tuple[httpx.AsyncClient, Front]:
+    cancelled: list[bool] = []
+    made = Front(ServeConfig(**config), 1, lambda: names, lambda *asked: Answer(ask(*asked), cancelled))
+    transport = httpx.ASGITransport(made.asgi(), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost"), made
+
+
+def run(ask: Ask, *requests: tuple[str, str, Any], **options: Any) -> list[httpx.Response]:
+    """The answers to (method, path, body), one after the other."""
+
+    async def all_of_them() -> list[httpx.Response]:
+        client, made = front(ask, **options)
+        async with client:
+            found = [await client.request(method, path, content=body) for method, path, body in requests]
+        assert not made.balancer.running
+        return found
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_request_goes_where_its_beginning_is_known_and_the_answer_comes_back() -> None:
+    bodies = [json.dumps({"prompt": letter * 400}) for letter in "xyxyyx"]
+    found = run(echo, *(("POST", URL, body) for body in bodies))
+    told = [eval(response.text) for response in found]
+    homes = [each["to"] for each in told]
+    assert sorted(homes[:2]) == ["a", "b"]
+    assert homes[2:] == [homes[0], homes[1], homes[1], homes[0]]
+    assert [each["body"] for each in told] == bodies
+    assert [each["headers"][b"x-request-id"].decode() for each in told] == [
+        response.headers["x-request-id"] for response in found
+    ]
+
+
+def test_keys_and_sizes_are_checked_before_a_replica_is_asked() -> None:
+    def nobody(*_: object) -> Any:
+        raise AssertionError("a replica was asked")
+
+    [refused] = run(nobody, ("POST", URL, "{}"), api_key=("secret-key",))
+    assert refused.status_code == 401
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    [long] = run(echo, ("POST", URL, parts()), max_body=2500)
+    assert len(eval(long.text)["body"]) == 3000  # enough for the replica to see that it is too long
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "text"),
+    [
+        ([], 503, ""),
+        ([b"data: {}\n\n"], 200, "data: {}\n\ndata: "),
+        ([b"data: {}\n\n", b""], 200, "data: {}\n\n"),
+    ],
+    ids=["before-it-answers", "in-a-stream", "after-it"],
+)
+def test_a_replica_that_dies_is_an_error_in_words(sent: list[bytes], status: int, text: str) -> None:
+    async def dies(*_: object) -> AsyncIterator[dict[str, Any]]:
+        if sent:
+            yield begin()
+        for data in sent:
+            yield part(data, more=data != b"")
+        raise RuntimeError("ActorDiedError")
+
+    [response] = run(dies, ("POST", URL, "{}"))
+    assert response.status_code == status
+    assert response.text.startswith(text)
+    if sent[-1:] != [b""]:
+        assert json.loads(response.text.removeprefix(text))["error"]["message"] == LOST
+    else:
+        assert response.text == text
+
+
+def test_where_no_replica_is_known_ray_chooses() -> None:
+    [response] = run(echo, ("GET", "/health", b""), names=())
+    assert eval(response.text)["to"] is None
+
+
+def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
+    async def never(*_: object) -> AsyncIterator[dict[str, Any]]:
+        yield begin()
+        await asyncio.sleep(60)
+
+    async def go_away() -> tuple[Any, list[bool]]:
+        cancelled: list[bool] = []
+        made = Front(ServeConfig(), 1, lambda: ("a",), lambda *asked: Answer(never(*asked), cancelled))
+        received: Iterator[dict[str, Any]] = iter([{"type": "http.request", "body": b"{}"}])
+        scope = {"type": "http", "method": "POST", "path": URL, "headers": [(b"host", b"localhost")]}
+
+        async def receive() -> Any:
+            return next(received)
+
+        async def send(_: Any) -> None:
+            pass
+
+        task = asyncio.ensure_future(made.asgi()(scope, receive, send))
+        await asyncio.sleep(0.05)
+        running = dict(made.balancer.running)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return (running, dict(made.balancer.running)), cancelled
+
+    assert asyncio.run(go_away()) == (({"a": 1}, {}), [True])
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])
+def test_what_runs_is_finished_and_new_requests_are_told_so(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanospec.apps.cluster.front.LAST", 0.0)
+    told = asyncio.Event()
+
+    async def answer(*_: object) -> AsyncIterator[dict[str, Any]]:
+        yield begin()
+        yield part(b"data: first\n\n", more=True)
+        await told.wait()
+        yield part(b"data: [DONE]\n\n")
+        yield {"facts": {}}
+
+    async def end() -> tuple[httpx.Response, httpx.Response]:
+        client, made = front(answer, drain_timeout=30.0 if ends else 0.1)
+        async with client:
+            running = asyncio.ensure_future(client.post(URL, content="{}"))
+            while not made.balancer.running:
+                await asyncio.sleep(0.01)
+            draining = asyncio.ensure_future(made.drain())
+            await asyncio.sleep(0.01)
+            refused = await client.post(URL, content="{}")
+            if ends:
+                assert not draining.done()
+                told.set()
+            await asyncio.wait_for(draining, 10)
+            return await running, refused
+
+    finished, refused = asyncio.run(end())
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, DRAINING)
+    first, last, _ = finished.text.split("\n\n")
+    assert first == "data: first"
+    assert last == "data: [DONE]" if ends else LOST in last
+
+
+async def counting(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncIterator[dict[str, Any]]:
+    if to == "gone":
+        raise RuntimeError("ActorDiedError")
+    yield begin()
+    text = "# HELP nanospec:steps Steps\n# TYPE nanospec:steps counter\n"
+    yield part(f'{text}nanospec:steps_total{{model_name="m"}} {len(to or "")}\n'.encode())
+    yield {"facts": {"replica": "bb" if to == "dead" else to}}
+
+
+def test_figures_are_those_of_all_replicas() -> None:
+    [response] = run(counting, ("GET", "/metrics", b""), names=("a", "gone", "dead", "bb"))
+    assert response.text.count("# TYPE nanospec:steps_total counter") == 1
+    lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+    assert lines == [
+        'nanospec:steps_total{model_name="m",replica="a"} 1.0',
+        'nanospec:steps_total{model_name="m",replica="bb"} 2.0',
+    ]
+    [response] = run(counting, ("GET", "/metrics", b""), names=("gone",))
+    assert (response.status_code, response.json()["error"]["message"]) == (503, NOBODY)
+
+
+def test_histograms_keep_their_buckets() -> None:
+    text = '# TYPE h histogram\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 5.0\n'
+    page, kind = together({"a": text, "b": text})
+    assert page.decode().count("# TYPE h histogram") == 1
+    assert page.decode().count('le="+Inf"') == 2
+    assert kind.startswith("text/plain")

@@ -1,0 +1,211 @@
+"""The server as an application of Ray Serve, from end to end (`make test-ray`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from nanospec import SamplingParams
+from nanospec.apps.serve.command import build_parser
+from nanospec.apps.serve.errors import DRAINING
+from nanospec.apps.serve.http import listen
+from nanospec.apps.serve.settings import ServeConfig
+from tests.nanospec.apps.cluster.test_batch import ROOT, children, needs_ray
+from tests.nanospec.test_llm import after, folder, make
+
+__all__ = ["folder"]
+KEY = "key-of-somebody"
+LONG = {"prompt": after("a"), "temperature": 100, "seed": 3, "max_tokens": 450, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(("text", "number"), [("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))])
+def test_numbers_of_replicas(text: str, number: tuple[int, int]) -> None:
+    assert build_parser().parse_args(["--replicas", text]).replicas == number
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "4:1", "1:", ":2", "two", "1:2:3"])
+def test_what_is_no_number_of_replicas(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([f"--replicas={text}"])
+    assert f"'{text}' must be a number from 1, or MIN:MAX, as in 1:4." in capsys.readouterr().err
+
+
+@needs_ray
+@pytest.mark.ray
+def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    served = Served(folder, tmp_path / "log", "--kv-cache-memory", "1K", replicas=1)
+    assert served.process.wait(150) == 2
+    starting, line = served.log.read_text().splitlines()
+    assert "starting" in starting
+    assert "--kv-cache-memory of 1,024 bytes hold the K/V of 0 tokens, too few for" in line
+
+
+def test_a_replica_whose_device_is_gone_is_replaced_before_anybody_asks() -> None:
+    serve = pytest.importorskip("nanospec.apps.cluster.serve")
+    engine = SimpleNamespace(end=None, is_alive=False)
+    replica = object.__new__(serve.ServingEngine)
+    replica._app, replica._is_started = SimpleNamespace(engine=engine), False
+    replica.check_health()
+    engine.end = "Rank 1 is gone, and the others with it."
+    with pytest.raises(RuntimeError, match="Rank 1 is gone"):
+        replica.check_health()
+    engine.end, replica._is_started = None, True
+    with pytest.raises(RuntimeError, match="steps fail"):
+        replica.check_health()
+
+
+@needs_ray
+@pytest.mark.ray
+def test_replicas_are_added_when_each_has_more_requests_than_rows() -> None:
+    from nanospec.apps.cluster.serve import scaling
+
+    assert scaling((2, 2), 64) == {"num_replicas": 2}
+    found = scaling((1, 4), 64)["autoscaling_config"]
+    assert (found["min_replicas"], found["max_replicas"], found["target_ongoing_requests"]) == (1, 4, 64)
+
+
+class Served:
+    """`nanospec serve --replicas` in a process of its own."""
+
+    def __init__(self, folder: Path, log: Path, *more: str, replicas: int = 2) -> None:
+        with listen(ServeConfig(port=0)) as free:
+            port = free.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        options = "--max-model-len 512 --max-num-seqs 2 --dtype float32 --spec none"
+        command = [sys.executable, "-m", "nanospec", "serve", str(folder), *options.split()]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*command, "--replicas", str(replicas), "--api-key", KEY, "--port", str(port), *more],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=file,
+            )
+
+    def wait_for(self, event: str) -> None:
+        end = time.monotonic() + 150
+        while f'"event": "{event}"' not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.1)
+
+    def post(self, body: Any, key: str = KEY, path: str = "/v1/completions") -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+
+    def steps(self) -> dict[str, float]:
+        """By replica."""
+        lines = self.get("/metrics").text.splitlines()
+        found = [re.fullmatch(r'nanospec:steps_total\{.*replica="(\w+)"\} (.*)', line) for line in lines]
+        return {each[1]: float(each[2]) for each in found if each}
+
+    def replicas(self) -> list[int]:
+        every = children(self.process.pid)
+        return [pid for pid, name in every if name.startswith("ray::ServeReplica:nanospec:ServingEngine")]
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    made = Served(folder, tmp_path_factory.mktemp("served") / "log")
+    made.wait_for("ready")
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+@needs_ray
+@pytest.mark.ray
+def test_answers_are_those_of_one_engine_whole_and_streamed(served: Served, folder: Path) -> None:
+    asked: Any = {name: value for name, value in LONG.items() if name != "prompt"}
+    [output] = make(folder, max_model_len=512).generate(after("a"), SamplingParams(**asked))
+    assert served.post(LONG).json()["choices"][0]["text"] == output.text
+    *lines, last, rest = served.post({**LONG, "stream": True}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert (last, rest) == ("data: [DONE]", "")
+    assert len(chunks) > 50
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == output.text
+
+
+@needs_ray
+@pytest.mark.ray
+def test_paths_keys_and_errors_are_those_of_the_server(served: Served) -> None:
+    assert served.get("/health").json() == {"status": "ok"}
+    assert served.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+    assert served.post({"prompt": "abc"}, path="/tokenize").json()["count"] == 3
+    assert served.post(LONG, key="wrong").status_code == 401
+    wrong = served.post({**LONG, "top_P": 1})
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "unknown_field")
+    assert served.get("/nowhere").status_code == 404
+    assert "text/html" in served.get("/").headers["content-type"]
+
+
+@needs_ray
+@pytest.mark.ray
+def test_a_beginning_stays_where_it_is_cached(served: Served) -> None:
+    def cached(prompt: str) -> int:
+        usage = served.post({"prompt": prompt, "max_tokens": 1}).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    homes = ["abcd" * 70, "dcba" * 70, "acbd" * 70]  # three on two replicas
+    assert [cached(prompt) for prompt in homes] == [0, 0, 0]
+    assert min(cached(prompt + end) for end in ("x", "yy", "zzz") for prompt in homes) >= 240
+    steps = served.steps()
+    assert len(steps) == 2
+    assert min(steps.values()) > 0
+
+
+@needs_ray
+@pytest.mark.ray
+def test_a_replica_that_is_killed_is_replaced_and_the_other_answers(served: Served) -> None:
+    before, names = served.replicas(), set(served.steps())
+    assert (len(before), len(names)) == (2, 2)
+    os.kill(before[0], signal.SIGKILL)
+    found = [served.post({"prompt": "ab" * i, "max_tokens": 2}).status_code for i in range(1, 9)]
+    assert set(found) <= {200, 503}  # 503: it was under way there
+    assert found[-1] == 200
+    end = time.monotonic() + 100
+    while len(now := set(served.steps())) < 2 or now == names:
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    assert len(now & names) == 1
+
+
+@needs_ray
+@pytest.mark.ray
+def test_what_runs_is_finished_before_it_ends(served: Served) -> None:
+    found: list[httpx.Response] = []
+    prompts = [{**LONG, "seed": seed, "stream": seed > 2} for seed in range(1, 5)]
+    threads = [threading.Thread(target=lambda b=body: found.append(served.post(b))) for body in prompts]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 20
+    while "num_requests_running" not in served.get("/metrics").text and time.monotonic() < end:
+        pass
+    served.process.send_signal(signal.SIGINT)
+    while (late := served.post({"prompt": "a", "max_tokens": 1})).status_code == 200:
+        pass  # it was not told yet
+    assert (late.status_code, late.json()["error"]["message"]) == (503, DRAINING)
+    for thread in threads:
+        thread.join(60)
+    assert [response.status_code for response in found] == [200] * 4
+    ended = [r.json()["choices"][0]["finish_reason"] for r in found if r.text.startswith("{")]
+    assert ended == ["length"] * 2
+    assert sum(r.text.endswith("data: [DONE]\n\n") for r in found) == 2
+    assert served.process.wait(60) == 0
+    assert served.process.stdout is not None
+    assert served.process.stdout.read() == b""

@@ -1,0 +1,132 @@
+"""A server in a thread of the test process, at a free port, of a tiny model that spells the alphabet."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from nanospec import LLM
+from nanospec.apps.serve.app import App
+from nanospec.apps.serve.http import Server, listen
+from nanospec.apps.serve.settings import ServeConfig
+from tests.drive import assert_idle
+from tests.nanospec.test_llm import folder, make
+
+__all__ = ["folder"]
+MODEL = "alphabet"
+
+
+class Served:
+    """A running server.
+
+    Attributes:
+        url: where it is, without a slash at the end.
+        gate: while it is cleared, the engine makes no step.
+    """
+
+    def __init__(self, llm: LLM, **options: Any) -> None:
+        self.llm = llm
+        self.gate = threading.Event()
+        self.gate.set()
+        self._options = {"port": 0, **options}
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        step = llm.engine.step
+
+        def gated() -> Any:
+            self.gate.wait(30)
+            return step()
+
+        llm.engine.step = gated  # type: ignore[method-assign]
+
+    async def _run(self) -> None:
+        self.app = App(self.llm, ServeConfig(**self._options), MODEL)
+        listener = listen(self.app.config)
+        self.host, self.port = listener.getsockname()
+        self.server = Server(self.app.asgi(), self.app.config, self.app.drain)
+        self.app.engine.start()
+        task = asyncio.ensure_future(self.server.serve(sockets=[listener]))
+        while not self.server.started:
+            await asyncio.sleep(0.001)
+        self.url = f"http://{self.host}:{self.port}"
+        self.loop = asyncio.get_running_loop()
+        self._ready.set()
+        await task
+        await self.app.engine.stop()
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    def stop(self) -> None:
+        self.gate.set()
+        self.server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """The official client, which does not try again by itself."""
+        return openai.OpenAI(**self._client(options))
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**self._client(options))
+
+    def _client(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 20, **options}
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=20, **options)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection((self.host, self.port), timeout=20)
+
+    def wait_until(self, condition: Any, seconds: float = 10) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it did not come to that"
+            time.sleep(0.005)
+
+    def settle(self) -> None:
+        """Wait until nothing runs, and check that nobody holds anything."""
+        self.gate.set()
+        self.wait_until(lambda: not self.llm.engine.has_work and not self.app.engine.num_outputs)
+        with self.llm.shared.turn():
+            assert_idle(self.llm.engine)
+        assert not self.app.engine._live
+
+
+@contextmanager
+def serving(llm: LLM, **options: Any) -> Iterator[Served]:
+    """A server that ends with the block, when all that ran has ended."""
+    served = Served(llm, **options)
+    served.start()
+    try:
+        yield served
+        served.settle()
+    finally:
+        served.stop()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Served]:
+    with serving(make(folder)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def offline(folder: Path) -> LLM:
+    """The same model, for what outputs should be."""
+    return make(folder)

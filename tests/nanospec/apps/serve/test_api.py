@@ -1,0 +1,574 @@
+"""What clients ask and get, by the official client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from nanospec import LLM, SamplingParams
+from tests.nanospec.apps.serve.conftest import MODEL, Served
+from tests.nanospec.test_llm import ALPHABET, EOS, TOKENS, after, greedy
+
+PROMPT = after("abcd")
+CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
+
+
+def test_a_completion_is_what_the_model_says_offline(server: Served, offline: LLM) -> None:
+    for options in (
+        {"temperature": 0},
+        {"temperature": 30, "seed": 7},
+        {"temperature": 30, "seed": -3, "n": 3},
+    ):
+        given = server.client().completions.create(model=MODEL, prompt=PROMPT, max_tokens=40, **options)  # type: ignore
+        [expected] = offline.generate(PROMPT, SamplingParams(max_tokens=40, **options))  # type: ignore
+        assert [choice.text for choice in given.choices] == [done.text for done in expected.outputs]
+        assert [choice.index for choice in given.choices] == list(range(len(expected.outputs)))
+        assert [c.finish_reason for c in given.choices] == [d.finish_reason for d in expected.outputs]
+        assert given.usage is not None
+        assert given.usage.prompt_tokens == len(expected.prompt_token_ids)
+        assert given.usage.completion_tokens == sum(len(done.token_ids) for done in expected.outputs)
+        assert (given.object, given.model) == ("text_completion", MODEL)
+
+
+def test_a_chat_goes_through_the_template(server: Served) -> None:
+    parts: list[Any] = [{"type": "text", "text": PROMPT[:9]}, {"type": "text", "text": PROMPT[9:]}]
+    several: list[Any] = [{"role": "system", "content": PROMPT[:3]}, {"role": "user", "content": PROMPT[3:]}]
+    conversations: list[Any] = [CHAT, [{"role": "user", "content": parts}], several]
+    for messages in conversations:
+        given = server.client().chat.completions.create(model=MODEL, messages=messages, temperature=0)
+        assert given.choices[0].message.content == ALPHABET[4:]
+        assert given.choices[0].message.role == "assistant"
+        assert given.choices[0].finish_reason == "stop"
+        assert given.object == "chat.completion"
+
+
+def test_both_words_for_the_length(server: Served) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        given = server.client().chat.completions.create(  # type: ignore[call-overload]
+            model=MODEL, messages=CHAT, temperature=0, **{name: 5}
+        )
+        assert given.choices[0].message.content == ALPHABET[4:9]
+        assert given.choices[0].finish_reason == "length"
+
+
+def test_streams_join_to_the_whole(server: Served) -> None:
+    client = server.client()
+    options: Any = {"model": MODEL, "max_tokens": 30, "n": 2, "temperature": 20, "seed": 3}
+    whole = client.chat.completions.create(messages=CHAT, **options)
+    texts, reasons, usage, roles = ["", ""], {}, None, []
+    for chunk in client.chat.completions.create(
+        messages=CHAT, **options, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles += [choice.delta.role] if choice.delta.role else []
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert [reasons[i] for i in range(2)] == [choice.finish_reason for choice in whole.choices]
+    assert roles == ["assistant"] * 2
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    joined = ""
+    for completion in client.completions.create(prompt=PROMPT, **{**options, "n": 1}, stream=True):
+        joined += completion.choices[0].text
+        assert completion.usage is None
+    assert joined == client.completions.create(prompt=PROMPT, **{**options, "n": 1}).choices[0].text
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_of_a_stream_may_count_tokens(server: Served, url: str) -> None:
+    """As load generators ask for; counting ends at what the whole is said to have."""
+    asked = {"messages": CHAT} if "chat" in url else {"prompt": PROMPT}
+    body = {**asked, "max_tokens": 12, "n": 2, "temperature": 20, "seed": 3, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = events(server.post(url, {**body, "stream_options": options}).text)[:-1]
+    found = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert len(set(found)) > 3
+    assert found == sorted(found)
+    assert found[-1] == last["usage"]["completion_tokens"] > 12
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+    only = {**body, "stream_options": {"continuous_usage_stats": True}}
+    assert all("usage" not in chunk for chunk in events(server.post(url, only).text)[:-1])
+
+
+def test_the_asynchronous_client(server: Served) -> None:
+    async def ask() -> list[str]:
+        async with server.async_client() as client:
+
+            async def one(i: int) -> str:
+                options: Any = {"model": MODEL, "prompt": after(ALPHABET[: 1 + i % 9]), "temperature": 0}
+                if i % 2:
+                    given = await client.completions.create(max_tokens=12, **options)
+                    return given.choices[0].text
+                stream = await client.completions.create(max_tokens=12, stream=True, **options)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*map(one, range(24)))
+
+    assert asyncio.run(ask()) == [ALPHABET[1 + i % 9 :][:12] for i in range(24)]
+
+
+def test_stop_strings_are_no_part_of_a_stream_either(server: Served) -> None:
+    options: Any = {"model": MODEL, "temperature": 0, "stop": ["never", "ijk"]}
+    given = server.client().completions.create(prompt=PROMPT, max_tokens=30, **options)
+    assert (given.choices[0].text, given.choices[0].finish_reason) == ("efgh", "stop")
+    stream = server.client().completions.create(prompt=PROMPT, max_tokens=30, stream=True, **options)
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "efgh"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_logprobs_of_chats_and_completions_whole_and_streamed(server: Served, offline: LLM) -> None:
+    [expected] = offline.generate(PROMPT, greedy(logprobs=2, max_tokens=9))
+    assert expected.logprobs
+    own = [at[token].logprob for token, at in zip(expected.token_ids, expected.logprobs)]
+    ask: Any = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 9, "logprobs": True}
+    client = server.client()
+    whole = client.chat.completions.create(**ask, top_logprobs=2).choices[0].logprobs.content
+    assert [place.logprob for place in whole] == own
+    assert "".join(place.token for place in whole) == expected.text
+    assert all(place.top_logprobs[0].token == place.token for place in whole)
+    streamed: list[Any] = []
+    for chunk in client.chat.completions.create(**ask, top_logprobs=2, stream=True):
+        for choice in chunk.choices:
+            streamed += choice.logprobs.content if choice.logprobs else []
+    assert streamed == whole
+    options: Any = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 9, "logprobs": 2}
+    found = client.completions.create(**options).choices[0].logprobs
+    assert found.token_logprobs == own
+    assert found.text_offset == list(range(9))
+    offsets: list[int] = []
+    for completion in client.completions.create(**options, stream=True):
+        offsets += completion.choices[0].logprobs.text_offset if completion.choices[0].logprobs else []
+    assert offsets == list(range(9))
+
+
+def test_bias_and_penalties_and_our_own_sampling(server: Served, offline: LLM) -> None:
+    z = ALPHABET.index("z")
+    for theirs, ours in (
+        ({"logit_bias": {str(z): 100}}, {"logit_bias": {z: 100}}),
+        ({"presence_penalty": 2, "frequency_penalty": -2}, {"presence_penalty": 2, "frequency_penalty": -2}),
+        ({"top_p": 0.3}, {"top_p": 0.3}),
+        ({"extra_body": {"top_k": 2, "min_p": 0.1, "repetition_penalty": 1.5}},) * 2,
+        ({"extra_body": {"min_tokens": 3, "stop_token_ids": [5], "ignore_eos": True}},) * 2,
+        ({"extra_body": {"top_n_sigma": 1.0}}, {"extra_args": {"top_n_sigma": 1.0}}),
+    ):
+        asked: dict[str, Any] = {"temperature": 25, "seed": 5, "max_tokens": 20}
+        given = server.client().completions.create(model=MODEL, prompt=PROMPT, **asked, **theirs)
+        [expected] = offline.generate(PROMPT, SamplingParams(**asked, **ours.get("extra_body", ours)))  # type: ignore
+        assert given.choices[0].text == expected.text, theirs
+
+
+def test_several_prompts_texts_and_ids(server: Served) -> None:
+    client = server.client()
+    prompts = [after("abc"), after("lmno")]
+    given = client.completions.create(model=MODEL, prompt=prompts, max_tokens=3, temperature=0, n=2)
+    assert [(c.index, c.text) for c in given.choices] == [(0, "def"), (1, "def"), (2, "pqr"), (3, "pqr")]
+    for ids in ([0, 1, 2], [[0, 1, 2]], [[0, 1, 2], [4, 5]]):
+        by_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=2, temperature=0)
+        assert [c.text for c in by_ids.choices] == ["de", "gh"][: len(by_ids.choices)]
+        assert len(by_ids.choices) == (2 if ids[-1] == [4, 5] else 1)
+
+
+def test_guessing_is_chosen_per_request_and_told(server: Served) -> None:
+    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    stats = {}
+    for k in (0, 3, None):
+        given = server.client().completions.create(**asked, extra_body={"num_speculative_tokens": k})
+        assert given.choices[0].text == ALPHABET[4:24]
+        usage = given.usage.model_dump()
+        stats[k] = found = usage["speculation"]
+        details = usage["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == found["num_accepted"]
+        assert details["rejected_prediction_tokens"] == found["num_drafted"] - found["num_accepted"]
+    assert (stats[0]["num_drafted"], stats[0]["tokens_per_step"]) == (0, 1)
+    assert 1 < stats[3]["tokens_per_step"] <= 4
+    assert stats[None]["tokens_per_step"] > stats[3]["tokens_per_step"]  # the engine's own K is 5
+
+
+def test_a_stream_shows_who_made_each_token(server: Served) -> None:
+    options = {"include_usage": True, "include_drafts": True}
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True, "stream_options": options}
+    chunks = events(server.post("/v1/completions", body).text)
+    assert chunks.pop() == "[DONE]"
+    told = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
+    pieces = [piece for each in told for piece in each["pieces"]]
+    assert "".join(text for text, _ in pieces) == ALPHABET[4:24]
+    copied = [(text, source) for text, source in pieces if source >= 0]
+    assert copied
+    assert all(
+        PROMPT.replace("<e>", "#").replace("!é", "!~")[source] == text
+        for text, source in copied
+        if source < 26
+    )
+    usage = chunks[-1]["usage"]["speculation"]
+    assert sum(each["drafted"] for each in told) == usage["num_drafted"]
+    assert sum(each["accepted"] for each in told) == usage["num_accepted"] == len(copied)
+    assert {each["drafter"] for each in told if each["drafted"]} == {"ngram"}
+
+
+def events(text: str) -> list[Any]:
+    """The data of server-sent events."""
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [data if data == "[DONE]" else json.loads(data) for data in found]
+
+
+def test_a_format_is_kept_to_whole_and_streamed_with_guesses_and_without(server: Served) -> None:
+    """Also by the names that vLLM's server has for it."""
+    regex = {"type": "regex", "regex": "x(yz){3}[a-f]{2,9}"}
+    body: Any = {"prompt": PROMPT, "max_tokens": 40, "temperature": 30, "response_format": regex}
+    for seed in range(6):
+        texts = set()
+        for k in (0, None):
+            asked = {**body, "seed": seed, "num_speculative_tokens": k}
+            given = server.post("/v1/completions", asked).json()
+            texts.add(given["choices"][0]["text"])
+            assert given["choices"][0]["finish_reason"] == "stop"
+            assert given["usage"]["speculation"]["num_accepted"] >= (0 if k == 0 else 5)  # yzyzyz is forced
+            streamed = events(server.post("/v1/completions", {**asked, "stream": True}).text)[:-1]
+            texts.add("".join(chunk["choices"][0]["text"] for chunk in streamed))
+        [text] = texts
+        assert re.fullmatch(regex["regex"], text)
+    chat: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 9}
+    choice: Any = {"type": "choice", "choice": ["abc", "xyz"]}
+    answer = server.client().chat.completions.create(**chat, response_format=choice)
+    assert answer.choices[0].message.content in ("abc", "xyz")
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objekt"}}}
+    refused = server.post("/v1/chat/completions", {"messages": CHAT, "response_format": schema})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "response_format"
+    assert "objekt" in refused.json()["error"]["message"]
+
+
+def test_models_health_and_tokens(server: Served, offline: LLM) -> None:
+    [model] = server.client().models.list().data
+    assert (model.id, model.owned_by) == (MODEL, "nanospec")
+    assert model.model_dump()["max_model_len"] == 128
+    health = server.get("/health")
+    assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    assert server.client().models.retrieve(MODEL) == model
+    assert server.get("/v1/models/other").status_code == 404
+    assert server.get("/version").json().keys() == {"version"}
+    ids = offline.tokenizer.encode(PROMPT)
+    for asked in ({"prompt": PROMPT}, {"messages": CHAT}):
+        found = server.post("/tokenize", asked).json()
+        assert found == {"tokens": ids, "count": len(ids), "max_model_len": 128}
+    assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": PROMPT}  # with special tokens
+    bodies: list[Any] = [
+        {"tokens": [99]},
+        {"tokens": "a"},
+        {"tokens": [True]},
+        {"tokens": [1], "model": "other"},
+    ]
+    for bad in bodies:
+        assert server.post("/detokenize", bad).status_code in (400, 404)
+    bodies = [{"messages": [1]}, {"messages": []}, {"messages": [{"role": "user"}]}, {"prompt": "a", "x": 1}]
+    for bad in bodies:
+        assert server.post("/tokenize", bad).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "sentence"),
+    [
+        ("completions", {"prompt": "a", "max_token": 3}, 400, "max_token", "did you mean max_tokens?"),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "temperature=-1 must be"),
+        ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p", "top_p=0 must be above 0"),
+        ("completions", {"prompt": "a", "n": 17}, 400, "n", "n=17 is above the limit of 16"),
+        ("completions", {"prompt": "a", "model": "gpt-5"}, 404, "model", "there is 'alphabet'"),
+        ("completions", {"prompt": "a" * 200}, 400, "prompt", "The prompt has 200 tokens"),
+        ("completions", {"prompt": ""}, 400, "prompt", "The prompt is empty"),
+        ("completions", {"prompt": [1, 99]}, 400, "prompt", "token id 99"),
+        ("completions", {"prompt": ["a"] * 65}, 400, "prompt", "65 prompts, but the limit is 64"),
+        ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "16 strings"),
+        ("completions", {"prompt": "a", "stop": "x" * 257}, 400, "stop", "256 characters"),
+        ("completions", {"prompt": "a", "echo": True}, 400, "echo", "does not do"),
+        ("completions", {"prompt": "a", "stream_options": {}, "stream": 1}, 400, "stream", "true or false"),
+        ("completions", {"prompt": "a", "stream_options": {"x": True}}, 400, "stream_options", "stream=true"),
+        ("completions", {"prompt": "a", "stop_token_ids": [99]}, 400, "stop_token_ids", "99"),
+        ("completions", {"prompt": "a", "acceptance": "typical"}, 400, "acceptance", "needs an engine"),
+        ("completions", {}, 400, None, '"prompt" or "messages"'),
+        ("completions", {"prompt": 7}, 400, "prompt", "must be a text"),
+        ("completions", {"n": 16, "prompt": ["a"] * 21}, 400, "n", "336 outputs"),
+        (
+            "completions",
+            {"prompt": "a", "chat_template_kwargs": {}},
+            400,
+            "chat_template_kwargs",
+            "for chats",
+        ),
+        ("completions", {"prompt": "a", "messages": CHAT}, 400, "messages", "belong to"),
+        ("completions", {"prompt": "a", "bad_words": ["x"]}, 400, "bad_words", "logit_bias"),
+        ("completions", {"prompt": "a", "steam": True}, 400, "steam", "did you mean stream?"),
+        ("completions", {"prompt": "a" * 4000}, 400, "prompt", "4000 characters, too many"),
+        (
+            "chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": True},
+            400,
+            "chat_template_kwargs",
+            "object",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"self": 1}},
+            400,
+            "chat_template_kwargs",
+            "self",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "reasoning_effort": "low"},
+            400,
+            "reasoning_effort",
+            "unknown",
+        ),
+        ("completions", {"prompt": "a", "cache_salt": 1}, 400, "cache_salt", "must be a text"),
+        ("chat/completions", {"messages": []}, 400, "messages", "at least one"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user"}]},
+            400,
+            "messages",
+            'needs a "role" and a "content"',
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": 5}]},
+            400,
+            "messages",
+            "which is no text",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "tools": [{"type": "function"}]},
+            400,
+            "tools",
+            "does not do",
+        ),
+        ("chat/completions", {"messages": CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template", "unknown"),
+        (
+            "chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            400,
+            "chat_template_kwargs",
+            "without 'chat_template'",
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None,
+)
+def test_bad_requests_are_told_what_is_wrong(
+    server: Served, path: str, body: Any, status: int, param: str | None, sentence: str
+) -> None:
+    response = server.post(f"/v1/{path}", body)
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert sentence in error["message"]
+    assert error["param"] == param
+    assert error["type"] in ("invalid_request_error", "not_found_error")
+    server.settle()
+
+
+def test_what_clients_send_without_meaning_it_is_no_reason_to_refuse(server: Served) -> None:
+    harmless: Any = {
+        "model": None, "user": "u", "metadata": {}, "store": False, "tools": [], "tool_choice": "auto",
+        "functions": None, "logit_bias": {}, "response_format": {"type": "text"}, "n": None, "stop": None,
+        "max_tokens": 5, "stream_options": None, "prediction": {"type": "content", "content": "x"},
+        "skip_special_tokens": True, "add_generation_prompt": True, "add_special_tokens": False,
+        "guided_decoding": None, "parallel_tool_calls": True, "temperature": 0, "length_penalty": 1.0,
+    }  # fmt: skip
+    history = [
+        {"role": "assistant", "content": None, "tool_calls": [], "name": "x"},
+        {"role": "developer", "content": [{"type": "text", "text": PROMPT}]},
+    ]
+    response = server.post("/v1/chat/completions", {"messages": history, **harmless})
+    assert response.json()["choices"][0]["message"]["content"] == ALPHABET[4:9], response.text
+    wanted = {"structured_outputs": {"choice": ["abc"]}, "response_format": None}
+    response = server.post("/v1/chat/completions", {"messages": CHAT, **harmless, **wanted})
+    assert response.json()["choices"][0]["message"]["content"] == "abc"
+
+
+def test_an_output_tells_what_ended_it(server: Served) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 9, "stop": ["gh"]}
+    [choice] = server.post("/v1/completions", body).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "gh")
+    *_, last, _ = events(server.post("/v1/completions", {**body, "stream": True}).text)
+    assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == ("stop", "gh")
+
+
+def test_who_speaks_is_said_with_the_first_text_and_not_before(server: Served) -> None:
+    """Others take the first event for the first token."""
+    server.gate.clear()
+    body = {"messages": CHAT, "stream": True, "temperature": 0, "max_tokens": 3}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=20) as response:
+        lines = response.iter_lines()
+        threading.Timer(0.3, server.gate.set).start()
+        first = next(lines)
+        assert server.gate.is_set()
+        assert '"role":"assistant"' in first
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_text_and_lie_where_it_does(server: Served, stream: bool) -> None:
+    """A stop string is no part of them, nor is the end; parts of a character are told as bytes."""
+    for stop, text in ((["xyz"], "uvw"), (None, "uvwxyz .!é")):
+        body = {"prompt": after("st"), "temperature": 0, "max_tokens": 20, "logprobs": 0, "stop": stop}
+        if stream:
+            chunks = events(server.post("/v1/completions", {**body, "stream": True}).text)[:-1]
+            found = [part for chunk in chunks if (part := chunk["choices"][0]["logprobs"])]
+            tokens = [token for part in found for token in part["tokens"]]
+            offsets = [offset for part in found for offset in part["text_offset"]]
+        else:
+            logprobs = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+            tokens, offsets = logprobs["tokens"], logprobs["text_offset"]
+            assert logprobs["top_logprobs"] is None
+        assert offsets[:3] == [0, 1, 2]
+        assert offsets == sorted(offsets)
+        assert len(tokens) == len(offsets) == (3 if stop else 10)
+        assert offsets[-1] < len(text)
+    messages = [{"role": "user", "content": after("yz")}]
+    chat = {"messages": messages, "temperature": 0, "max_tokens": 9, "logprobs": True}
+    content = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(place["bytes"]) for place in content).decode() == " .!é"
+
+
+@pytest.mark.parametrize(
+    ("first", "params", "tokens"),
+    [
+        ("!", {"stop_token_ids": [TOKENS.index("a")]}, ["\ufffd"]),  # half of a character, then the end
+        ("©", {"ignore_eos": True, "stop_token_ids": [TOKENS.index(EOS) + 1]}, [EOS]),  # no text, but a token
+        ("!", {"max_tokens": 1, "stop": ["\ufffd"]}, ["\ufffd"]),  # a stop string in what is left at the end
+        ("s", {"stop": ["vw"]}, ["t", "u"]),
+    ],
+)
+def test_logprobs_are_of_the_same_tokens_whole_and_streamed(
+    server: Served, first: str, params: dict[str, Any], tokens: list[str]
+) -> None:
+    ask = {"prompt": [TOKENS.index(first)], "temperature": 0, "max_tokens": 9, "logprobs": 0, **params}
+    [whole] = server.post("/v1/completions", ask).json()["choices"]
+    chunks = events(server.post("/v1/completions", {**ask, "stream": True}).text)[:-1]
+    streamed = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert whole["text"] == "".join(choice["text"] for choice in streamed)
+    for field in ("tokens", "token_logprobs", "text_offset"):
+        joined = [value for choice in streamed for value in (choice["logprobs"] or {}).get(field, [])]
+        assert whole["logprobs"][field] == joined
+    assert whole["logprobs"]["tokens"] == tokens
+
+
+def test_every_guess_is_told_also_those_of_a_step_without_text(server: Served) -> None:
+    options = {"include_usage": True, "include_drafts": True}
+    body = {"prompt": after(ALPHABET), "temperature": 0, "max_tokens": 9, "stream": True}
+    chunks = events(server.post("/v1/completions", {**body, "stream_options": options}).text)[:-1]
+    told = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
+    assert sum(each["drafted"] for each in told) == chunks[-1]["usage"]["speculation"]["num_drafted"] > 0
+
+
+def test_cached_tokens_are_those_of_earlier_requests(server: Served) -> None:
+    body = {"prompt": after("abcd"), "n": 4, "max_tokens": 1, "cache_salt": "cold"}
+    details = [
+        server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"] for _ in range(2)
+    ]
+    assert [each["cached_tokens"] for each in details] == [0, 32]
+
+
+def test_the_client_raises_its_own_errors(server: Served) -> None:
+    client = server.client()
+    with pytest.raises(openai.NotFoundError, match="no model 'nobody'"):
+        client.completions.create(model="nobody", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="unknown field 'wishes'"):
+        client.completions.create(model=MODEL, prompt="a", extra_body={"wishes": 3})
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "sentence"),
+    [
+        (b"{", "application/json", 400, "no JSON"),
+        (b"\xff\xfe{", "application/json", 400, "no JSON"),
+        (b"[1]", "application/json", 400, "a JSON object"),
+        (b"[" * 100_000, "application/json", 400, "no JSON"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", "application/json", 400, "no JSON"),
+        (b'{"prompt": "\\ud83d"}', "application/json", 400, "surrogate"),
+        (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "NaN is no number that can be"),
+        (b'{"prompt": "a", "' + b"x" * 100_000 + b'": 1}', "application/json", 400, "unknown field 'xxxx"),
+        (b'{"prompt": "a", "\\ud800": 1}', "application/json", 400, "unknown field '\\ud800'"),
+        (b'{"prompt": "a", "prompt": "b"}', "application/json", 400, "'prompt' stands twice in one object"),
+        (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", "application/json", 400, "128 levels deep"),
+        (b'{"prompt": "a"}', "text/plain", 415, "Content-Type"),
+        (b"", "application/json", 400, "no JSON"),
+    ],
+)
+def test_bodies_that_are_none(server: Served, content: bytes, kind: str, status: int, sentence: str) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
+    assert response.status_code == status
+    assert sentence in response.json()["error"]["message"]
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 100_000], ids=["surrogate", "long"])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_names_that_cannot_be_sent_back_are_refused(server: Served, path: str, name: str) -> None:
+    body = json.dumps({name: 1}).encode()
+    response = httpx.post(server.url + path, content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "unknown_field")
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\0" * 100,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\xff: \xff\r\n\r\n",
+    ],
+    ids=["no HTTP", "length", "header"],
+)
+def test_what_is_no_http_is_an_error_like_others(server: Served, sent: bytes) -> None:
+    with server.connect() as connection:
+        connection.sendall(sent)
+        got = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["message"] == "This is no request of HTTP."
+    assert server.get("/health").status_code == 200
+
+
+def test_other_paths_and_methods(server: Served) -> None:
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/", 405),
+    ):
+        response = httpx.request(method, server.url + path)
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
+
+
+def test_every_answer_has_an_id(server: Served) -> None:
+    assert server.get("/health").headers["x-request-id"].startswith("req-")
+    assert server.get("/health", headers={"x-request-id": "my-1.2"}).headers["x-request-id"] == "my-1.2"
+    assert server.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
+    given = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"})
+    assert given.json()["id"] == "cmpl-mine"
+
+
+def test_the_example_of_the_documents(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    changes = {"http://localhost:8000": server.url, "smollm2-135m-instruct": MODEL}
+    changes |= {"Name three colours, then name them again.": PROMPT}
+    for theirs, ours in changes.items():
+        assert theirs in example
+        example = example.replace(theirs, ours)
+    exec(example, {})
+    printed = capsys.readouterr().out
+    assert printed.startswith(ALPHABET[4:])
+    assert "'tokens_per_step': " in printed

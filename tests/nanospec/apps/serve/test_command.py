@@ -1,0 +1,115 @@
+"""The command line of the server, as far as it goes without a model."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanospec.apps.serve import command
+from nanospec.apps.serve.http import listen
+from nanospec.apps.serve.settings import ServeConfig
+from tests.nanospec.test_llm import folder
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """Whatever the command has made of them: its stream is closed after the test."""
+    loggers = [logging.getLogger(name) for name in ("nanospec.apps.serve", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is said before a model is loaded."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model is being loaded")
+
+    monkeypatch.setattr("nanospec.llm.LLM.__init__", load)
+
+
+def test_a_port_in_use_and_a_host_that_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert command.main([str(folder), "--port", port]) == 2
+        said = f"cannot listen at 127.0.0.1:{port}: Address already in use; --host and --port name another."
+        assert said in capsys.readouterr().err
+    assert command.main(["--model", str(folder), "--host", "no.such.host.invalid", "--port", "0"]) == 2
+    assert "cannot listen at no.such.host.invalid:0: " in capsys.readouterr().err
+
+
+def test_replicas_refuse_what_would_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--replicas", "2", "--write-timeout", "5"])
+    assert "--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out." in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--port", "99999"], "--port 99999 must be an integer from 0 to 65535."),
+        (["--api-key", "short"], "--api-key must be 8 or more ASCII characters without blanks."),
+        (["--max-queue", "-1"], "--max-queue -1 must be"),
+        (["--model", "nobody/nothing-here"], "nothing-here"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_bad_settings_are_one_sentence(
+    folder: Path,
+    options: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert command.main(["--model", str(folder), *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_what_is_missing_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nanospec.apps.serve.app", None)
+    missing = ModuleNotFoundError("No module named 'starlette'", name="starlette")
+
+    def serve(*_: object) -> int:
+        raise missing
+
+    monkeypatch.setattr(command, "_serve", serve)
+    assert command.main(["--model", str(folder)]) == 2
+    assert "serving needs starlette: pip install 'nanospec[serve]'" in capsys.readouterr().err
+
+
+def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    found: list[ServeConfig] = []
+
+    def serve(args: object, config: ServeConfig, folder: Path) -> int:
+        found.append(config)
+        return 0
+
+    monkeypatch.setattr(command, "_serve", serve)
+    monkeypatch.setenv("NANOSPEC_API_KEY", "from-there-1,from-there-2")
+    assert command.main(["--model", str(folder), "--api-key", "from-here-3"]) == 0
+    assert found[0].api_key == ("from-here-3", "from-there-1", "from-there-2")
+
+
+def test_listening_at_both_kinds_of_addresses() -> None:
+    for host in ("127.0.0.1", "localhost", "::1"):
+        try:
+            with listen(ServeConfig(host=host, port=0)) as listener:
+                assert listener.getsockname()[1] > 0
+        except OSError:
+            assert host == "::1"  # where there is no IPv6

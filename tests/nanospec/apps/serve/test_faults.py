@@ -1,0 +1,534 @@
+"""What clients do to a server, and what happens within it: afterwards nobody holds a row or a block, and the
+next request is answered. `Served.gate` stops the engine, so that nothing here depends on how fast it is."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nanospec.apps.serve import sending
+from nanospec.apps.serve.app import App
+from nanospec.apps.serve.command import run
+from nanospec.apps.serve.http import listen
+from nanospec.apps.serve.logs import log_to
+from nanospec.apps.serve.settings import ServeConfig
+from tests.drive import MODES
+from tests.nanospec.apps.serve.conftest import Served, serving
+from tests.nanospec.test_llm import ALPHABET, TOKENS, after, folder, make
+
+__all__ = ["folder"]
+LONG = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 60, "ignore_eos": True, "n": 2}
+SHORT = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 5}
+
+
+@pytest.fixture(params=["plain", "as-on-gpu"])
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    """A server for this test alone, with short limits and little room."""
+    llm = make(folder, **MODES[request.param])
+    limits = {"max_queue": 12, "read_timeout": 0.4, "write_timeout": 0.5, "request_timeout": 5.0}
+    with serving(llm, **limits) as served:
+        yield served
+        served.settle()
+        answers: list[Any] = []
+
+        def is_answered() -> bool:  # at once, but where a busy machine is too slow for these limits
+            answers.append(served.post("/v1/completions", SHORT))
+            return answers[-1].status_code == 200
+
+        served.wait_until(is_answered)
+        assert answers[-1].json()["choices"][0]["text"] == ALPHABET[4:9]
+
+
+def raw(body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> bytes:
+    """A request as it is on the wire."""
+    import json
+
+    data = json.dumps(body).encode()
+    fields = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))}
+    fields |= headers
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    return "\r\n".join(lines).encode() + data
+
+
+def reset(connection: socket.socket) -> None:
+    """Close it as a process does that is killed."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["closes", "resets"])
+def test_a_client_that_goes_away_frees_its_blocks_before_the_next_step(
+    server: Served, stream: bool, leave: Any
+) -> None:
+    engine = server.llm.engine
+    steps: list[int] = []
+    step = engine.step
+
+    def counted() -> Any:
+        steps.append(len(engine.scheduler.running))
+        found = step()
+        if len(steps) == 1:
+            server.gate.clear()
+        return found
+
+    engine.step = counted  # type: ignore[method-assign]
+    connection = server.connect()
+    connection.sendall(raw({**LONG, "stream": stream}))
+    server.wait_until(lambda: not server.gate.is_set())
+    assert engine.scheduler.running
+    leave(connection)
+    server.wait_until(lambda: not server.app.engine.num_outputs)
+    before = len(steps)
+    engine.step = step  # type: ignore[method-assign]
+    server.settle()
+    assert len(steps) - before <= 1  # the one that was under way
+    assert engine.metrics.num_aborted == 2
+
+
+def test_storms_of_clients_that_leave_at_any_time(server: Served) -> None:
+    chance = random.Random(3)
+
+    def visit(i: int) -> None:
+        connection = server.connect()
+        data = raw({**LONG, "stream": bool(i % 2), "n": 1 + i % 3})
+        connection.sendall(data[: chance.choice([len(data), len(data), 30, len(data) - 3])])
+        time.sleep(chance.choice([0, 0, 0.002, 0.02]))
+        (reset if i % 3 else socket.socket.close)(connection)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(visit, range(120)))
+    server.settle()
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a byte now and then, for some seconds."""
+    for _ in range(160):
+        connection.sendall(b"G")
+        time.sleep(0.05)
+
+
+def test_half_open_connections_are_closed(server: Served) -> None:
+    starts = [b"", b"GET", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n", raw(LONG)[:-20]]
+    connections = [server.connect() for _ in starts]
+    for connection, start in zip(connections, starts):
+        connection.sendall(start)
+    dripping = server.connect()  # a byte now and then does not help
+    with pytest.raises(OSError):
+        drip(dripping)
+    for connection in connections:
+        connection.settimeout(8)
+        try:
+            answer = connection.recv(1000)
+        except ConnectionResetError:
+            answer = b""
+        assert answer == b"" or b" 408 " in answer
+        connection.close()
+
+
+def test_a_connection_may_be_used_again_and_again(server: Served) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(3):
+            assert client.post("/v1/completions", json=SHORT).status_code == 200
+            time.sleep(0.5)  # longer than a request may take to be sent
+
+
+def test_a_slow_reader_is_cut_off_and_delays_nobody(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    connection.connect((server.host, server.port))
+    logprobs = {"logprobs": 20, "n": 4, "max_tokens": 80}
+    chunks = {"stream": True, "stream_options": {"include_drafts": True}}
+    body = {**LONG, **logprobs, **chunks}
+    for _ in range(40):  # more than the buffers of two sockets hold
+        connection.sendall(raw(body))
+    given = server.post("/v1/completions", SHORT)
+    assert given.status_code == 200
+    server.wait_until(lambda: not server.app.engine.num_outputs)
+    server.wait_until(lambda: not server.server.server_state.connections - {None}, 20)
+    connection.close()
+
+
+def test_a_silent_stream_says_that_it_goes_on(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "LOOK", 0.05)
+    monkeypatch.setattr(sending, "QUIET_AFTER", 0.1)
+    server.gate.clear()
+    threading.Timer(0.6, server.gate.set).start()
+    text = server.post("/v1/completions", {**SHORT, "stream": True}).text
+    assert text.startswith(": nothing yet\n\n")
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_of_too_many_connections_health_alone_is_answered(server: Served) -> None:
+    gate: Any = server.server.config.app
+    gate._most = 2
+    idle = [server.connect() for _ in range(3)]
+    server.wait_until(lambda: len(server.server.server_state.connections) >= 3)
+    refused = server.post("/v1/completions", SHORT)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "too many connections" in refused.json()["error"]["message"]
+    assert server.get("/health").status_code == 200
+    for connection in idle:
+        connection.close()
+    server.wait_until(lambda: len(server.server.server_state.connections) <= 1)
+
+
+def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
+    server.gate.clear()
+    room = server.app.engine.most
+    assert room == 4 + 12
+    assert (
+        server.post("/v1/completions", {**SHORT, "n": 16, "prompt": ["a", "b"]}).status_code == 400
+    )  # never
+
+    def ask(n: int) -> httpx.Response:
+        return server.post("/v1/completions", {**SHORT, "n": n})
+
+    with ThreadPoolExecutor(4) as pool:
+        accepted = [pool.submit(ask, 5) for _ in range(3)]
+        server.wait_until(lambda: server.app.engine.num_outputs == 15)
+        refused = ask(2)
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        last = pool.submit(ask, 1)  # fits
+        server.wait_until(lambda: server.app.engine.num_outputs == 16)
+        server.gate.set()
+        for future in [*accepted, last]:
+            response = future.result()
+            assert {choice["text"] for choice in response.json()["choices"]} == {ALPHABET[4:9]}
+
+
+def test_a_request_may_not_take_for_ever(server: Served) -> None:
+    object.__setattr__(server.app.config, "request_timeout", 0.3)
+    server.gate.clear()
+    given = server.post("/v1/completions", LONG)
+    assert given.status_code == 504
+    assert given.json()["error"]["type"] == "timeout_error"
+    streamed = server.post("/v1/completions", {**LONG, "stream": True})
+    assert streamed.status_code == 200
+    assert "longer than the server allows" in streamed.text
+    assert "[DONE]" not in streamed.text
+
+
+@pytest.mark.parametrize("where", ["step", "fetch", "prefill", "admit"])
+def test_an_exception_in_a_step_ends_what_runs_and_nothing_else(server: Served, where: str) -> None:
+    worker = server.llm.engine.worker
+    own, calls = getattr(worker, where), []
+
+    def failing(*values: Any, **named: Any) -> Any:
+        calls.append(where)
+        if len(calls) == 2:
+            raise RuntimeError("a cosmic ray")
+        return own(*values, **named)
+
+    server.gate.clear()
+    with ThreadPoolExecutor(6) as pool:
+        asked = [{**LONG, "stream": i % 2 == 1, "prompt": after("abcd") + "x" * i} for i in range(6)]
+        found = [pool.submit(server.post, "/v1/completions", body) for body in asked]
+        server.wait_until(lambda: server.app.engine.num_outputs == 12)
+        setattr(worker, where, failing)
+        server.gate.set()
+        responses = [future.result() for future in found]
+    assert len(calls) >= 2
+    failed = [r for r in responses if "engine failed" in r.text]
+    assert failed
+    for response in responses:
+        if response.headers["content-type"].startswith("text/event-stream"):
+            assert ("[DONE]" in response.text) == (response not in failed)
+        else:
+            assert response.status_code == (500 if response in failed else 200)
+    setattr(worker, where, own)
+    assert server.get("/health").status_code == 200
+    server.settle()
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_an_exception_behind_a_step_ends_what_runs_and_nothing_else(server: Served, which: int) -> None:
+    """The thread of the engine lives on, and nobody waits in vain."""
+    loop, calls = server.app.engine, []
+    own = loop.on_done
+
+    def failing(*values: Any) -> None:
+        calls.append(values)
+        if len(calls) == which + 1:
+            raise RuntimeError("a full disk")
+        own(*values)
+
+    server.gate.clear()
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(server.post, "/v1/completions", SHORT) for _ in range(4)]
+        server.wait_until(lambda: loop.num_outputs == 4)
+        loop.on_done = failing
+        server.gate.set()
+        statuses = [future.result().status_code for future in found]
+    assert 500 in statuses
+    assert set(statuses) <= {200, 500}
+    assert len(calls) == which + 1 or statuses.count(200) > 0
+    loop.on_done = own
+    server.settle()
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("where", ["step", "queue"])
+def test_a_panic_ends_what_runs_and_nothing_else(
+    server: Served, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*values: Any, **named: Any) -> Any:
+        raise Panic
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm.engine, where, panic)
+        assert "engine failed" in server.post("/v1/completions", SHORT).text
+    assert server.post("/v1/completions", SHORT).status_code == 200
+    assert server.get("/health").status_code == 200
+
+
+def test_a_token_that_cannot_be_read_ends_its_request_alone(folder: Path, tmp_path: Path) -> None:
+    """This decoder panics at a lone "m", and so would one that is damaged."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": "m", "start": 0, "stop": 3}
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], {"type": "Fuse"}, strip]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with serving(make(tmp_path)) as served, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": after("l"), "temperature": 0, "max_tokens": 3}
+        asked = [{**body, "stream": stream} for stream in (False, True)]
+        other = pool.submit(served.post, "/v1/completions", {**SHORT, "prompt": after("a")})
+        whole, streamed = (served.post("/v1/completions", body) for body in asked)
+        assert whole.status_code == 500
+        for response in (whole, streamed):
+            assert "The output could not be read: the tokenizer's library cannot decode" in response.text
+        assert other.result().status_code == 200
+        body = {"prompt": after("a"), "temperature": 0, "max_tokens": 1, "logprobs": 20}
+        [choice] = served.post("/v1/completions", body).json()["choices"]
+        assert "\ufffd" in choice["logprobs"]["top_logprobs"][0]
+        assert served.post("/detokenize", {"tokens": [TOKENS.index("m")]}).status_code == 400
+
+
+def test_an_engine_that_always_fails_is_unhealthy(server: Served) -> None:
+    worker = server.llm.engine.worker
+    prefill = worker.prefill
+
+    def broken(*values: Any) -> Any:
+        raise RuntimeError("broken")
+
+    worker.prefill = broken  # type: ignore
+    for _ in range(3):
+        assert server.get("/health").status_code == 200
+        assert server.post("/v1/completions", SHORT).status_code == 500
+    health = server.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "failed"})
+    worker.prefill = prefill  # type: ignore[method-assign]
+    assert server.post("/v1/completions", SHORT).status_code == 200
+    assert server.get("/health").status_code == 200
+
+
+def test_large_bodies_are_not_read(server: Served) -> None:
+    object.__setattr__(server.app.config, "max_body", 10_000)
+    assert server.post("/v1/completions", {"prompt": "a" * 20_000}).status_code == 413
+
+    def drip() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 1000
+
+    try:
+        chunked = httpx.post(
+            f"{server.url}/v1/completions", content=drip(), headers={"content-type": "application/json"}
+        )
+        assert chunked.status_code == 413
+    except (httpx.WriteError, httpx.ReadError):
+        pass  # it was cut off
+    lying = server.connect()
+    lying.sendall(raw(SHORT, **{"content-length": str(10**15)}))
+    assert b" 413 " in lying.recv(1000)
+    lying.close()
+
+
+def test_what_is_no_http(server: Served) -> None:
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\xfc"  # of TLS
+    for data in (hello, b"hello\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"A" * 200_000):
+        connection = server.connect()
+        try:
+            connection.sendall(data)
+            answer = connection.recv(1000)
+        except ConnectionError:
+            answer = b""
+        assert answer == b"" or b" 400 " in answer or b" 40" in answer
+        connection.close()
+
+
+def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new(server: Served) -> None:
+    server.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.post, "/v1/completions", SHORT)
+        streaming = pool.submit(server.post, "/v1/completions", {**SHORT, "stream": True})
+        server.wait_until(lambda: server.app.engine.num_outputs == 2)
+        server.app.draining = True
+        refused = server.post("/v1/completions", SHORT)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert server.get("/health").json() == {"status": "draining"}
+        server.gate.set()
+        assert running.result().json()["choices"][0]["text"] == ALPHABET[4:9]
+        assert "[DONE]" in streaming.result().text
+    server.app.draining = False
+
+
+SCRIPT = """
+import asyncio, signal, sys, time
+from nanospec import LLM
+from nanospec.serve.app import App
+from nanospec.serve.command import run
+from nanospec.serve.http import listen
+from nanospec.serve.logs import log_to
+from nanospec.serve.settings import ServeConfig
+log_to(level="error")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
+llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_model_len=128)
+step = llm.engine.step
+def slow():
+    time.sleep(0.05)
+    return step()
+llm.engine.step = slow
+app = App(llm, ServeConfig(port=int(sys.argv[2]), drain_timeout=float(sys.argv[3])), "m")
+code = asyncio.run(run(app, listen(app.config)))
+pool = llm.engine.scheduler.pool
+print("free", pool.num_free == pool.num_blocks, flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "signals"),
+    [(20, [signal.SIGTERM]), (20, [signal.SIGHUP]), (0.1, [signal.SIGTERM]), (20, [signal.SIGTERM] * 2)],
+)
+def test_a_signal_under_load(folder: Path, seconds: float, signals: list[signal.Signals]) -> None:
+    """With time to drain all that was accepted is answered; without, and told twice, it ends at once: who
+    waits is told so, who has not asked yet is cut off, and neither is worth a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), str(port), str(seconds)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
+    )  # fmt: skip
+    half = socket.socket()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(2000):
+            try:
+                httpx.get(url + "/health")
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        results: list[Any] = []
+
+        def ask() -> None:
+            body = {**LONG, "prompt": after("abcd"), "num_speculative_tokens": 0, "max_tokens": 100}
+            try:
+                results.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+            except httpx.HTTPError as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        if len(signals) == 2:
+            half.connect(("127.0.0.1", port))
+            half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.5)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.1)
+        if len(signals) == 1 and seconds > 1:
+            assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 503
+        for thread in threads:
+            thread.join(30)
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "free True\n"
+        assert process.stderr is not None
+        assert [line for line in process.stderr if not line.startswith("Other programs use")] == []
+        if len(signals) == 1 and seconds > 1:
+            assert [len(r.json()["choices"]) for r in results] == [2, 2, 2]
+            assert all(c["finish_reason"] == "length" for r in results for c in r.json()["choices"])
+        else:
+            assert {getattr(r, "status_code", r) for r in results} == {503}
+    finally:
+        half.close()
+        process.kill()
+        process.wait()
+
+
+def test_a_server_without_an_engine_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the model was split among devices of which one is gone."""
+    llm, lines = make(folder), io.StringIO()
+    app = App(llm, ServeConfig(port=0), "m")
+    listener = listen(app.config)
+    port, seen = listener.getsockname()[1], dict[str, Any]()
+
+    def end() -> None:
+        while not app.engine.is_alive:
+            time.sleep(0.01)
+        seen["before"] = httpx.get(f"http://127.0.0.1:{port}/health").json()
+        llm.engine.worker.failure = "Rank 1 is gone."
+        seen["after"] = httpx.get(f"http://127.0.0.1:{port}/health").json()
+
+    monkeypatch.setattr("nanospec.apps.serve.command.LOOK", 2.0)  # seconds that are left to ask once more
+    asking = threading.Thread(target=end)
+    asking.start()
+    log_to(lines)
+    assert asyncio.run(run(app, listener)) == 1
+    asking.join()
+    assert seen == {"before": {"status": "ok"}, "after": {"status": "failed"}}
+    assert lines.getvalue().count("Rank 1 is gone.") == 1
+
+
+def test_so_does_one_whose_engine_cannot_clean_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits: neither who was under way, nor who comes before the server has ended."""
+    llm, said, lines = make(folder), list[str](), io.StringIO()
+    app = App(llm, ServeConfig(port=0), "m")
+    listener = listen(app.config)
+    url = "http://{}:{}/v1/completions".format(*listener.getsockname())
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    for name in ("step", "abort_all"):
+        monkeypatch.setattr(llm.engine, name, fail)
+    monkeypatch.setattr("nanospec.apps.serve.command.LOOK", 2.0)  # seconds that are left to ask once more
+
+    def ask() -> None:
+        while not app.engine.is_alive:
+            time.sleep(0.01)
+        answers = [httpx.post(url, json=SHORT, timeout=20) for _ in range(2)]
+        said.extend(f"{found.status_code}: {found.json()['error']['message']}" for found in answers)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    log_to(lines)
+    assert asyncio.run(run(app, listener)) == 1
+    asking.join()
+    assert said == ["500: The engine failed in the middle of this request, which may be sent again."] * 2
+    assert "start it again" in lines.getvalue()

@@ -1,0 +1,202 @@
+"""Many clients at once: everybody gets what they would get alone, and the figures add up."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanospec import LLM, SamplingParams, SpecConfig
+from tests.drive import MODES
+from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
+from tests.nanospec.apps.serve.test_api import events
+from tests.nanospec.test_llm import ALPHABET, after, folder, make
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(params=[("plain", None), ("as-on-gpu", None), ("plain", 200), ("plain", "traced")], ids=str)
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    """Also with so little memory that requests have to make room for each other, and traced."""
+    mode, memory = request.param
+    options: dict[str, Any] = {**MODES[mode], "max_num_batched_tokens": 32}
+    if memory == "traced":
+        options["trace"] = True
+    elif memory:
+        options["kv_cache_memory"] = little(folder)
+    with serving(make(folder, **options)) as served:
+        yield served
+
+
+def little(folder: Path) -> int:
+    """Bytes for some 1.5 outputs of full length."""
+    llm = make(folder)
+    return int(llm.engine.worker.kv_cache.nbytes / llm.engine.worker.num_blocks * 12)
+
+
+def ask(i: int) -> dict[str, Any]:
+    """A request with a seed of its own."""
+    chance = random.Random(i)
+    body: dict[str, Any] = {
+        "prompt": after(ALPHABET[: 1 + i % 20]), "temperature": chance.choice([0, 25]), "seed": i,
+        "max_tokens": chance.randint(1, 60), "n": chance.choice([1, 1, 2]), "ignore_eos": i % 3 == 0,
+        "top_p": chance.choice([1, 0.9]), "num_speculative_tokens": chance.choice([None, None, 0, 2]),
+    }  # fmt: skip
+    if i % 5 == 0:
+        body["stop"] = ["p"]
+    return body
+
+
+def test_outputs_under_load_are_those_of_the_same_seeds_offline(server: Served, offline: LLM) -> None:
+    def one(i: int) -> list[str]:
+        body = ask(i)
+        if i % 2:
+            given = server.post("/v1/completions", body).json()
+            return [choice["text"] for choice in given["choices"]]
+        texts = [""] * body["n"]
+        for chunk in events(server.post("/v1/completions", {**body, "stream": True}).text)[:-1]:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+        return texts
+
+    with ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(one, range(48)))
+    for i, texts in enumerate(found):
+        body = ask(i)
+        [expected] = offline.generate(body.pop("prompt"), SamplingParams(**body))
+        assert texts == [done.text for done in expected.outputs], i
+
+
+def metrics_of(server: Served) -> dict[tuple[str, ...], float]:
+    """Values by name and further labels."""
+    found = {}
+    for family in text_string_to_metric_families(server.get("/metrics").text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            assert sample.labels.get("model_name", MODEL) == MODEL
+            key = (sample.name.removeprefix("nanospec:"), *labels.values())
+            found[key] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
+def test_metrics_add_up(folder: Path, mode: str) -> None:
+    with serving(make(folder, **MODES[mode]), max_queue=0) as server:
+        before = metrics_of(server)
+        assert before["time_to_first_token_seconds_count",] == 0
+        bodies = [{**ask(i), "n": 1, "stream": i % 2 == 0} for i in range(12)]
+        for body in bodies:
+            assert server.post("/v1/completions", body).status_code == 200
+        server.gate.clear()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, "/v1/completions", {**bodies[1], "n": 3, "max_tokens": 9})
+            server.wait_until(lambda: server.app.engine.num_outputs == 3)
+            assert server.post("/v1/completions", {**bodies[0], "n": 2}).status_code == 429
+            server.gate.set()
+            running.result()
+        server.settle()
+        found, spec = metrics_of(server), server.llm.engine.metrics.spec
+    assert found["request_success_total", "length"] + found["request_success_total", "stop"] == 15
+    assert found["requests_refused_total",] == found["http_requests_total", "/v1/completions", "429"] == 1
+    assert found["http_requests_total", "/v1/completions", "200"] == 13
+    for name in ("queue", "prefill", "decode"):
+        assert found[f"request_{name}_time_seconds_count",] == 15
+        assert found[f"request_{name}_time_seconds_sum",] >= 0
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert found[f"{name}_seconds_count",] == 15
+    assert found["generation_tokens_total",] == spec.num_tokens == found["request_generation_tokens_sum",]
+    assert found["spec_decode_num_draft_tokens_total",] == spec.num_drafted
+    assert found["spec_decode_num_accepted_tokens_by_drafter_total", "ngram"] == spec.num_accepted > 0
+    by_k = {int(key[1]): n for key, n in found.items() if key[0] == "spec_decode_steps_by_k_total"}
+    assert sum(by_k.values()) == spec.num_steps
+    assert sum(k * n for k, n in by_k.items()) == spec.num_drafted
+    by_place = [n for key, n in found.items() if key[0] == "spec_decode_num_accepted_tokens_per_pos_total"]
+    assert sum(by_place) == spec.num_accepted
+    assert found["prefix_cache_hits_total",] > 0
+    assert found["prefix_cache_queries_total",] > found["prefix_cache_hits_total",]
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert found[name,] == 0
+    assert found["stage_seconds_total", "forward"] > 0 or mode != "plain"
+    buckets = [n for key, n in found.items() if key[0] == "steps_by_bucket_total"]
+    assert sum(buckets) == (found["steps_total",] if mode == "as-on-gpu" else 0)
+
+
+def test_rows_and_waiting_outputs_are_shown_while_they_run(folder: Path) -> None:
+    with serving(make(folder), max_queue=8) as server:
+        engine, shown = server.llm.engine, []
+        step = engine.step
+
+        def looking() -> Any:
+            found = step()
+            metrics = server.app.metrics._collector._collect()
+            shown.append({metric.name: metric.samples[0].value for metric in metrics if metric.samples})
+            return found
+
+        engine.step = looking  # type: ignore[method-assign]
+        server.post("/v1/completions", {"prompt": after("a"), "n": 9, "max_tokens": 20})
+        engine.step = step  # type: ignore[method-assign]
+    assert max(each["nanospec:num_requests_running"] for each in shown) == 4
+    assert max(each["nanospec:num_requests_waiting"] for each in shown) == 5
+    assert max(each["nanospec:kv_cache_usage_perc"] for each in shown) > 0
+
+
+def test_rejected_guesses_are_told_by_a_traced_engine(folder: Path) -> None:
+    with serving(make(folder, trace=True)) as server:
+        body = {
+            "prompt": "abcabdabcabd", "max_tokens": 30, "temperature": 30, "seed": 4, "stream": True,
+            "stream_options": {"include_drafts": True, "include_usage": True},
+        }  # fmt: skip
+        chunks = events(server.post("/v1/completions", body).text)[:-1]
+    told = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
+    usage = chunks[-1]["usage"]["speculation"]
+    rejected = [text for each in told for text in each["rejected"]]
+    assert len(rejected) == usage["num_drafted"] - usage["num_accepted"] > 0
+    assert all(set(text) <= set(ALPHABET + "<e>!\ufffd") for text in rejected)
+
+
+def test_the_dashboard_asks_for_what_there_is(folder: Path) -> None:
+    dashboard = (Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8")
+    panels = [panel for panel in json.loads(dashboard)["panels"] if panel["type"] != "row"]
+    asked = {target["expr"] for panel in panels for target in panel["targets"]}
+    names = {name for expression in asked for name in re.findall(r"nanospec:\w+", expression)}
+    with serving(make(folder, **MODES["as-on-gpu"])) as server:
+        server.post("/v1/completions", ask(1))
+        there = set(re.findall(r"^nanospec:\w+", server.get("/metrics").text, re.MULTILINE))
+    assert names <= there
+    assert len(names) > 20
+    assert "sum(rate(nanospec:steps_total[$__rate_interval]))" in asked
+
+
+def test_the_real_model_in_bf16_says_under_load_what_it_says_alone(smollm2: Path) -> None:
+    """To the bit: log-probabilities too. Requests come while others run, greedy and drawn, with guesses."""
+
+    def body(i: int) -> dict[str, Any]:
+        text = f"def f{i}(x):\n    return x + {i}\n\ndef g{i}(x):\n    return x - {i}\n\n" * (1 + i % 3)
+        drawn = {"temperature": 0.7, "top_p": 0.9} if i % 2 else {"temperature": 0}
+        return {"prompt": text, "seed": i, "max_tokens": 8 + 4 * (i % 4), "logprobs": 2, **drawn}
+
+    spec = SpecConfig(num_speculative_tokens=5)  # "auto" may see that the machine is busy
+    llm = LLM(smollm2, spec=spec, max_num_seqs=6, max_model_len=512, max_num_batched_tokens=64)
+    found: dict[int, Any] = {}
+    with serving(llm) as server, ThreadPoolExecutor(6) as pool:
+
+        def ask_for(i: int) -> None:
+            found[i] = server.post("/v1/completions", body(i)).json()["choices"][0]
+
+        list(pool.map(ask_for, range(9)))
+    guessed = 0
+    for i, choice in found.items():
+        asked = body(i)
+        [alone] = llm.generate(asked.pop("prompt"), SamplingParams(**asked))
+        assert choice["text"] == alone.text
+        own = [at[token].logprob for token, at in zip(alone.token_ids, alone.logprobs)]
+        assert choice["logprobs"]["token_logprobs"] == own
+        guessed += alone.stats.num_accepted
+    assert guessed > 10

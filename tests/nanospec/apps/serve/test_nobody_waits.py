@@ -1,0 +1,119 @@
+"""Whoever has submitted a job is told how it ends, also where the engine's thread ends before it takes it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanospec import LLM, SamplingParams
+from nanospec.apps.serve.jobs import EngineFailed, Job
+from nanospec.apps.serve.loop import EngineLoop
+from tests.nanospec.test_llm import after, folder, make
+
+__all__ = ["folder"]
+PARAMS = SamplingParams(temperature=0, max_tokens=9)
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("broken")
+
+
+async def end_of(job: Job) -> str:
+    """The name of the error that ends it."""
+
+    async def read() -> str:
+        try:
+            async for _ in job:
+                pass
+        except EngineFailed as error:
+            return type(error).__name__
+        return ""
+
+    return await asyncio.wait_for(read(), 20)
+
+
+@pytest.fixture
+def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, list[int], threading.Event]:
+    """A loop whose steps wait for an event."""
+    llm, go = make(folder), threading.Event()
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (go.wait(20), step())[1])
+    return EngineLoop(llm, 10), llm.tokenizer.encode(after("a")), go
+
+
+async def ends_of_two(loop: EngineLoop, ids: list[int], end: Callable[[], Awaitable[None]]) -> list[str]:
+    """Of a job in a step, and of one that has come since."""
+    jobs = [loop.submit([ids], PARAMS)]
+    while not loop._live:
+        await asyncio.sleep(0.005)
+    jobs.append(loop.submit([ids], PARAMS))
+    await end()
+    return list(await asyncio.gather(*map(end_of, jobs)))
+
+
+def test_who_comes_in_the_last_step_and_behind_it(held: Any) -> None:
+    loop, ids, go = held
+
+    async def run() -> list[str]:
+        loop.start()
+
+        async def end() -> None:
+            stop = asyncio.ensure_future(loop.stop())
+            await asyncio.sleep(0.05)
+            go.set()
+            await stop
+
+        return [*await ends_of_two(loop, ids, end), await end_of(loop.submit([ids], PARAMS))]
+
+    assert asyncio.run(run()) == ["Ending"] * 3
+    assert (loop.num_outputs, loop._jobs) == (0, set())
+
+
+def test_who_comes_in_a_step_that_cannot_be_cleaned_up(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ids, go = held
+    llm: LLM = loop.llm
+    monkeypatch.setattr(llm.shared, "step", lambda: (go.wait(20), fail()))
+    monkeypatch.setattr(llm.engine, "abort_all", fail)
+
+    async def run() -> list[str]:
+        loop.start()
+
+        async def end() -> None:
+            go.set()
+
+        return [*await ends_of_two(loop, ids, end), await end_of(loop.submit([ids], PARAMS))]
+
+    assert asyncio.run(run()) == ["EngineFailed"] * 3
+    assert loop.end is not None
+    assert loop.num_outputs == 0
+
+
+def test_who_cannot_be_queued_nor_aborted(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ids, go = held
+    engine, calls = loop.llm.engine, []
+    new, abort = engine.new, engine.abort
+
+    def second_fails(*values: Any) -> Any:
+        calls.append(values)
+        return fail() if len(calls) == 2 else new(*values)
+
+    def first_fails(*values: Any) -> None:
+        monkeypatch.setattr(engine, "abort", abort)
+        fail()
+
+    monkeypatch.setattr(engine, "new", second_fails)
+    monkeypatch.setattr(engine, "abort", first_fails)
+
+    async def run() -> str:
+        loop.start()
+        go.set()
+        found = await end_of(loop.submit([ids, ids], PARAMS))
+        await loop.stop()
+        return found
+
+    assert asyncio.run(run()) == "EngineFailed"

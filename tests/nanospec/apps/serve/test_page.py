@@ -1,0 +1,362 @@
+"""The server's page in a browser: what it shows of an answer while it comes, and what its buttons do."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.nanospec.apps.serve.fake_server import MODEL, Fake, end, step
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+Open = Callable[..., Any]
+PROMPT = "Say: to be or not"
+# "<user>" is before the prompt, so that source 11 is its "t".
+ANSWER = [
+    step(("So", -1)),
+    step((" to", 11), (" be", 13), (",", -1), drafted=4, rejected=(" or", " not")),
+    step((" well", -2), (".", -1), drafted=1),
+    step((" End", -1), drafted=5, rejected=("a", "b", "c", "d", "e")),
+]
+PLAIN = [step((text, -1)) for text in ("So", " to", " be", ",", " well", ".", " End")]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium; on Debian: apt install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Fake]:
+    server = Fake()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def show(browser: Any, server: Fake) -> Iterator[Open]:
+    """Open the page; errors and requests to anything but the server fail the test.
+
+    That a response has an error's status is a line of the browser's own, expected where a test names it.
+    """
+    wrong: list[str] = []
+    contexts = []
+
+    def note(sent: Any) -> None:
+        if not sent.url.startswith((server.url, "data:")):
+            wrong.append(sent.url)
+
+    def show(width: int = 1280, scheme: str = "light", expected: str = "nothing") -> Any:
+        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(10_000)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: None if expected in said.text else wrong.append(said.text))
+        page.on("dialog", lambda dialog: wrong.append(dialog.message))
+        page.on("request", note)
+        page.goto(server.url)
+        return page
+
+    yield show
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def texts_of(page: Any, selector: str) -> list[str]:
+    found: list[str] = page.locator(selector).all_text_contents()
+    return found
+
+
+def send(page: Any, text: str = PROMPT) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def until(page: Any, what: str) -> None:
+    """Wait for a condition. Playwright's own way evaluates strings in the page, which its policy forbids."""
+    for _ in range(500):
+        if page.evaluate(what):
+            return
+        page.wait_for_timeout(20)
+    raise AssertionError(f"never: {what}")
+
+
+def answered(page: Any) -> None:
+    until(page, "document.getElementById('status').textContent.startsWith('Answered')")
+
+
+def test_every_token_shows_who_made_it(show: Open, server: Fake) -> None:
+    server.answers = [[*ANSWER, *end(7, 4, 10, 3)]]
+    page = show()
+    assert "tiny · n-gram lookup · K auto" in page.inner_text("h1")
+    send(page)
+    answered(page)
+    assert texts_of(page, ".text .own") == ["So", ",", ".", " End"]
+    assert texts_of(page, ".text .copied") == [" to", " be"]
+    assert texts_of(page, ".text .guessed") == [" well"]
+    assert texts_of(page, ".step.many") == [" to be or not,", " well."]
+    assert texts_of(page, ".text .rejected") == [" or", " not", "a", "b", "c", "+2"]
+    style = "element => getComputedStyle(element).%s"
+    assert page.locator(".text .rejected").first.evaluate(style % "textDecorationLine") == "line-through"
+    kinds = ("own", "copied", "guessed", "rejected")
+    colours = {page.locator(f".text .{kind}").first.evaluate(style % "color") for kind in kinds}
+    assert len(colours) == 4
+    page.uncheck("#show-rejected")
+    assert page.inner_text(".text") == "So to be, well. End"
+    asked = server.asked[0]
+    assert asked["messages"] == [{"role": "user", "content": PROMPT}]
+    assert asked["stream_options"] == {"include_usage": True, "include_drafts": True}
+    assert "num_speculative_tokens" not in asked
+    assert "response_format" not in asked
+
+
+def test_figures_grow_with_the_answer(show: Open, server: Fake) -> None:
+    gates = [threading.Event() for _ in range(2)]
+    server.answers = [[*ANSWER[:2], gates[0], *ANSWER[2:], gates[1], *end(7, 5, 11, 3, "length")]]
+    page = show()
+    send(page)
+    until(page, "document.getElementById('per-step').textContent === '2.0'")  # 4 tokens in 2 steps
+    assert page.inner_text("#acceptance") == "50 %"
+    assert page.inner_text("#counts") == "2 guesses accepted, 2 the model's own, 2 rejected."
+    assert page.locator("#spark rect").count() == 2
+    assert not page.locator("#send").is_visible()
+    gates[0].set()
+    until(page, "document.getElementById('acceptance').textContent === '30 %'")
+    heights = "bars => bars.map((bar) => bar.height.baseVal.value)"
+    assert page.locator("#spark rect").evaluate_all(heights) == [1, 3, 2, 1]
+    gates[1].set()
+    answered(page)
+    until(page, "document.getElementById('per-step').textContent === '1.4'")  # the server's own figures
+    assert page.inner_text("#acceptance") == "27 %"
+    assert float(page.inner_text("#rate")) > 0
+    assert "ms" in page.inner_text("#first") or "s" in page.inner_text("#first")
+    assert "7 tokens in 5 steps" in page.inner_text(".note")
+    assert "ended by the most tokens allowed" in page.inner_text(".note")
+
+
+def test_a_step_may_come_in_parts(show: Open, server: Fake) -> None:
+    """Text that is held back joins its step, and a chunk of two steps is two."""
+    parts = [step((" to", 11)), step((" be", 13), (",", -1), (" it", 3), (" is", -1))]
+    server.answers = [[*parts, *end(5, 2, 3, 3)]]
+    page = show()
+    send(page)
+    answered(page)
+    assert texts_of(page, ".text .step") == [" to be,", " it is"]
+
+
+def test_stop_ends_the_request(show: Open, server: Fake) -> None:
+    server.answers = [[ANSWER[0], threading.Event()], [*PLAIN, *end(7, 7, 0, 0)]]
+    page = show()
+    send(page)
+    page.wait_for_selector(".text .own")
+    page.click("#stop")
+    until(page, "document.getElementById('status').textContent === 'Stopped.'")
+    assert server.gone.wait(5)
+    assert "stopped" in page.inner_text(".note")
+    assert page.locator("#send").is_visible()
+    send(page, "Go on")  # what there was is part of the conversation
+    answered(page)
+    assert [message["content"] for message in server.asked[1]["messages"]] == [PROMPT, "So", "Go on"]
+
+
+def test_the_key_is_asked_for_and_the_question_asked_again(show: Open, server: Fake) -> None:
+    server.key = "secret"
+    server.answers = [[*PLAIN, *end(7, 7, 0, 0)]]
+    page = show(expected="401")
+    page.wait_for_selector("#key-form")
+    assert page.inner_text("#status") == "This server needs an API key."
+    send(page)
+    page.wait_for_selector(".error")
+    assert page.evaluate("document.activeElement.id") == "key"
+    for key in ("wrong", "secret"):
+        page.wait_for_selector("#key-form", state="visible")
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+    answered(page)
+    assert page.inner_text(".text") == "So to be, well. End"
+    assert not page.locator("#key-form").is_visible()
+    assert page.locator(".error").count() == 0
+    assert "tiny" in page.inner_text("h1")
+
+
+def test_errors_are_said_where_they_happen(show: Open, server: Fake) -> None:
+    server.answers = [
+        (429, {"Retry_After": "3"}, "The queue is full."),
+        [ANSWER[0], {"error": {"message": "The engine failed."}}, "broken off"],
+        [ANSWER[0], "broken off"],
+        [*PLAIN, *end(7, 7, 0, 0)],
+    ]
+    page = show(expected="429")
+    send(page)
+    for words in ("The queue is full. Try again in 3 s.", "The engine failed.", "The connection ended"):
+        page.wait_for_selector(f'.error:has-text("{words}")')
+        assert page.locator('.error[role="alert"]').count() == 1
+        page.click("button:has-text('Try again')")
+    answered(page)
+    assert page.locator(".error").count() == 0
+    assert page.locator(".run").count() == 1
+
+
+def test_again_without_guessing(show: Open, server: Fake) -> None:
+    gate = threading.Event()
+    slow = [PLAIN[0], gate, *PLAIN[1:]]
+    other = [step(("So no", -1)), *end(1, 1, 0, 0)]
+    server.answers = [[*ANSWER, *end(7, 4, 10, 3)], [*slow, *end(7, 7, 0, 0)], other]
+    page = show()
+    send(page)
+    page.click("text=Again without guessing")
+    until(page, "document.querySelectorAll('.run').length === 2")
+    gate.set()
+    page.wait_for_selector(".verdict")
+    first, second = server.asked
+    assert second == {**first, "num_speculative_tokens": 0}
+    assert isinstance(first["seed"], int)
+    assert texts_of(page, ".run h3") == ["With guesses", "Without guesses"]
+    assert page.inner_text(".verdict p").endswith("as fast with guesses. The texts are equal.")
+    assert page.locator(".track").count() == 2
+    # Another text is called one.
+    page.select_option("#drafter", "off")
+    send(page, "Once more")
+    answered(page)
+    server.answers.append([*ANSWER, *end(7, 4, 10, 3)])
+    page.click("text=Again with guessing")
+    until(page, "document.querySelectorAll('.verdict').length === 2")
+    assert "The texts differ from character 4 on." in page.locator(".verdict p").nth(1).inner_text()
+    assert server.asked[2]["num_speculative_tokens"] == 0
+    assert "num_speculative_tokens" not in server.asked[3]
+
+
+def test_settings_are_asked_for(show: Open, server: Fake) -> None:
+    server.answers = [[*PLAIN, *end(7, 7, 0, 0)]] * 2
+    page = show()
+    assert texts_of(page, "#k option") == ["auto", "1", "2", "3", "4"]
+    values = {"#temperature": "0.5", "#max-tokens": "9", "#seed": "7", "#system": "Be brief."}
+    for field, value in values.items():
+        page.fill(field, value)
+    page.select_option("#k", "2")
+    page.select_option("#format", "json_schema")
+    page.fill("#schema", "{nonsense")
+    send(page)
+    page.wait_for_selector(".error")
+    assert page.inner_text(".error").startswith("The JSON schema is not JSON")
+    page.fill("#schema", '{"type": "object"}')
+    page.click("button:has-text('Try again')")
+    answered(page)
+    asked = server.asked[0]
+    assert (asked["temperature"], asked["max_tokens"]) == (0.5, 9)
+    assert (asked["seed"], asked["num_speculative_tokens"]) == (7, 2)
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert asked["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    page.select_option("#format", "regex")
+    page.fill("#regex", "[a-z]+")
+    page.fill("#temperature", "-1")
+    send(page)
+    page.wait_for_selector(".error")
+    assert page.inner_text(".error").startswith("Temperature: ")
+    page.fill("#temperature", "0")
+    page.click("button:has-text('Try again')")
+    until(page, "document.querySelectorAll('.note').length === 2")
+    answered(page)
+    assert server.asked[1]["response_format"] == {"type": "regex", "regex": "[a-z]+"}
+
+
+def test_a_server_without_guesses_or_grammars(show: Open, server: Fake) -> None:
+    none = {"method": "none", "max_tokens": 0, "tokens": 0}
+    server.model = {**MODEL, "speculation": none, "structured_output": False}
+    server.answers = [[*PLAIN, *end(7, 7, 0, 0)]]
+    page = show()
+    page.click("text=Fill in a form")
+    answered(page)
+    assert texts_of(page, "#drafter option") == ["off"]
+    assert page.locator("#format").is_disabled()
+    assert page.locator(".actions button").count() == 0
+    assert "response_format" not in server.asked[0]
+
+
+def test_pointing_shows_where_a_token_is_from(show: Open, server: Fake) -> None:
+    prompt_length = len("<user>" + PROMPT)
+    answer = [*ANSWER, step(("So", prompt_length), ("!", -1), drafted=1)]
+    server.answers = [[*answer, *end(9, 5, 11, 4)]]
+    page = show()
+    send(page)
+    answered(page)
+    marked = "() => [...(CSS.highlights.get('source') ?? [])].map(String)"
+    page.locator(".text .copied").nth(0).hover()
+    until(page, f"({marked})().length === 1")
+    assert page.evaluate(marked) == ["t"]
+    assert "copied from token 12 (ngram); step 2: 3 tokens, 2 of 4 guesses right" in page.inner_text("#tip")
+    page.locator(".text .copied").nth(2).hover()
+    page.wait_for_selector(".t.source")
+    assert texts_of(page, ".t.source") == ["So"]
+    assert page.evaluate(marked) == []
+    page.locator(".text .guessed").hover()
+    assert "guessed (ngram), and right; step 3" in page.inner_text("#tip")
+    page.mouse.move(0, 0)
+    page.focus(".text")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert texts_of(page, ".t.pointed") == [" to"]
+    assert "copied from token 12" in page.inner_text("#status")
+    page.keyboard.press("Escape")
+    assert page.locator(".t.pointed").count() == 0
+    assert not page.locator("#tip").is_visible()
+
+
+def test_any_text_is_only_text(show: Open, server: Fake) -> None:
+    nasty = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>"]
+    nasty += ["\u0000\u001b[31m", "天\u202e空", "&lt;b>"]
+    pieces = [(text, i) for i, text in enumerate(nasty)]
+    chunks = [step(*pieces, ("</div>", -1), drafted=9, rejected=("<img src=y onerror=alert(3)>",))]
+    server.answers = [[*chunks, *end(6, 1, 9, 5)], (400, {}, "<img src=z onerror=alert(4)>")]
+    server.model = {**MODEL, "id": "<b onclick=alert(5)>"}
+    page = show(expected="400")
+    send(page, "<img src=w onerror=alert(6)>")
+    answered(page)
+    page.uncheck("#show-rejected")
+    shown = page.text_content(".text")
+    assert "".join(nasty[:2]) in shown
+    assert "\u2400\u241b[31m" in shown
+    assert "&lt;b>" in shown
+    send(page, "Again")
+    page.wait_for_selector(".error")
+    assert page.text_content(".error") == "<img src=z onerror=alert(4)>"
+    assert page.locator("img").count() == 0
+    assert server.asked[1]["messages"][1]["content"] == "".join(nasty) + "</div>"
+
+
+def test_light_dark_and_narrow(show: Open, server: Fake) -> None:
+    server.answers = [[*ANSWER, *end(7, 4, 10, 3)], [*PLAIN, *end(7, 7, 0, 0)]]
+    page = show(width=400, scheme="dark")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(paper)
+    page.click("#theme")
+    light = page.evaluate(paper)
+    assert sum(map(int, dark[4:-1].split(","))) < 150 < 600 < sum(map(int, light[4:-1].split(",")))
+    page.click("#theme")
+    assert page.evaluate(paper) == dark
+    send(page, "word" * 200)
+    page.click("text=Again without guessing")
+    page.wait_for_selector(".verdict")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.click("#new")
+    assert page.locator(".turn").count() == 0
+    assert page.locator("#welcome").is_visible()
+
+
+def test_everything_has_a_name(show: Open) -> None:
+    page = show()
+    nameless = """() => [...document.querySelectorAll("input, select, textarea, button")]
+        .filter((e) => !e.labels?.length && !e.ariaLabel && !e.textContent.trim()).map((e) => e.outerHTML)"""
+    assert page.evaluate(nameless) == []
+    assert page.locator('[role="status"]').count() == 1

@@ -1,0 +1,222 @@
+"""Who may ask, what asking can cost, and what one client can learn of another."""
+
+from __future__ import annotations
+
+import hmac
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from nanospec.apps.serve import gate
+from nanospec.apps.serve.gate import OPEN, UNCOUNTED
+from nanospec.apps.serve.logs import Readable, Structured
+from nanospec.apps.serve.openai_format import CHAT, COMPLETIONS
+from nanospec.apps.serve.settings import ServeConfig
+from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
+from tests.nanospec.test_llm import after, folder, make
+
+__all__ = ["folder"]
+ALICE, BOB = "alice-key-1", "bob-key-22"
+ROUTES = {CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/models", "/version"}
+BODY = {"prompt": after("abcd"), "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path) -> Iterator[Served]:
+    with serving(make(folder), api_key=(ALICE, BOB)) as served:
+        yield served
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("headers", [{}, bearer("wrong-key"), {"authorization": ALICE}, bearer("é")])
+def test_without_a_key_nothing_is_answered(guarded: Served, path: str, headers: dict[str, str]) -> None:
+    encoded = {name: value.encode() for name, value in headers.items()}
+    response = guarded.post(path, BODY, headers=encoded)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_what_needs_no_key(guarded: Served) -> None:
+    assert guarded.get("/health").status_code == guarded.get("/").status_code == 200
+    assert guarded.get("/metrics").status_code == guarded.get("/v1/models").status_code == 401
+    assert guarded.get("/metrics", headers=bearer(BOB)).status_code == 200
+
+
+def test_paths_that_clients_invent_are_counted_as_one(guarded: Served, folder: Path) -> None:
+    """With and without a key, from hosts that are not served, and where there is such a path below one."""
+    before = len(guarded.app.answered)
+    for path in ("/a", "/b", "/v1/models/c", "/page/d", "/health/e"):
+        for headers in ({}, bearer(BOB)):
+            guarded.get(path, headers=headers)
+            guarded.post(path, {}, headers=headers)
+    assert {path for path, _ in guarded.app.answered} <= {*OPEN, *UNCOUNTED, *ROUTES, "other"}
+    assert len(guarded.app.answered) <= before + 4
+    assert guarded.app.answered["other", 401] >= 6
+
+
+def test_each_key_is_good(guarded: Served) -> None:
+    for key in (ALICE, BOB):
+        assert guarded.client(api_key=key).completions.create(model=MODEL, **BODY).choices[0].text  # type: ignore
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client(api_key=ALICE + "x").completions.create(model=MODEL, **BODY)  # type: ignore
+
+
+def test_keys_are_compared_in_constant_time(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def spy(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr(gate.hmac, "compare_digest", spy)
+    for key in (ALICE, "x", "y" * 1000):
+        compared.clear()
+        guarded.get("/v1/models", headers=bearer(key))
+        assert len(compared) == 2  # with all keys, whichever is right
+        assert {len(side) for pair in compared for side in pair} == {32}  # whatever its length
+    assert hmac.compare_digest is spy
+
+
+def test_no_prefix_is_shared_between_keys_or_salts(folder: Path) -> None:
+    def cached(served: Served, key: str, **more: Any) -> int:
+        given = served.post("/v1/completions", {**BODY, **more}, headers=bearer(key)).json()
+        return int(given["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with serving(make(folder), api_key=(ALICE, BOB)) as served:
+        assert cached(served, ALICE) == 0
+        assert cached(served, ALICE) > 0
+        assert cached(served, BOB) == 0
+        assert cached(served, BOB) > 0
+        assert cached(served, BOB, cache_salt="mine") == 0
+        assert cached(served, BOB, cache_salt="mine") > 0
+        assert cached(served, BOB, cache_salt="yours") == cached(served, ALICE, cache_salt="mine") == 0
+
+
+def test_without_prefix_caching_a_salt_does_not_bring_it_back(folder: Path) -> None:
+    with serving(make(folder, enable_prefix_caching=False), api_key=(ALICE,)) as served:
+        for _ in range(3):
+            given = served.post("/v1/completions", {**BODY, "cache_salt": "a"}, headers=bearer(ALICE)).json()
+            assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("127.0.0.1:8000", 200), ("[::1]:80", 200), ("evil.example", 403),
+        ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403),
+    ],
+)  # fmt: skip
+def test_pages_of_other_sites_cannot_reach_a_local_server(server: Served, host: str, status: int) -> None:
+    """Whose name was made to lead to 127.0.0.1."""
+    assert server.get("/health", headers={"host": host}).status_code == status
+
+
+def test_a_page_of_another_site_may_not_read_answers(server: Served) -> None:
+    response = server.post("/v1/completions", BODY, headers={"origin": "https://evil.example"})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "/etc/passwd", "..\\app.py", "index.html%00", "x.js", ""],
+)
+def test_only_the_files_of_the_page_are_served(server: Served, name: str) -> None:
+    assert server.get(f"/page/{name}").status_code == 404
+
+
+def test_the_page_may_load_nothing_from_elsewhere(server: Served) -> None:
+    policy = server.get("/").headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+def test_a_template_that_takes_long_is_given_up(folder: Path, tmp_path: Path) -> None:
+    """The loop runs as long as the messages are; the time limit ends it. The next request is answered."""
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "model")
+    loops = "{% for a in messages %}" * 6 + "{% set x = 1 %}" + "{% endfor %}" * 6
+    nested = loops + "{{ messages[0].content }}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(nested)
+    with serving(make(tmp_path / "model")) as served:
+        many = {"messages": [{"role": "user", "content": "a"}] * 60, "max_tokens": 1}
+        start = time.monotonic()
+        response = served.post("/v1/chat/completions", many)
+        assert response.status_code == 400
+        assert "takes more than 2 seconds" in response.json()["error"]["message"]
+        assert time.monotonic() - start < 15
+        few = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        assert served.post("/v1/chat/completions", few).status_code == 200
+
+
+def test_logs_hold_neither_texts_nor_keys(guarded: Served, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("nanospec.apps.serve")
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(Structured())
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    try:
+        headers = {**bearer(ALICE), "x-request-id": "this-one"}
+        guarded.post("/v1/completions", BODY, headers=headers)
+        guarded.post("/v1/completions", {**BODY, "secret": "swordfish"}, headers=bearer("wrong-key"))
+        guarded.wait_until(lambda: lines.getvalue().count("\n") == 2)
+    finally:
+        logger.removeHandler(handler)
+    first, second = map(json.loads, lines.getvalue().splitlines())
+    assert (first["id"], first["status"], first["completion_tokens"]) == ("this-one", 200, 2)
+    assert first["path"] == "/v1/completions"
+    assert first["ms"] >= first["first_token_ms"] > 0
+    assert (second["status"], second["level"]) == (401, "info")
+    for secret in (ALICE, "wrong-key", "swordfish", "abcdefgh"):
+        assert secret not in lines.getvalue()
+
+
+def test_lines_to_read() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "request", (), None)
+    record.facts = {"id": "req-1", "method": "GET", "path": "/", "status": 200, "ms": 1.5}
+    assert Readable().format(record).endswith(" GET / 200 id=req-1 ms=1.5")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"api_key": ("short",)}, "8 or more ASCII characters"),
+        ({"api_key": ("with blank",)}, "8 or more ASCII characters"),
+        ({"port": 70000}, "port=70000 must be"),
+        ({"max_body": "4 zillion"}, "no number of bytes"),
+        ({"max_queue": -1}, "max_queue=-1"),
+        ({"request_timeout": 0}, "request_timeout=0"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ServeConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("me", False),
+    ],
+)
+def test_what_is_reached_from_this_machine_alone(host: str, local: bool) -> None:
+    assert ServeConfig(host=host).is_local is local

@@ -1,0 +1,100 @@
+"""Which device work goes to: the one that was asked for is the current one during every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanospec import SamplingParams
+from nanospec.device import devices as device
+from nanospec.device.devices import current, resolve_device
+from tests.drive import Job, make_engine, run
+from tests.tiny import tiny_model
+
+
+class Entered:
+    """Stands in for `current`: which devices were made the current one, and whether one is now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices: list[torch.device] = []
+        self.depth = 0
+        monkeypatch.setattr(device, "current", self._current)
+
+    @contextmanager
+    def _current(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+
+class OnlyInside(TorchDispatchMode):
+    """Refuses what is done while no device is the current one."""
+
+    def __init__(self, entered: Entered) -> None:
+        super().__init__()
+        self._entered = entered
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert self._entered.depth, f"{func} on whatever device is the current one"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options", [{"enforce_eager": True}, {"enforce_eager": False}], ids=["eager", "recorded"]
+)
+def test_all_that_a_worker_does_is_done_on_its_device(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocation, capture, timing, and every verb."""
+    model = tiny_model(num_layers=1)
+    entered = Entered(monkeypatch)
+    params = SamplingParams(temperature=0, max_tokens=9, presence_penalty=0.1, logprobs=1)
+    with OnlyInside(entered):
+        engine = make_engine(model, "auto", max_num_seqs=2, async_scheduling=True, **options)
+        run(engine, [Job([1, 2, 3, 1, 2], params), Job([4] * 20, params), Job([5], params)])
+    assert set(entered.devices) == {model.device}
+    assert entered.depth == 0
+
+
+def test_a_gpu_is_made_the_current_one_and_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    @contextmanager
+    def fake(device: torch.device) -> Iterator[None]:
+        asked.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", fake)
+    with current(torch.device("cpu")):
+        pass
+    assert not asked
+    with current(torch.device("cuda", 1)):
+        pass
+    assert asked == [torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the second is the current one."""
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("name", "expected"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")]
+)
+def test_a_gpu_has_a_number(name: str, expected: str) -> None:
+    assert resolve_device(name) == torch.device(expected)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"device='cuda:7' .* has 2 GPUs.* at most 'cuda:1'"):
+        resolve_device("cuda:7")

@@ -1,0 +1,271 @@
+"""Recorded steps: buckets, padding, and that nothing of the host is frozen into a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nanospec.device.graphs as graphs
+from nanospec import SamplingParams
+from nanospec.device.graphs import MAX_STEP_TOKENS, Bucket, EagerCapture, StepGraphs, batch_sizes
+from nanospec.device.step import StepResult
+from nanospec.device.timing import elapsed_ms, replay_ms
+from nanospec.engine.engine import Engine
+from nanospec.kernels import dispatch
+from nanospec.kernels.upload import upload
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
+from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
+from tests.tape import TapeCapture
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+def graphs_of(engine: Engine) -> StepGraphs:
+    assert engine.worker.graphs is not None
+    return engine.worker.graphs
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 64, 100, 256])
+def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) -> None:
+    sizes = batch_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == largest
+    assert all(b <= 2 * a for a, b in pairwise(sizes))
+
+def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
+    engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
+    recorded = graphs_of(engine)
+    assert set(recorded.captures) == set(recorded.buckets())
+    assert not any(engine.metrics.stages.seconds.values())  # recording is no step
+    for rows in range(1, 6):
+        for k in range(7):
+            bucket = recorded.bucket_for(rows, k)
+            assert bucket in recorded.captures
+            assert bucket.batch >= rows
+            assert bucket.k <= k
+    assert all(recorded.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
+
+def test_buckets_that_cannot_pay_are_left_out(model: Model) -> None:
+    worker = make_engine(model, 4).worker
+    found = StepGraphs(worker._step, model.device, 256, (1, 4, 16)).buckets()
+    assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in found)
+    assert Bucket(256, 0) in found
+    assert Bucket(256, 16) not in found
+    assert found[0].batch * (found[0].k + 1) == max(b.batch * (b.k + 1) for b in found)
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["at-start", "lazy"])
+def test_no_step_falls_back(model: Model, lazy: bool) -> None:
+    engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=4, lazy_capture=lazy)
+    before = len(graphs_of(engine).captures)
+    assert before == (0 if lazy else len(graphs_of(engine).buckets()))
+    run(engine, [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=n)) for n in (3, 9, 5)])
+    assert graphs_of(engine).fallbacks == 0
+    assert lazy == (len(graphs_of(engine).captures) > before)
+
+def test_a_missing_recording_is_counted(model: Model) -> None:
+    engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=1)
+    graphs_of(engine).captures.clear()
+    run(engine, [Job([1, 2], SamplingParams(max_tokens=3))])
+    assert graphs_of(engine).fallbacks == 1
+
+def test_rows_are_padded_to_the_bucket_and_cut_from_the_result(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[int]] = []
+
+    class Spy(EagerCapture):
+        def replay(self) -> None:
+            given.append(self.rows.tolist())
+            super().replay()
+
+    monkeypatch.setattr(graphs, "EagerCapture", Spy)
+    engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=8)
+    for n in range(3):
+        engine.add([1, 2, n], SamplingParams(temperature=0, max_tokens=4))
+    finish(engine)
+    assert [0, 1, 2, -1] in given
+    assert all(len(rows) in (1, 2, 4, 8) for rows in given)
+
+def test_a_fixed_k_is_cut_to_what_is_recorded_for_a_batch() -> None:
+    steps = StepGraphs(lambda rows, k: None, torch.device("cpu"), 256, [3, 16], lazy=True)  # type: ignore
+    found = [steps.bucket_for(rows, 16) for rows in (1, 60, 64, 256)]
+    assert found == [Bucket(1, 16), Bucket(64, 3), Bucket(64, 3), Bucket(256, 3)]
+    assert steps.bucket_for(256, 2) == Bucket(256, 0)
+
+
+def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All buckets share them; recording one in between steps nobody's row."""
+    stepped: list[list[int]] = []
+    sent: list[list[int]] = []
+
+    def step(rows: Tensor, k: int) -> StepResult:
+        stepped.append(rows.tolist())
+        return StepResult(rows[:, None].clone(), rows[:, None].clone(), rows.clone(), rows[:, None].clone())
+
+    def spy(values: list[int], *given: Any, **named: Any) -> Tensor:
+        sent.append(values)
+        return upload(values, *given, **named)
+
+    monkeypatch.setattr(graphs, "upload", spy)
+    steps = StepGraphs(step, torch.device("cpu"), 4, [1], lazy=True)
+    for rows, k, again in (
+        ([2, 0, 1], 0, True),
+        ([2, 0, 1], 0, False),
+        ([2, 0, 1, 3], 0, True),
+        ([2, 0], 0, True),  # recorded now
+        ([2, 0], 0, False),
+        ([2, 0], 1, True),  # the same
+        ([2, 0], 0, False),
+        ([0], 0, True),
+    ):
+        stepped.clear()
+        sent.clear()
+        assert steps.run(rows, k).report.flatten().tolist() == rows
+        padded = rows + [-1] * (4 * (len(rows) > 2) - len(rows))
+        assert sent == [padded] * again
+        assert stepped.pop() == padded
+        assert all(row == -1 for recorded in stepped for row in recorded)
+    steps.rows.fill_(3)  # as who times a step does
+    steps.forget_rows()
+    assert steps.run([0], 0).report.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
+def test_a_recording_of_the_kernels_freezes_nothing(lag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded before any request exists, then replayed for requests of all kinds."""
+    jobs = [
+        Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
+        Job([9, 4] * 9, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
+        Job([7, 5, 5], SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})),
+    ]
+    wanted = alone(tiny_model(num_layers=1), jobs)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    with dispatch.forced("triton"):
+        small = tiny_model(num_layers=1)  # made here, as weights are packed for the kernels
+        engine = make_engine(
+            small, 2, enforce_eager=False, max_num_seqs=2, max_model_len=48, async_scheduling=lag
+        )
+        requests = run(engine, jobs)
+    for request, expected in zip(requests, wanted, strict=True):
+        assert_same(outcome(request), expected)
+    assert sum(request.stats.num_accepted for request in requests) > 0
+    assert graphs_of(engine).fallbacks == 0
+
+def test_the_tape_does_freeze_what_the_host_computes() -> None:
+    """The test above would notice: here a step that asks the host for the number of rows."""
+    counts = torch.zeros(3)
+    host = [5.0]
+
+    def step(rows: Tensor) -> Tensor:
+        counts.add_(host[0])
+        return rows + 1
+
+    rows = torch.tensor([1, 2, 3])
+    tape = TapeCapture(step, rows)  # type: ignore[arg-type]
+    host[0], counts[:] = 7.0, 0.0
+    rows.copy_(torch.tensor([4, 5, 6]))
+    tape.replay()
+    assert tape.result.tolist() == [5, 6, 7]  # type: ignore[attr-defined]
+    assert counts.tolist() == [5.0] * 3  # the old value: frozen
+
+    def reads(rows: Tensor) -> Tensor:
+        return rows * int(rows[0])
+
+    bad: Callable[[Tensor], Tensor] = reads
+    with pytest.raises(AssertionError, match="makes the host wait"):
+        TapeCapture(bad, rows)  # type: ignore[arg-type]
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int) -> None:
+    engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=2)
+    table = engine.worker.table
+    before = [t.clone() for t in (table.num_tokens, table.finished, table.limit, table.temperature)]
+    steps: list[int] = []
+    recording = graphs_of(engine).captures[Bucket(2, k)]
+    replay = recording.replay
+
+    def spy() -> None:
+        replay()
+        steps.append(int(recording.result.report[:, 1].sum()))  # drafts of both rows
+
+    recording.replay = spy  # type: ignore[method-assign]
+    assert replay_ms(graphs_of(engine), Bucket(2, k), lambda count: engine.worker.rehearsal(count, 40)) > 0
+    assert steps
+    assert set(steps) == {2 * k}
+    after = (table.num_tokens, table.finished, table.limit, table.temperature)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new)
+    jobs = [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))]
+    assert_same(outcome(run(engine, jobs)[0]), alone(model, jobs)[0])
+
+
+def test_on_a_gpu_a_replay_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has launched everything before the first event happens, which is when all ranks are there."""
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.25
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append("idle"))
+    meet = partial(order.append, "meet")
+    assert elapsed_ms(lambda: order.append("run"), torch.device("cuda"), meet) == 0.25
+    assert order == ["idle", "sleep", "meet", "event", "run", "event", "wait"]
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["ngram-tree", "draft", "draft by rejection", "medusa-tree", "ngram-tree+draft", "ngram+recycle"],
+)
+def test_every_drafter_rides_the_recorded_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded before any request exists, on the kernels, results collected one step behind."""
+    jobs = [
+        Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
+        Job([9, 4] * 5, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
+    ]
+    wanted = alone(tiny_model(num_layers=1), jobs)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    with dispatch.forced("triton"):
+        target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
+        guess = {
+            "method": way.replace("-tree", "").split(" ")[0],
+            "tree_width": 2 if "tree" in way else 1,
+            "acceptance": "rejection" if "rejection" in way else "exact",
+        }
+        if "rejection" in way:  # the others keep to their own rule
+            jobs[1] = Job(jobs[1].prompt, replace(jobs[1].params, acceptance="exact"))
+        heads = Heads.random(target, 2, vocab=40)
+        engine = make_engine(
+            target, 2, guess=guess, draft_model=draft if "draft" in way else None, heads=heads,
+            enforce_eager=False, max_num_seqs=2, max_model_len=32, async_scheduling=True,
+        )  # fmt: skip
+        requests = run(engine, jobs)
+    for request, expected in zip(requests, wanted, strict=True):
+        assert_same(outcome(request), expected)
+    stats = engine.metrics.spec
+    assert stats.num_drafted > 0
+    if way.startswith("draft"):
+        assert stats.num_accepted == stats.num_drafted
+    assert graphs_of(engine).fallbacks == 0

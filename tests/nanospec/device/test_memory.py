@@ -1,0 +1,183 @@
+"""What is not used costs no memory; what steps need is known before they run."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec.config import EngineConfig, SamplingParams, SpecConfig
+from nanospec.device import memory
+from nanospec.device.graphs import StepGraphs
+from nanospec.device.memory import StepMemory, plan_cache, step_memory, zeros_on_demand
+from nanospec.device.step import Step
+from nanospec.drafters.base import Drafter
+from nanospec.extras.tensor_parallel.ranks import SplitStep
+from nanospec.kernels.batch import Batch
+from nanospec.models.decoder import Model
+from tests.drive import finish, make_engine
+from tests.dry import DryRun, dry_step, meta_model, meta_part
+from tests.tiny import tiny_config, tiny_model
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("this system does not say what is in memory")
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_untouched_zeros_take_no_memory(dtype: torch.dtype) -> None:
+    """The process has more to do than this, so that its memory is known to some 30 MiB."""
+    before = resident()
+    zeros = zeros_on_demand((2, 1024, MIB // dtype.itemsize), dtype, CPU)  # 2 GiB
+    assert (zeros.shape, zeros.dtype, zeros.device) == ((2, 1024, MIB // dtype.itemsize), dtype, CPU)
+    assert resident() - before < 32 * MIB
+    assert not zeros[:, ::100].any()  # reading takes none either
+    zeros[0, ::16, 0] = 1  # one page of each of 64 stretches
+    assert resident() - before < 32 * MIB
+    zeros[1, :256] = 1
+    assert 224 * MIB <= resident() - before < 288 * MIB
+    assert zeros[1, 255].float().sum() == MIB // dtype.itemsize
+    view = zeros[1, 32].view(torch.int8)
+    del zeros
+    assert view.any()
+    assert resident() - before > 224 * MIB  # as long as anything looks at it
+    del view
+    assert resident() - before < 32 * MIB
+
+
+def test_a_large_cache_costs_what_is_used_of_it() -> None:
+    target, draft = tiny_model(), tiny_model(1)
+    before = resident()
+    options: dict[str, Any] = {"max_num_seqs": 4096, "max_model_len": 512, "kv_cache_memory": 2 << 30}
+    engine = make_engine(target, 3, draft_model=draft, guess={"method": "draft"}, **options)
+    assert engine.scheduler.pool.num_blocks * 16 * 1024 == 2 << 30
+    engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
+    finish(engine)
+    assert resident() - before < 200 * MIB
+
+
+ANSWER = """
+import sys
+from nanospec import LLM, SamplingParams, SpecConfig
+none = SpecConfig(method="none")
+size, dtype = int(sys.argv[1]), sys.argv[2]
+llm = LLM("smollm2-135m-instruct", spec=none, kv_cache_memory=size, dtype=dtype, max_num_seqs=8)
+llm.generate("Once", SamplingParams(temperature=0, max_tokens=4))
+blocks = llm.engine.worker.num_blocks
+print(blocks, [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_an_answer_takes_no_more_memory_beside_a_larger_cache(smollm2: Path, dtype: str) -> None:
+    """The most that a process had in memory, all in all: by PyTorch, and by C++ where that runs."""
+    env = {**os.environ, "NANOSPEC_WEIGHTS": str(smollm2.parent), "OMP_NUM_THREADS": "1"}
+    found = []
+    for size in (512 * MIB, 2048 * MIB):
+        command = [sys.executable, "-c", ANSWER, str(size), dtype]
+        blocks, peak = map(int, subprocess.check_output(command, env=env, text=True).split())
+        found.append((blocks, peak << 10))
+    (few, less), (many, more) = found
+    assert many > 2 * few
+    assert more - less < 200 * MIB
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3,
+                     "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192},
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8,
+                   "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_heads": 32, "num_kv_heads": 8,
+                 "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 0), (1, 4), (64, "auto"), (256, 5)])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_knows_what_steps_allocate(name: str, rows: int, k: Any) -> None:
+    """Two layers, all captured sizes and a whole prefill on `meta` tensors, against the formula."""
+    model = meta_model(tiny_config(**MODELS[name]))
+    spec = SpecConfig(num_speculative_tokens=k, acceptance="typical") if k else SpecConfig(method="none")
+    assert_planned(dry_step(model, spec, rows), EngineConfig(spec=spec, max_num_seqs=rows))
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_plan_knows_what_ranks_exchange(ranks: int, rows: int) -> None:
+    spec = SpecConfig(num_speculative_tokens=4)
+    step = dry_step(meta_part(tiny_config(**MODELS["qwen3-8b"]), ranks), spec, rows, SplitStep)
+    step.whole = True  # type: ignore[attr-defined]
+    assert_planned(step, EngineConfig(spec=spec, max_num_seqs=rows, tensor_parallel_size=ranks))
+
+
+def assert_planned(step: Step, config: EngineConfig) -> None:
+    model, rows, spec = step.model, config.max_num_seqs, config.spec
+    graphs = StepGraphs(step, model.device, rows, spec.ks)
+    step.share_logits(graphs.max_tokens)
+    one, largest = torch.empty(1, dtype=torch.int32, device="meta"), 0
+    with DryRun():
+        step(one, 0)  # what is made once and stays
+    for batch, length in graphs.buckets():
+        with DryRun() as run:
+            step(torch.empty(batch, dtype=torch.int32, device="meta"), length)
+        largest = max(largest, run.peak)
+    prefill = 0
+    for tokens in (256, 500, 1024, 1785, config.max_num_batched_tokens):
+        prompt = Batch.of_grid(step.table, one, one, one, tokens)
+        with DryRun() as run:
+            model.forward(replace(prompt, prefill=True), step.kv_cache)
+        prefill = max(prefill, run.peak)
+    planned = step_memory(config, model, model.config.max_position_embeddings, step.drafter)
+    assert planned.rows == sum(t.nbytes for t in step.table if isinstance(t, torch.Tensor))
+    assert step._logits.nbytes <= planned.logits <= 1.3 * step._logits.nbytes
+    assert largest <= planned.step <= 1.5 * largest
+    assert max(prefill, planned.step) <= planned.prefill <= 1.5 * max(prefill, planned.step)
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, spare: int) -> Model:
+    """A model that says that it is on a GPU with so many bytes to spare."""
+    model = tiny_model()
+    model.device = torch.device("cuda")
+    monkeypatch.setattr(memory, "spare_memory", lambda device, sharing: spare)
+    return model
+
+
+def test_the_cache_leaves_on_a_gpu_what_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(spec=SpecConfig(method="none"), max_num_seqs=64)
+    model = on_a_gpu(monkeypatch, 8 << 20)
+    needed = step_memory(config, model, 512)
+    per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
+    assert plan_cache(config, model) == (((8 << 20) - sum(needed)) // per_block, 512)
+    with pytest.raises(ValueError, match=r"kv_cache_memory of 16,384 bytes hold the K/V of 32 tokens"):
+        plan_cache(replace(config, kv_cache_memory=2 * per_block), model)
+    model = on_a_gpu(monkeypatch, sum(needed) + 100)
+    with pytest.raises(ValueError, match=r"less what steps need \(rows [\d,]+, logits 16,384, step"):
+        plan_cache(config, model)
+
+
+def test_drafts_of_a_model_count() -> None:
+    class Writes(Drafter):
+        runs_model = True
+
+    config = EngineConfig(spec=SpecConfig(num_speculative_tokens=3), max_num_seqs=2)
+    model = tiny_model()
+    looked_up, written = (step_memory(config, model, 512, drafter) for drafter in (Drafter(), Writes()))
+    logits = 2 * 4 * 64 * 4
+    assert looked_up.logits == logits
+    assert written == looked_up._replace(step=looked_up.step + 2 * logits)
+    assert str(StepMemory(1, 2, 3000, 4)) == "rows 1, logits 2, step 3,000, prefill 4"

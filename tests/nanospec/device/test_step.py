@@ -1,0 +1,74 @@
+"""What a captured step launches, and what it keeps: counted on `meta` tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanospec.config import SpecConfig
+from nanospec.device.graphs import StepGraphs
+from nanospec.device.step import Step
+from tests.dry import DryRun, dry_step, meta_model
+from tests.tiny import tiny_config
+
+VOCABULARY = 151936
+
+
+def step_of(num_layers: int) -> Step:
+    spec = SpecConfig(num_speculative_tokens=4)
+    config = tiny_config(num_layers=num_layers, vocab_size=VOCABULARY, head_dim=64)
+    return dry_step(meta_model(config), spec, 8)
+
+
+def launches(num_layers: int, k: int) -> list[str]:
+    """What a captured step of 8 rows launches. It ran once before, as ahead of a real capture."""
+    step, rows = step_of(num_layers), torch.empty(8, dtype=torch.int32, device="meta")
+    with DryRun():
+        step(rows, k)
+    with DryRun() as run:
+        step(rows, k)
+    return run.launches
+
+
+HEAD = ["_rms_norm", "_gemm", "_scan", "_finish", "_commit"]
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [(0, ["_lay_out", "_embed", *HEAD]), (4, ["_search", "_copy", "_lay_out", "_embed", *HEAD])],
+)
+def test_a_step_launches_little_beside_its_layers(k: int, expected: list[str]) -> None:
+    assert launches(0, k) == expected
+    begin = expected.index("_embed") + 1
+    layer = ["_qkv_rope", "_attend", "_gemm", "_gemm", "_gemm"]
+    assert launches(2, k) == [*expected[:begin], *layer, *layer, *expected[begin:]]
+    assert not [name for name in launches(2, k) if not name.startswith("_")]
+
+
+def test_more_captures_keep_no_more_logits() -> None:
+    """All that captures keep alive: one buffer of logits, and a few numbers per row."""
+    kept = {}
+    for ks in ([4], [1, 2, 3, 4]):
+        step = step_of(1)
+        graphs = StepGraphs(step, torch.device("meta"), 8, ks)
+        with DryRun():
+            graphs.capture_all()  # what is made once
+        graphs.captures.clear()
+        with DryRun() as run:
+            step.share_logits(graphs.max_tokens)
+            graphs.capture_all()
+        results = [capture.result for capture in graphs.captures.values()]
+        assert len({result.logits.untyped_storage()._cdata for result in results}) == 1
+        kept[len(results)] = run.alive - graphs.max_tokens * VOCABULARY * 2
+    assert all(0 < size < 300 * 5 * number for number, size in kept.items())
+    assert len(kept) == 2
+
+
+def test_a_step_beyond_the_buffer_has_logits_of_its_own() -> None:
+    step = step_of(1)
+    step.share_logits(8)
+    for k, own in ((0, False), (1, True)):
+        with DryRun():
+            result = step(torch.empty(8, dtype=torch.int32, device="meta"), k)
+        shared = result.logits.untyped_storage()._cdata == step._logits.untyped_storage()._cdata
+        assert shared is not own

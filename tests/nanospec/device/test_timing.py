@@ -1,0 +1,46 @@
+"""Timing changes nothing, and measures no more than what steps may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanospec.device.timing import SIZES, attention_ms, forward_ms
+from nanospec.drafters.costs import Attention
+from nanospec.kernels.table import Table
+from nanospec.models.decoder import Model
+from tests.drive import make_engine
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, 2), (2, 2), (13, 6), (14, 7), (10_000, len(SIZES))])
+def test_sizes_are_measured_up_to_the_largest_step(model: Model, most: int, sizes: int) -> None:
+    worker = make_engine(model, 0, max_num_seqs=1, enforce_eager=True).worker
+    found = forward_ms(model, worker.kv_cache, worker.table, most)
+    assert tuple(found) == SIZES[:sizes]
+    assert list(found.values()) == sorted(found.values())
+    assert next(iter(found.values())) > 0
+
+
+def test_measuring_leaves_cache_and_rows_as_they_are(model: Model) -> None:
+    worker = make_engine(model, "auto", max_num_seqs=3, enforce_eager=True).worker
+    worker.kv_cache.fill_(7)
+    before = [column.clone() for column in worker.table if isinstance(column, torch.Tensor)]
+    costs = worker.measure()
+    assert (worker.kv_cache == 7).all()
+    after = (column for column in worker.table if isinstance(column, torch.Tensor))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert costs.packed
+    assert max(costs.packed) >= 3 * (worker.max_k + 1)
+    assert costs.attention.row >= 0 <= costs.attention.query
+
+
+def test_a_window_too_short_for_a_context_has_no_attention_to_time(model: Model) -> None:
+    vocab_size = model.config.vocab_size
+    assert attention_ms(model, Table.empty(2, 4, 16, vocab_size, "cpu"), {1: 1.0, 2: 2.0}) == Attention()
+    attention_ms(model, Table.empty(2, 5, 16, vocab_size, "cpu"), {1: 1.0, 2: 2.0})

@@ -1,0 +1,171 @@
+"""The host never waits for the device to write to it: not for an admission, nor for anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nanospec.device.graphs as graphs
+from nanospec import SamplingParams
+from nanospec.device.admission import HostWrites
+from nanospec.engine.engine import Engine
+from nanospec.engine.request import Request
+from nanospec.engine.scheduler import Plan
+from nanospec.kernels import dispatch
+from nanospec.models.heads import Heads
+from tests.drive import Job, alone, make_engine, outcome, run
+from tests.tape import TapeCapture
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.waiting import NoWaiting, Waits
+
+JOBS = [
+    Job([1, 2, 3] * 9, SamplingParams(temperature=0, max_tokens=7)),  # in two chunks
+    Job([9, 4] * 3, SamplingParams(temperature=0.8, seed=-3, top_k=5, max_tokens=4)),
+    Job([7, 5, 5], SamplingParams(temperature=0, max_tokens=15, logit_bias={5: 50}, stop_token_ids=[63])),
+    Job([8] * 20, SamplingParams(temperature=0, max_tokens=3, presence_penalty=0.1)),
+]
+
+
+def recorded_engine(way: str) -> Engine:
+    """Recorded on the kernels, lagged, with few rows and blocks."""
+    target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
+    return make_engine(
+        target, 1, guess={"method": way}, draft_model=draft if "draft" in way else None,
+        heads=Heads.random(target, 1) if "medusa" in way else None, num_blocks=3,
+        enforce_eager=False, async_scheduling=True, max_num_seqs=2, max_model_len=48,
+        max_num_batched_tokens=16,
+    )  # fmt: skip
+
+
+def spy_on_plans(engine: Engine) -> list[Plan]:
+    """All that the scheduler will plan."""
+    plans: list[Plan] = []
+    schedule = engine.scheduler.schedule
+
+    def spy(held: Collection[Request] = ()) -> Plan:
+        plans.append(schedule(held))
+        return plans[-1]
+
+    engine.scheduler.schedule = spy  # type: ignore[method-assign]
+    return plans
+
+
+@pytest.mark.parametrize("way", [pytest.param("medusa", marks=pytest.mark.long), "ngram+draft+recycle"])
+def test_the_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With admissions, prompts in chunks, growth, preemption, an abort and releases."""
+    wanted = alone(tiny_model(num_layers=1), JOBS, max_model_len=48)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    with dispatch.forced("triton"):
+        engine = recorded_engine(way)
+        plans = spy_on_plans(engine)
+        with NoWaiting((TapeCapture, "replay")):
+            given_up = engine.add([6] * 9, SamplingParams(temperature=0, max_tokens=20))
+            requests = [engine.add(job.prompt, job.params) for job in JOBS]
+            while engine.has_work:
+                engine.step()
+                if len(plans) == 3:
+                    engine.abort(given_up)
+    assert engine.metrics.num_preemptions
+    assert any(plan.grown for plan in plans)
+    assert engine.metrics.spec.num_drafted
+    for request, expected in zip(requests, wanted, strict=True):
+        assert outcome(request).token_ids == expected.token_ids
+
+
+@pytest.mark.long
+def test_neither_does_it_for_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their steps are collected before the next is planned; masks and guesses are sent without waiting."""
+    target, tokenizer = tiny_model(num_layers=1, vocab_size=300), tiny_tokenizer(tmp_path)
+    asked = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
+    params = SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=asked)
+    jobs = [Job([1, 2, 3], params), Job([5, 6, 5, 6], SamplingParams(temperature=0, max_tokens=9))]
+    wanted = alone(target, jobs, tokenizer=tokenizer)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    with dispatch.forced("triton"):
+        engine = make_engine(
+            tiny_model(num_layers=1, vocab_size=300), 2, tokenizer=tokenizer, max_num_seqs=2,
+            max_model_len=32, enforce_eager=False, async_scheduling=True,
+        )  # fmt: skip
+        run(engine, jobs)  # which makes the recordings
+        with NoWaiting((TapeCapture, "replay")):
+            requests = [engine.add(job.prompt, job.params) for job in jobs]
+            while engine.has_work:
+                engine.step()
+    for request, expected in zip(requests, wanted, strict=True):
+        assert outcome(request).token_ids == expected.token_ids
+
+
+def test_a_step_that_changes_nothing_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    with dispatch.forced("triton"):
+        engine = recorded_engine("ngram")
+        for job in JOBS[:2]:
+            engine.add(job.prompt, job.params)
+        for _ in range(4):  # all decode, and have done so once
+            engine.step()
+        monkeypatch.setattr(engine.scheduler, "_extend", lambda request, plan: True)
+        for module in ("nanospec.device.graphs", "nanospec.kernels.host_writes", "nanospec.kernels.batch"):
+            monkeypatch.setattr(f"{module}.upload", None)
+        engine.step()
+
+
+WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x[0].item(),
+    "int": lambda x: int(x.max()),
+    "if": lambda x: 1 if x.any() else 0,
+    "tolist": lambda x: x.tolist(),
+    "tensor": lambda x: torch.tensor([1, 2], device=x.device),
+    "list as index": lambda x: x[[0, 2]],
+    "list as value": lambda x: x.index_fill_(0, torch.tensor([1]), 0),
+    "mask": lambda x: x[x > 1],
+    "write by mask": lambda x: x.__setitem__(x > 1, 0),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 1),
+    "unique": lambda x: x.unique(),
+    "repeat": lambda x: x.repeat_interleave(x),
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "equal": lambda x: torch.equal(x, x),
+    "cpu": lambda x: x.cpu(),
+}
+
+
+@pytest.mark.parametrize("how", WAITING)
+def test_what_waits_is_refused(how: str) -> None:
+    x = torch.arange(4)
+    with NoWaiting(), pytest.raises(Waits):
+        WAITING[how](x)
+
+
+def test_what_does_not_wait_is_allowed() -> None:
+    x, index = torch.arange(4), torch.tensor([1, 0])
+    with NoWaiting():
+        x[index] = x[index] + 1
+        x[2].fill_(7)
+        x[1:3].fill_(5)
+        torch.where(x > 1, x, 0)
+    assert x.tolist() == [1, 5, 5, 3]
+
+
+def test_later_writes_to_a_row_win() -> None:
+    """Released and given away again, and a block table that grows, before anything was sent."""
+    writes, codes, pages = (
+        HostWrites(),
+        torch.zeros(3, dtype=torch.int8),
+        torch.zeros(3, 8, dtype=torch.int32),
+    )
+    writes.set(codes, 1, 2)
+    writes.put(pages, 1, [9] * 6, end=8)
+    writes.set(codes, 1, 0)
+    writes.put(pages, 1, [4, 5], end=8)
+    writes.put(pages, 1, [6], first=2, end=8)
+    writes.put(pages, 2, [3], first=5, end=8)
+    writes.flush()
+    assert codes.tolist() == [0, 0, 0]
+    assert pages.tolist() == [[0] * 8, [4, 5, 6, 6, 6, 6, 6, 6], [0, 0, 0, 0, 0, 3, 3, 3]]
+    pages.zero_()
+    writes.flush()
+    assert not pages.any()

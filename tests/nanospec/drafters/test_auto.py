@@ -1,0 +1,91 @@
+"""Automatic K in the running engine: it picks up repetition, drops what fails, and changes no output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from nanospec.config import SamplingParams
+from nanospec.drafters.costs import StepCosts
+from nanospec.drafters.policy import AutoPolicy
+from nanospec.models.decoder import Model
+from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run, use
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
+def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, eager: bool) -> None:
+    jobs = [
+        Job([3, 1, 3, 1], SamplingParams(temperature=0, max_tokens=80, logit_bias={7: 60.0})),
+        Job([2, 9, 4], SamplingParams(temperature=1.0, seed=2, max_tokens=60)),
+    ]
+    engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=eager, max_model_len=128)
+    assert isinstance(engine.policy, AutoPolicy)
+    costs = engine.policy.costs
+    assert bool(costs.packed) == eager
+    if costs.captured:  # a step of this model costs microseconds: noise
+        engine.policy.costs = smooth(costs, 0.01)
+    requests = run(engine, jobs)
+    for request, expected in zip(requests, alone(model, jobs, max_model_len=128), strict=True):
+        assert_same(outcome(request), expected)
+    assert requests[0].stats.tokens_per_step > 2
+    report = json.loads(json.dumps(engine.report()))
+    assert ("step_ms_by_tokens" in report) == eager
+    if engine.worker.graphs is not None:
+        assert report["recorded_steps"]["fallbacks"] == 0
+        assert report["recorded_steps"]["count"] == len(engine.worker.graphs.buckets())
+        assert set(report["step_ms_by_batch_and_k"]) == {"1", "2"}
+        assert set(engine.worker.graphs.captures) == set(engine.worker.graphs.buckets())
+
+
+def smooth(costs: StepCosts, per_token: float) -> StepCosts:
+    """The same table with made-up times."""
+    recorded = {B: {k: 1 + per_token * k for k in by_k} for B, by_k in costs.captured.items()}
+    return StepCosts(recorded, {n: 1 + per_token * n for n in costs.packed})
+
+
+def test_steps_without_drafts_teach_nothing(model: Model) -> None:
+    engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=False)
+    seen: list[int] = []
+    policy = engine.policy
+    policy.observe = lambda *seen_: seen.append(seen_[3])  # type: ignore[method-assign]
+    policy.choose = lambda rows, limits, context=0, queue=True: 0  # type: ignore[method-assign]
+    run(engine, [Job([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=8))])
+    assert not seen
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
+def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
+    engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=eager)
+    assert isinstance(engine.policy, AutoPolicy)
+    engine.policy.costs = smooth(engine.policy.costs, 0.05)
+    use(engine, junk(model.config.vocab_size))
+    [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=110))])
+    assert request.stats.num_accepted <= request.stats.num_tokens // 10
+    assert request.stats.num_drafted < 2 * request.stats.num_tokens
+
+
+def test_the_policy_is_told_how_long_the_texts_are_and_who_waits(model: Model) -> None:
+    engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=True)
+    seen: list[int] = []
+    waited: list[bool] = []
+    choose = engine.policy.choose
+
+    def note(rows: Sequence[int], limits: Sequence[int], context: int = 0, queue: bool = True) -> int:
+        seen.append(context)
+        waited.append(queue)
+        return choose(rows, limits, context, queue)
+
+    engine.policy.choose = note  # type: ignore[method-assign]
+    use(engine, junk(model.config.vocab_size))
+    run(engine, [Job([1] * n, SamplingParams(temperature=0, max_tokens=2)) for n in (3, 20, 5)])
+    assert seen[0] == 23
+    assert waited[0]
+    assert not waited[-1]

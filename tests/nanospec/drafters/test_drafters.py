@@ -1,0 +1,640 @@
+"""Every way of guessing gives the output of not guessing, and guesses what it should."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec import SamplingParams
+from nanospec.config import SpecConfig
+from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.medusa import CONTENDERS, MedusaDrafter, tree_paths
+from nanospec.drafters.policy import StepCosts
+from nanospec.drafters.recycle import RecycleDrafter
+from nanospec.engine.engine import Engine
+from nanospec.kernels import dispatch
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.codes import GUESSED, OWN
+from nanospec.kernels.layer.linear import pack
+from nanospec.kernels.sampling import noise
+from nanospec.kernels.speculation.recycled import ID_BITS, place
+from nanospec.kernels.speculation.verify import Verdict
+from nanospec.kernels.table import Table
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
+from tests.drive import (
+    MODES,
+    Job,
+    alone,
+    assert_same,
+    cycle,
+    cycle_model,
+    finish,
+    make_engine,
+    outcome,
+    random_jobs,
+    run,
+)
+from tests.kernels.batches import guessed, make_batch
+from tests.tiny import tiny_model
+
+VOCAB = 64
+WAYS: dict[str, dict[str, Any]] = {
+    "ngram-tree": {"method": "ngram", "tree_width": 3},
+    "draft": {"method": "draft"},
+    "medusa": {"method": "medusa"},
+    "medusa-tree": {"method": "medusa", "tree_width": 3},
+    "ngram+draft": {"method": "ngram+draft"},
+    "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
+    "ngram+medusa": {"method": "ngram+medusa"},
+    "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2},
+    "recycle": {"method": "recycle"},
+    "ngram+recycle": {"method": "ngram+recycle"},
+    "draft+recycle": {"method": "draft+recycle"},
+    "ngram+medusa+recycle": {"method": "ngram+medusa+recycle"},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def parts(model: Model) -> dict[str, Any]:
+    """A draft model and heads that are sometimes right."""
+    return {"draft_model": tiny_model(num_layers=1), "heads": Heads.random(model, 3, vocab=50)}
+
+
+def engine_of(model: Model, parts: dict[str, Any], way: str, k: Any = 5, **options: Any) -> Any:
+    guess = WAYS[way]
+    needed = {"draft": "draft_model", "medusa": "heads"}
+    given = {needed[m]: parts[needed[m]] for m in guess["method"].split("+") if m in needed}
+    return make_engine(model, k, guess=guess, **given, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_output_is_that_of_decoding_alone(
+    model: Model, parts: dict[str, Any], way: str, mode: str
+) -> None:
+    """Greedy and seeded, penalties, logprobs, prefix hits, chunks and preemption, whoever drafts."""
+    accepted = preempted = 0
+    for seed in range(3):
+        jobs = random_jobs(random.Random(seed), VOCAB, 7)
+        engine = engine_of(
+            model, parts, way, (9, 5, 2)[seed], num_blocks=9, max_num_batched_tokens=32, max_num_seqs=4,
+            **MODES[mode],
+        )  # fmt: skip
+        for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
+            assert_same(outcome(request), wanted, (way, mode, seed))
+        accepted += engine.metrics.spec.num_accepted
+        preempted += engine.metrics.num_preemptions
+        if engine.worker.graphs is not None:
+            assert engine.worker.graphs.fallbacks == 0
+    assert min(accepted, preempted) > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_automatic_k_changes_nothing(model: Model, parts: dict[str, Any], way: str) -> None:
+    jobs = random_jobs(random.Random(2), VOCAB, 7)
+    engine = engine_of(model, parts, way, "auto", max_num_seqs=3)
+    for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
+        assert_same(outcome(request), wanted, way)
+
+
+def plain_jobs(seed: int, count: int, **params: Any) -> list[Job]:
+    """Without what a draft model does not see (penalties, bias), and never stopped early."""
+    rng = random.Random(seed)
+    common = rng.choices(range(VOCAB), k=33)
+    return [
+        Job(
+            common[: rng.choice((0, 33))] + rng.choices(range(VOCAB), k=rng.randint(1, 40)),
+            SamplingParams(seed=i, max_tokens=rng.randint(20, 45), **params),
+        )
+        for i in range(count)
+    ]
+
+
+def assert_same_keys(engine: Engine) -> None:
+    """A draft model equal to the target has its keys and values in all blocks that it counts as its own. The
+    tokens alone would not tell: a tiny model hardly heeds what it has read."""
+    drafter = next(part for part in engine.worker.drafters if isinstance(part, ModelDrafter))
+    blocks = sorted(drafter.cache._drafted & engine.scheduler.pool._hash_of.keys())
+    assert blocks
+    torch.testing.assert_close(drafter.cache.kv[:, :, :, blocks], engine.worker.kv_cache[:, :, :, blocks])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_draft_model_equal_to_the_target_is_always_right(
+    model: Model, mode: str, temperature: float
+) -> None:
+    """Also after preemption, prefix hits, chunked prompts and full acceptance: its cache is never stale."""
+    engine = make_engine(
+        model, 4, guess=WAYS["draft"], draft_model=model, num_blocks=11, max_num_seqs=3,
+        max_num_batched_tokens=32, **MODES[mode],
+    )  # fmt: skip
+    for seed in range(2):  # the second time from the cache
+        requests = run(engine, plain_jobs(1, 8, temperature=temperature, top_p=0.9))
+        stats = engine.metrics.spec
+        for request in requests:
+            ends = request.stats.num_drafted - request.stats.num_accepted
+            assert ends == 0, (seed, request.id)
+        assert_same_keys(engine)
+    assert stats.num_accepted / stats.num_drafted == 1
+    assert engine.metrics.num_preemptions > 0
+    assert engine.metrics.num_cached_tokens > 0
+    assert stats.tokens_per_step > 4
+
+
+def test_a_draft_model_catches_up_with_what_others_drafted_or_nobody(model: Model) -> None:
+    """Steps without drafts, and steps that n-gram lookup drafted for, leave its cache behind."""
+    engine = make_engine(model, 4, guess=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
+    choose, rng = engine.policy.choose, random.Random(0)
+    engine.policy.choose = lambda *asked: choose(*asked) if rng.random() < 0.4 else 0  # type: ignore
+    requests = run(engine, plain_jobs(2, 9, temperature=0.7))
+    by = engine.metrics.spec.by_drafter
+    assert by["draft"][1] == by["draft"][2] > 30
+    assert by["ngram"][1] > by["ngram"][2]
+    for request, wanted in zip(requests, alone(model, plain_jobs(2, 9, temperature=0.7)), strict=True):
+        assert_same(outcome(request), wanted)
+
+
+def test_a_prompt_cached_without_drafting_is_computed_by_the_draft_model_later(model: Model) -> None:
+    """Though it had filled the same blocks for somebody before: all of the second prompt's."""
+    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, num_blocks=8)
+    prompts = [random.Random(seed).choices(range(VOCAB), k=40) for seed in (3, 4)]
+    run(engine, [Job(list(range(VOCAB)), SamplingParams(temperature=0, max_tokens=60))])
+    before = engine.metrics.spec.num_drafted
+    plain = SamplingParams(temperature=0, max_tokens=5, num_speculative_tokens=0)
+    run(engine, [Job(prompt, plain) for prompt in prompts])
+    assert engine.metrics.spec.num_drafted == before > 0
+    requests = run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=20)) for prompt in prompts])
+    assert_same_keys(engine)
+    for request in requests:
+        assert request.num_cached_tokens > 0
+        assert request.stats.num_drafted == request.stats.num_accepted > 0
+
+
+def test_a_draft_vocabulary_padded_to_another_size_drafts(model: Model) -> None:
+    for size in (60, 70):
+        draft = tiny_model(vocab_size=size)
+        engine = make_engine(model, 3, guess=WAYS["draft"], draft_model=draft)
+        jobs = random_jobs(random.Random(size), 60, 3)
+        for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
+            assert_same(outcome(request), wanted)
+        assert engine.metrics.spec.num_drafted > 0
+
+
+def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
+    draft = tiny_model(num_layers=1)
+    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=draft, num_blocks=20)
+    assert engine.scheduler.pool.num_blocks == 20
+    drafter = engine.worker.drafter
+    assert drafter is not None
+    assert drafter.cache.kv.shape[3] == engine.worker.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
+    short = tiny_model(num_layers=1, max_position_embeddings=100)
+    with pytest.raises(ValueError, match="draft model's own window of 100"):
+        make_engine(model, 4, guess=WAYS["draft"], draft_model=short, max_model_len=128)
+    fitted = make_engine(model, 4, guess=WAYS["draft"], draft_model=short, max_model_len=None)
+    assert fitted.max_model_len == 100
+
+
+def cycle_heads(model: Model, count: int) -> Heads:
+    """Heads that know how the text of `cycle_model` goes on."""
+    hidden = model.config.hidden_size
+    blocks = Heads.random(model, count).blocks
+    silent = replace(
+        blocks[0],
+        weights=(pack(torch.zeros(count * hidden, hidden)),),
+        biases=(torch.zeros(count * hidden),),
+    )
+    own = tuple(pack(8 * torch.eye(hidden).roll(2 + i, 0)) for i in range(count))
+    return Heads(count, (silent,), own, None)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_heads_that_know_the_text_are_always_right(mode: str, width: int) -> None:
+    known = cycle_model()
+    engine = make_engine(
+        known, 6, guess={"method": "medusa", "tree_width": width}, heads=cycle_heads(known, 3), **MODES[mode]
+    )
+    params = SamplingParams(temperature=0, max_tokens=41)
+    [request] = run(engine, [Job(cycle(3, 5), params)])
+    assert request.output_ids == cycle(8, 41)
+    depth = 3 if width == 1 else 2  # of a tree of six
+    assert request.stats.num_steps <= 2 + -(-40 // (depth + 1)) + 2
+    assert set(request.draft_sources) == {OWN, GUESSED}
+    assert request.stats.by_drafter.keys() == {"medusa"}
+
+
+def test_heads_are_right_for_every_row_of_a_batch() -> None:
+    """Also for those behind the first, whose drafts kernels and C++ find by K, whatever their number."""
+    known = cycle_model()
+    for guess in ("medusa", "medusa+recycle"):
+        engine = make_engine(known, 6, guess={"method": guess}, heads=cycle_heads(known, 3), max_num_seqs=3)
+        jobs = [Job(cycle(i, 6), SamplingParams(temperature=0, max_tokens=41)) for i in range(3)]
+        steps = [request.stats.num_steps for request in run(engine, jobs)]
+        assert max(steps) <= min(steps) + 2 <= 15, guess
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_model_below_recycled_tokens_computes_little_twice(model: Model, mode: str) -> None:
+    """It is equal to the target, so its chain is right, and what it has computed of it stays."""
+    engine = make_engine(
+        model, 4, guess=WAYS["draft+recycle"], draft_model=model, max_num_seqs=1, **MODES[mode]
+    )
+    drafter = next(part for part in engine.worker.drafters if isinstance(part, ModelDrafter))
+    counts: list[int] = []
+    prefill = drafter.cache.prefill
+    drafter.cache.prefill = lambda batch: counts.append(1) or prefill(batch)  # type: ignore
+    [request] = run(engine, plain_jobs(3, 1, temperature=0))
+    assert request.stats.num_steps > 4
+    assert len(counts) <= 2
+
+
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool) -> None:
+    """Head i guesses argmax(score - T log E) of the position that its token will have; of the likeliest only
+    where noise takes time."""
+    heads = Heads.random(model, 3, vocab=50)
+    engine = make_engine(model, 4, guess=WAYS["medusa"], heads=heads, max_num_seqs=3)
+    drafter, table = engine.worker.drafters[0], engine.worker.table
+    assert isinstance(drafter, MedusaDrafter)
+    drafter.may_wait = may_wait
+    drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
+    values = {"num_tokens": 9, "max_len": 60, "limit": 4, "seed": 7, "top_p": 1, "repetition": 1}
+    for name, value in values.items():
+        getattr(table, name).fill_(value)
+    table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
+    table.max_len[2] = 12  # of the three drafts there is room for two
+    drafter.drawn_at.fill_(9)
+    found = drafter.propose(table, torch.arange(3, dtype=torch.int32), 4)
+    assert found.num_drafts.tolist() == [3, 3, 2]
+    logits = heads.logits(drafter.hidden[:3]).float()
+    assert heads.token_map is not None
+    for b, n in enumerate(found.num_drafts.tolist()):
+        for i in range(n):
+            luck = noise.naive(7, 9 + i, heads.token_map.int())
+            few = may_wait & (logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1])
+            best = int((logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).argmax())
+            assert int(found.drafts[b, i]) == int(heads.token_map[best])
+    assert drafter.propose(table, torch.tensor([0], dtype=torch.int32), 4).drafts.tolist() == [
+        found.drafts[0].tolist()
+    ]
+
+
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_the_trees_of_heads_branch_into_what_the_noise_favours(model: Model, may_wait: bool) -> None:
+    """Each head's guesses are those it would draw, had the better ones not been."""
+    heads = Heads.random(model, 3, vocab=20)
+    guess = {"method": "medusa", "tree_width": 3}
+    engine = make_engine(model, 8, guess=guess, heads=heads, max_num_seqs=2)
+    drafter, table = engine.worker.drafters[0], engine.worker.table
+    assert isinstance(drafter, MedusaDrafter)
+    assert heads.token_map is not None
+    drafter.may_wait = may_wait
+    drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
+    table.num_tokens[:], table.seed[:], table.width[:] = 9, -(2**40) - 3, 3
+    table.temperature[:] = torch.tensor([0.0, 1.5])
+    found = drafter._likely(table, torch.arange(2, dtype=torch.int32), torch.full((2,), 8)).tolist()
+    logits = heads.logits(drafter.hidden[:2]).float()
+    for b in range(2):
+        for i in range(3):
+            few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
+            luck = noise.naive(-(2**40) - 3, 9 + i, heads.token_map.int())
+            drawn = (logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).topk(3).indices
+            assert found[b][i] == heads.token_map[drawn].tolist()
+
+
+def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
+    """Three heads that make trees, and rows of requests that want 8 drafts each."""
+    guess = {"method": "medusa", "tree_width": width}
+    heads = Heads.random(model, 3, vocab=20)
+    engine = make_engine(model, 8, guess=guess, heads=heads, max_num_seqs=3)
+    drafter, table = engine.worker.drafters[0], engine.worker.table
+    assert isinstance(drafter, MedusaDrafter)
+    table.num_tokens[:], table.max_len[:], table.limit[:], table.width[:] = 9, 60, 8, width
+    return drafter, table
+
+
+def test_heads_start_where_the_last_token_was_drawn(model: Model) -> None:
+    """At the end of the path that was accepted; not after a preemption, nor behind others' tokens."""
+    drafter, table = medusa_of(model, 3)
+    rows, hidden = torch.arange(3, dtype=torch.int32), torch.randn(12, model.config.hidden_size)
+    batch = make_batch([6, 6], parents=[0, 0, 1, 0, 3, 3] + [0] * 6, rows=torch.tensor([2, -1]).int())
+    path = torch.tensor([[0, 3, 5, 0, 0, 0], [0] * 6], dtype=torch.int32)
+    verdict = Verdict(path, torch.tensor([3, 0], dtype=torch.int32), path)
+    drafter.learn(table, guessed(batch), batch, verdict, hidden, hidden)
+    assert torch.equal(drafter.hidden[:3], torch.stack([0 * hidden[0], 0 * hidden[0], hidden[5]]))
+    assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 8]
+    table.num_tokens[2] += 1
+    assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 0]
+    table.num_tokens[2] -= 1
+    drafter.admit(2, 9, [], 0)
+    assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 0]
+
+
+def test_a_request_has_a_tree_of_its_own_width(model: Model) -> None:
+    drafter, table = medusa_of(model, 3)
+    table.width[:] = torch.tensor([1, 2, 9])
+    drafter.drawn_at.fill_(9)
+    found = drafter.propose(table, torch.arange(3, dtype=torch.int32), 8)
+    assert found.parents is not None
+    assert found.num_drafts.tolist() == [3, 8, 8]
+    assert found.parents[0, :3].tolist() == [0, 1, 2]
+    assert [found.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
+
+
+def test_recycled_tokens_are_learned_from_the_ends_of_prompts(model: Model) -> None:
+    """Of 8 tokens in each step, what a plain decoder says behind them; the output stays what it was."""
+    prompt = random.Random(5).sample(range(VOCAB), 40)
+    job = Job(prompt, SamplingParams(temperature=0, max_tokens=1))  # drafts would be learned from, too
+    guess: dict[str, Any] = {"method": "ngram+recycle", "options": {"recycle_prompt": 8}}
+    engine = make_engine(model, 4, guess=guess, max_num_batched_tokens=32, enable_prefix_caching=False)
+    [request] = run(engine, [job])
+    assert_same(outcome(request), alone(model, [job])[0])
+    drafter = engine.worker.drafters[-1]
+    assert isinstance(drafter, RecycleDrafter)
+    state = drafter.state
+    learned = []
+    for i in range(1, 39):
+        pair = place(prompt[i - 1], prompt[i], int(state.salts[0]))
+        if int(state.tags[pair.row]) == pair.tag:
+            learned.append(i)
+            [likeliest] = alone(model, [Job(prompt[: i + 1], SamplingParams(temperature=0, max_tokens=1))])
+            assert int(state.entries[pair.row, 0]) & (1 << ID_BITS) - 1 == likeliest.token_ids[0]
+    assert learned == [*range(24, 32), *range(32, 39)]  # the first 32 tokens, then all but the last
+    with pytest.raises(ValueError, match="recycle_prompt=-1 must be a number of tokens from 0 to 2048"):
+        make_engine(model, 4, guess={"method": "recycle", "options": {"recycle_prompt": -1}})
+
+
+def test_recycled_tokens_serve_later_requests_of_the_same_salt_alone(model: Model) -> None:
+    """The second request guesses what the first was told, unless it may not share with it."""
+    prompt = random.Random(6).choices(range(VOCAB), k=20)
+    drafted = {}
+    for salts in ((b"", b""), (b"a", b"a"), (b"a", b"b"), (b"", b"b")):
+        engine = make_engine(model, 4, guess=WAYS["recycle"])
+        for salt in salts:
+            request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=12), salt=salt)
+            finish(engine)
+        drafted[salts] = request.stats.num_steps
+    assert drafted[b"", b""] == drafted[b"a", b"a"] <= 6
+    assert drafted[b"a", b"b"] == drafted[b"", b"b"] >= 10
+
+
+def test_nothing_is_recycled_of_logits_that_a_request_has_changed(model: Model) -> None:
+    """Of one with a sampling parameter of its own, that is; what it was told serves its like."""
+    prompt = random.Random(6).choices(range(VOCAB), k=20)
+    steps = []
+    engine = make_engine(model, 4, guess=WAYS["recycle"])
+    for extra in ({}, {"top_n_sigma": 20.0}, {"top_n_sigma": 20.0}, {}):
+        request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=12, extra_args=extra))
+        finish(engine)
+        steps.append(request.stats.num_steps)
+    assert steps[1] == steps[0] >= 10
+    assert steps[2] <= 6
+
+
+def test_what_learning_takes_is_known(model: Model) -> None:
+    """It makes a packed step dearer, by each of its tokens; what was learned in timing is forgotten."""
+    engine = make_engine(model, 4, guess=WAYS["ngram+recycle"], max_num_seqs=1)
+    drafter = engine.worker.drafters[-1]
+    assert isinstance(drafter, RecycleDrafter)
+    engine.worker.measure()
+    assert 0 < drafter.learn_ms(1) == drafter.learn_ms(4) / 4
+    assert not drafter.state.tags.any()
+    drafter.learn_ms = lambda tokens: 1000.0 * tokens  # type: ignore
+    packed = engine.worker.measure().packed
+    assert packed[4] - packed[1] == pytest.approx(3000, rel=0.1)
+
+
+def test_a_tree_is_told_from_what_others_guessed(model: Model, parts: dict[str, Any]) -> None:
+    """Statistics name all whose guesses may be in it."""
+    engine = engine_of(model, parts, "ngram+medusa+recycle", 6)
+    assert engine.worker.methods == ("recycle", "ngram+recycle", "medusa+recycle", "grammar")
+    assert engine.worker.methods[engine.worker.model_code] == "medusa+recycle"
+    run(engine, [Job(cycle(0, 30), SamplingParams(temperature=0, max_tokens=30))])
+    seen = engine.metrics.spec.by_drafter
+    assert {"ngram+recycle", "medusa+recycle"} <= set(seen) <= {*engine.worker.methods[:3]}
+    known, prompt = cycle_model(), [3, 4, 3, 20, 3]  # lookup says 20; the model has said 4
+    engine = make_engine(known, 2, guess=WAYS["ngram+recycle"])
+    params = SamplingParams(temperature=0, max_tokens=10)
+    run(engine, [Job(cycle(2, 6), params), Job(prompt, params)])
+    engine.metrics.spec.by_drafter.clear()
+    run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=2))])
+    assert list(engine.metrics.spec.by_drafter) == ["recycle"]
+
+
+def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:
+    """The latest occurrence goes on one way, an earlier one the other."""
+    known = cycle_model()
+    prompt = [*cycle(0, 12), 30, 2, 3, 30, 2, 3]  # 3 -> 4 earlier, 3 -> 30 later
+    steps = {}
+    for width in (1, 2):
+        engine = make_engine(known, 6, guess={"tree_width": width})
+        [request] = run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=9))])
+        assert request.output_ids == cycle(4, 9)
+        steps[width] = request.stats.num_steps
+        if width == 2:
+            assert request.draft_sources[:3] == [4, 5, 6]
+    assert steps[2] < steps[1]
+
+
+def test_requests_limit_themselves(model: Model, parts: dict[str, Any]) -> None:
+    """Tree width, K and no speculation at all, in one batch."""
+    engine = engine_of(model, parts, "medusa-tree", 8)
+    job = plain_jobs(4, 1, temperature=0)[0]
+    widths: list[Any] = [{"tree_width": 1}, {"tree_width": 8}, {"num_speculative_tokens": 2}]
+    widths += [{"num_speculative_tokens": 0}]
+    requests = run(engine, [Job(job.prompt, replace(job.params, **limits)) for limits in widths])
+    assert len({tuple(r.output_ids) for r in requests}) == 1
+    drafted = [len(r.stats.drafted_by_position) for r in requests]
+    assert drafted == [3, 8, 2, 0]
+
+
+def test_unlikely_paths_come_last_and_parents_first() -> None:
+    for heads, width, k in ((4, 1, 8), (4, 3, 20), (2, 8, 63), (5, 4, 63)):
+        paths = tree_paths(heads, width, k)
+        assert len(set(paths)) == len(paths) == min(k, sum(width**d for d in range(1, heads + 1)))
+        for i, path in enumerate(paths):
+            assert len(path) == 1 or path[:-1] in paths[:i]
+            assert max(path) < width
+    assert tree_paths(4, 1, 8) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert tree_paths(3, 2, 3) == [(0,), (0, 0), (1,)]
+
+
+@pytest.mark.parametrize("method", ["draft", "medusa", "ngram+draft"])
+def test_a_method_says_what_it_lacks(model: Model, method: str) -> None:
+    with pytest.raises(ValueError, match="needs"):
+        make_engine(model, 3, guess={"method": method})
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"method": "draft+ngram"}, "unknown"),
+        ({"method": "ngram", "draft_model": "x"}, "of no use"),
+        ({"method": "draft", "heads": "x"}, "of no use"),
+        ({"tree_width": 0}, "tree_width"),
+        ({"method": "draft", "tree_width": 2}, "guesses chains"),
+        ({"method": "draft", "draft_model": 5}, "draft_model=5 must be a text"),
+        ({"speculation_lengths": 4}, "tuple of integers"),
+        ({"acceptance": "lossy"}, "acceptance"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        SpecConfig(**options)
+
+
+def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Will hold the size of every piece of text that the draft model computes outside of drafting."""
+    sizes: list[int] = []
+    cache = engine.worker.drafters[-1].cache
+    prefill = cache.prefill
+
+    def spy(batch: Batch) -> None:
+        sizes.append(batch.num_tokens)
+        prefill(batch)
+
+    monkeypatch.setattr(cache, "prefill", spy)
+    return sizes
+
+
+def test_a_draft_model_rests_while_lookup_finds_something(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(cycle_model(), 5, guess=WAYS["ngram+draft"], draft_model=cycle_model())
+    sizes = draft_prefills(engine, monkeypatch)
+    [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=60))])
+    assert request.stats.by_drafter.keys() == {"ngram"}
+    assert not sizes  # not even the prompt
+
+
+def test_a_draft_model_that_does_not_pay_is_hardly_run(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(
+        model, "auto", guess=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400
+    )
+    engine.policy.costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, passes: 5.0 * passes)
+    sizes = draft_prefills(engine, monkeypatch)
+    [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=300))])
+    assert len(sizes) <= 25
+    assert request.stats.num_drafted <= 40
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_a_row_drafts_at_once_when_its_whole_prompt_is_cached(model: Model, lag: bool) -> None:
+    engine = make_engine(
+        model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=lag, enforce_eager=not lag
+    )
+    job = Job(list(range(33)), SamplingParams(temperature=0, max_tokens=20))
+    for _ in range(2):
+        [request] = run(engine, [job])
+        assert request.stats.num_steps == 4
+        assert request.stats.num_drafted == request.stats.num_accepted == 16
+    assert request.num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_draft_model_missed_is_computed_in_pieces(
+    model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_num_batched_tokens": 32, "max_model_len": 256, **MODES[mode]}
+    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, **options)
+    rng = random.Random(0)
+    prompts = [rng.choices(range(VOCAB), k=150) for _ in range(3)]
+    plain, spec = (
+        SamplingParams(temperature=0, max_tokens=40, num_speculative_tokens=k) for k in (0, None)
+    )
+    run(engine, [Job(prompt, plain) for prompt in prompts])
+    sizes = draft_prefills(engine, monkeypatch)
+    requests = run(engine, [Job(prompt, spec) for prompt in prompts])
+    assert max(sizes) <= 32
+    assert sum(sizes) >= 3 * 140
+    for request in requests:
+        assert request.stats.num_drafted == request.stats.num_accepted > 0
+
+
+def test_heads_must_fit_the_target(model: Model) -> None:
+    other = tiny_model(hidden_size=48, num_heads=3, num_kv_heads=3)
+    with pytest.raises(ValueError, match="hidden states of 48"):
+        make_engine(model, 3, guess={"method": "medusa"}, heads=Heads.random(other, 2))
+    with pytest.raises(ValueError, match="more than the 4 tokens"):
+        make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=Heads.random(model, 2, 4))
+    few = tiny_model(vocab_size=5)
+    with pytest.raises(ValueError, match="tree_width=6 is more than the 5 tokens"):
+        make_engine(few, 3, guess={"method": "medusa", "tree_width": 6}, heads=Heads.random(few, 2))
+
+
+@pytest.mark.parametrize("backend", ["naive", "auto"])
+@pytest.mark.parametrize("way", ["ngram-tree", "medusa-tree", "ngram+recycle"])
+def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> None:
+    """Which holds the last positions of a node's own path, wherever those lie."""
+    windowed = tiny_model(windows=(None, 4))
+    parts = {"heads": Heads.random(windowed, 3, vocab=50)}
+    jobs = random_jobs(random.Random(4), VOCAB, 5)
+    with dispatch.forced(backend):
+        wanted = alone(windowed, jobs)
+        engine = engine_of(windowed, parts, way, 12, max_num_seqs=4)
+        for request, own in zip(run(engine, jobs), wanted, strict=True):
+            assert_same(outcome(request), own, way)
+    assert engine.metrics.spec.num_accepted > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_model_may_guess_from_a_part_of_the_vocabulary(model: Model, mode: str) -> None:
+    token_map = torch.arange(0, VOCAB, 2)
+    jobs = plain_jobs(5, 5, temperature=0.9)
+    engine = make_engine(
+        model, 3, guess=WAYS["draft"], draft_model=model, token_map=token_map, **MODES[mode]
+    )
+    requests = run(engine, jobs)
+    for request, wanted in zip(requests, alone(model, jobs), strict=True):
+        assert_same(outcome(request), wanted)
+    stats = engine.metrics.spec
+    assert 0 < stats.num_accepted < stats.num_drafted
+    for request in requests:  # what is drafted right is in the part
+        for token, source in zip(request.output_ids, request.draft_sources, strict=True):
+            assert source == OWN or token % 2 == 0
+
+
+def test_a_draft_model_draws_from_scores_that_are_capped_as_its_own_are() -> None:
+    """Where the cap is left out, other tokens are likely."""
+    capped = tiny_model(logit_softcap=0.3)
+    engine = make_engine(capped, 3, guess=WAYS["draft"], draft_model=capped)
+    run(engine, plain_jobs(5, 5, temperature=0.9))
+    assert engine.metrics.spec.num_accepted == engine.metrics.spec.num_drafted > 0
+
+
+def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
+    with dispatch.forced("triton"):
+        target = tiny_model(num_layers=1)
+        engine = make_engine(
+            target, 2, guess=WAYS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,
+            max_model_len=48,
+        )  # fmt: skip
+        choose, steps = engine.policy.choose, iter([0] * 5)
+        engine.policy.choose = lambda *asked: next(steps, choose(*asked))  # type: ignore
+        [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))])
+    assert request.stats.num_drafted == request.stats.num_accepted > 0
+
+
+def test_a_draft_model_computes_nothing_twice_when_results_come_late(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lag the host knows less than the device has; where it may wait it asks the device."""
+    engine = make_engine(
+        model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=True, enforce_eager=True
+    )
+    sizes = draft_prefills(engine, monkeypatch)
+    run(engine, [Job(list(range(20)), SamplingParams(temperature=0, max_tokens=30))])
+    assert sizes == [19]

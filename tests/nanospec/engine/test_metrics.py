@@ -1,0 +1,54 @@
+"""Counters add up, ratios have sane values before the first step, and time goes to its stage."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from nanospec.engine.metrics import STAGES, Metrics, SpecStats, Stopwatch
+
+
+def test_ratios_are_over_all_steps_also_those_without_drafts() -> None:
+    stats = SpecStats()
+    for drafted, accepted, emitted in ((4, 2, 3), (0, 0, 1), (4, 4, 5), (1, 0, 1)):
+        stats.record(drafted, accepted, emitted, "draft" if drafted == 1 else "ngram")
+    assert (stats.num_steps, stats.num_tokens) == (4, 10)
+    assert (stats.num_drafted, stats.num_accepted) == (9, 6)
+    assert stats.tokens_per_step == pytest.approx(10 / 4)
+    assert stats.acceptance_rate == pytest.approx(6 / 9)
+    assert stats.efficiency == pytest.approx(10 / 13)
+    assert stats.coverage == pytest.approx(3 / 4)
+    assert stats.drafted_by_position == [3, 2, 2, 2]
+    assert stats.accepted_by_position == [2, 2, 1, 1]
+    assert stats.by_drafter == {"ngram": [2, 8, 6], "draft": [1, 1, 0]}
+
+
+def test_nothing_recorded_divides_by_nothing() -> None:
+    stats = SpecStats()
+    assert stats.tokens_per_step == stats.acceptance_rate == stats.efficiency == stats.coverage == 0
+
+
+def test_a_stage_counts_its_time_also_when_it_fails() -> None:
+    stages = Stopwatch()
+
+    def fails() -> None:
+        with stages("verify"):
+            time.sleep(0.01)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert stages.seconds["verify"] >= 0.01
+    assert stages.seconds["forward"] == 0
+    stages.reset()
+    assert not any(stages.seconds.values())
+
+
+def test_everything_is_json() -> None:
+    metrics = Metrics(Stopwatch())
+    metrics.spec.record(2, 1, 2, "ngram")
+    shown = json.loads(json.dumps(metrics.to_dict()))
+    assert shown["tokens_per_step"] == 2
+    assert set(shown["stage_seconds"]) == set(STAGES)

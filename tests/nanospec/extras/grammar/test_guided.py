@@ -1,0 +1,376 @@
+"""Outputs with a grammar: all of them are what was asked for, and with guessing they are those without."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nanospec.device.graphs as graphs
+from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.drafters.base import Drafter, guesses, room
+from nanospec.drafters.policy import Policy
+from nanospec.engine.engine import Engine
+from nanospec.engine.request import Request
+from nanospec.extras.grammar.rows import GuidedRows
+from nanospec.kernels import dispatch
+from nanospec.kernels.codes import NOBODY
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
+from nanospec.text.tokenizer import Tokenizer
+from tests.drive import MODES, Job, alone, assert_same, finish, make_engine, outcome, run
+from tests.nanospec.extras.grammar.guided import CHOICES, FORMATS, VOCAB, guided_jobs, is_right
+from tests.tape import TapeCapture
+from tests.tiny import tiny_model, tiny_tokenizer
+
+JSON, REGEX, _, CHOICE, _ = (asked for asked, _ in FORMATS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """Random weights: it writes no grammar by itself."""
+    return tiny_model(vocab_size=VOCAB)
+
+
+@pytest.fixture
+def make(model: Model, tokenizer: Tokenizer) -> Callable[..., Engine]:
+    def engine(k: Any = 4, **options: Any) -> Engine:
+        return make_engine(model, k, tokenizer=tokenizer, **options)
+
+    return engine
+
+
+def assert_right(requests: list[Request]) -> int:
+    """How many outputs were complete; all those are what was asked for."""
+    count = 0
+    for request in requests:
+        asked = request.params.response_format
+        by_grammar = request.finish_reason == "stop" and request.stop_reason is None
+        if asked is not None and by_grammar:
+            assert is_right(request.text, asked), (request.text, asked)
+            count += 1
+        assert request.error is None
+    return count
+
+
+def test_hundreds_of_outputs_are_right_and_those_without_guesses(make: Callable[..., Engine]) -> None:
+    rng = random.Random(1)
+    heats, jobs = (0.0, 1.0, 8.0, 100.0), []
+    for i in range(400):
+        asked = FORMATS[i % 4][0]
+        params = SamplingParams(temperature=rng.choice(heats), seed=i, max_tokens=70, response_format=asked)
+        jobs.append(Job(rng.choices(range(1, 270), k=6) + list(range(30, 40)), params))
+    options = {"max_num_seqs": 64, "enable_prefix_caching": False}
+    plain, guessed = (run(make(k, **options), jobs) for k in (None, 6))
+    for a, b in zip(plain, guessed, strict=True):
+        assert (a.output_ids, a.finish_reason, a.text) == (b.output_ids, b.finish_reason, b.text)
+    assert assert_right(guessed) == assert_right(plain) > 320
+    assert len({request.text for request in plain}) > 200
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("k", [0, 3, "auto"])
+def test_in_mixed_batches_that_are_short_of_pages(
+    make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, mode: str, k: Any
+) -> None:
+    jobs = guided_jobs(random.Random(f"{mode}{k}"), 24)
+    engine = make(k, num_blocks=14, max_num_seqs=5, **MODES[mode])
+    requests = run(engine, jobs)
+    for request, wanted in zip(requests, alone(model, jobs, tokenizer=tokenizer), strict=True):
+        assert_same(outcome(request), wanted, request.params)
+    assert assert_right(requests) > 3
+    assert engine.metrics.num_preemptions > 0
+    if k == 3:
+        assert engine.metrics.spec.by_drafter["grammar"][2] > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "ngram-tree", "draft", "draft by rejection", "draft by typical", "medusa-tree", "ngram-tree+medusa",
+        "ngram+medusa+recycle",
+    ],
+)  # fmt: skip
+def test_beside_every_drafter(
+    make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, way: str, mode: str
+) -> None:
+    jobs = guided_jobs(random.Random(way), 14)
+    rule = way.split(" ")[-1] if "by" in way else "exact"
+    if rule != "exact":  # the others have another output by it
+        jobs = [job for job in jobs if job.params.response_format is not None]
+    guess = {
+        "method": way.replace("-tree", "").split(" ")[0],
+        "tree_width": 3 if "tree" in way else 1,
+        "acceptance": rule,
+    }
+    draft = tiny_model(3, vocab_size=VOCAB) if "draft" in way else None
+    heads = Heads.random(model, 3, vocab=40) if "medusa" in way else None
+    engine = make(4, guess=guess, draft_model=draft, heads=heads, **MODES[mode])
+    others = [Job(job.prompt, replace(job.params, response_format=None)) for job in jobs[:4]]
+    requests = run(engine, [*jobs, *others])[: len(jobs)]
+    for request, wanted in zip(requests, alone(model, jobs, tokenizer=tokenizer), strict=True):
+        assert_same(outcome(request), wanted, request.params)
+    assert_right(requests)
+    names = set(engine.metrics.spec.by_drafter)
+    assert "grammar" in names
+    assert len(names) > 1  # the others are guessed for as ever
+
+
+@pytest.mark.long
+def test_recorded_steps_freeze_nothing_of_the_host(
+    model: Model, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels, recorded for a first request and replayed for others, results collected a step later."""
+    params = SamplingParams(temperature=1, seed=1, max_tokens=9, response_format=REGEX)
+    plain = SamplingParams(temperature=0, max_tokens=6)
+    greedy = replace(params, temperature=0.0, response_format=CHOICE)
+    jobs = [Job([1, 2, 3, 4], params), Job([5, 6, 5, 6, 5], plain), Job([9, 2, 1], greedy)]
+    jobs += [Job([40, 41, 40, 41], plain), Job([7], replace(params, seed=3))]
+    wanted = alone(tiny_model(num_layers=1, vocab_size=VOCAB), jobs, tokenizer=tokenizer)
+    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    with dispatch.forced("triton"):
+        engine = make_engine(
+            tiny_model(num_layers=1, vocab_size=VOCAB), 2, max_num_seqs=2, max_model_len=32,
+            tokenizer=tokenizer, **{**MODES["as-on-gpu"], "lazy_capture": False},
+        )  # fmt: skip
+        requests = run(engine, jobs)
+    for request, expected in zip(requests, wanted, strict=True):
+        assert_same(outcome(request), expected)
+    assert engine.worker.graphs is not None
+    assert engine.worker.graphs.fallbacks == 0
+
+
+def test_more_guesses_than_a_recorded_step_has_room_for(make: Callable[..., Engine]) -> None:
+    """64 rows of 17 tokens are more than any recording: such a step has fewer guesses."""
+    asked = {"type": "choice", "choice": ["red or green or blue or red again"]}
+    jobs = [Job([i, 2], SamplingParams(max_tokens=40, response_format=asked)) for i in range(64)]
+    options = {"max_num_seqs": 64, "max_model_len": 48}
+    plain, guessed = (run(make(k, **options, **MODES["as-on-gpu"]), jobs) for k in (None, 16))
+    assert [r.output_ids for r in guessed] == [r.output_ids for r in plain]
+
+
+@pytest.mark.parametrize("asked", [JSON, REGEX, CHOICE], ids=["json", "regex", "choice"])
+def test_wherever_the_length_cuts(make: Callable[..., Engine], asked: dict[str, Any]) -> None:
+    whole = SamplingParams(temperature=3, seed=5, response_format=asked, max_tokens=100)
+    engines = [make(k, enable_prefix_caching=False) for k in (None, 5)]
+    [full] = run(engines[0], [Job([1, 2, 3], whole)])
+    assert full.finish_reason == "stop"
+    length = len(full.output_ids)
+    jobs = [Job([1, 2, 3], replace(whole, max_tokens=n)) for n in range(1, length + 3)]
+    for requests in (run(engine, jobs) for engine in engines):
+        for n, request in enumerate(requests, 1):
+            assert request.output_ids == full.output_ids[:n]
+            assert request.finish_reason == ("length" if n < length else "stop")
+
+
+def test_what_ends_the_output_otherwise_does_so(make: Callable[..., Engine], tokenizer: Tokenizer) -> None:
+    text = '", "b'
+    params = SamplingParams(temperature=2, seed=1, max_tokens=80, response_format=JSON)
+    comma = tokenizer.encode(", ", add_special_tokens=False)
+    ways: list[dict[str, Any]] = [{"stop": [text]}, {"stop": "c"}, {"stop_token_ids": comma}]
+    jobs = [Job([1, 2], replace(params, **way)) for way in ways] + [Job([1, 2], params)]
+    plain, guessed = (run(make(k), jobs) for k in (None, 6))
+    for a, b in zip(plain, guessed, strict=True):
+        assert (a.output_ids, a.text, a.stop_reason) == (b.output_ids, b.text, b.stop_reason)
+    full = guessed[3].text
+    assert guessed[1].text == full[: full.index("c")]
+    assert (guessed[1].stop_reason, guessed[3].stop_reason) == ("c", None)
+
+
+def test_logprobs_are_over_what_is_allowed_and_bias_and_penalties_hold(make: Callable[..., Engine]) -> None:
+    params = SamplingParams(temperature=1, seed=2, max_tokens=40, logprobs=20, response_format=CHOICE)
+    no = {t: -1e6 for t in range(VOCAB) if t not in (0, 1 + sorted(CHOICES).index("ab"))}
+    jobs = [Job([1], params), Job([1], replace(params, frequency_penalty=2, logit_bias={5: 9}))]
+    jobs.append(Job([1], replace(params, logit_bias=no)))
+    plain, guessed = (run(make(k), jobs) for k in (None, 6))
+    for a, b in zip(plain, guessed, strict=True):
+        assert_same(outcome(b), outcome(a))
+        assert b.text in CHOICES
+    for place in guessed[0].logprobs:
+        assert sum(2.718281828**entry.logprob for entry in place.values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_outputs_of_one_prompt_share_it_and_follow_their_own_text(model: Model, tokenizer: Tokenizer) -> None:
+    engine = make_engine(model, 4, tokenizer=tokenizer, max_num_seqs=4)
+    params = SamplingParams(n=6, temperature=9, seed=4, max_tokens=90, response_format=JSON)
+    prompt = list(range(40))
+    for _ in range(2):
+        requests = [engine.add(prompt, params, index) for index in range(6)]
+        finish(engine)
+        assert assert_right(requests) == 6
+        assert len({request.text for request in requests}) == 6
+    assert engine.metrics.num_cached_tokens >= 32 * 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_that_is_aborted_or_fails_harms_no_other(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    params = SamplingParams(temperature=5, seed=1, max_tokens=80, response_format=JSON)
+    engine = make(4, **MODES[mode])
+    [wanted] = run(engine, [Job([1, 2], params)])
+    well, gone = engine.add([1, 2], params), engine.add([3], params)
+    bad = engine.add([4], params)
+    assert bad.guide is not None
+    follow = bad.guide.advance
+
+    def fails(tokens: list[int]) -> int:
+        taken = follow(tokens)
+        return bad.guide._fail(taken) if bad.num_tokens > 9 else taken  # type: ignore[union-attr]
+
+    monkeypatch.setattr(bad.guide, "advance", fails)
+    for _ in range(5):
+        engine.step()
+    engine.abort(gone)
+    finish(engine)
+    assert outcome(well) == outcome(wanted)
+    assert (gone.finish_reason, bad.finish_reason) == ("abort", "abort")
+    assert bad.error is not None
+    assert bad.error.startswith("response_format could not be followed beyond ")
+    assert gone.error is None
+
+
+def test_others_pay_nothing_and_rows_forget(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = [Job([1, 2, 1, 2], SamplingParams(temperature=1, seed=3, max_tokens=12))]
+    engine = make(3, max_num_seqs=1)
+    wanted = outcome(run(engine, plain)[0])
+    assert not engine.worker.guided._made
+    run(engine, [Job([1], SamplingParams(max_tokens=5, response_format=JSON))])
+
+    def never(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(GuidedRows, "bar", never)
+    assert outcome(run(engine, plain)[0]) == wanted
+    monkeypatch.undo()
+    beside = Job([1], SamplingParams(max_tokens=40, response_format=JSON))
+    engine = make(3, max_num_seqs=2)
+    run(engine, [beside, beside])
+    assert outcome(run(engine, [*plain, beside])[0]) == wanted  # in the row of one that had a grammar
+
+
+def test_what_cannot_run_is_refused_before_anything_runs(
+    make: Callable[..., Engine], model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asks(asked: dict[str, Any]) -> SamplingParams:
+        return SamplingParams(response_format=asked)
+
+    with pytest.raises(ValueError, match="response_format needs a tokenizer"):
+        make_engine(model, 2).add([1], asks({"type": "json_object"}))
+    with pytest.raises(ValueError, match=r"this regex cannot be followed: .*unclosed group"):
+        make().check([1], asks({"type": "regex", "regex": "(a"}))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"pip install 'nanospec\[grammar\]'"):
+        make().check([1], asks({"type": "json_object"}))
+
+
+def test_a_trace_shows_the_guesses(make: Callable[..., Engine]) -> None:
+    params = SamplingParams(temperature=5, seed=1, max_tokens=80, response_format=JSON)
+    [request] = run(make(4, trace=True), [Job([1, 2], params)])
+    assert request.record is not None
+    steps = request.record.steps
+    guessed = [step for step in steps if step.method == "grammar"]
+    assert sum(len(step.accepted) for step in guessed) == request.stats.num_accepted > 0
+    assert sum(step.verified for step in steps) == request.stats.num_drafted
+    assert [t for step in steps for t in step.tokens] == request.output_ids
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_forced_tokens_are_all_accepted_and_cost_one_step(make: Callable[..., Engine], width: int) -> None:
+    """As a chain in a tree, too."""
+    asked = {"type": "choice", "choice": ["red or green or blue"]}
+    job = Job([1], SamplingParams(temperature=1, max_tokens=50, response_format=asked))
+    [request] = run(make(16, guess={"tree_width": width}), [job])
+    assert request.text == "red or green or blue"
+    assert request.stats.num_accepted == request.stats.num_drafted == len(request.output_ids)
+    assert request.stats.num_steps == 1
+
+
+def test_no_more_is_guessed_than_there_is_room_for_or_asked(make: Callable[..., Engine]) -> None:
+    asked = {"type": "choice", "choice": ["red or green or blue"]}
+    engine = make(3, enable_prefix_caching=False)
+    found = []
+    for most, own in ((1, None), (3, None), (4, None), (7, None), (6, 2)):
+        params = SamplingParams(max_tokens=most, response_format=asked, num_speculative_tokens=own)
+        [request] = run(engine, [Job([1], params)])
+        found.append((request.stats.num_drafted, request.stats.num_accepted, request.stats.num_steps))
+    assert found == [(0, 0, 1), (2, 2, 1), (3, 3, 1), (5, 5, 2), (4, 4, 2)]
+
+
+def test_a_model_runs_for_those_that_may_have_its_guesses(make: Callable[..., Engine]) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Spy(Policy):
+        def passes(self, rows: Sequence[int], others: int, most: int) -> int:
+            asked.append((len(rows), others))
+            return most
+
+    draft = tiny_model(3, vocab_size=VOCAB)
+    engine = make(3, guess={"method": "draft"}, draft_model=draft, enforce_eager=True)
+    engine.policy = Spy()
+    ways: list[dict[str, Any]] = [{}, {"response_format": REGEX}, {"num_speculative_tokens": 0}]
+    for way in ways:
+        engine.add([1, 2, 3], SamplingParams(max_tokens=9, **way))
+    finish(engine)
+    assert asked[0] == (1, 2)
+
+
+def test_drafters_are_neither_asked_nor_told(make: Callable[..., Engine]) -> None:
+    told: list[int] = []
+    wanted: list[int] = []
+
+    class Again(Drafter):
+        def propose(self, table: Table, rows: torch.Tensor, k: int) -> Proposal:
+            wanted.extend(room(table, rows, k).tolist())
+            return guesses(torch.full((len(rows), k), 5, dtype=torch.int32), room(table, rows, k))
+
+        def learn(self, table: Table, proposal: Proposal, *_: Any) -> None:
+            told.extend(proposal.drafter.tolist())
+
+    asked = SamplingParams(temperature=1, max_tokens=30, response_format=JSON)
+    engine = make(3, drafter=Again())
+    run(engine, [Job([1], asked)])
+    assert (set(told), set(wanted)) == ({NOBODY}, {0})
+    assert set(engine.metrics.spec.by_drafter) == {"grammar"}
+    run(engine, [Job([1], SamplingParams(max_tokens=5))])
+    assert set(told) == {NOBODY, 0}
+
+
+def test_the_real_model_extracts_json(smollm2: Path) -> None:
+    llm = LLM(
+        str(smollm2), max_num_seqs=4, kv_cache_memory="100M", max_model_len=512,
+        spec=SpecConfig(num_speculative_tokens=6),
+    )  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
+    chats = [[{"role": "user", "content": f"{name} is {age}. Say name and age as JSON."}] for name, age in
+             (("Anna Miller", 34), ("Tom", 7))]  # fmt: skip
+    found = []
+    for k in (0, None):
+        params = SamplingParams(temperature=0, max_tokens=40, response_format=asked, num_speculative_tokens=k)
+        found.append([output.outputs[0] for output in llm.chat(chats, params)])
+    texts = ['{"name": "Anna Miller", "age": 34}', '{"name": "Tom", "age": 7}']
+    assert [done.text for done in found[0]] == texts
+    assert [done.token_ids for done in found[1]] == [done.token_ids for done in found[0]]
+    assert found[1][0].stats.num_steps < found[0][0].stats.num_steps

@@ -1,0 +1,309 @@
+"""Ranks as processes: they start, do what one process does, and none is left when the job ends, however."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.config import EngineConfig
+from nanospec.drafters.base import Drafter
+from nanospec.extras.tensor_parallel import launch
+from nanospec.extras.tensor_parallel.launch import Place, gpu_of, torchrun_place
+from nanospec.extras.tensor_parallel.meeting import ADDRESS
+from nanospec.extras.tensor_parallel.team import RankFailed
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
+from nanospec.llm import Prompt
+from tests.ranks import weights_of
+from tests.tiny import tiny_config, tiny_tokenizer
+
+ROOT = Path(__file__).parents[3]
+PROMPTS: list[Prompt] = ["a red red green red red", "ab ab ab abab", [5, 9, 5, 9, 5], "ab red"]
+GRAMMAR = {"type": "regex", "regex": "(ab|red)+"}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=40, stop=["q"]),
+    SamplingParams(temperature=0.9, seed=4, top_p=0.8, max_tokens=20, logprobs=2, repetition_penalty=1.1),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=20, response_format=GRAMMAR),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("random"))
+
+
+def random_model(folder: Path) -> Path:
+    """Write one with a tokenizer."""
+    folder.mkdir(exist_ok=True)
+    vocab_size = tiny_tokenizer(folder).vocab_size
+    fields = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": vocab_size, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "eos_token_id": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(weights_of(tiny_config(vocab_size=vocab_size)), folder / "model.safetensors")
+    return folder
+
+
+def make(folder: Path, size: int, **options: Any) -> LLM:
+    spec = SpecConfig(num_speculative_tokens=4)
+    options = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128, "threads": 1, **options}
+    return LLM(folder, spec=spec, device="cpu", tensor_parallel_size=size, **options)
+
+
+def ranks_of(llm: LLM) -> list[int]:
+    return [process.pid for process in llm.engine.worker.team.processes]  # type: ignore[attr-defined]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_gone(pids: Sequence[int], seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"{pids} are still there"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[tuple[str, list[int]]]:
+    outputs = make(folder, 1).generate(PROMPTS, PARAMS)
+    return [(output.text, output.token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    """One for the tests that leave it as it was."""
+    with make(folder, 2) as llm:
+        yield llm
+    assert_gone(ranks_of(llm))
+    with pytest.raises(RuntimeError, match="has been closed; make a new LLM"):
+        llm.generate(PROMPTS, PARAMS)
+    llm.close()  # once more does no harm
+
+
+def test_writes_what_one_process_writes(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
+    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
+    for prompt, params, (text, _) in zip(PROMPTS, PARAMS, expected, strict=True):  # alone
+        assert "".join(llm.stream(prompt, params)) == text
+    assert llm.engine.metrics.spec.num_accepted > 0
+    report: Any = llm.metrics()
+    assert report["memory"][0] == report["memory"][1]
+    assert len(ranks_of(llm)) == 1
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+
+
+def test_ctrl_c_ends_requests_and_nothing_else(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
+    for delay in (0.02, 0.05, 0.11):
+        done = threading.Event()
+        threading.Thread(target=press, args=(delay, done)).start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                for_ever(llm)
+        finally:
+            done.set()
+    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+def press(delay: float, done: threading.Event) -> None:
+    """Ctrl-C; again if nothing comes of it, as Python drops it in callbacks of its garbage collector."""
+    while not done.wait(delay):
+        signal.raise_signal(signal.SIGINT)
+        delay = 20
+
+
+def test_ctrl_c_between_a_step_and_its_result(
+    llm: LLM, expected: list[tuple[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told to fetch and who fetches agree on what was queued before."""
+    team: Any = llm.engine.worker.team  # type: ignore[attr-defined]
+    together, fetches = team.together, [0]
+
+    def interrupted(message: Any = None) -> Any:
+        fetches[0] += message is not None and message[0] == "fetch"
+        if fetches[0] == 4:
+            fetches[0] += 1
+            raise KeyboardInterrupt
+        return together(message)
+
+    monkeypatch.setattr(team, "together", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, PARAMS)
+    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+def for_ever(llm: LLM) -> None:
+    while True:
+        llm.generate(PROMPTS, PARAMS)
+
+
+def interrupt(llm: LLM, number: int) -> float:
+    """Send a rank a signal in the middle of its work; seconds until the job ended."""
+    [rank] = ranks_of(llm)
+    at = [0.0]
+
+    def strike() -> None:
+        at[0] = time.monotonic()
+        os.kill(rank, number)
+
+    timer = threading.Timer(0.5, strike)
+    timer.start()
+    with pytest.raises(RankFailed) as raised:
+        for_ever(llm)
+    seconds = time.monotonic() - at[0]
+    sentence = str(raised.value)
+    assert_gone([rank])
+    for _ in range(2):  # and again, at once
+        with pytest.raises(RankFailed) as raised:
+            llm.generate(PROMPTS, PARAMS)
+        assert str(raised.value) == sentence
+    assert not llm.engine.scheduler.has_work
+    llm.close()
+    llm.failure = sentence  # type: ignore[attr-defined]
+    return seconds
+
+
+def test_a_rank_that_is_killed_ends_the_job_at_once(folder: Path) -> None:
+    llm = make(folder, 2)  # beside the other one
+    assert interrupt(llm, signal.SIGKILL) < 8
+    assert llm.failure == "Rank 1 was killed by signal 9, and the others with it."  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_hangs_ends_the_job_in_time(folder: Path) -> None:
+    llm = make(folder, 2, distributed_timeout=3)
+    assert interrupt(llm, signal.SIGSTOP) < 12
+    assert "has not answered 'step' for 3 seconds" in llm.failure  # type: ignore[attr-defined]
+
+
+class Unequal(Drafter):
+    """Fails where it is made anew, which is in other processes."""
+
+    def __init__(self, *given: object) -> None:
+        self.given = given
+
+    def __reduce__(self) -> Any:
+        return fail, self.given
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        raise NotImplementedError
+
+
+def fail(*given: object) -> None:
+    raise ValueError("This drafter is for one process.")
+
+
+def test_ranks_that_cannot_start_are_told_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(children())
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 cannot divide 4 attention heads"):
+        make(folder, 3)
+    load = launch._load
+
+    def slowly(*args: Any) -> Any:  # so that another rank says it first
+        time.sleep(2)
+        return load(*args)
+
+    monkeypatch.setattr(launch, "_load", slowly)
+    with pytest.raises(ValueError, match="kv_cache_memory of 99 bytes hold"):
+        make(folder, 2, kv_cache_memory=99)
+    with pytest.raises(ValueError, match=r"Unequal object at .* cannot be sent .*: Can't pickle local"):
+        LLM(folder, drafter=Unequal(lambda: None), device="cpu", tensor_parallel_size=2)
+    with pytest.raises(RankFailed, match="Rank 1 failed: This drafter is for one process."):
+        LLM(folder, drafter=Unequal(), device="cpu", tensor_parallel_size=2)
+    assert set(children()) == before
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """What torchrun tells the 12th of 16 processes, on the second of two machines."""
+    for name, value in (("RANK", 11), ("WORLD_SIZE", 16), ("LOCAL_RANK", 3), ("LOCAL_WORLD_SIZE", 8)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert torchrun_place() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    found = torchrun_place()
+    assert found == Place(11, 16, 3, 8, "node-0", 29500)
+    return found
+
+
+@pytest.mark.usefixtures("place")
+def test_as_many_ranks_as_torchrun_has_started(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"torchrun has started 16 processes, but tensor_parallel_size=2;"):
+        make(folder, 2)
+
+
+def test_under_torchrun_there_is_one_llm(
+    folder: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    store.set(ADDRESS, "that of the first")
+    monkeypatch.setattr(Place, "store", lambda self: store)
+    monkeypatch.setattr(launch, "torchrun_place", lambda: place._replace(rank=0, size=2, local=0))
+    with pytest.raises(ValueError, match="Under torchrun a program has one LLM"):
+        make(folder, 2)
+
+
+def test_ranks_of_a_machine_share_its_cores(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equally, also where other ranks are elsewhere."""
+    threads: list[object] = []
+    monkeypatch.setattr(launch, "use_threads", threads.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
+    for local in range(8):
+        launch._device(place._replace(rank=8 + local, local=local), EngineConfig(device="cpu"))
+    launch._device(place, EngineConfig(device="cpu", threads=3))
+    assert threads == [4] * 8 + [3]
+    with pytest.raises(ValueError, match="threads=33 of each rank are more than 32 processors"):
+        launch._device(place, EngineConfig(device="cpu", threads=33))
+
+
+def test_a_rank_knows_its_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of its number, unless its launcher shows it one alone."""
+    for shown, number in ((None, 3), ("4,5,6,7", 3), ("5", 0), ("GPU-5ebe9", 0)):
+        if shown is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert gpu_of(place) == number
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    asked = ["--model", str(folder), "--prompt", "a red red", "--max-tokens", "30", "--temperature", "0"]
+    sizes = ["--tensor-parallel-size", "2", "--max-model-len", "128", "--device", "cpu", "--dtype", "float32"]
+    return [str(ROOT / "run.py"), *asked, *sizes, *more]
+
+
+def test_torchrun_starts_them_too(folder: Path) -> None:
+    expected = make(folder, 1).generate("a red red", SamplingParams(temperature=0, max_tokens=30))[0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    asked = [*torchrun, *command(folder, "--json")]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    printed = [line for line in done.stderr.splitlines() if line.startswith("Rank ")]
+    assert [line.split(" MB")[0].rsplit(" ", 1)[0] for line in printed] == ["Rank 0 takes", "Rank 1 takes"]
+    [result] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert result["outputs"][0]["token_ids"] == expected.token_ids
+    assert len(result["metrics"]["memory"]) == 2

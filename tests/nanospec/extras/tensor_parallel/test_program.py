@@ -1,0 +1,125 @@
+"""What a user's program brings along, or does, that ranks know nothing of: a drafter and a sampling parameter
+in the script itself, a module beside it, forks, an end without notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.nanospec.extras.tensor_parallel.test_launch import ROOT, assert_gone, is_alive, random_model
+
+BESIDE = """
+from nanospec import SamplingParameter
+
+class Nudge(SamplingParameter, name="nudge", help="what is added to the logit of token 5"):
+    high = 100.0
+
+    def change(self, logits, value):
+        logits[:, 5:6] += value
+        return logits
+"""
+SCRIPT = """
+import json, os, random, signal, sys, time
+import beside
+from nanospec import LLM, Drafter, SamplingParameter, SamplingParams, SimpleDrafter
+
+class Echo(Drafter):
+    pass
+
+class Own(SamplingParameter, name="own", help="of the script"):
+    def change(self, logits, value):
+        return logits
+
+class Mine(SimpleDrafter):
+    def guess(self, tokens, k):
+        after = [i for i, token in enumerate(tokens) if i and tokens[i - 1] == tokens[-1]]
+        first = random.choice(after or [0])
+        return tokens[first : first + k]
+
+def written(**params):
+    asked = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, **params)
+    return [output.token_ids for output in llm.generate([[5, 9, 5, 7, 5, 9], [8, 3, 8, 3]], asked)]
+
+folder, size, found = sys.argv[1], int(sys.argv[2]), {}
+options = {"tensor_parallel_size": size, "device": "cpu", "threads": 1, "dtype": "float32"}
+options["max_model_len"] = 128
+if size > 1:
+    try:
+        LLM(folder, drafter=Echo(), **options)
+    except ValueError as error:
+        found["echo"] = str(error)
+llm = LLM(folder, drafter=["ngram", Mine()], **options)
+found |= {"seeded": written(), "greedy": written(temperature=0)}
+found["nudged"] = written(extra_args={"nudge": 100.0})
+found["accepted"] = llm.engine.metrics.spec.num_accepted > 0
+try:
+    written(extra_args={"own": 0.5})
+except ValueError as error:
+    found["refused"] = str(error)
+child = os.fork()
+if not child:
+    if size > 1:
+        try:
+            written()
+        except ConnectionError as error:
+            print(json.dumps({"child": str(error)}), flush=True)
+    sys.exit()
+os.waitpid(child, 0)
+found["after"] = written()
+if size > 1:
+    found["ranks"] = [process.pid for process in llm.engine.worker.team.processes]
+    found["sessions"] = [os.getsid(0), *map(os.getsid, found["ranks"])]
+    found["sleeps"] = child = os.fork()
+    if not child:
+        os.close(1), os.close(2)
+        time.sleep(100)
+print(json.dumps(found), flush=True)
+if size > 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def printed(tmp_path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """By the script: with one process, and, a line each, with two ranks. In its folder is the module that it
+    imports; where it is run, one that would be in the way."""
+    model = random_model(tmp_path / "model")
+    (tmp_path / "queue.py").write_text("raise ImportError('not that of the standard library')")
+    script = tmp_path / "program" / "script.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    (script.parent / "beside.py").write_text(BESIDE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    commands = [[sys.executable, str(script), str(model), size] for size in ("1", "2")]
+    processes = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes) for command in commands
+    ]
+    texts = [process.communicate(timeout=100) for process in processes]
+    assert processes[0].returncode == 0, texts[0][1]
+    assert processes[1].returncode == -signal.SIGKILL, texts[1][1]
+    return json.loads(texts[0][0]), [json.loads(line) for line in texts[1][0].splitlines()]
+
+
+def test_a_program_of_ones_own(tmp_path: Path) -> None:
+    one, (child, several) = printed(tmp_path)
+    assert one["seeded"] != one["nudged"]
+    for what in ("seeded", "greedy", "nudged"):
+        assert several[what] == one[what], what  # with other guesses
+    assert several["accepted"]
+    assert several["echo"].startswith("Echo is defined in the script, which other ranks do not run: define")
+    assert "refused" not in one
+    assert several["refused"].startswith("extra_args={'own': 0.5} names 'own', unknown to other ranks")
+    assert several["after"] == one["seeded"]
+    assert child == {"child": "A forked process cannot use the ranks of its parent; make an LLM of its own."}
+    ours, *theirs = several["sessions"]
+    assert ours not in theirs
+    assert is_alive(several["sleeps"])  # with all that the leader had open
+    try:
+        assert_gone(several["ranks"])
+    finally:
+        os.kill(several["sleeps"], signal.SIGKILL)

@@ -1,0 +1,318 @@
+"""A model split among ranks writes what it writes in one piece, with every way of guessing."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec.config import EngineConfig, SamplingParams
+from nanospec.drafters.base import Drafter, Target
+from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.first_match import FirstMatch
+from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.medusa import MedusaDrafter
+from nanospec.drafters.ngram import NgramDrafter
+from nanospec.drafters.simple import SimpleDrafter
+from nanospec.extras.tensor_parallel.group import Group
+from nanospec.extras.tensor_parallel.ranks import Rank
+from nanospec.extras.tensor_parallel.shard import Shard
+from nanospec.models.config import ModelConfig
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
+from tests.drive import (
+    MODES,
+    Job,
+    alone,
+    assert_idle,
+    assert_same,
+    make_engine,
+    make_spec,
+    outcome,
+    random_jobs,
+    run,
+)
+from tests.ranks import Weights, groups_of, part_of, split_engine, together, weights_of
+from tests.tiny import tiny_config, tiny_model
+
+VOCAB = 64
+# Ranks, heads of queries, heads of keys and values: divided; one of them on two ranks; filled up with zeros.
+SHAPES = {"2-ranks": (2, 4, 2), "4-ranks": (4, 4, 2), "3-heads-on-2": (2, 6, 3)}
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ngram": {"method": "ngram"},
+    "ngram-tree": {"method": "ngram", "tree_width": 3},
+    "draft": {"method": "draft"},
+    "split-draft": {"method": "draft", "options": {"draft_tensor_parallel_size": 2}},
+    "medusa-tree": {"method": "medusa", "tree_width": 3},
+    "ngram+medusa": {"method": "ngram+medusa"},
+    "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
+    "ngram+recycle": {"method": "ngram+recycle"},
+}
+
+
+CASES = [("2-ranks", way, mode) for way, mode in zip(WAYS, [*MODES] * len(WAYS), strict=False)]
+CASES += [("4-ranks", "ngram-tree+draft", "plain"), ("4-ranks", "medusa-tree", "as-on-gpu")]
+CASES += [("3-heads-on-2", "ngram+medusa", "plain"), ("3-heads-on-2", "ngram-tree", "as-on-gpu")]
+
+
+class Whole(NamedTuple):
+    """A model in one piece, and what it is made of."""
+
+    config: ModelConfig
+    weights: Weights
+    model: Model
+
+
+@cache
+def whole(heads: int = 4, kv_heads: int = 2, **more: Any) -> Whole:
+    config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, **more)
+    weights = weights_of(config)
+    return Whole(config, weights, Model(config, torch.float32, "cpu", weights.__getitem__))
+
+
+class Drafters:
+    """Makes each rank a drafter: a draft model that is all its own, or a part of one; heads."""
+
+    def __init__(self, options: EngineConfig) -> None:
+        self.spec = options.spec
+
+    def __call__(self, model: Model, group: Group) -> Drafter | None:
+        config, ready = tiny_config(num_layers=1), dict[str, Drafter]()
+        if "draft" in self.spec.methods:
+            split = "draft_tensor_parallel_size" in self.spec.options
+            draft = part_of(config, weights_of(config), group) if split else tiny_model(num_layers=1)
+            ready["draft"] = ModelDrafter(self.spec, draft, VOCAB)
+        if "medusa" in self.spec.methods:
+            ready["medusa"] = MedusaDrafter(self.spec, Heads.random(model, 3, vocab=50), model)
+        return load_drafter(self.spec, Target(model, group=group), ready)
+
+
+def options_of(
+    size: int, of: Whole, way: str, k: Any, num_blocks: int | None = None, **more: Any
+) -> EngineConfig:
+    """`num_blocks` pages on each rank."""
+    spec = make_spec(None) if way == "none" else make_spec(k, **WAYS[way])
+    if num_blocks is not None:
+        local = Shard(of.config, groups_of(size)[0]).config
+        per_token = local.kv_bytes_per_token(torch.float32)
+        if "draft" in spec.methods:
+            per_token += tiny_config(num_layers=1).kv_bytes_per_token(torch.float32) // (
+                2 if spec.options else 1
+            )
+        more["kv_cache_memory"] = 16 * num_blocks * per_token
+    options = {"max_num_seqs": 4, "max_model_len": 128, "tensor_parallel_size": size, **more}
+    return EngineConfig(spec=spec, **options)
+
+
+@pytest.mark.parametrize(("shape", "way", "mode"), CASES, ids=str)
+def test_output_is_that_of_one_device(shape: str, way: str, mode: str) -> None:
+    """Greedy and seeded, filters, penalties, log-probabilities, prefix hits, chunks, preemption."""
+    size, *heads = SHAPES[shape]
+    of, rng = whole(*heads), random.Random(f"{shape}{way}")
+    jobs = random_jobs(rng, VOCAB, 5)
+    options = options_of(size, of, way, 5, 17, max_num_batched_tokens=32, **MODES[mode])
+    with split_engine(size, of.config, of.weights, options, Drafters(options)) as split:
+        found = [outcome(request) for request in run(split.engine, jobs)]
+    split.assert_equal()
+    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
+        assert_same(got, wanted, (shape, way, mode))
+    assert way == "none" or split.engine.metrics.spec.num_accepted > 0
+
+
+class Whim(SimpleDrafter):
+    """Guesses what it pleases."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def guess(self, tokens: list[int], k: int) -> list[int]:
+        after = [i for i, token in enumerate(tokens) if i and tokens[i - 1] == tokens[-1]]
+        first = self.random.choice(after or [0])
+        return tokens[first : first + k]
+
+
+@pytest.mark.parametrize("lookup", [True, False], ids=["behind lookup", "alone"])
+def test_ranks_that_would_guess_differently_verify_the_same(lookup: bool) -> None:
+    of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
+
+    def make(model: Model, group: Group) -> Drafter:
+        whim = Whim(group.rank)
+        return FirstMatch(NgramDrafter(options.spec), whim) if lookup else whim
+
+    options = options_of(2, of, "ngram", 4, trace=True)
+    with split_engine(2, of.config, of.weights, options, make) as split:
+        found = [outcome(request) for request in run(split.engine, jobs)]
+    split.assert_equal()
+    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
+        assert_same(got, wanted)
+    assert split.engine.metrics.spec.num_accepted > 0
+
+
+def test_rows_that_fill_up_a_vocabulary_are_no_tokens() -> None:
+    """Their logits are 0, as likely as any here."""
+    of = whole(vocab_size=33)
+    hot = [SamplingParams(temperature=50.0, seed=seed, max_tokens=30) for seed in range(3)]
+    jobs = [Job([1, 2, 3], params) for params in hot]
+    wanted = [outcome.token_ids for outcome in alone(of.model, jobs)]
+    with split_engine(4, of.config, of.weights, options_of(4, of, "none", None)) as split:
+        head: Any = split.engine.worker.model.lm_head
+        assert head.part.shape[0] * 4 > 33
+        assert [outcome(request).token_ids for request in run(split.engine, jobs)] == wanted
+
+
+def test_automatic_k_is_the_leaders_choice_for_all() -> None:
+    """How many drafts of a row are verified depends on times, which ranks do not share."""
+    of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
+    with split_engine(2, of.config, of.weights, options_of(2, of, "ngram", "auto")) as split:
+        found = [outcome(request) for request in run(split.engine, jobs)]
+    split.assert_equal()
+    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_who_is_ended_by_the_host_disturbs_nobody(mode: str) -> None:
+    of, rng = whole(), random.Random(3)
+    params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=30) for i in range(5)]
+    jobs = [Job(rng.choices(range(VOCAB), k=20) * 2, asked) for asked in params]
+    wanted = alone(of.model, jobs)
+    with split_engine(2, of.config, of.weights, options_of(2, of, "ngram", 4, **MODES[mode])) as split:
+        engine = split.engine
+        requests = [engine.add(job.prompt, job.params) for job in jobs]
+        for step in range(200):
+            if step in (3, 7):
+                engine.abort(requests[step // 3])
+            if not engine.has_work:
+                break
+            engine.step()
+        assert_idle(engine)
+        assert [r.finish_reason for r in requests].count("abort") == 2
+        for request, expected in zip(requests, wanted, strict=True):
+            assert request.output_ids == expected.token_ids[: len(request.output_ids)]
+        engine.add(*jobs[0])
+        engine.step()
+        engine.abort_all()  # flights that nobody fetches
+        again = run(engine, jobs[:2])
+    for request, expected in zip(again, wanted, strict=False):
+        assert outcome(request).token_ids == expected.token_ids
+    split.assert_equal()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "typical"])
+def test_other_rules_of_acceptance_see_all_logits(rule: str) -> None:
+    """What they accept depends on the draft, so both engines draft alike."""
+    of = whole()
+    asked = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(3)]
+    jobs = [Job([5, 9, 5, 9, 5], params) for params in asked]
+    guess: dict[str, Any] = {"method": "draft", "acceptance": rule}
+    one = make_engine(of.model, 4, guess=guess, draft_model=tiny_model(num_layers=1))
+    wanted = [outcome(request).token_ids for request in run(one, jobs)]
+    options = EngineConfig(
+        spec=make_spec(4, **guess), max_num_seqs=8, max_model_len=128, tensor_parallel_size=2
+    )
+    with split_engine(2, of.config, of.weights, options, Drafters(options)) as split:
+        assert [outcome(request).token_ids for request in run(split.engine, jobs)] == wanted
+
+
+def test_logits_are_exchanged_only_for_those_who_ask() -> None:
+    of = whole()
+    with split_engine(2, of.config, of.weights, options_of(2, of, "none", None)) as split:
+        sizes: list[int] = []
+        gather = split.groups[0].gather
+
+        def spy(x: Tensor) -> Tensor:
+            sizes.append(x.numel())
+            return gather(x)
+
+        model = split.engine.worker.model
+        model.lm_head = model.lm_head._replace(gather=spy)  # type: ignore
+        plain: list[dict[str, Any]] = [{"temperature": 1.0, "seed": 1}, {"temperature": 0, "top_p": 0.5}]
+        asking: list[dict[str, Any]] = [
+            {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0, "logprobs": 0},
+            {"temperature": 0, "logit_bias": {3: 1.0}}, {"temperature": 0, "min_tokens": 2},
+            {"temperature": 0, "repetition_penalty": 1.2}, {"extra_args": {"top_n_sigma": 1.0}},
+        ]  # fmt: skip
+        asked = [*((p, 2) for p in plain), *((p, VOCAB // 2) for p in asking), *((p, 2) for p in plain)]
+        for params, each in asked:
+            sizes.clear()
+            run(split.engine, [Job([1, 2, 3], SamplingParams(max_tokens=2, **params))])
+            assert sizes == [each] * 2, params
+
+
+def test_steps_with_all_logits_are_captured_before_requests_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all captures are gone when the group is left, since NCCL waits for them."""
+    of, left = whole(), list[int]()
+    options = options_of(2, of, "ngram", 3, enforce_eager=False)
+    with split_engine(2, of.config, of.weights, options) as split:
+        graphs, group = split.engine.worker.graphs, split.groups[0]
+        assert graphs is not None
+        captures = graphs._variants
+        monkeypatch.setattr(graphs, "_record", lambda bucket: pytest.fail(f"{bucket} is captured late"))
+        for params in ({"temperature": 0}, {"top_p": 0.5, "seed": 7}, {"temperature": 0, "logprobs": 1}):
+            job = Job([1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=9, **params))
+            assert_same(outcome(run(split.engine, [job])[0]), alone(of.model, [job])[0])
+        assert [len(kept) for kept in captures.values()] == [len(graphs.buckets())] * 2
+        close = group.close
+
+        def spy() -> None:
+            left.append(sum(map(len, captures.values())))
+            close()
+
+        monkeypatch.setattr(group, "close", spy)
+    assert left == [0]
+
+
+def test_a_logit_that_is_no_number_ends_its_request_alone() -> None:
+    of = whole()
+    broken = {**of.weights, "model.embed_tokens.weight": of.weights["model.embed_tokens.weight"].clone()}
+    broken["model.embed_tokens.weight"][7] = float("nan")
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    jobs = [Job([1, 2, 3], greedy), Job([1, 7], greedy)]
+    with split_engine(2, of.config, broken, options_of(2, of, "ngram", 3)) as split:
+        good, bad = run(split.engine, jobs)
+    assert outcome(good).token_ids == alone(of.model, jobs)[0].token_ids
+    assert bad.finish_reason == "abort"
+    assert "NaN" in str(bad.error)
+
+
+def test_the_memory_plan_is_that_of_all_ranks_and_adds_up() -> None:
+    """Weights as they lie in memory; a draft model is whole on every rank, or split, and alike on all."""
+    of, plans = whole(heads=6, kv_heads=3), {}
+    for way in ("draft", "split-draft"):
+        options = options_of(2, of, way, 3)
+        with split_engine(2, of.config, of.weights, options, Drafters(options)) as split:
+            worker = split.engine.worker
+            first, second = worker.memory
+            assert first == second
+            cache = worker.drafters[0].cache.kv  # type: ignore[attr-defined]
+            assert first.kv_cache == worker.kv_cache.nbytes
+            assert first.draft_kv_cache == cache.nbytes
+            local = Shard(of.config, split.groups[0])
+            shapes = {**local.config.parameter_shapes()}
+            shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (local.num_tokens, 32))
+            assert first.weights == 4 * sum(math.prod(shape) for shape in shapes.values())
+            assert first.rows == sum(t.nbytes for t in worker.table if isinstance(t, Tensor))
+            assert worker.report()["memory"] == [plan._asdict() for plan in (first, second)]
+            plans[way] = first
+    assert plans["split-draft"].draft_weights < 0.6 * plans["draft"].draft_weights
+    assert plans["split-draft"].draft_kv_cache * 2 == plans["draft"].draft_kv_cache
+
+
+def test_ranks_with_less_memory_decide_for_all() -> None:
+    of, given = whole(), {0: 40, 1: 20}
+
+
+    def plan(group: Group) -> tuple[int, int]:
+        local = Shard(of.config, group).config.kv_bytes_per_token(torch.float32)
+        memory = 16 * local * given[group.rank]
+        options = EngineConfig(spec=make_spec(None), kv_cache_memory=memory, max_num_seqs=4)
+        worker = Rank(options, part_of(of.config, of.weights, group), None, group)
+        return worker.num_blocks, worker.max_model_len
+
+    assert together(2, plan) == [(20, 320)] * 2

@@ -1,0 +1,45 @@
+"""What must be true of every record."""
+
+from __future__ import annotations
+
+from nanospec.engine.request import Request
+from nanospec.extras.tracing.recorder import Record
+from nanospec.kernels.codes import GUESSED, OWN
+
+
+def record_of(request: Request) -> Record:
+    assert request.record is not None
+    return request.record
+
+
+def check(request: Request) -> None:
+    """A request's record against what the engine counted and gave out."""
+    steps = record_of(request).steps
+    assert [token for step in steps for token in step.tokens] == request.output_ids
+    sources = []
+    for step in steps:
+        own = [OWN] * (len(step.tokens) - len(step.accepted))
+        sources += [step.sources[place - 1] for place in step.accepted] + own
+        assert len(own) <= 1
+        assert [step.drafts[place - 1] for place in step.accepted] == step.tokens[: len(step.accepted)]
+        assert 0 <= step.verified <= len(step.drafts) == len(step.sources) == len(step.parents)
+        assert all(parent <= i for i, parent in enumerate(step.parents))
+        text = request.tokens[: len(request.prompt_ids) + len(sources) - len(step.tokens)]
+        if step.match_len:
+            assert text[-step.match_len :] == text[step.sources[0] - step.match_len : step.sources[0]]
+            for place, (draft, source) in enumerate(zip(step.drafts, step.sources)):
+                assert draft == text[source], place
+        elif step.drafts:
+            assert set(step.sources) == {GUESSED}
+        assert bool(step.method) == bool(step.drafts)
+        assert step.plain_ms >= 0
+        assert all(ms >= 0 for ms in step.ms.values())
+        if step.rates:
+            assert 0 in step.rates  # recorded steps have one K for all, of which a row may use less
+            assert step.verified <= max(step.rates) or step.reason in ("no match", "end")
+    assert sources == request.draft_sources
+    stats = request.stats
+    assert len(steps) == stats.num_steps
+    assert sum(step.verified for step in steps) == stats.num_drafted
+    assert sum(len(step.accepted) for step in steps) == stats.num_accepted
+    assert [step.at for step in steps] == sorted(step.at for step in steps)

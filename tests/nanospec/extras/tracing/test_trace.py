@@ -1,0 +1,83 @@
+"""A trace as data and as a file: nothing in a text gets out of it, nothing else is overwritten."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanospec.extras.tracing.trace import Trace, check_target, embedded
+from tests.nanospec.extras.tracing.examples import NASTY, example
+
+
+def data_in(html: str) -> Any:
+    [data] = re.findall(r'<script type="application/json" id="trace">(.*?)</script>', html, re.DOTALL)
+    return json.loads(data)
+
+
+@given(st.recursive(st.text() | st.integers() | st.none(), lambda inner: st.lists(inner)))
+def test_embedded_data_is_whole_and_harmless(data: Any) -> None:
+    text = embedded(data)
+    assert json.loads(text) == data
+    assert re.search(r"[<>&\u2028\u2029\x00]|[^\x20-\x7e]", text) is None
+
+
+def test_the_page_is_one_file_with_all_of_the_data() -> None:
+    trace = example(texts=NASTY)
+    html = trace.html()
+    assert data_in(html) == json.loads(json.dumps(trace.to_dict()))
+    assert html.count("</script>") == 2
+    code = html.replace("http://www.w3.org/2000/svg", "")  # a name, no address
+    assert re.search(r"https?:|src=|@import|url\(|href=|fetch\(|import\(", code) is None
+    assert "/* scripts */" not in html
+    assert "/* page.css */" not in html
+
+
+def test_numbers_are_short() -> None:
+    trace = example()
+    trace.lanes[0].seconds = 1.23456789
+    assert trace.to_dict()["lanes"][0]["seconds"] == 1.235
+
+
+def test_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    page, notes = tmp_path / "trace.html", tmp_path / "notes.txt"
+    example().save(page)
+    first = page.read_text()
+    example(texts=["x"]).save(page)
+    assert page.read_text() != first
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.html"]
+    notes.write_text("mine")
+    for path, what in (
+        (notes, "is no HTML page"),
+        (tmp_path, "is a folder; name a file in it"),
+        (tmp_path / "no" / "x.html", "There is no folder"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            check_target(path)
+        with pytest.raises(ValueError, match=what):
+            example().save(path)
+    assert notes.read_text() == "mine"
+
+
+def test_a_page_that_cannot_be_made_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "trace.html"
+    page.write_text("<!doctype html>old")
+    monkeypatch.setattr(Trace, "html", lambda self: "\ud800")  # no UTF-8
+    with pytest.raises(UnicodeEncodeError):
+        example().save(page)
+    assert page.read_text() == "<!doctype html>old"
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.html"]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to(tmp_path / "trace.html")
+    example().save(tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "trace.html").is_file()

@@ -1,0 +1,151 @@
+"""Whatever a user hands to the settings, to `LLM` and its methods: a right result or one short sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
+from nanospec.apps.serve.settings import ServeConfig
+from nanospec.device.memory import plan_cache
+from nanospec.drafters.loading import who_guesses
+from nanospec.text.tokenizer import Tokenizer
+from nanospec.vllm_names import in_our_words
+from tests.nanospec.test_llm import folder, make
+from tests.nanospec.text.test_checks import Silent, nested
+from tests.tiny import tiny_model
+
+__all__ = ["folder"]
+LONG = "x" * 100_000
+ODD: list[Any] = [
+    None, True, 0, -1, 10**9, 10**18, 10**40, 10**5000, 0.5, math.nan, math.inf, "", "auto", "none", "a\nb",
+    LONG, "\ud800", "\0", b"abc", [], [1], ["a"], [LONG], [None], [10**400], {}, {"a": 1}, {LONG: LONG},
+    {None: 1}, {1: 2.0}, {"9" * 5000: 1}, {"²": 1}, (), {1, 2}, nested(100_000), ["y"] * 99,
+    range(10**9), np.int64(4), np.float32(0.5), np.bool_(True), np.arange(3), np.array(3), np.array([0.5, 1]),
+    np.zeros(10**5), torch.tensor(3), torch.arange(3), Silent(), Decimal("0.5"), Fraction(1, 2),
+    Fraction(10**400, 3), 1j, int, len, object(), SpecConfig(),
+]  # fmt: skip
+SETTINGS = (SamplingParams, SpecConfig, EngineConfig, ServeConfig)
+
+
+def said(function: Callable[..., Any], *args: Any, **named: Any) -> str:
+    """The sentence with which it refuses, "" if it does not; anything else fails."""
+    try:
+        function(*args, **named)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        text = str(error)
+        assert text.endswith((".", "?")), text
+        assert "\n" not in text
+        assert len(text) <= 1000
+        return text
+    return ""
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_field_takes_or_refuses_everything(settings: type) -> None:
+    for field in fields(settings):
+        for value in ODD:
+            text = said(settings, **{field.name: value})
+            assert not text or field.name in text or field.name == "options"
+
+
+@given(st.sampled_from(SETTINGS), st.data())
+def test_fields_together_do(settings: type, data: st.DataObject) -> None:
+    names = st.sampled_from([field.name for field in fields(settings)])
+    values = st.sampled_from(ODD) | st.integers() | st.floats() | st.text() | st.lists(st.integers())
+    said(settings, **data.draw(st.dictionaries(names, values, max_size=4)))
+
+
+def test_words_of_others_do() -> None:
+    for value in ODD:
+        for name in ("structured_outputs", "guided_decoding", "best_of", "bad_words", LONG):
+            said(SamplingParams, **{name: value})
+        for name in ("pipeline_parallel_size", "hf_overrides", "swap_space", "speculative_config", LONG):
+            said(in_our_words, None, {name: value})
+        for name in ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "options"):
+            said(in_our_words, None, {"speculative_config": {name: value}})
+        said(who_guesses, SpecConfig(), value)
+        if not isinstance(value, str) or value == LONG:
+            assert said(LLM, value).startswith("model=")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return make(folder)
+
+
+def test_every_prompt_is_taken_or_refused(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    for value in ODD:
+        for prompt in (value, ["a", value], {"prompt": value}, {"prompt_token_ids": value}, {LONG: 1}):
+            said(llm.generate, prompt, params)
+        said(llm.generate, "a", value)
+        said(llm.generate, ["a"], [value])
+        said(lambda given: list(llm.stream(given)), value)
+        said(lambda given: list(llm.stream("a", given)), value)
+        said(llm.get_tokenizer().encode, value)
+        if not isinstance(value, range):
+            said(llm.get_tokenizer().decode, [value])
+    assert not llm.engine.has_work
+
+
+def test_every_conversation_is_taken_or_refused(llm: LLM) -> None:
+    message, params = [{"role": "user", "content": "ab"}], SamplingParams(max_tokens=1)
+    for value in ODD:
+        said(llm.chat, value, params)
+        said(llm.chat, [value], params)
+        for name in ("chat_template", "chat_template_kwargs", "tools", "documents"):
+            said(llm.chat, message, params, **{name: value})
+
+
+@pytest.mark.parametrize("ids", [np.array([0, 1]), torch.tensor([0, 1]), np.array([0, 1], "u1"), range(2)])
+def test_prompts_may_be_arrays_of_integers(llm: LLM, ids: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    expected = llm.generate([0, 1], params)[0].token_ids
+    assert [done.token_ids for done in llm.generate(ids, params)] == [expected]
+    both = [ids, {"prompt_token_ids": ids}]
+    assert [done.token_ids for done in llm.generate(both, params)] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        (None, "None needs a text as 'prompt' or token ids as 'prompt_token_ids'."),
+        ([1.5], "The prompt holds token id 1.5; ids are integers from 0 to 32."),
+        (np.array([0.5]), "The prompt holds token id np.float64(0.5)"),
+        ({1, 2}, "prompts={1, 2} must be a text, token ids, or a list of these."),
+        (range(10**9), "The prompt has 1000000000 tokens, but max_model_len=128 must hold it"),
+        ("a" * 10**6, "The prompt has 1000000 characters, too many for max_model_len=128."),
+    ],
+    ids=["none", "float", "floats", "set", "many ids", "long"],
+)
+def test_other_prompts_are_refused_before_they_are_encoded(llm: LLM, prompt: Any, sentence: str) -> None:
+    assert said(llm.generate, prompt).startswith(sentence)
+
+
+def test_a_long_conversation_is_refused_before_it_is_encoded(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("it was encoded"))
+    assert "characters, too many" in said(llm.chat, [{"role": "user", "content": "a" * 10**6}])
+
+
+def test_ids_that_no_vocabulary_has_are_no_text(llm: LLM) -> None:
+    assert llm.tokenizer.decode([0, 2**40, -5, 1]) == llm.tokenizer.decode([0, 1])
+
+
+def test_rows_that_no_memory_holds_are_refused() -> None:
+    config = EngineConfig(max_num_seqs=1 << 16, max_model_len=64, kv_cache_memory=64 << 20)
+    with pytest.raises(ValueError, match="lower max_num_seqs"):
+        plan_cache(config, tiny_model(vocab_size=200_000, hidden_size=16, num_layers=1))

@@ -1,0 +1,51 @@
+"""JSON beyond doubt is read as Python does; anything else is a sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanospec.text.strict_json import MAX_DEPTH, plain
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@settings(max_examples=30)
+@given(VALUES)
+def test_what_json_writes_is_read(value: Any) -> None:
+    assert plain(json.dumps(value)) == plain(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@given(st.binary() | st.text(alphabet='{}[]",:01eE-.NaInfity\\ud8 \n'))
+def test_anything_else_is_a_sentence(text: bytes | str) -> None:
+    try:
+        found = plain(text)
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = ""
+        assert found == json.loads(text)
+    assert "\n" not in said
+    assert len(said) < 200
+
+
+@pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a": ', "}")])
+def test_depth_is_limited(left: str, right: str) -> None:
+    inner = "[0]"
+    assert plain(left * (MAX_DEPTH - 1) + inner + right * (MAX_DEPTH - 1))
+    for depth in (MAX_DEPTH, 900, 100_000):
+        with pytest.raises(ValueError, match=r"^it is nested more than 128 levels deep$"):
+            plain(left * depth + inner + right * depth)
+
+
+def test_a_name_may_stand_once_in_an_object() -> None:
+    assert plain('[{"a": 1}, {"a": 2}]') == [{"a": 1}, {"a": 2}]
+    with pytest.raises(ValueError, match=r"^'a' stands twice in one object$"):
+        plain('{"b": {"c": 1, "a": 1, "a": 1}}')
