@@ -46,9 +46,9 @@ from bench.peers import tables
 from bench.peers.plan import BATCHES, PARTS, SHORT, Task, cases_of, make_groups, make_work
 from bench.peers.system import System, adapter, python_of
 from bench.peers.texts import long_prompts, short_prompts
-from nanospec.device.memory import zeros_on_demand
 from nanospec.models.config import ModelConfig
 from nanospec.models.hub import resolve_model
+from nanospec.models.kv_cache import zeros_on_demand
 from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -24,8 +24,8 @@ import torch
 
 from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.device.memory import zeros_on_demand
 from nanospec.kernels.layer.linear import linear, pack
+from nanospec.models.kv_cache import zeros_on_demand
 
 SUMMED = 256 << 20  # bytes
 PAUSE = 0.01  # seconds

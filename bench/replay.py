@@ -18,7 +18,6 @@ import torch
 
 from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.device.memory import empty_cache
 from nanospec.drafters.base import nothing
 from nanospec.drafters.policy import Policy
 from nanospec.kernels.batch import Batch, Chunk
@@ -27,6 +26,7 @@ from nanospec.kernels.speculation import grow, learn, ngram
 from nanospec.kernels.speculation.recycled import ANY, ID_BITS, NO_TOKEN, Recycled, place
 from nanospec.kernels.speculation.walk import Row
 from nanospec.kernels.table import Table
+from nanospec.models.kv_cache import empty_cache
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
 LONGEST = 1500  # tokens of a prompt

@@ -8,7 +8,7 @@ triton only and knows nothing of the engine above it.
 * `speculation/`: propose drafts, lay out a batch of them, verify and commit, move the keys and values of
   accepted tree nodes.
 * `sampling/`: draw the target's tokens, accept drafts by another rule than equality, report probabilities.
-* `upload`, `host_writes`: what the host sends, without waiting.
+* `transfer`, `host_writes`: copies between host and device, without waiting.
 * `native/`: the C++ for CPUs: the whole forward pass of bfloat16 models, drawing, lookup, layout, commit.
 * `dispatch`, `launch`: which implementation runs; what the launchers share.
 """

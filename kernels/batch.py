@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .codes import MAX_DRAFTS
 from .table import Table
-from .upload import upload
+from .transfer import upload
 
 MAX_QUERIES = MAX_DRAFTS + 1  # of a tree row: one bit each in an int64 ancestor mask
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dispatch import use_triton
-from .upload import upload
+from .transfer import upload
 
 HEADER = 5  # words
 BLOCK = 1024

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from nanospec.config import SpecConfig
-from nanospec.device.memory import kv_shape
 from nanospec.device.step import Step
 from nanospec.drafters.ngram import NgramDrafter
 from nanospec.engine.metrics import Stopwatch
@@ -25,6 +24,7 @@ from nanospec.kernels import dispatch
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
+from nanospec.models.kv_cache import kv_shape
 
 
 class DryRun(TorchDispatchMode):

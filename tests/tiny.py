@@ -18,11 +18,11 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from nanospec.device.memory import kv_shape
 from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
+from nanospec.models.kv_cache import kv_shape
 from nanospec.models.rope import Rope
 from nanospec.text.tokenizer import Tokenizer
 

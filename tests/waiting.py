@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from nanospec.device.devices import to_host
-from nanospec.kernels.upload import upload
+from nanospec.kernels.transfer import to_host, upload
 
 READS = {
     "_local_scalar_dense", "is_nonzero", "item", "equal", "allclose", "nonzero", "masked_select", "argwhere",

@@ -13,7 +13,7 @@ from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
 from ..kernels.codes import EXACT, MAX_DRAFTS, MAX_TREE_WIDTH, RULES, RUNNING
 from ..kernels.host_writes import Write, write
 from ..kernels.table import Table
-from ..kernels.upload import upload
+from ..kernels.transfer import upload
 
 REHEARSAL_PERIOD = 7
 

@@ -1,5 +1,4 @@
-"""What the host does with a device: choose it, make it the current one, wait for it, and copy from it
-without waiting (to it: `kernels/upload.py`)."""
+"""Choose a device and make it the current one."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..text.checks import shown
 
@@ -58,27 +56,3 @@ def on_own_device(method: Method) -> Method:
             return method(self, *args, **kwargs)
 
     return run  # type: ignore[return-value]
-
-
-def to_host(tensor: Tensor) -> Callable[[], list[Any]]:
-    """Start copying a tensor to the host, behind what is queued; the result waits for it and gives lists."""
-    if not tensor.is_cuda:
-        values = tensor.tolist()
-        return lambda: values
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    pinned.copy_(tensor, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def wait() -> list[Any]:
-        arrived.synchronize()
-        values: list[Any] = pinned.tolist()
-        return values
-
-    return wait
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what was queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

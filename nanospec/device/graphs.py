@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..kernels.upload import upload
+from ..kernels.transfer import upload
 from .step import StepResult
 
 MAX_STEP_TOKENS = 1024  # of a bucket; longer steps are bound by computing, which a graph does not help

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..config import EngineConfig
-from ..kernels.dispatch import use_triton
 from ..kernels.launch import arch
 from ..kernels.layer.paged import cut
 from ..kernels.layer.tiling import plan
-from ..kernels.native.mapped_memory import pages
-from ..kernels.native.tiles import is_tiled, tiled_shape
 from ..kernels.table import Table
 from ..models.config import ModelConfig
 from ..models.decoder import Model
@@ -199,24 +194,6 @@ def _parts(c: ModelConfig, tokens: int, item: int, arch: str) -> int:
     return max(4 * t.splits * size * -(-n // t.rows) * t.rows * t.apart for size, n, t in tilings)
 
 
-def zeros_on_demand(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, large_pages: bool = False
-) -> torch.Tensor:
-    """`torch.zeros` whose untouched pages cost neither time nor memory on a CPU."""
-    if device.type != "cpu":
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    found = pages(math.prod(shape) * dtype.itemsize, large_pages)
-    return torch.frombuffer(found, dtype=dtype).view(*shape)
-
-
-def zero_blocks(kv_cache: torch.Tensor, blocks: Sequence[int]) -> None:
-    """Zero blocks of a cache that change hands. `naive` attention multiplies what it masks by 0, and
-    a NaN of the previous owner stays a NaN; kernels do not load it at all, and compiled steps write none."""
-    if not use_triton(kv_cache) and not is_tiled(kv_cache):
-        for block in blocks:
-            kv_cache[:, :, :, block] = 0
-
-
 def spare_memory(device: torch.device, sharing: int = 1) -> int:
     """Bytes that the KV cache may take on this device, on a CPU one of the processes `sharing` it."""
     if device.type == "cuda":
@@ -232,17 +209,3 @@ def _free_cpu_memory() -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def empty_cache(model: Model, num_blocks: int, block_size: int) -> torch.Tensor:
-    """The KV cache of a model, zeros. In tiles a block lies together, so that large pages are filled."""
-    shape = kv_shape(model, num_blocks, block_size)
-    return zeros_on_demand(shape, model.dtype, model.device, large_pages=model.runs_compiled)
-
-
-def kv_shape(model: Model, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """The KV cache of a model: [layers, 2, Hkv, num_blocks, block_size, D], or in tiles."""
-    c = model.config
-    if model.runs_compiled:
-        return tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
-    return (c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim)

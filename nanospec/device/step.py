@@ -33,8 +33,8 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.report import RowReport, decode, kept_tokens
 from ..kernels.speculation.verify import commit
 from ..kernels.table import Table
+from ..kernels.transfer import to_host
 from ..models.decoder import Model
-from .devices import to_host
 
 Cut = Callable[[list[int], list[int], list[int], list[int], list[list[float]] | None], list[int]]
 """`Policy.cut`: how many drafts of each row to verify."""

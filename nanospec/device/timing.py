@@ -19,10 +19,10 @@ from ..drafters.costs import Attention, StepCosts
 from ..kernels.batch import Batch
 from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
+from ..kernels.transfer import synchronize
 from ..models.decoder import Model
-from .devices import synchronize
+from ..models.kv_cache import kv_shape
 from .graphs import Bucket, StepGraphs
-from .memory import kv_shape
 
 # Tokens per pass at which the time is measured: also on both sides of where it jumps, which is at 12 (up to
 # which a compiled product reads a weight once) or, with AMX, at every 16 or 32. Between them it grows evenly.

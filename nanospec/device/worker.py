@@ -32,15 +32,16 @@ from ..kernels.batch import Batch, Chunk
 from ..kernels.codes import NOBODY, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..kernels.table import Table
-from ..kernels.upload import upload
+from ..kernels.transfer import upload
 from ..models.compiled import computed_by
 from ..models.decoder import Model
+from ..models.kv_cache import empty_cache, zero_blocks
 from ..sampling.rows import ExtraRows
 from . import admission
 from .admission import Admission, HostWrites
 from .devices import on_own_device
 from .graphs import StepGraphs
-from .memory import MemoryPlan, empty_cache, memory_plan, plan_cache, step_memory, zero_blocks
+from .memory import MemoryPlan, memory_plan, plan_cache, step_memory
 from .orders import Flight, RowResult, StepOrder
 from .step import Cut, Step
 from .threads import Adapts, look_around

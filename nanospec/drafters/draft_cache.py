@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..device.devices import to_host
-from ..device.memory import empty_cache, zero_blocks
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
+from ..kernels.transfer import to_host
 from ..models.decoder import Model
+from ..models.kv_cache import empty_cache, zero_blocks
 
 
 @dataclass

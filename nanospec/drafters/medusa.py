@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..device.devices import synchronize
 from ..kernels.batch import Batch
 from ..kernels.sampling import noise
 from ..kernels.sampling.sample import sample
@@ -29,6 +28,7 @@ from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
+from ..kernels.transfer import synchronize
 from ..models.heads import Heads
 from ..models.hub import default_heads
 from ..models.token_map import over_vocabulary

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...device.devices import synchronize
 from ...kernels.layer.linear import linear, pack
+from ...kernels.transfer import synchronize
 from ...models.config import ModelConfig
 from .account import Machine, account
 

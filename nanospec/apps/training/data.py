@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from ...device.memory import kv_shape
 from ...kernels.batch import Batch, Chunk
 from ...kernels.table import Table
 from ...models.decoder import Model
+from ...models.kv_cache import kv_shape
 from .corpus import Text
 from .loop import TrainError, whole_file
 

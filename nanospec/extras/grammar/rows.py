@@ -21,7 +21,7 @@ from ...kernels.codes import NOBODY
 from ...kernels.sampling.mask import mask
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
-from ...kernels.upload import upload
+from ...kernels.transfer import upload
 from .grammar import Draft
 
 METHOD = "grammar"  # what statistics call these guesses

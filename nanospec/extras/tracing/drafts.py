@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...device.devices import to_host
 from ...drafters.base import Drafter
 from ...kernels.batch import Batch
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.speculation.verify import Verdict
 from ...kernels.table import Table
+from ...kernels.transfer import to_host
 
 
 class Guesses(NamedTuple):

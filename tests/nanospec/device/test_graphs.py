@@ -19,7 +19,7 @@ from nanospec.device.step import StepResult
 from nanospec.device.timing import elapsed_ms, replay_ms
 from nanospec.engine.engine import Engine
 from nanospec.kernels import dispatch
-from nanospec.kernels.upload import upload
+from nanospec.kernels.transfer import upload
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run

@@ -16,12 +16,13 @@ import torch
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device import memory
 from nanospec.device.graphs import StepGraphs
-from nanospec.device.memory import StepMemory, plan_cache, step_memory, zeros_on_demand
+from nanospec.device.memory import StepMemory, plan_cache, step_memory
 from nanospec.device.step import Step
 from nanospec.drafters.base import Drafter
 from nanospec.extras.tensor_parallel.ranks import SplitStep
 from nanospec.kernels.batch import Batch
 from nanospec.models.decoder import Model
+from nanospec.models.kv_cache import zeros_on_demand
 from tests.drive import finish, make_engine
 from tests.dry import DryRun, dry_step, meta_model, meta_part
 from tests.tiny import tiny_config, tiny_model

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.device.memory import zero_blocks
 from nanospec.device.worker import Worker
 from nanospec.engine.request import Request, Status
 from nanospec.kernels import dispatch
 from nanospec.models.decoder import Model
+from nanospec.models.kv_cache import zero_blocks
 from tests import drive
 from tests.drive import (
     MODES,

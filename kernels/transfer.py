@@ -1,0 +1,46 @@
+"""Copies between host and device that do not wait for the step in flight.
+
+`torch.tensor(values, device="cuda")`, and every copy from or to memory that is not pinned, synchronize with
+the device. Here values pass through pinned memory and are copied behind the queued work; torch's allocator
+of pinned memory does not reuse a buffer before its copy has finished.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def upload(
+    values: Sequence[Any] | Tensor, dtype: torch.dtype, device: torch.device, out: Tensor | None = None
+) -> Tensor:
+    """Copy numbers of the host (nested lists or a tensor) to the device, into `out` if it is given."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True) if out is None else out.copy_(host, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Callable[[], list[Any]]:
+    """Start copying a tensor to the host; return a function that waits for the copy and gives lists."""
+    if not tensor.is_cuda:
+        values = tensor.tolist()
+        return lambda: values
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> list[Any]:
+        arrived.synchronize()
+        values: list[Any] = pinned.tolist()
+        return values
+
+    return wait
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
