@@ -7,8 +7,8 @@ One process and one copy of the weights; every system on every prompt in turn, t
 of it repeated; ratios to no speculation are taken within a repeat, and their median is reported. Greedy and
 at temperature 1, one request at a time, with prefill and without, EOS honoured. Kinds: Spec-Bench's six
 groups (first turns) and code edits. Cached pages and recycled tokens are forgotten before each repeat, so
-none is of an answer that is given again. Without the draft model of `nanospec/apps/training/draft.py` the systems
-that need it are left out.
+none is of an answer that is given again. Without the draft model of
+`nanospec/apps/training/draft.py` the systems that need it are left out.
 
 The last part compares the rules of acceptance by what they accept at temperature 1. Needs the evaluation
 text; nothing else should run meanwhile.

@@ -3,8 +3,8 @@
     python bench/fleet.py [--quick] [--jobs 2] [--out bench/results]
 
 Drafts are replayed on real texts (`traces.py`), steps are the roofline's with launches and exchanges
-(`nanospec/apps/cli/account.py`), and requests are random by seed: the same command gives the same figures. No GPU
-takes part. Takes a quarter of an hour on one core; `--quick` runs small fleets, to see that it works.
+(`nanospec/apps/cli/account.py`), and requests are random by seed: the same command gives the same figures. No
+GPU takes part. Takes a quarter of an hour on one core; `--quick` runs small fleets, to see that it works.
 """
 
 from __future__ import annotations

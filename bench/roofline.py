@@ -1,4 +1,4 @@
-"""The roofline of some models: tables of what drafts cost and bring, computed (`nanospec/apps/cli/account.py`).
+"""The roofline of some models: what drafts cost and bring, computed (`nanospec/apps/cli/account.py`).
 
     python bench/roofline.py [--model qwen3-8b] [--config PATH] [--context 1024] [--gpus 1] [--out .]
 """

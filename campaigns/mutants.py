@@ -65,10 +65,15 @@ TESTS: dict[str, list[str]] = {
     "kernels/sampling/noise.py": [SAMPLING + "test_noise.py", SAMPLING + "test_sample.py"],
     "kernels/sampling/probabilities.py": [SAMPLING + "test_probabilities.py", SAMPLING + "test_accept.py"],
     "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs", "across")],
-    "nanospec/engine/blocks.py": ["tests/nanospec/engine/test_blocks.py", "tests/nanospec/engine/test_scheduler.py"],
+    "nanospec/engine/blocks.py": [
+        "tests/nanospec/engine/test_blocks.py",
+        "tests/nanospec/engine/test_scheduler.py",
+    ],
     "nanospec/engine/scheduler.py": ["tests/nanospec/engine/test_scheduler.py", HOST[1]],
     "nanospec/engine/request.py": ["tests/nanospec/engine/test_request.py", *PARAMS, HOST[1]],
-    "nanospec/drafters/policy.py": [f"tests/nanospec/test_{name}.py" for name in ("policy_parts", "policy", "auto")],
+    "nanospec/drafters/policy.py": [
+        f"tests/nanospec/drafters/test_{name}.py" for name in ("policy_parts", "policy", "auto")
+    ],
     "nanospec/engine/engine.py": [
         *GUIDED, SIMULATED, "campaigns/faults/test_memory.py", *HOST, "tests/nanospec/drafters/test_auto.py",
         "tests/nanospec/drafters/test_acceptance.py",

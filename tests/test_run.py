@@ -1,4 +1,4 @@
-"""`run.py` as a user starts it: what takes a process. The rest is in `tests/nanospec/apps/cli/test_main.py`."""
+"""`run.py` as a user starts it: what takes a process; the rest: `tests/nanospec/apps/cli/test_main.py`."""
 
 from __future__ import annotations
 

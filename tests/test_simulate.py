@@ -1,4 +1,4 @@
-"""The simulation of `campaigns/simulate`: it finds what is planted, repeats itself, and the engine passes it."""
+"""The simulation of `campaigns/simulate` finds what is planted and repeats itself; the engine passes it."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
 
     def find() -> int:
         for pid in sandbox.alive():
-            if pid != leader and b"nanospec.extras.tensor_parallel.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if pid != leader and b"nanospec.extras.tensor_parallel.rank" in command:
                 return pid
         raise ProcessLookupError
 

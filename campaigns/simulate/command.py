@@ -3,7 +3,7 @@
     python -m campaigns.simulate --seeds 1000            seeds 0 .. 999
     python -m campaigns.simulate --seeds 5000:6000       these
     python -m campaigns.simulate --replay FILE           a scenario that failed
-    python -m campaigns.simulate --seeds 20 --as triton  on the Triton kernels, in the interpreter; short requests
+    python -m campaigns.simulate --seeds 20 --as triton  on the Triton kernels, interpreted; short requests
     python -m campaigns.simulate --seeds 20 --as http    the same requests to a server
 """
 

@@ -136,8 +136,8 @@ def _check_rows(config: EngineConfig, model: Model, window: int) -> None:
 def step_memory(
     config: EngineConfig, model: Model, max_context: int, drafter: Drafter | None = None
 ) -> StepMemory:
-    """What steps need for texts of up to `max_context` tokens. `tests/nanospec/device/test_memory.py` compares it
-    with what they allocate."""
+    """What steps need for texts of up to `max_context` tokens. `tests/nanospec/device/test_memory.py`
+    compares it with what they allocate."""
     c, item, rows = model.config, model.dtype.itemsize, config.max_num_seqs
     table = Table.empty(rows, max_context, config.block_size, c.vocab_size, "meta")
     k = min(config.spec.max_k, drafter.max_drafts) if drafter is not None else 0

@@ -9,14 +9,14 @@ Bytes are the weights once, the K/V of each request once for all its K + 1 queri
 products read and write for every token: input, residual, output (gate and up count as two), new K/V,
 logits. The sum over the parts is the *bound*. Besides, a kernel in a CUDA graph has to start and to
 drain, usually about 1.3 us: the *estimate* adds that for every launch. Kernels of a layer may start before
-the one ahead has ended (`kernels/dependent_launch.py`), which hides some of it; how much has not been measured, so
-nothing is taken off here, and `estimate.py` has a guess. A prompt's pass is counted in the same way.
+the one ahead has ended (`kernels/dependent_launch.py`), which hides some of it; how much was not measured,
+so nothing is taken off here, and `estimate.py` has a guess. A prompt's pass is counted in the same way.
 
 Split over N GPUs of one machine (tensor parallelism) each has a share of the heads, of the MLP and of the
 vocabulary. They exchange embeddings, candidates for the next token or whole logits, and two sums a layer,
-whose parts are gathered or added a slice each: by the engine's own rule (`kernels/layer/vocab_parallel.py`), unless
-told. What is received counts into the bound, every exchange costs `exchange` in the estimate, and neither
-overlaps with computing.
+whose parts are gathered or added a slice each: by the engine's own rule (`kernels/layer/vocab_parallel.py`),
+unless told. What is received counts into the bound, every exchange costs `exchange` in the estimate, and
+neither overlaps with computing.
 
 The defaults are those of an H200: 4.3e12 B/s copied and 790e12 FLOP/s in bf16 were measured on one; nothing
 of our kernels was, and nothing between GPUs: there others' figures of an H100 are taken (`Machine`).

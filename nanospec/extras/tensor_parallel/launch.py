@@ -1,7 +1,8 @@
 """How ranks come about: the leader starts them, or `torchrun` has started all of them.
 
-Started here, a rank is `python -m nanospec.extras.tensor_parallel.rank`, told by its environment where the leader is. Under
-torchrun every process runs the user's program, and all but rank 0 stay in `LLM(...)` until that is done.
+Started here, a rank is `python -m nanospec.extras.tensor_parallel.rank`, told by its environment where
+the leader is. Under torchrun every process runs the user's program, and all but rank 0 stay in `LLM(...)`
+until that is done.
 There ranks may be on several machines.
 """
 
