@@ -1,14 +1,13 @@
 """Every way of guessing, side by side: tokens per step and speed-up by kind of text, on a CPU.
 
     python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--out bench/results]
-                             [--systems ngram recycle] [--name drafters] [--draft-model smollm2-135m-draft]
+                             [--systems ngram medusa] [--name drafters] [--draft-model smollm2-135m-draft]
 
 One process and one copy of the weights; every system on every prompt in turn, the kinds of text in turn, all
 of it repeated; ratios to no speculation are taken within a repeat, and their median is reported. Greedy and
 at temperature 1, one request at a time, with prefill and without, EOS honoured. Kinds: Spec-Bench's six
-groups (first turns) and code edits. Cached pages and recycled tokens are forgotten before each repeat, so
-none is of an answer that is given again. Without the draft model of
-`nanospec/apps/training/draft.py` the systems that need it are left out.
+groups (first turns) and code edits. Cached pages are forgotten before each repeat.
+Without a draft model the systems that need it are left out.
 
 The last part compares the rules of acceptance by what they accept at temperature 1. Needs the evaluation
 text; nothing else should run meanwhile.
@@ -33,7 +32,6 @@ from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import load_drafter
 from nanospec.drafters.medusa import MedusaDrafter
-from nanospec.drafters.recycle import RecycleDrafter
 from nanospec.engine.engine import Engine
 from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads, resolve_model
@@ -44,9 +42,6 @@ GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
 SYSTEMS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
     "ngram": {},
-    "recycle": {"method": "recycle"},
-    "ngram+recycle": {"method": "ngram+recycle"},
-    "ngram+medusa+recycle": {"method": "ngram+medusa+recycle"},
     "ngram K=8": {"num_speculative_tokens": 8},
     "ngram tree W=2 K=8": {"num_speculative_tokens": 8, "tree_width": 2},
     "ngram tree W=4 K=8": {"num_speculative_tokens": 8, "tree_width": 4},
@@ -58,7 +53,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "draft K=2": {"method": "draft", "num_speculative_tokens": 2},
     "ngram+draft": {"method": "ngram+draft"},
 }
-SAMPLED = ("none", "ngram", "recycle", "ngram+recycle", "ngram+medusa", "ngram+medusa+recycle")
+SAMPLED = ("none", "ngram", "ngram+medusa")
 RULES = ("exact", "rejection", "typical")
 
 
@@ -147,9 +142,7 @@ class Makers:
         return "draft" not in spec.get("method", "") or "draft" in self.parts
 
     def engine(self, **spec: Any) -> Engine:
-        config = EngineConfig(
-            spec=SpecConfig(**spec), max_model_len=2048, max_num_seqs=1
-        )
+        config = EngineConfig(spec=SpecConfig(**spec), max_model_len=2048, max_num_seqs=1)
         model, methods, ready = self.llm.engine.worker.model, config.spec.methods, dict[str, Drafter]()
         if "draft" in methods:
             parts = self.parts["draft"], model.config.vocab_size, self.parts["token_map"]
@@ -201,11 +194,8 @@ def compare(
 
 
 def forget(engine: Engine) -> None:
-    """What an engine has cached and recycled."""
+    """Drop the engine's cached pages."""
     engine.abort_all()
-    for part in engine.worker.drafters:
-        if isinstance(part, RecycleDrafter):
-            part.state.tags.zero_()
 
 
 def table_of(
@@ -259,9 +249,7 @@ def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) ->
             if rule == "rejection" and spec["method"] == "medusa":
                 continue  # point guesses: the same as exact
             params = [
-                SamplingParams(
-                    temperature=1, seed=i, max_tokens=args.max_tokens, acceptance=rule, logprobs=0
-                )
+                SamplingParams(temperature=1, seed=i, max_tokens=args.max_tokens, acceptance=rule, logprobs=0)
                 for i in range(len(prompts))
             ]
             runs = [run(engine, prompt, asked) for prompt, asked in zip(prompts, params)]

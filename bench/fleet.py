@@ -1,82 +1,117 @@
-"""From one GPU to 10,000, on paper: what `docs/scaling.md` says, into bench/results/fleet.json.
+"""Batch, GPUs per replica, K and price of a token on GPUs, computed: the tables of `docs/scaling.md`.
 
-    python bench/fleet.py [--quick] [--jobs 2] [--out bench/results]
+    python bench/fleet.py [--out bench/results]
 
-Drafts are replayed on real texts (`traces.py`), steps are the roofline's with launches and exchanges
-(`nanospec/apps/cli/account.py`), and requests are random by seed: the same command gives the same figures. No
-GPU takes part. Takes a quarter of an hour on one core; `--quick` runs small fleets, to see that it works.
+What K drafts bring is measured: lookup is replayed on real texts (`bench/traces.py`). What a step takes is
+computed (`bench/roofline.py`). A replica that always has B rows computes B prompts while each row writes its
+output, so a token of a row takes on average
+
+    step / tokens per step + B x prompt / output
+
+Waiting, failures, the host's time and padding to captured batch sizes are not considered.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common, traces
-from bench.scale import paper, questions, runs
-from bench.scale.guessing import brought
-from nanospec.apps.cli.account import Machine
+from bench.roofline import MODELS, Machine, account, kv_tokens, prefill
 from nanospec.config import SpecConfig
+from nanospec.device.graphs import MAX_STEP_TOKENS
 from nanospec.models.hub import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
 KINDS = {"prose": "news", "code edits": "code edits"}
-SIZES = (1, 10, 100, 1000)
-FLEETS = (1, 2, 4, 8, 16, 64)
-SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+SHOWN = ("qwen3-8b", "llama-3.3-70b")
+KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+ROWS = (*range(1, 33), *range(36, 129, 4), *range(136, 513, 8))
+BOUNDS = (5, 10, 20, 50)  # ms per token
+PROMPT, OUTPUT, CHUNK = 1024, 256, 2048  # tokens
+PRICE = 3.5  # dollars per GPU and hour
+Brought = Mapping[int, float]  # tokens per step by K
+NONE: Brought = {0: 1.0}
 
 
-Replayed = dict[str, list[traces.Trace]]
+def brought(texts: Sequence[traces.Trace]) -> dict[int, float]:
+    """Tokens per step of one request of these texts, for every K."""
+    found = {}
+    for k in KS:
+        tokens = steps = 0
+        for trace in texts:
+            at = 0
+            while at < len(trace):
+                at += 1 + min(trace.drafts(at, k), trace.run[at])
+                steps += 1
+            tokens += len(trace)
+        found[k] = round(tokens / steps, 4)
+    return found
 
 
-def replay(tokenizer: str, texts: int) -> Replayed:
-    """What lookup finds in the two kinds of text."""
-    found = traces.workloads(Tokenizer(resolve_model(tokenizer)), texts)
-    low, high = SpecConfig.prompt_lookup_min, SpecConfig.prompt_lookup_max
-    return {name: [traces.replay(text, low, high) for text in found[group]] for name, group in KINDS.items()}
+@dataclass(frozen=True)
+class Replica:
+    """Always `rows` requests with `k` drafts each: ms per token of a row, and dollars per million output
+    tokens, their prompts included."""
+
+    gpus: int
+    rows: int
+    k: int
+    ms: float
+    dollars: float
 
 
-def sensitivity(kinds: Mapping[str, paper.Brought]) -> dict[str, Any]:
-    """The best replicas if an assumption were another."""
-    machine = Machine()
-    slower = replace(machine, bandwidth=0.7 * machine.bandwidth, flops=0.7 * machine.flops)
+def best(
+    model: str, texts: Brought, bound: float, machine: Machine, cached: int = 0
+) -> dict[str, float] | None:
+    """The cheapest replica that needs at most `bound` ms per token, None if there is none.
+    `cached`: tokens of each prompt that are found in the cache."""
+    config, found = MODELS[model], []
+    for gpus in (1, 2, 4, 8):
+        room = kv_tokens(config, machine, gpus)
+        prompt = prefill(config, PROMPT - cached, cached, gpus).estimate(machine)
+        for rows in (n for n in ROWS if n * (PROMPT + OUTPUT) <= room):
+            for k in (k for k in texts if k == 0 or rows * (k + 1) <= MAX_STEP_TOKENS):
+                step = account(config, rows, k, PROMPT + OUTPUT // 2, gpus).estimate(machine)
+                ms = step / texts[k] + rows * prompt / OUTPUT
+                found.append(Replica(gpus, rows, k, ms, PRICE / 3600 * gpus * ms / rows * 1e3))
+    chosen = min((r for r in found if r.ms <= bound), key=lambda r: r.dollars, default=None)
+    if chosen is None:
+        return None
+    return asdict(replace(chosen, ms=float(f"{chosen.ms:.3g}"), dollars=float(f"{chosen.dollars:.3g}")))
+
+
+def replicas(kinds: Mapping[str, Brought], machine: Machine, cached: int = 0) -> dict[str, Any]:
+    """The cheapest replica by model, bound and text."""
     return {
-        "70 % of the rates": paper.replicas(kinds, slower),
-        "exchanges of 6 us": paper.replicas(kinds, replace(machine, exchange=6e-6)),
-        "exchanges of 20 us": paper.replicas(kinds, replace(machine, exchange=20e-6)),
-        "7/8 of a prompt cached": paper.replicas(kinds, cached=896),
-        "sums gathered": paper.replicas(kinds, slices=False),
+        model: {
+            bound: {name: best(model, texts, bound, machine, cached) for name, texts in kinds.items()}
+            for bound in BOUNDS
+        }
+        for model in SHOWN
     }
 
 
-def asked(replayed: Replayed, quick: bool) -> dict[str, Callable[[], Any]]:
-    """The questions, which follow from what drafts bring."""
-    kinds = {name: brought(group) for name, group in replayed.items()}
-    sizes, fleets, shares = (SIZES[:2], FLEETS[:2], SHARES[:1]) if quick else (SIZES, FLEETS, SHARES)
-    return {
-        "tokens_per_step": partial(dict, kinds),
-        "replicas": partial(paper.replicas, kinds),
-        "drafts": partial(paper.drafts, kinds),
-        "sums": paper.sums,
-        "draft_models": paper.draft_models,
-        "moving": paper.moving,
-        "sensitivity": partial(sensitivity, kinds),
-        "saturated": partial(questions.saturated, kinds["prose"]),
-        "auto_policy": partial(questions.auto_policy, replayed, kinds),
-        "cost": partial(questions.cost, kinds, sizes),
-        "routing": partial(questions.routing, kinds, fleets, shares, 2 if quick else 16),
-        "disaggregation": partial(questions.disaggregation, kinds, 4 if quick else 16),
-        "day": partial(questions.day, kinds, 16.0, 2 if quick else 16),
-        "bursts": partial(questions.bursts, kinds, 12.0, 2 if quick else 16),
-    }
+def gains(kinds: Mapping[str, Brought], model: str = "qwen3-8b") -> dict[str, Any]:
+    """By rows and text: the K of most tokens per ms in a step alone, and its speed over no drafts."""
+
+    def rate(rows: int, k: int, texts: Brought) -> float:
+        return rows * texts[k] / account(MODELS[model], rows, k, PROMPT + OUTPUT // 2).estimate(Machine())
+
+    found: dict[str, Any] = {}
+    for rows in (1, 64, 128, 512):
+        for name, texts in kinds.items():
+            allowed = [k for k in texts if k == 0 or rows * (k + 1) <= MAX_STEP_TOKENS]
+            k = max(allowed, key=lambda k: rate(rows, k, texts))
+            gain = round(rate(rows, k, texts) / rate(rows, 0, texts), 2)
+            found.setdefault(str(rows), {})[name] = {"k": k, "gain": gain}
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -85,21 +120,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="a model's folder or name")
     parser.add_argument("--texts", type=int, default=40, help="per kind")
-    parser.add_argument("--quick", action="store_true", help="small fleets")
-    parser.add_argument("--jobs", type=int, default=1, help="questions that are answered at once")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
-
-    parts = asked(replay(args.tokenizer, args.texts), args.quick)
-    settings = {"machine": asdict(Machine()), "price": paper.PRICE, "served_well": runs.WELL}
-    result = {"environment": common.environment(), **settings}
-    if args.jobs == 1:
-        result |= {name: part() for name, part in parts.items()}
-    else:
-        with ProcessPoolExecutor(args.jobs) as pool:
-            answers = {name: pool.submit(part) for name, part in parts.items()}
-            result |= {name: answer.result() for name, answer in answers.items()}
-    common.save("fleet", result, args.out)
+    texts = traces.workloads(Tokenizer(resolve_model(args.tokenizer)), args.texts)
+    lengths = SpecConfig.prompt_lookup_min, SpecConfig.prompt_lookup_max
+    kinds: dict[str, Brought] = {
+        name: brought([traces.replay(text, *lengths) for text in texts[group]])
+        for name, group in KINDS.items()
+    }
+    machine, every = Machine(), {"none": NONE, **kinds}
+    slower = replace(machine, bandwidth=0.7 * machine.bandwidth, flops=0.7 * machine.flops)
+    what_if = {
+        "70 % of the rates": replicas(every, slower),
+        "7/8 of a prompt cached": replicas(every, machine, cached=PROMPT * 7 // 8),
+    }
+    common.save(
+        "fleet",
+        {
+            "environment": common.environment(),
+            "machine": asdict(machine),
+            "tokens_per_step": kinds,
+            "replicas": replicas(every, machine),
+            "gains": gains(kinds),
+            "what_if": {
+                name: {model: found[model][20] for model in SHOWN} for name, found in what_if.items()
+            },
+        },
+        args.out,
+    )
 
 
 if __name__ == "__main__":

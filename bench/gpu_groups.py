@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,8 +64,7 @@ def tests(cpu: bool) -> list[Group]:
         Group(name.removesuffix(".py"), ("bench/gpu_tests.py", f"tests/gpu/{name}"), 240, workspace)
         for name in ordered
     ]
-    tools = [Group(tool, ("bench/sanitize.py", tool), 120) for tool in ("memcheck", "racecheck")]
-    return [*compiled(cpu), *files, *tools]
+    return [*compiled(cpu), *files]
 
 
 def steps(cpu: bool) -> list[Group]:
@@ -147,21 +145,3 @@ Part = Callable[[bool], list[Group]]
 PARTS: dict[str, Part] = {
     "smoke": smoke, "tests": tests, "steps": steps, "kernels": kernels, "e2e": e2e, "peers": peers
 }  # fmt: skip
-
-
-def sanitizer() -> str | None:
-    """Where compute-sanitizer is: on the PATH, with CUDA, or in a wheel of NVIDIA's."""
-    places = ["/usr/local/cuda/bin", *map(str, Path("/usr/local").glob("cuda*/bin"))]
-    if found := shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=":".join(places)):
-        return found
-    for folder in (Path("/opt/nvidia"), Path("/usr/local"), *_site_folders()):
-        for path in sorted(folder.glob("**/compute-sanitizer")):
-            if path.is_file() and os.access(path, os.X_OK):
-                return str(path)
-    return None
-
-
-def _site_folders() -> list[Path]:
-    import site
-
-    return [Path(folder) / "nvidia" for folder in site.getsitepackages()]

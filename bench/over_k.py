@@ -75,9 +75,7 @@ def _spent(engine: Engine) -> tuple[float, float]:
 def _run(ms: float, done_ms: list[float], steps: int, requests: Sequence[Request]) -> Run:
     stats = [request.stats for request in requests]
     drafted = [sum(at) for at in zip_longest(*(s.drafted_by_position for s in stats), fillvalue=0)]
-    return Run(
-        ms, done_ms, steps, sum(s.num_steps for s in stats), sum(s.num_tokens for s in stats), drafted
-    )
+    return Run(ms, done_ms, steps, sum(s.num_steps for s in stats), sum(s.num_tokens for s in stats), drafted)
 
 
 def together(runs: Sequence[Run]) -> Run:
@@ -103,9 +101,7 @@ def summary(rounds: Sequence[dict[str, Run]]) -> Iterator[dict[str, Any]]:
             "speedup": common.spread(
                 [run.tokens / run.ms / (r["0"].tokens / r["0"].ms) for run, r in zip(runs, rounds)]
             ),
-            "sooner": common.spread(
-                [sum(r["0"].done_ms) / sum(run.done_ms) for run, r in zip(runs, rounds)]
-            ),
+            "sooner": common.spread([sum(r["0"].done_ms) / sum(run.done_ms) for run, r in zip(runs, rounds)]),
         }
 
 

@@ -37,7 +37,6 @@ from nanospec.drafters.base import Drafter, guesses
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.ngram import NgramDrafter
-from nanospec.drafters.recycle import RecycleDrafter
 from nanospec.engine.engine import Engine
 from nanospec.kernels.speculation.layout import lay_out
 from nanospec.models.config import ModelConfig
@@ -111,12 +110,8 @@ def by_drafter(model: Model) -> dict[str, dict[str, Any]]:
     def drafting(spec: SpecConfig) -> Drafter:
         return ModelDrafter(spec, draft, model.config.vocab_size)
 
-    def recycling(spec: SpecConfig) -> Drafter:
-        return RecycleDrafter(model.config.vocab_size).behind(NgramDrafter(spec))
-
     return {
         "draft": {"method": "draft", "make": drafting},
-        "ngram+recycle": {"method": "ngram+recycle", "make": recycling},
         "medusa": {"method": "medusa", "make": medusa},
         "ngram tree": {"tree_width": 4},
         "medusa tree": {"method": "medusa", "tree_width": 4, "make": medusa},

@@ -78,9 +78,7 @@ def after_each_token(text: Text, k: int, **rows: int) -> Table:
     for name, value in values.items():
         getattr(table, name).fill_(value)
     lengths = torch.arange(len(prompt), tokens.shape[1], dtype=torch.int32)
-    return table._replace(
-        tokens=tokens.expand(count, -1), num_tokens=lengths, max_context=tokens.shape[1]
-    )
+    return table._replace(tokens=tokens.expand(count, -1), num_tokens=lengths, max_context=tokens.shape[1])
 
 
 def replay_earliest(text: Text, min_n: int, max_n: int) -> Trace:

@@ -63,3 +63,46 @@ def test_ways_of_guessing() -> None:
         own = [results[group][name] for group in GROUPS]
         shown = [f"{way['tokens_per_step']:.2f}, {way['speedup']['median']:.2f}x" for way in own]
         assert cells.strip(" |").split(" | ") == shown, name
+
+
+MODELS = {"qwen3-8b": "8B", "llama-3.3-70b": "70B"}
+
+
+def replica(found: dict[str, Any] | None) -> str:
+    """GPUs x rows, K if any, dollars per million tokens."""
+    if found is None:
+        return "–"
+    dollars = f"${found['dollars']:.{3 if found['dollars'] < 0.1 else 2}f}"
+    guesses = f", K = {found['k']}" if found["k"] else ""
+    return f"{found['gpus']} x {found['rows']}{guesses}, {dollars}"
+
+
+def test_tables_of_replicas_on_gpus() -> None:
+    found = load("fleet")
+    rows = [
+        [name, f"{bound} ms", *(replica(by_text[text]) for text in ("none", "prose", "code edits"))]
+        for model, name in MODELS.items()
+        for bound, by_text in found["replicas"][model].items()
+    ]
+    rows += [
+        [count, *(f"K = {of['k']}, {of['gain']:.2f}x" for of in (by_text["prose"], by_text["code edits"]))]
+        for count, by_text in found["gains"].items()
+    ]
+    rows += [
+        [name, *(replica(by_model[model][text]) for model in MODELS for text in ("none", "code edits"))]
+        for name, by_model in found["what_if"].items()
+    ]
+    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    assert [row for row in rows if f"| {' | '.join(row)} |" not in page] == []
+    for text, said in (("prose", "{:.2f}, {:.2f} and {:.2f} tokens in prose"),
+                       ("code edits", "{:.2f}, {:.2f} and {:.2f} in code edits")):  # fmt: skip
+        assert said.format(*(found["tokens_per_step"][text][k] for k in ("1", "4", "16"))) in page
+
+
+def test_results_are_json_and_named_somewhere() -> None:
+    """Every file of results can be read, and a page or script names it."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "bench").rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+    for path in (ROOT / "bench" / "results").glob("*.json"):
+        json.loads(path.read_text(encoding="utf-8"))
+        assert path.name in text or f'"{path.stem}"' in text, path.name

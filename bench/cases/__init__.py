@@ -48,7 +48,7 @@ class Case:
     timed: bool = True
 
 
-NAMES = ("layer", "speculation", "recycle", "layout", "host", "split")
+NAMES = ("layer", "speculation", "layout", "host", "split")
 MODULES = tuple(f"bench.cases.{name}" for name in NAMES)
 
 

@@ -10,18 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.pictures import fleet, guessing, over_k, peers, roofline, style
+from bench.pictures import guessing, over_k, peers, style
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PICTURES: dict[str, Any] = {
     "guessing": guessing,
     "over_k": over_k,
     "peers": peers,
-    "roofline": roofline,
-    "fleet_gain": fleet.GAIN,
-    "fleet_routing": fleet.ROUTING,
-    "fleet_day": fleet.DAY,
-    "fleet_split": fleet.SPLIT,
 }
 
 

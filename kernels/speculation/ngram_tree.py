@@ -11,7 +11,7 @@ but at most max_n) equal the last m tokens of the text. A candidate's chain is t
 going back to p at the end of the text, as in `ngram.py`. The chains that are used are the first `width`
 different ones in order of (m, p), larger first. So the first is what `ngram.propose` drafts. It is also
 the only one if its match is longer than LONG_MATCH: such matches are mostly right, so that what a branch
-takes from the chain is lost (`bench/trees.py`: quoting, trees everywhere lose a quarter and more).
+takes from the chain is lost (quoting, trees everywhere lose a quarter and more).
 
 The D nodes are shared out in that order: each chain gets half of those that are left (rounded up), the
 last chain all of them. A chain follows the tree as far as it is in there, and adds its share of nodes
