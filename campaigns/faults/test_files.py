@@ -20,13 +20,12 @@ from nanospec.apps.cli.batch_lines import LineError, Task
 from nanospec.apps.cli.batch_results import finished, head_of, results_file
 from nanospec.apps.cli.fetch import is_complete
 from nanospec.apps.cli.main import main
-from nanospec.apps.training.command import claim
-from nanospec.apps.training.data import _kept
-from nanospec.apps.training.loop import TrainError, whole_file
+from nanospec.apps.training import HeadsInTraining, Settings
 from nanospec.config import SamplingParams
 from nanospec.extras.tracing.trace import Trace
 from nanospec.kernels.native import build
 from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
+from tests.tiny import tiny_model
 
 TASKS = [
     Task(i, SamplingParams(), "x", url=("", "/v1/completions")[i % 2], key=f"{i:016x}") for i in range(4)
@@ -104,30 +103,15 @@ def test_a_trace_is_whole_or_not_there(tmp_path: Path) -> None:
             assert len(os.listdir(tmp_path)) == int(before is not None)
 
 
-@pytest.mark.parametrize("save", ["torch", "safetensors"])
-def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, save: str) -> None:
+def test_heads_are_whole_or_those_before(tmp_path: Path) -> None:
     """And the error is one of a file, whatever the library calls it."""
-    path, state = tmp_path / "state", {"a": torch.arange(999.0)}
-    path.write_bytes(b"the one before")
+    path, heads = tmp_path / "heads", HeadsInTraining(tiny_model(), Settings(vocab=9), torch.zeros(9).long())
+    path.write_bytes(b"those before")
     for size in (0, 9, 100, 2000, 3900):
-        with room_for(size), pytest.raises(OSError), whole_file(path) as temporary:
-            torch.save(state, temporary) if save == "torch" else save_file(state, temporary)
-        assert path.read_bytes() == b"the one before"
-        assert os.listdir(tmp_path) == ["state"]
-
-
-def test_work_that_was_cut_off_is_named(tmp_path: Path) -> None:
-    with room_for(0), pytest.raises(OSError):
-        claim(tmp_path, tmp_path, None, 1)
-    claim(tmp_path, tmp_path, None, 1)
-    (tmp_path / "work.json").write_text('{"mod')
-    with pytest.raises(TrainError, match="work.json is damaged.*delete it"):
-        claim(tmp_path, tmp_path, None, 1)
-    save_file({"hidden": torch.zeros(9, 9)}, tmp_path / "hidden")
-    assert _kept(tmp_path / "hidden").shape == (9, 9)
-    os.truncate(tmp_path / "hidden", 200)
-    with pytest.raises(TrainError, match="hidden is damaged; delete it"):
-        _kept(tmp_path / "hidden")
+        with room_for(size), pytest.raises(OSError):
+            heads.save(path, {})
+        assert path.read_bytes() == b"those before"
+        assert os.listdir(tmp_path) == ["heads"]
 
 
 def test_a_model_that_is_cut_off_is_not_complete(tmp_path: Path) -> None:

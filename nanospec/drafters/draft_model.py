@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,7 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.decoder import Model
-from ..models.hub import available_models, new_models_folder, program, resolve_model
+from ..models.hub import resolve_model
 from ..models.token_map import lm_head_rows, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
@@ -70,12 +69,8 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
         if spec.draft_model is None:
-            lacks = f"method={spec.method!r} needs a draft model: set draft_model to one."
-            raise ValueError(f"{lacks} {how_to_train(target.folder)}")
-        try:
-            folder = resolve_model(spec.draft_model)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error}. {how_to_train(target.folder)}") from None
+            raise ValueError(f"method={spec.method!r} needs a draft model: set draft_model to one.")
+        folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
         split = spec.options.get("draft_tensor_parallel_size", 1) > 1
@@ -159,12 +154,3 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
 
     def ms(self, batch: int, passes: int) -> float:
         return passes * self._costs.cost(batch, batch) if self._costs else 0.0
-
-
-def how_to_train(target: Path | None) -> str:
-    """The command that makes a draft model for a target."""
-    if target is None:
-        return ""
-    model = target.name if target.name in available_models() else str(target)
-    out = new_models_folder() / f"{target.name.removesuffix('-instruct')}-draft"
-    return f"To train one for this model: {program()} train draft --model {model} --out {out}"

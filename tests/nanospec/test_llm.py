@@ -429,10 +429,9 @@ def test_a_draft_model_is_loaded_by_name_and_must_have_the_same_vocabulary(
     (other / "tokenizer.json").write_text(tokenizer.replace('"q":16', '"q":99').replace('"q": 16', '"q": 99'))
     with pytest.raises(ValueError, match="'q', say, is 16 in the target and 99 in the draft"):
         LLM(folder, spec=SpecConfig(method="draft", draft_model=str(other)), **options)
-    make = f"train draft --model {folder} --out "
-    with pytest.raises(ValueError, match=f"needs a draft model.*{make}"):
+    with pytest.raises(ValueError, match="needs a draft model: set draft_model to one"):
         LLM(folder, spec=SpecConfig(method="draft"), **options)
-    with pytest.raises(FileNotFoundError, match=f"there is no model 'nowhere'.*{make}"):
+    with pytest.raises(FileNotFoundError, match="there is no model 'nowhere'"):
         LLM(folder, spec=SpecConfig(method="draft", draft_model="nowhere"), **options)
 
 

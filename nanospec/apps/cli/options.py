@@ -36,7 +36,7 @@ Other commands, as in `{0} fetch --help`:
     fetch NAME                    download a model
     convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
     explain MODEL                 estimate the time of each kernel on an H200
-    train heads|draft ...         train what guesses tokens for a model
+    train heads ...               train Medusa heads for a model
     serve                         answer OpenAI's requests over HTTP
 """
 SETTINGS: tuple[tuple[Any, str], ...] = (  # what can be set, and its title; first come first

@@ -1,0 +1,298 @@
+"""Train Medusa heads (Cai et al., 2024, arXiv 2401.10774) for a model, which stays as it is.
+
+    nanospec train heads --model NAME --text FILE.jsonl [--out FILE.safetensors] [--epochs N] ...
+
+A line of the text is {"text": ...} or {"messages": [...]}, a conversation with its answers. Answers that the
+model itself has written teach most, as they are what the heads have to predict.
+
+Head i learns to predict, from the hidden state at position t, the model's own distribution of the token at
+t + 2 + i (Hinton et al., 2015, arXiv 1503.02531), which follows from the hidden state at t + 1 + i. So the
+model runs once over the text. A head begins as the model's own (W = 0) and keeps its lm_head, restricted to
+the tokens most frequent in the text. The file (`models/heads.py` describes it) is written after every epoch,
+with the settings and the accuracy on texts left out of training in its metadata.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm, trange
+
+from ..device.devices import resolve_device
+from ..kernels.batch import Batch, Chunk
+from ..kernels.table import Table
+from ..models.config import ModelConfig
+from ..models.decoder import Model
+from ..models.heads import Heads
+from ..models.hub import program, resolve_model, weights_folders
+from ..models.kv_cache import empty_cache
+from ..models.token_map import TOKEN_MAP, lm_head_rows
+from ..models.weights import load_model, resolve_dtype
+from ..text.checks import check_fields, limited
+from ..text.prompts import check_conversation
+from ..text.strict_json import plain
+from ..text.tokenizer import Tokenizer
+from .cli.batch_lines import LineError, place, read_lines
+from .cli.options import add_settings, given, in_flags
+from .cli.parser import Parser
+
+WINDOW = 1024  # tokens; longer texts are cut
+HELD_OUT = 16  # of so many texts, one is left out of training and measured
+FORWARD_TOKENS = 2048  # per pass of the model
+BLOCK_SIZE = 16
+RUN = 32  # consecutive positions that a step takes together: they share the model's distributions
+LOSS_RUNS = {"cpu": 8, "cuda": 128}  # runs whose logits exist at once
+DECAY = 0.8  # weight of head i in the loss: DECAY ** i, as in the paper
+BETAS, WARMUP, MAX_NORM = (0.9, 0.95), 0.05, 1.0  # of AdamW, share of all steps, of the gradient
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What determines the heads, given the text and the number of threads.
+
+    Attributes:
+        num_heads: tokens to predict.
+        num_layers: residual blocks of a head.
+        vocab: most frequent tokens, which alone are predicted; 0 takes all.
+        epochs: passes over the text.
+        batch: positions per step.
+        lr: highest learning rate.
+        seed: of the order of batches.
+    """
+
+    num_heads: int = limited(4, 1, 16)
+    num_layers: int = limited(2, 1, 8)
+    vocab: int = limited(8192, 0)
+    epochs: int = limited(4, 1)
+    batch: int = limited(1024, RUN)
+    lr: float = limited(3e-3, 0, 1)
+    seed: int = limited(0, 0, 2**31 - 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class Data(NamedTuple):
+    """R positions of texts, back to back: hidden states [R, H] on the CPU, the token at each position [R]
+    int64, and how many positions of the same text follow it [R] int64."""
+
+    hidden: Tensor
+    tokens: Tensor
+    left: Tensor
+
+
+def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]:
+    """Return the token ids of each line of a corpus, at most `window` of them. Raises LineError."""
+    texts = []
+    for number, line in read_lines(str(file)):
+        try:
+            value: Any = plain(line)
+            if isinstance(value, dict) and "messages" in value:
+                check_conversation(value["messages"], {})
+                text = tokenizer.apply_chat_template(value["messages"], add_generation_prompt=False)
+                ids = tokenizer.encode(text, add_special_tokens=False)
+            elif isinstance(value, dict) and isinstance(value.get("text"), str):
+                ids = tokenizer.encode(value["text"])
+            else:
+                raise ValueError('a line must be {"text": text} or {"messages": [...]}.')
+        except ValueError as error:
+            raise LineError(f"{place(str(file), number)}: {error}") from None
+        texts.append(ids[:window])
+    return [ids for ids in texts if len(ids) > 1]
+
+
+@torch.inference_mode()
+def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
+    """Run the model over whole texts, about `FORWARD_TOKENS` at a time, for their hidden states."""
+    parts, first = [], 0
+    ends = list(accumulate(map(len, texts)))
+    for i in trange(len(texts), unit="text", desc="hidden states", disable=None):
+        done = ends[first] - len(texts[first])
+        if i + 1 == len(texts) or ends[i + 1] - done > FORWARD_TOKENS:
+            parts.append(_forward(model, texts[first : i + 1]))
+            first = i + 1
+    left = [torch.arange(len(ids)).flip(0) for ids in texts]
+    return Data(torch.cat(parts), torch.tensor(list(chain.from_iterable(texts))), torch.cat(left))
+
+
+def _forward(model: Model, texts: Sequence[list[int]]) -> Tensor:
+    table = Table.empty(len(texts), max(map(len, texts)), BLOCK_SIZE, 0, model.device)
+    num_blocks = table.block_table.numel()
+    table.block_table.copy_(torch.arange(num_blocks).view_as(table.block_table))
+    for row, ids in enumerate(texts):
+        table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    batch = Batch.of_chunks(table, [Chunk(row, 0, len(ids)) for row, ids in enumerate(texts)])
+    return model.forward(batch, empty_cache(model, num_blocks, BLOCK_SIZE)).cpu()
+
+
+class HeadsInTraining:
+    """Float32 weights [num_heads, num_layers, H, H] and biases [num_heads, num_layers, H] in training, and
+    the tokens that are predicted [Vd] int64, ascending."""
+
+    def __init__(self, model: Model, settings: Settings, tokens: Tensor) -> None:
+        self.settings, self.device, self.dtype = settings, model.device, model.dtype  # dtype of the products
+        hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+        shape = (settings.num_heads, settings.num_layers, hidden)
+        self.weight = torch.zeros(*shape, hidden, device=self.device, requires_grad=True)
+        self.bias = torch.zeros(shape, device=self.device, requires_grad=True)
+        counts = torch.bincount(tokens, minlength=vocab_size)
+        most = counts.argsort(descending=True, stable=True)[: settings.vocab or vocab_size]
+        self.token_map = most.sort().values
+        self.projection = lm_head_rows(model, self.token_map.to(self.device)).contiguous()  # [Vd, H]
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Return the heads' states before the projection: [N, H] -> [num_heads, N, H] float32."""
+        x = hidden.float().expand(self.settings.num_heads, -1, -1)
+        weight = self.weight.to(self.dtype)
+        for layer in range(self.settings.num_layers):
+            update = x.to(self.dtype) @ weight[:, layer].mT
+            x = x + F.silu(update.float() + self.bias[:, layer, None])
+        return x
+
+    def backward(self, data: Data, starts: Tensor) -> float:
+        """Add the gradient of the loss over the runs that begin at `starts` [C] int64; return the loss."""
+        n = self.settings.num_heads
+        rows = starts[:, None] + torch.arange(RUN + n)  # [C, RUN + n]
+        ahead = 1 + torch.arange(n)[:, None, None]
+        valid = (data.left[rows[:, :RUN]] >= ahead).float()  # [n, C, RUN]
+        decay = DECAY ** torch.arange(n)
+        weights = valid * (decay / valid.sum((1, 2)).clamp(min=1))[:, None, None] / decay.sum()
+        total, size = 0.0, LOSS_RUNS[self.device.type]
+        for part, weight in zip(rows.split(size), weights.to(self.device).split(size, 1)):
+            hidden = data.hidden[part].to(self.device)  # [c, RUN + n, H]
+            with torch.no_grad():
+                own = (hidden[:, 1:].to(self.dtype) @ self.projection.T).float().softmax(-1)
+            wanted = torch.stack([own[:, i : i + RUN].flatten(0, 1) for i in range(n)])  # [n, c * RUN, Vd]
+            states = self.states(hidden[:, :RUN].flatten(0, 1)).to(self.dtype)
+            log_p = (states @ self.projection.T).float().log_softmax(-1)
+            loss = -((wanted * log_p).sum(-1) * weight.flatten(1)).sum()
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def save(self, path: Path, metadata: dict[str, Any]) -> None:
+        """Write the heads in bf16, whole or not at all. The projections are the target's. Raises OSError."""
+        tensors = {TOKEN_MAP: self.token_map.int()} if self.settings.vocab else {}
+        for name, values in (("weight", self.weight), ("bias", self.bias)):
+            for head, layers in enumerate(values.detach().to("cpu", torch.bfloat16)):
+                for layer, part in enumerate(layers):
+                    tensors[f"{head}.{layer}.linear.{name}"] = part.clone()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.part")
+        try:
+            save_file(tensors, new, {"nanospec": json.dumps(metadata)})
+            new.chmod(0o644)  # safetensors writes files that others may not read
+            os.replace(new, path)
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written ({error}); make room and try again.") from None
+        finally:
+            new.unlink(missing_ok=True)
+
+
+@torch.inference_mode()
+def measure(heads: Heads, data: Data, device: torch.device) -> dict[str, Any]:
+    """Return the accuracy of each head's first guess, and the mean tokens per step of a chain of these, the
+    target's own token included."""
+    guesses = torch.cat([heads.top(h.to(device), 1)[..., 0].cpu() for h in data.hidden.split(512)])
+    ahead, last = 2 + torch.arange(heads.num_heads), len(data.tokens) - 1
+    labels = data.tokens[(torch.arange(last + 1)[:, None] + ahead).clamp(max=last)]  # [R, num_heads]
+    exists = data.left[:, None] >= ahead
+    right = (guesses == labels) & exists
+    gained = right[exists[:, -1]].cumprod(1).sum(1).float().mean()
+    accuracy = (right.sum(0) / exists.sum(0).clamp(min=1)).tolist()
+    return {"accuracy": [round(a, 4) for a in accuracy], "tokens_per_step": round(1 + float(gained), 3)}
+
+
+def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) -> dict[str, Any]:
+    """Train heads on the first of the `data`, measure them on the second after every epoch, and write them to
+    `out`; return what its metadata hold."""
+    training, held_out = data
+    heads = HeadsInTraining(model, settings, training.tokens)
+    optimizer = torch.optim.AdamW([heads.weight, heads.bias], settings.lr, BETAS, weight_decay=0.0)
+    runs = (len(training.tokens) - settings.num_heads) // RUN - 1  # with room to be shifted
+    if runs < 1:
+        raise ValueError(f"the text has {len(training.tokens)} tokens, too few to train on.")
+    per_step = settings.batch // RUN
+    steps = math.ceil(runs / per_step)
+    rate = LambdaLR(optimizer, partial(schedule, settings.epochs * steps))
+    generator = torch.Generator().manual_seed(settings.seed)
+    figures: dict[str, Any] = {"settings": asdict(settings), "positions": len(training.tokens), "history": []}
+    with tqdm(total=settings.epochs * steps, unit="step", desc="training", disable=None) as bar:
+        for epoch in range(1, settings.epochs + 1):
+            starts = torch.randperm(runs, generator=generator) * RUN
+            starts += torch.randint(RUN, (1,), generator=generator)
+            losses = []
+            for batch in starts.split(per_step):
+                optimizer.zero_grad()
+                losses.append(heads.backward(training, batch))
+                torch.nn.utils.clip_grad_norm_([heads.weight, heads.bias], MAX_NORM)
+                optimizer.step()
+                rate.step()
+                bar.update()
+            heads.save(out, figures)
+            found = measure(Heads.load(out, model), held_out, model.device)  # what is saved is measured
+            figures["history"].append({"epoch": epoch, "loss": round(sum(losses) / steps, 4), **found})
+            heads.save(out, figures)
+            tqdm.write(json.dumps(figures["history"][-1]), file=sys.stderr)
+    return figures
+
+
+def schedule(steps: int, step: int) -> float:
+    """Return the share of the learning rate: a linear warm-up, then half a cosine."""
+    warmup = max(int(WARMUP * steps), 1)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Read, compute and train; return the figures."""
+    settings, folder = Settings(**given(args, "Settings")), resolve_model(args.model)
+    folders = weights_folders()  # where heads are looked for: take the first that exists
+    there = next((folder for folder in folders if folder.is_dir()), folders[-1])
+    out = args.out or there / "heads" / f"{folder.name}.safetensors"
+    if out.suffix != ".safetensors":
+        raise ValueError(f"--out {out} must end in .safetensors.")
+    config, device = ModelConfig.from_path(folder), resolve_device(args.device)
+    texts = read_texts(args.text, Tokenizer(folder), min(WINDOW, config.max_position_embeddings))
+    training = [ids for i, ids in enumerate(texts) if i % HELD_OUT]
+    if not training:
+        raise ValueError(f"{args.text} has {len(texts)} texts, too few to train on and to measure with.")
+    model = load_model(folder, resolve_dtype("auto", config, device), device)
+    data = compute_data(model, training), compute_data(model, texts[::HELD_OUT])
+    return {"model": folder.name, **train(model, settings, data, out), "file": str(out)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    text = "Train Medusa heads, which predict several of a model's next tokens at once."
+    parser = Parser(prog=f"{program()} train heads", description=text)
+    parser.add_argument("--model", required=True, help="a folder, a name below weights/, or a hub id")
+    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="JSON lines to learn from")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: weights/heads/NAME.safetensors")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_settings(parser, Settings, "training", full=True)
+    args = parser.parse_args(argv)
+    try:
+        print(json.dumps(run(args)))
+    except (ValueError, OSError) as error:
+        why = str(error) if isinstance(error, OSError) else in_flags(str(error), (Settings,))
+        print(f"Cannot train heads for {args.model}: {why}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,186 @@
+"""Training Medusa heads: they begin as the target's own, learn, are measured and saved, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec.apps import training
+from nanospec.apps.training import Data, HeadsInTraining, Settings, compute_data, main, measure, train
+from nanospec.models.decoder import Model
+from nanospec.models.heads import Heads
+from nanospec.text.tokenizer import Tokenizer
+from tests.tiny import Pages, checkpoint, tiny_model
+from tests.util import assert_close
+
+LETTERS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<e>"]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def counting(number: int) -> list[list[int]]:
+    """Return texts that count upwards, modulo 40, from anywhere, of several lengths: easy to predict."""
+    return [[(7 * i + j) % 40 for j in range(30 + i % 5)] for i in range(number)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model(tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def data(model: Model) -> tuple[Data, Data]:
+    return compute_data(model, counting(31)), compute_data(model, counting(2))
+
+
+def test_data_are_those_of_each_text_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "FORWARD_TOKENS", 100)  # several passes
+    texts = counting(5)
+    data = compute_data(model, texts)
+    for ids, states in zip(texts, data.hidden.split(list(map(len, texts))), strict=True):
+        expected = Pages(model, 1, 64).step({0: torch.tensor(ids)})[0]
+        assert_close(model.logits(states), expected, 1e-5)
+    assert data.tokens.tolist() == [token for ids in texts for token in ids]
+    assert data.left.tolist() == [left for ids in texts for left in reversed(range(len(ids)))]
+
+
+def test_a_head_begins_as_the_targets_own(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
+    HeadsInTraining(model, Settings(3, 2, vocab=0), data[0].tokens).save(tmp_path / "heads.safetensors", {})
+    saved = Heads.load(tmp_path / "heads.safetensors", model)
+    own = model.logits(data[1].hidden)
+    assert all(torch.equal(head, own) for head in saved.logits(data[1].hidden).unbind(1))
+
+
+def test_the_loss_is_the_cross_entropy_with_the_targets_distributions(
+    model: Model, data: tuple[Data, Data]
+) -> None:
+    """A run over the end of a text counts positions of the same text alone."""
+    heads = HeadsInTraining(model, Settings(2, 1, vocab=40), data[0].tokens)
+    assert heads.token_map.tolist() == list(range(40))  # all that the text has
+    with torch.no_grad():
+        heads.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    loss = heads.backward(data[0], torch.tensor([0, 64]))
+    rows = torch.cat([torch.arange(32), torch.arange(64, 96)])
+    expected = []
+    for i in range(2):
+        kept = rows[data[0].left[rows] >= 1 + i]
+        wanted = (data[0].hidden[kept + 1 + i] @ heads.projection.T).softmax(-1)
+        logits = heads.states(data[0].hidden[kept])[i] @ heads.projection.T
+        expected.append(F.cross_entropy(logits, wanted) * (1, 0.8)[i] / 1.8)
+    assert_close(torch.tensor(loss), torch.stack(expected).sum().detach(), 1e-5)
+
+
+def test_heads_learn_and_are_saved_as_measured(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
+    """The target here predicts counting, which a random model does not."""
+    target, file = tiny_model(tie_word_embeddings=True), tmp_path / "new" / "heads.safetensors"
+    states = torch.randn(40, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    target.embedding[:40] = states.roll(1, 0)  # the state at a token has the greatest product with the next
+    known = tuple(part._replace(hidden=states[part.tokens]) for part in data)
+    figures = train(target, Settings(2, 1, 40, 30, 64, 0.02), known, file)  # type: ignore[arg-type]
+    first, last = figures["history"][0], figures["history"][-1]
+    assert last["loss"] < 0.5 * first["loss"]
+    assert min(last["accuracy"]) > 0.9
+    assert last["tokens_per_step"] > 2.5
+    with safe_open(file, "pt") as handle:
+        assert json.loads(handle.metadata()["nanospec"]) == figures
+    with pytest.raises(ValueError, match="the text has 34 tokens, too few to train on"):
+        train(model, Settings(), (data[0]._replace(tokens=data[0].tokens[:34]), data[1]), file)
+
+
+def test_measuring_counts_what_a_chain_would_gain(data: tuple[Data, Data]) -> None:
+    class Oracle:
+        num_heads = 2
+
+        def __init__(self, offset: int) -> None:
+            self.offset = offset
+
+        def top(self, hidden: Tensor, count: int) -> Tensor:
+            rows = torch.arange(len(hidden))
+            ends = torch.cat([data[1].tokens, torch.zeros(3, dtype=torch.long)])
+            return torch.stack([ends[rows + 2 + i] + self.offset for i in range(2)], 1)[..., None].int()
+
+    for offset, accuracy in ((0, 1.0), (50, 0.0)):
+        oracle: Any = Oracle(offset)
+        figures = measure(oracle, data[1], torch.device("cpu"))
+        assert figures == {"accuracy": [accuracy] * 2, "tokens_per_step": 1 + 2 * accuracy}
+
+
+def test_the_heads_that_are_here_predict_the_model(smollm2: Path) -> None:
+    file = smollm2.parent / "heads" / f"{smollm2.name}.safetensors"
+    if not file.is_file():
+        pytest.skip(f"needs {file.name}: nanospec train heads --model {smollm2.name}")
+    llm = LLM(smollm2, spec=SpecConfig(method="none"), max_model_len=256, max_num_seqs=1)
+    prompt = llm.chat_prompt([{"role": "user", "content": "How do I bake bread? Explain step by step."}])
+    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0].token_ids
+    model = llm.engine.worker.model
+    found = measure(Heads.load(file, model), compute_data(model, [prompt + output]), model.device)
+    assert found["accuracy"][0] > 0.2  # far from chance; a tiny model, and only the first guess
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with a tokenizer of bytes and a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "target"
+    checkpoint(folder, "llama", vocab_size=len(LETTERS), bos_token_id=None, eos_token_id=256)
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(LETTERS)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_the_command_writes_heads_that_draft(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "text.jsonl", tmp_path / "heads.safetensors"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    lines = [{"text": f"a\u2028b {i}, " * 8} for i in range(20)]  # U+2028 ends no line
+    text.write_text("".join(json.dumps(line) + "\n" for line in (*lines, {"messages": messages})))
+    last = training.read_texts(text, Tokenizer(folder), 99)[-1]
+    assert Tokenizer(folder).decode(last) == "user: Hi\nassistant: Hello\n"
+    options = ["--num-heads", "2", "--vocab", "50", "--epochs", "1", "--batch", "64"]
+    assert main(["--model", str(folder), "--text", str(text), "--out", str(out), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["file"] == str(out)
+    spec = SpecConfig(method="medusa", heads=str(out), num_speculative_tokens=2)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    plain, guessed = (
+        LLM(folder, spec=each, dtype="float32").generate("ab", params)[0]
+        for each in (SpecConfig(method="none"), spec)
+    )
+    assert guessed.token_ids == plain.token_ids
+    assert guessed.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize(("options", "lines", "sentence"), [
+    (["--model", "nothing"], "", "there is no model 'nothing'"),
+    (["--num-heads", "0"], "", "--num-heads 0 must be an integer from 1 to 16."),
+    (["--out", "heads.bin"], "", "--out heads.bin must end in .safetensors."),
+    (["--text", "nowhere.jsonl"], "", "No such file"),
+    ([], '{"text": "abc"}', "has 1 texts, too few to train on and to measure with."),
+    ([], "{", "line 1: "),
+    ([], '{"prompt": "a"}', 'line 1: a line must be {"text": text} or {"messages": [...]}.'),
+    ([], '{"messages": "a"}', "line 1: messages='a' must be a list of"),
+], ids=["model", "heads", "out", "no-file", "short", "json", "line", "messages"])  # fmt: skip
+def test_bad_input_gets_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], lines: str,
+    sentence: str,
+) -> None:  # fmt: skip
+    (tmp_path / "text.jsonl").write_text(lines)
+    asked = {"--model": folder, "--text": tmp_path / "text.jsonl", "--out": tmp_path / "h.safetensors"}
+    assert main([*(str(word) for pair in asked.items() for word in pair), *options]) == 1
+    [error] = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("Cannot train heads for ")
+    assert sentence in error
