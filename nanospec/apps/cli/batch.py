@@ -90,22 +90,15 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     say_how(llm.tokenizer, todo)
     check, window = llm.engine.check, llm.engine.max_model_len
     prompts = [prompt_ids(llm.tokenizer, check, window, task, batch.source) for task in todo]
-    outputs: list[RequestOutput] = []
-    steps = llm.engine.metrics.num_forward_steps
     with Writer(batch) as writer:
 
         def write(position: int, output: RequestOutput) -> None:
             line = result_line(todo[position], output, model, llm.tokenizer.bytes_of)
             writer.write(line, num_tokens(output))
-            outputs.append(output)
 
         params = seeded(batch.tasks, llm.config.seed)
         llm.generate(prompts, [params[task.index] for task in todo], write) if todo else None
-    from .savings import saved_seconds
-
-    steps = llm.engine.metrics.num_forward_steps - steps
-    saved = saved_seconds(llm, outputs, steps, writer.seconds)
-    return {**writer.figures(), **({} if saved is None else {"saved_seconds_estimate": round(saved, 3)})}
+    return writer.figures()
 
 
 class Writer:
@@ -174,8 +167,6 @@ def batch_summary(figures: dict[str, Any]) -> str:
     if "replicas" in figures:
         text += f"{figures['replicas']} replica{'s' * (figures['replicas'] != 1)}, "
     text += f"{figures['tokens_per_second']:.0f} tok/s"
-    if figures.get("saved_seconds_estimate", 0) >= 0.1:
-        text += f", saved about {figures['saved_seconds_estimate']:.1f} s by guessing (an estimate)"
     return text + (f"; {figures['done_before']} were done before" if figures["done_before"] else "")
 
 

@@ -79,7 +79,7 @@ def run_demo(
 
 def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...]:
     """One line of the table. Tokens per second are counted from the first token on."""
-    before, after = _decode_rate(plain), _decode_rate(spec)
+    before, after = decode_rate(plain), decode_rate(spec)
     stats = spec.stats
     return (
         name,
@@ -93,7 +93,7 @@ def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...
     )
 
 
-def _decode_rate(output: RequestOutput) -> float:
-    """Tokens per second of the decoding steps (the step that gave the first token is left out)."""
+def decode_rate(output: RequestOutput) -> float:
+    """Return tokens per second of decoding, without the step that gave the first token."""
     seconds = output.seconds - output.first_token_seconds
     return (len(output.token_ids) - 1) / max(seconds, 1e-9)

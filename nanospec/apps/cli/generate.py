@@ -11,20 +11,16 @@ from typing import Any
 from ...config import EngineConfig, SamplingParams
 from ...engine.metrics import LOSSY
 from ...llm import LLM, RequestOutput
-from ...models.hub import program
 from ...text.chat import as_message, with_system
-from . import roofline
 from .batch import Batch, batch_summary, run_batch
 from .chat import Chat
 from .console import DIM, Console
 from .demo import run_demo
+from .explain import explain
 from .main import announce_ranks
 from .options import engine_options, spec_config
-from .savings import faster
 from .trace import TraceFile
 from .typed import typed_messages
-
-WORTH_SAYING = 1.1  # times faster, an estimate
 
 
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = None) -> None:
@@ -60,11 +56,11 @@ def run_traced(
         if args.json:
             report(llm, args, console, batch=figures)
     elif args.chat:
-        after = None if args.json else lambda output: console.line(summary(llm, output), DIM)
+        after = None if args.json else lambda output: console.line(summary(output), DIM)
         Chat(llm, params, console, args.system, after).run(typed_messages(console))
         report(llm, args, console)
     elif args.explain:
-        console.line(explain_costs(llm))
+        explain(llm, console)
         report(llm, args, console)
     else:
         run_prompt(llm, params, console, args)
@@ -89,27 +85,6 @@ def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argpars
     report(llm, args, console, outputs[0])
 
 
-def explain_costs(llm: LLM) -> str:
-    """Why guessing pays here: what a step must move and compute, and what it was measured to take."""
-    engine = llm.engine
-    model = engine.worker.model
-    machine = roofline.measure(model.device, model.dtype)
-    context = min(1024, engine.max_model_len)
-    lines = [
-        f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in {model.dtype}; "
-        f"one request after {context} tokens",
-        roofline.explain(model.config, machine, context),
-        "",
-        "tokens per step: ms at these rates without a text, measured ms, measured relative to one token",
-    ]
-    costs = (engine.policy.costs or engine.worker.measure()).of_one_row()
-    for tokens, ms in costs.items():
-        least = roofline.account(model.config, 1, tokens - 1, 1, model.dtype.itemsize).bound(machine)
-        lines.append(f"{tokens:5}: {least:8.2f} {ms:8.2f} {ms / next(iter(costs.values())):6.2f}x")
-    lines += ["", f"by kernel, on an H200: {program()} explain MODEL"]
-    return "\n".join(lines)
-
-
 def report(
     llm: LLM, args: argparse.Namespace, console: Console, output: RequestOutput | None = None, **more: Any
 ) -> None:
@@ -121,13 +96,13 @@ def report(
         print(json.dumps(result))
     elif output is not None:
         if len(output.outputs) == 1:
-            console.line(summary(llm, output), DIM)
+            console.line(summary(output), DIM)
         runs = llm.engine.worker.runs()
         threads = f", {runs['threads']} threads" if "threads" in runs else ""
         console.line(f"[{runs['dtype']} on {runs['device']} by {runs['by']}{threads}]", DIM)
 
 
-def summary(llm: LLM, output: RequestOutput) -> str:
+def summary(output: RequestOutput) -> str:
     """One line about how an output came about."""
     stats = output.stats
     count = len(output.token_ids)
@@ -139,9 +114,4 @@ def summary(llm: LLM, output: RequestOutput) -> str:
         text += f" ({stats.acceptance} acceptance: not what the model alone would have written)"
     if output.error:
         text += f"; {output.error}"
-    text += f", finished: {output.finish_reason}]"
-    ratio = faster(llm, output.outputs[0], len(output.prompt_token_ids))
-    if ratio is not None and ratio >= WORTH_SAYING:
-        same = ", same text" if stats.acceptance == "exact" else ""
-        text += f"\n[about {ratio:.1f} × faster than without guessing, by measured step times{same}]"
-    return text
+    return f"{text}, finished: {output.finish_reason}]"

@@ -24,7 +24,6 @@ COMMANDS = {  # words -> the module whose main(argv) runs it
     "serve": "nanospec.apps.serve.command",
     "fetch": "nanospec.apps.cli.fetch",
     "convert": "nanospec.apps.cli.convert",
-    "explain": "nanospec.apps.cli.estimate",
     "train heads": "nanospec.apps.training",
 }
 EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141

@@ -35,7 +35,6 @@ Other commands, as in `{0} fetch --help`:
 
     fetch NAME                    download a model
     convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
-    explain MODEL                 estimate the time of each kernel on an H200
     train heads ...               train Medusa heads for a model
     serve                         answer OpenAI's requests over HTTP
 """

@@ -369,7 +369,7 @@ def test_errors_are_in_the_words_of_the_command_line(message: str, words: str) -
     assert options.in_flags(message) == words
 
 
-@pytest.mark.parametrize("module", ["", ".cli.main", ".cli.batch", ".cli.fetch", ".cli.convert"])
+@pytest.mark.parametrize("module", ["", ".apps.cli.main", ".apps.cli.batch", ".apps.cli.fetch"])
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
     code = f"import sys, nanospec{module}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

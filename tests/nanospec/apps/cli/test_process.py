@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 BEGIN = """
 import atexit, os, signal, sys, tempfile
 from importlib.abc import MetaPathFinder
-from nanospec.cli import process
+from nanospec.apps.cli import process
 
 def told(number=signal.SIGINT):
     os.kill(os.getpid(), number)
@@ -34,7 +34,7 @@ atexit.register(told)
 sys.argv = ["run.py", "fetch", "no-such-model"]
 """
 TWICE = """
-from nanospec.cli import main
+from nanospec.apps.cli import main
 
 class Stream:
     def write(self, text):
@@ -50,7 +50,7 @@ def interrupted(argv):
 main._run = interrupted
 """
 LEAVING = """
-from nanospec.cli import main
+from nanospec.apps.cli import main
 
 def run(argv):
     with tempfile.TemporaryDirectory(dir=".") as folder:

@@ -18,8 +18,8 @@ import pytest
 CODE = """\
 import json, sys
 {}
-from nanospec.cli.console import Console
-from nanospec.cli.typed import typed_messages
+from nanospec.apps.cli.console import Console
+from nanospec.apps.cli.typed import typed_messages
 for message in typed_messages(Console({})):
     print("GOT" + json.dumps(message) + "TOG", flush=True)
 print("ENDED", flush=True)

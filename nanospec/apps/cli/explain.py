@@ -1,0 +1,151 @@
+"""`--explain`: why guessing tokens pays on this machine.
+
+A step that scores T tokens reads every weight once, whatever T is, and computes 2 FLOPs for each weight and
+token. So it takes at least
+
+    max(bytes / bandwidth, FLOPs / rate)
+
+for each of its parts. Bandwidth and rate are measured here, and so are the times of real steps. From these
+follows what an answer gains: t tokens per step, in steps of 1 + d tokens on average, should come
+t * ms(1) / ms(1 + d) times as fast as one token per step.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from ...config import SamplingParams
+from ...kernels.layer.linear import linear, pack
+from ...kernels.transfer import synchronize
+from ...llm import LLM
+from ...models.config import ModelConfig
+from ...outputs import RequestOutput
+from .console import Console
+from .demo import REQUESTS, decode_rate
+
+CONTEXT = 1024  # cached tokens, of which a step reads the keys and values
+BLOCK, CPU_SIDE, GPU_SIDE = 512 << 20, 1024, 8192  # bytes that are read; side of the matrices multiplied
+REPEATS = 5
+MAX_TOKENS, WINDOW = 128, 512  # of the answer whose speed-up is measured; the window it needs
+ACCEPTANCES, DRAFTS = (0.3, 0.5, 0.7, 0.9), 4
+
+
+class Machine(NamedTuple):
+    """Bytes per second that memory delivers, and FLOPs per second of matrix products in the model's dtype."""
+
+    bandwidth: float
+    flops: float
+
+
+class Part(NamedTuple):
+    """What a part of a step reads and computes at least."""
+
+    name: str
+    bytes: int
+    flops: int
+
+    def ms(self, machine: Machine) -> float:
+        """Return the least ms that it takes."""
+        return 1e3 * max(self.bytes / machine.bandwidth, self.flops / machine.flops)
+
+    def cells(self, machine: Machine) -> tuple[str, str, str]:
+        """Return MB, GFLOP and least ms for a table."""
+        return f"{self.bytes / 1e6:.1f}", f"{self.flops / 1e9:.2f}", f"{self.ms(machine):.2f}"
+
+
+def parts(config: ModelConfig, tokens: int, context: int, itemsize: int) -> list[Part]:
+    """Count a step that scores `tokens` tokens of one request with `context` cached tokens before them;
+    `itemsize` is the bytes of a weight and of a cached value. Activations are left out: they are small, and
+    stay in caches."""
+    head = config.vocab_size * config.hidden_size
+    layers = config.num_parameters - head * (1 if config.tie_word_embeddings else 2)
+    seen = sum(min(context, window or context) for window in config.windows)  # positions, over all layers
+    cached = 2 * config.num_kv_heads * config.head_dim  # values of a position: key and value
+    scores = config.num_heads * config.head_dim
+    return [
+        Part("layers", itemsize * layers, 2 * layers * tokens),
+        Part("attention", itemsize * cached * seen, 4 * scores * seen * tokens),
+        Part("head", itemsize * head, 2 * head * tokens),
+    ]
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Time PyTorch reading 512 MiB, and a product of square matrices as the engine computes it."""
+    block = torch.ones(BLOCK // 4, dtype=torch.float32, device=device)
+    n = GPU_SIDE if device.type == "cuda" else CPU_SIDE
+    a = torch.randn(n, n, device=device).to(dtype)
+    weight = a if device.type == "cuda" else pack(a)
+    product = (lambda: a @ a) if device.type == "cuda" else (lambda: linear(a, weight))
+    return Machine(block.nbytes / _fastest(block.sum, device), 2 * n**3 / _fastest(product, device))
+
+
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the fastest of some runs."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def interpolated(ms: Mapping[int, float], tokens: float) -> float:
+    """Return the ms of a step of `tokens` tokens, between and beyond the sizes that were measured."""
+    sizes = sorted(ms)
+    i = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
+    if i < 1:
+        return ms[sizes[0]]
+    low, high = sizes[i - 1], sizes[i]
+    return ms[low] + (ms[high] - ms[low]) * (tokens - low) / (high - low)
+
+
+def explain(llm: LLM, console: Console) -> None:
+    """Print the figures of this model on this machine."""
+    engine, model = llm.engine, llm.engine.worker.model
+    machine, itemsize = measure(model.device, model.dtype), model.dtype.itemsize
+    context = min(CONTEXT, engine.max_model_len)
+    rates = f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s"
+    console.line(f"{rates} in {model.dtype}")
+    console.line(f"\nA step of one request after {context} tokens, without drafts and with {DRAFTS}:")
+    counts = [parts(model.config, tokens, context, itemsize) for tokens in (1, 1 + DRAFTS)]
+    rows = [(one.name, *one.cells(machine), *more.cells(machine)) for one, more in zip(*counts)]
+    console.table(("", *("MB", "GFLOP", "least ms") * 2), rows)
+    console.line("\nMeasured, without a text before it:")
+    ms = (engine.policy.costs or engine.worker.measure()).of_one_row()
+    rows = []
+    for tokens, took in ms.items():
+        least = sum(part.ms(machine) for part in parts(model.config, tokens, 1, itemsize))
+        rows.append((str(tokens), f"{least:.2f}", f"{took:.2f}", f"{took / ms[1]:.2f}x"))
+    console.table(("tokens in a step", "least ms", "measured ms", "of one token"), rows)
+    if llm.config.spec.max_k:
+        _explain_answer(llm, console, ms)
+
+
+def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None:
+    """Print when drafts pay, and the speed-up of the demo's code edit."""
+    ratio = interpolated(ms, 1 + DRAFTS) / ms[1]
+    gains = ", ".join(f"{a:.0%}: {sum(a**j for j in range(1 + DRAFTS)) / ratio:.2f}x" for a in ACCEPTANCES)
+    console.line(f"\n{DRAFTS} drafts break even at {ratio:.2f} tokens per step; by acceptance: {gains}")
+    if llm.engine.max_model_len < WINDOW:
+        return
+    text, chats = REQUESTS["code edit"], llm.tokenizer.has_chat_template
+    prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chats else text
+
+    def answer(most: int | None) -> RequestOutput:
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, num_speculative_tokens=most)
+        return llm.generate(prompt, params)[0]
+
+    plain, spec = answer(0), answer(None)
+    stats = spec.stats
+    drafted = stats.num_drafted / stats.num_steps
+    predicted = stats.tokens_per_step * ms[1] / interpolated(ms, 1 + drafted)
+    console.line(
+        f"A code edit: {stats.tokens_per_step:.2f} tokens per step with {drafted:.1f} drafts; speed-up "
+        f"{predicted:.2f}x predicted, {decode_rate(spec) / decode_rate(plain):.2f}x measured"
+    )

@@ -1,0 +1,51 @@
+"""`--explain`: what is counted agrees with the weights, and its figures are printed."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanospec import LLM, SpecConfig
+from nanospec.apps.cli import explain
+from nanospec.apps.cli.console import Console
+from nanospec.models.config import ModelConfig
+
+
+def test_a_step_reads_the_weights_and_the_cache_once(smollm2: Path) -> None:
+    config = ModelConfig.from_path(smollm2)
+    for tie in (True, False):
+        shape = replace(config, tie_word_embeddings=tie)
+        read = 2 * (shape.num_parameters - (0 if tie else config.vocab_size * config.hidden_size))
+        cache = 1000 * config.kv_bytes_per_token(shape.torch_dtype)
+        for tokens in (1, 5):
+            parts = explain.parts(shape, tokens, 1000, 2)
+            assert sum(part.bytes for part in parts) == read + cache
+            products = sum(part.flops for part in parts if part.name != "attention")
+            assert products == 2 * tokens * read / 2
+    windows = explain.parts(replace(config, windows=(10,) * config.num_layers), 3, 1000, 2)
+    assert windows == explain.parts(config, 3, 10, 2)
+
+
+@pytest.mark.parametrize(("tokens", "ms"), [(1, 10.0), (1.5, 10.5), (3, 13.0), (6, 19.0)])
+def test_steps_between_and_beyond_measured_sizes(tokens: float, ms: float) -> None:
+    assert explain.interpolated({1: 10.0, 2: 11.0, 4: 15.0}, tokens) == ms
+    assert explain.interpolated({1: 10.0}, tokens) == 10.0
+
+
+def test_the_figures_are_printed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "MAX_TOKENS", 12)
+    monkeypatch.setattr(explain, "BLOCK", 1 << 20)
+    written = io.StringIO()
+    spec = SpecConfig(num_speculative_tokens=4)
+    llm = LLM(smollm2, spec=spec, dtype="float32", max_num_seqs=1, kv_cache_memory=100 << 20)
+    explain.explain(llm, Console(written))
+    text = written.getvalue()
+    assert "GB/s read" in text
+    assert re.search(r"^layers +424\.\d +0\.21 ", text, re.MULTILINE)  # MB in fp32, GFLOP
+    assert re.search(r"^1 +\d+\.\d\d +\d+\.\d\d +1\.00x$", text, re.MULTILINE)
+    assert "4 drafts break even at" in text
+    assert re.search(r"speed-up \d+\.\d\dx predicted, \d+\.\d\dx measured\n$", text)
