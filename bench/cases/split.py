@@ -22,7 +22,6 @@ def cases() -> Iterator[Case]:
             yield sum_case(f"{name}-R{ranks}-T{T}", ranks, hidden, T)
         for name, vocab in VOCABS.items():
             yield best_case(f"{name}-R{ranks}", vocab, ranks)
-            yield choose_case(f"{name}-R{ranks}", vocab, ranks)
 
 
 def sum_case(label: str, ranks: int, hidden: int, T: int) -> Case:
@@ -46,14 +45,3 @@ def best_case(label: str, vocab: int, ranks: int, B: int = 8, K: int = 4) -> Cas
         return Built(lambda: across.best(logits, part, part, table, batch))
 
     return Case("best", label, build, bytes=2 * T * part)
-
-
-def choose_case(label: str, vocab: int, ranks: int, T: int = 40) -> Case:
-    """The targets from all candidates."""
-    chunks = -(-vocab // ranks // across.CHUNK.value)
-
-    def build(device: str) -> Built:
-        candidates = torch.randn(ranks, 2, chunks, T, device=device)
-        return Built(lambda: across.choose(candidates))
-
-    return Case("choose", label, build, bytes=8 * ranks * chunks * T)

@@ -24,7 +24,8 @@ from nanospec.config import SamplingParams
 from nanospec.engine.request import seed_of
 from nanospec.extras.grammar.grammar import LIMITS, Grammars, Guide
 from nanospec.kernels.codes import NAN_TOKEN
-from nanospec.kernels.sampling import penalties, sample
+from nanospec.kernels.sampling import sample
+from nanospec.kernels.sampling.scores import penalize
 from nanospec.kernels.table import Table
 from nanospec.sampling.base import registered
 from nanospec.text.tokenizer import Tokenizer
@@ -173,7 +174,7 @@ class Oracle:
             self.table.output_counts[0] = torch.bincount(
                 torch.tensor(tokens[len(self.prompt) :], dtype=torch.long), minlength=len(scores)
             )
-            given = penalties.naive(given, 0, len(tokens), [], self.table)
+            given = penalize(given, 0, len(tokens), [], self.table)
         token = int(sample.draw(given, 0, len(tokens), self.table))
         assert token == NAN_TOKEN or self.may_say(scores, tokens, token), f"{token} is drawn, and may not be"
         return token

@@ -21,12 +21,13 @@ request's seed and the absolute position, as in `sample`. Drafts and targets at 
 their noise, so acceptance and residual have streams of their own (`noise.py`, with seeds that differ
 in constant bits): u = exp(-E) of token 0 of the one, all tokens of the other.
 
-Kernel: `_select` lists the rows that ask, and programs of others end at once. `scan` goes over the logits
-again, and over the draft's; `probabilities` reduces each distribution to four numbers; `_decide` changes
-targets, at most one pass over the vocabulary for a residual draw. Limits: those of `sample` and `commit`.
+Kernel: `scan` goes over the logits of the rows that ask again, and over the draft's; `probabilities` reduces
+each distribution to four numbers; `_decide` changes targets, at most one pass over the vocabulary for a
+residual draw. Limits: those of `sample` and `commit`.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,18 +41,20 @@ from ..launch import next_power_of_2
 from ..speculation.proposal import Proposal
 from ..speculation.walk import rows_of
 from ..table import Table
-from . import noise, penalties, probabilities, sample, scan, top_k_top_p
+from . import noise, probabilities, sample
+from .probabilities import Distribution
+from .scan import best_of
+from .scores import Inputs, Query, penalize, scores_of, this_query
 
 EPSILON, DELTA = 0.09, 0.3  # of TYPICAL: the defaults of Medusa's reference implementation
 ACCEPTANCE = tl.constexpr(0x5851F42D4C957F2D)  # arbitrary bits that tell the streams apart
 RESIDUAL = tl.constexpr(0x14057B7EF767814F)
 TILE = tl.constexpr(2048)  # tokens of the vocabulary per iteration
-_EXACT, _REJECTION, _TYPICAL = tl.constexpr(EXACT), tl.constexpr(REJECTION), tl.constexpr(TYPICAL)
-_EPSILON, _DELTA = tl.constexpr(EPSILON), tl.constexpr(DELTA)
+_TYPICAL, _EPSILON, _DELTA = tl.constexpr(TYPICAL), tl.constexpr(EPSILON), tl.constexpr(DELTA)
 
 
 def accept(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:
-    """The targets [T] int32 to verify the drafts of `proposal` against, from those of `sample`."""
+    """Return the targets [T] int32 to verify the drafts of `proposal` against, from those of `sample`."""
     if use_triton(logits):
         return launch(targets, logits, table, batch, proposal)
     return naive(targets, logits, table, batch, proposal, lazy=True)
@@ -60,9 +63,8 @@ def accept(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal
 def naive(
     targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal, lazy: bool = False
 ) -> Tensor:
-    """With `lazy` only the queries that verification will read get their targets, and `targets` may come
-    from a lazy `sample`.
-    """
+    """With `lazy` only the queries that verification will read get their targets, drawn anew: a lazy `sample`
+    may not have come to them."""
     rules = table.rule.masked_fill(table.temperature <= 0, EXACT).tolist()
     targets = targets.clone()
     for b, row in enumerate(rows_of(batch)):
@@ -71,35 +73,29 @@ def naive(
         guesses = _drawn_from(proposal, batch, b) if rule == REJECTION else ()
         if rule != TYPICAL and not len(guesses):
             continue
-        as_drawn = True  # whether `sample` has drawn the target here
         for place in row.walk(targets) if lazy else range(len(row.ids)):
-            t, children = row.start + place, row.children(place)
-            before = int(targets[t])
-            if before == NAN_TOKEN:
-                continue
-            scores, position = sample.scores_of(logits, table, batch, row, place)
-            token = None
+            scores, position = scores_of(logits, table, batch, row, place)
+            children, token = row.children(place), None
             if children and place < len(guesses):
                 token = _rejection(scores, guesses[place].float(), row.ids[place + 1], s, position, table)
             if token is None:
-                token = before if as_drawn else int(sample.draw(scores, s, position, table))
+                token = int(sample.draw(scores, s, position, table) if lazy else targets[row.start + place])
             if rule == TYPICAL and children and token != NAN_TOKEN:
                 token = _typical(scores, [row.ids[c] for c in children], token, s, table)
-            as_drawn = as_drawn and (not lazy or token == before)
-            targets[t] = token
+            targets[row.start + place] = token
     return targets
 
 
 def _drawn_from(proposal: Proposal, batch: Batch, b: int) -> Tensor | tuple[()]:
-    """[K, V]: the logits that the drafts of batch row b were drawn from, if they were drawn at all."""
+    """Return the logits [K, V] that the drafts of batch row b were drawn from, if they were drawn at all."""
     sampled = batch.parents is None if proposal.sampled is None else bool(proposal.sampled[b])
     return proposal.logits[b] if sampled and proposal.logits is not None else ()
 
 
 def _rejection(scores: Tensor, guess: Tensor, draft: int, s: int, position: int, table: Table) -> int | None:
-    """The target by rejection sampling; None where there is no p or no q."""
+    """Return the target by rejection sampling; None where there is no p or no q."""
     if table.penalized[s]:
-        guess = penalties.naive(guess, s, position, (), table)
+        guess = penalize(guess, s, position, (), table)
     if not (torch.isfinite(scores.amax()) and torch.isfinite(guess.amax())):
         return None
     log_p, log_q = probabilities.naive(scores, s, table), probabilities.naive(guess, s, table)
@@ -116,7 +112,7 @@ def _rejection(scores: Tensor, guess: Tensor, draft: int, s: int, position: int,
 
 
 def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) -> int:
-    """The target by typical acceptance, where `sample` has drawn x."""
+    """Return the target by typical acceptance, where `sample` has drawn x."""
     if x in drafts:
         return x
     p = probabilities.naive(scores, s, table).exp()
@@ -126,88 +122,70 @@ def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) ->
     return likeliest if p[likeliest] > bound else x
 
 
-@triton.jit(do_not_specialize=["K", "pitch"])
-def _select(batch, table, sampled, asking, drafts, K, pitch, WIDTH: tl.constexpr):
-    """`asking`: the rows and queries of the batch that ask. `drafts`: a batch of the rows of draft logits
-    that they need, each without a token before it."""
-    b, j = tl.program_id(0), tl.arange(0, WIDTH)
-    s, start, n = tl.load(batch.rows + b), tl.load(batch.q_start + b), tl.load(batch.q_len + b)
-    asks = (s >= 0) & (tl.load(table.temperature + s, s >= 0, other=0.0) > 0)
-    rule = tl.load(table.rule + s, asks, other=_EXACT)
-    follow = tl.maximum(n - 1, 0)  # queries that a draft follows, of a chain
-    drawn = rule == _REJECTION
-    if sampled is not None:
-        drawn = drawn & tl.load(sampled + b)
-    num_draws = tl.where(drawn, tl.minimum(follow, K), 0)
-    num_queries = tl.where(rule == _TYPICAL, n if batch.TREE else follow, num_draws)
-    tl.store(asking.rows + b, tl.where(num_queries > 0, s, -1))
-    tl.store(asking.q_len + b, num_queries)
-    tl.store(drafts.rows + b, tl.where(num_draws > 0, s, -1))
-    tl.store(drafts.q_len + b, num_draws)
-    tl.store(drafts.q_start + b, b * pitch)
-    position = tl.load(batch.positions + start + j, j < num_draws, other=0)
-    tl.store(drafts.positions + b * pitch + j, position, j < K)
-    tl.store(drafts.input_ids + b * pitch + j, tl.full([WIDTH], -1, tl.int32), j < K)
+class Side(NamedTuple):
+    """What a token is drawn from, at the queries of the target or of the draft model."""
+
+    inputs: Inputs
+    distribution: Distribution
 
 
 @triton.jit(do_not_specialize=["pitch"])
-def _decide(inputs, p, guesses, q, targets, q_len, out, pitch, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
-    query = scan.this_query(inputs.batch)
-    s, t, i = query[0], query[1], query[3]
-    b = tl.program_id(1)
-    if i >= tl.load(q_len + b):
+def _decide(target, guess, targets, pitch, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
+    query = this_query(target.inputs.batch)
+    if query.s < 0:
         return
-    token = tl.load(targets + t)
-    if (s >= 0) & (token >= 0):
-        if tl.load(inputs.table.rule + s) == _TYPICAL:
-            token = _decide_typical(inputs, query, p, token, WIDTH)
+    token = tl.load(targets + query.t)
+    if token >= 0:
+        if tl.load(target.inputs.table.rule + query.s) == _TYPICAL:
+            token = _decide_typical(target, query, token, WIDTH)
         elif DRAWN:
-            token = _decide_rejection(inputs, query, p, guesses, q, b * pitch + i, token)
-    tl.store(out + t, token)
+            token = _decide_rejection(target, guess, query, tl.program_id(1) * pitch + query.place, token)
+        tl.store(targets + query.t, token)
 
 
 @triton.jit
-def _decide_rejection(inputs, query, p, guesses, q, at, token):
-    """`token`, the target's own draw, stays only where there is no q and no residual."""
-    s, t, _, i, _ = query
-    guess = (s, at, at, i * 0, i * 0)  # no drafts before it
-    if tl.abs(tl.load(q.best + at)) < float("inf"):
-        position, seed = tl.load(inputs.batch.positions + t) + 1, tl.load(inputs.table.seed + s)
-        draft = tl.load(inputs.batch.input_ids + t + 1)
-        log_p = probabilities.log_probs(inputs, query, p, draft)
-        below = probabilities.log_probs(guesses, guess, q, draft) - log_p
-        if tl.exp(noise.block(seed ^ ACCEPTANCE, position, draft * 0)) > below:
+def _decide_rejection(target, guess, query, at, token):
+    """Return `token`, the target's own draw, only where there is no q and no residual."""
+    guessed = Query(query.s, at, at, at * 0, at * 0)  # no drafts before it
+    if tl.abs(tl.load(guess.distribution.best + at)) < float("inf"):
+        table, batch = target.inputs.table, target.inputs.batch
+        position, seed = tl.load(batch.positions + query.t) + 1, tl.load(table.seed + query.s)
+        draft = tl.load(batch.input_ids + query.t + 1)
+        log_p = probabilities.log_probs(target.inputs, query, target.distribution, draft)
+        below = probabilities.log_probs(guess.inputs, guessed, guess.distribution, draft) - log_p
+        if tl.exp(noise.log_e(seed ^ ACCEPTANCE, position, draft * 0)) > below:
             token = draft
         else:
             winner = tl.full([], float("-inf"), tl.float32)
-            for first in range(0, inputs.table.vocab_size, TILE):
+            for first in range(0, table.vocab_size, TILE):
                 ids = first + tl.arange(0, TILE)
-                residual = tl.exp(probabilities.log_probs(inputs, query, p, ids))
-                residual -= tl.exp(probabilities.log_probs(guesses, guess, q, ids))
-                value = tl.log(tl.where(residual > 0, residual, 1.0))
-                value -= noise.block(seed ^ RESIDUAL, position, ids)
-                high, lowest = top_k_top_p.best_of(tl.where(residual > 0, value, float("-inf")), ids)
+                p = tl.exp(probabilities.log_probs(target.inputs, query, target.distribution, ids))
+                q = tl.exp(probabilities.log_probs(guess.inputs, guessed, guess.distribution, ids))
+                value = tl.log(tl.where(p - q > 0, p - q, 1.0))
+                value -= noise.log_e(seed ^ RESIDUAL, position, ids)
+                high, lowest = best_of(tl.where(p - q > 0, value, float("-inf")), ids)
                 token = tl.where(high > winner, lowest, token)
                 winner = tl.maximum(high, winner)
     return token
 
 
 @triton.jit
-def _decide_typical(inputs, query, p, token, WIDTH: tl.constexpr):
-    _, t, start, i, n = query
-    place = tl.arange(0, WIDTH)
-    if inputs.batch.TREE:
-        draft = (place > 0) & (place < n)
-        child = draft & (tl.load(inputs.batch.parents + start + place, draft, other=-1) == i)
+def _decide_typical(target, query, token, WIDTH: tl.constexpr):
+    start, place = query.start, tl.arange(0, WIDTH)
+    if target.inputs.batch.TREE:
+        draft = (place > 0) & (place < query.n)
+        parent = tl.load(target.inputs.batch.parents + start + place, draft, other=-1)
+        child = draft & (parent == query.place)
     else:
-        child = place == i + 1
-    ids = tl.load(inputs.batch.input_ids + start + place, child, other=-1)
-    probs = tl.where(child, tl.exp(probabilities.log_probs(inputs, query, p, ids)), 0.0)
+        child = place == query.place + 1
+    ids = tl.load(target.inputs.batch.input_ids + start + place, child, other=-1)
+    log_p = probabilities.log_probs(target.inputs, query, target.distribution, ids)
+    probs = tl.where(child, tl.exp(log_p), 0.0)
     largest = tl.max(probs)
     first = tl.min(tl.where(child & (probs == largest), place, WIDTH))
     likeliest = tl.sum(tl.where(place == first, ids, 0))
     drawn = tl.max((ids == token).to(tl.int32)) > 0
-    bound = tl.minimum(tl.exp(-tl.load(p.entropy + t)) * _DELTA, _EPSILON)
+    bound = tl.minimum(tl.exp(-tl.load(target.distribution.entropy + query.t)) * _DELTA, _EPSILON)
     return tl.where((largest > bound) & (not drawn), likeliest, token)
 
 
@@ -218,33 +196,48 @@ def launch(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal
     if B == 0 or Q == 1:
         return targets
     flat, K, pitch = _flatten(proposal, batch, logits.shape[1])
-    N, width, new = 0 if flat is None else len(flat), next_power_of_2(Q), batch.rows.new_empty
-    asking = replace(batch, rows=new(B), q_len=new(B))
-    drafts = replace(
-        batch, rows=new(B), input_ids=new(N), positions=new(N), q_start=new(B), q_len=new(B),
-        ancestors=None, parents=None,
-    )  # fmt: skip
-    _select[(B,)](
-        batch.tensors, table, proposal.sampled, asking.tensors, drafts.tensors, K, pitch,
-        WIDTH=width, num_warps=1,
-    )  # fmt: skip
-    inputs = scan.Inputs.of(logits, table, asking)
-    p = probabilities.measure(inputs, Q - 1 if batch.parents is None else Q)
-    guesses = q = None
+    queries, draws = _asked(table, batch, proposal.sampled, K)
+    inputs = Inputs.of(logits, table, replace(batch, q_len=queries))
+    target = Side(inputs, probabilities.measure(inputs, Q - 1 if batch.parents is None else Q))
+    guess = None
     if flat is not None:
-        guesses = scan.Inputs.of(flat, table, drafts)
-        q = probabilities.measure(guesses, K)
-    out = torch.empty_like(targets)
+        inputs = Inputs.of(flat, table, _of_drafts(batch, draws, K, pitch))
+        guess = Side(inputs, probabilities.measure(inputs, K))
+    targets = targets.clone()
     _decide[(Q, B)](
-        inputs, p, guesses, q, targets, batch.q_len, out, pitch,
-        DRAWN=flat is not None, WIDTH=width, num_warps=16,
-    )  # fmt: skip
-    return out
+        target, guess, targets, pitch, DRAWN=guess is not None, WIDTH=next_power_of_2(Q), num_warps=16
+    )
+    return targets
+
+
+def _asked(table: Table, batch: Batch, sampled: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
+    """Return [B] int32 each: how many of a row's first queries a further rule decides on, and how many of its
+    first drafts, K at most, were drawn from logits that it needs."""
+    index = batch.rows.clamp(min=0)
+    follow = (batch.q_len - 1).clamp(min=0)  # queries that a draft follows, of a chain
+    rule = torch.where((batch.rows >= 0) & (table.temperature[index] > 0), table.rule[index], EXACT)
+    drawn = rule == REJECTION if sampled is None else (rule == REJECTION) & sampled
+    draws = torch.where(drawn, follow.clamp(max=K), 0)
+    typical = follow if batch.parents is None else batch.q_len
+    return torch.where(rule == TYPICAL, typical, draws).int(), draws.int()
+
+
+def _of_drafts(batch: Batch, draws: Tensor, K: int, pitch: int) -> Batch:
+    """Return the batch of the logits of drafts, as `_flatten` gives them: `draws` of each row."""
+    B, place = batch.num_rows, torch.arange(pitch, device=draws.device)
+    t = (batch.q_start[:, None] + place).clamp(max=batch.num_tokens - 1)
+    num_logits = (B - 1) * pitch + K
+    positions = batch.positions[t].flatten()[:num_logits]
+    start = torch.arange(0, B * pitch, pitch, dtype=torch.int32, device=draws.device)
+    none = torch.full_like(positions, -1)
+    return replace(
+        batch, input_ids=none, positions=positions, q_start=start, q_len=draws, ancestors=None, parents=None
+    )
 
 
 def _flatten(proposal: Proposal, batch: Batch, V: int) -> tuple[Tensor | None, int, int]:
-    """The drafts' logits as [N, V], None if they were not drawn; how many drafts per row have some; the
-    pitch: those of draft j of batch row b lie at b * pitch + j."""
+    """Return the drafts' logits as [N, V], None if they were not drawn; how many drafts per row have some;
+    the pitch: those of draft j of batch row b lie at b * pitch + j."""
     logits, B = proposal.logits, batch.num_rows
     if logits is None or logits.shape[1] == 0 or (batch.parents is not None and proposal.sampled is None):
         return None, 0, 0

@@ -49,11 +49,12 @@ def native(logits: Tensor, allowed: Tensor, at: Tensor) -> None:
 
 
 @triton.jit
-def _mask(logits, stride, vocab, allowed, width, words, at, CHUNK: tl.constexpr):
+def _mask(logits, stride, vocab, masks, at, CHUNK: tl.constexpr):
     t = tl.program_id(0)
     m = tl.load(at + t)
     if m < 0:
         return
+    allowed, width, words = masks
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     word = tl.load(allowed + m.to(tl.int64) * width + ids // 32, ids // 32 < words, other=0)
     barred = (word >> (ids % 32)) & 1 == 0
@@ -62,8 +63,7 @@ def _mask(logits, stride, vocab, allowed, width, words, at, CHUNK: tl.constexpr)
 
 def launch(logits: Tensor, allowed: Tensor, at: Tensor) -> None:
     T, V = logits.shape
+    masks = allowed, allowed.stride(0), allowed.shape[1]
     if T:
-        _mask[(T, triton.cdiv(V, CHUNK))](
-            logits, logits.stride(0), V, allowed, allowed.stride(0), allowed.shape[1], at,
-            CHUNK=CHUNK, num_warps=4,
-        )  # fmt: skip
+        grid = T, triton.cdiv(V, CHUNK)
+        _mask[grid](logits, logits.stride(0), V, masks, at, CHUNK=CHUNK, num_warps=4)

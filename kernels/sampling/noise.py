@@ -8,8 +8,8 @@ nor on how many tokens are verified at once, which is what makes speculation los
 
 The bits come from a 32-bit integer mixer (two multiplications and three shifts, constants by C.
 Wellons, "Prospecting for Hash Functions", 2018). Seed and position make two 32-bit keys, the token is
-mixed with both. `naive` and the kernels (`block`) have the same bits; their logarithms may differ in
-the last place, which changes the drawn token with a probability of about 1e-7.
+mixed with both. `naive` and `log_e`, its version for kernels, have the same bits; their logarithms may
+differ in the last place, which changes the drawn token with a probability of about 1e-7.
 """
 
 from typing import TypeVar
@@ -29,34 +29,25 @@ SECOND_KEY = tl.constexpr(0xC2B2AE35)
 SMALL = tl.constexpr(1e-3)  # below this, -log(1 - u) is summed as a series
 
 
-def naive(seed: int, position: int, tokens: Tensor) -> Tensor:
-    """log E of the given token ids [N], float32 [N], between -22.2 and 3.1."""
-    return log_exponential(bits(seed, position, tokens))
-
-
-def bits(seed: int, position: int, tokens: Tensor) -> Tensor:
-    """31 random bits per token id, int32 [N]."""
+def naive(seed: Ints, position: Ints, tokens: Tensor) -> Tensor:
+    """Return log E, float32 [..., N] between -22.2 and 3.1, of token ids [N] or [..., N], for a seed and a
+    position, which are numbers or int64 tensors [...]."""
     first, second = keys(seed, position)
-    return _mix_tokens(_mix_tokens(tokens.int() ^ _signed(first)) ^ _signed(second)).bitwise_and_(0x7FFFFFFF)
-
-
-def of_rows(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """log E [N, M] float32 of M tokens at each of N places: seeds [N] int64, positions [N]."""
-    first, second = (key[:, None].int() for key in keys(seeds, positions.long()))
-    return log_exponential(_mix_tokens(_mix_tokens(tokens.int() ^ first) ^ second).bitwise_and_(0x7FFFFFFF))
+    if isinstance(first, Tensor):
+        first, second = first[..., None], second[..., None]
+    return log_exponential(mix(mix(tokens.long() ^ first) ^ second) & 0x7FFFFFFF)
 
 
 def log_exponential(bits: Tensor) -> Tensor:
-    """log E of E = -log(1 - u), where u = (bits + 1/2) / 2^31 is uniform in (0, 1)."""
-    u = bits.float().add_(0.5).mul_(2.0**-31)
-    # Small E decide who wins, so they keep full relative precision.
+    """Return log E of E = -log(1 - u), where u = (bits + 1/2) / 2^31 is uniform in (0, 1)."""
+    u = (bits.float() + 0.5) * 2.0**-31
+    # Small E decide which token wins, so they keep full relative precision.
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
-    e = torch.where(u < SMALL.value, series, -torch.log((1.0 - u).clamp_(min=2.0**-32)))
-    return e.log_()
+    return torch.where(u < SMALL.value, series, -torch.log((1.0 - u).clamp(min=2.0**-32))).log()
 
 
 def keys(seed: Ints, position: Ints) -> tuple[Ints, Ints]:
-    """Two 32-bit keys of a position in a request, numbers or int64: all 64 bits of the seed matter."""
+    """Return two 32-bit keys, numbers or int64, of a seed, of which all 64 bits matter, and a position."""
     low = mix((seed & _MASK) ^ SEED_LOW.value)
     high = mix((seed >> 32 & _MASK) ^ SEED_HIGH.value)
     first = mix(mix(low ^ position) ^ high)
@@ -65,29 +56,15 @@ def keys(seed: Ints, position: Ints) -> tuple[Ints, Ints]:
 
 
 def mix(x: Ints) -> Ints:
-    """A bijective mixer of 32-bit integers."""
+    """Mix the bits of 32-bit integers, numbers or int64. (A product that wraps keeps its lower 32 bits.)"""
     x = (x ^ x >> 16) * MULTIPLIER_1.value & _MASK
     x = (x ^ x >> 15) * MULTIPLIER_2.value & _MASK
     return x ^ x >> 16
 
 
-def _mix_tokens(x: Tensor) -> Tensor:
-    """`mix` on int32: products wrap, and masks make the shifts logical. Overwrites x."""
-    x ^= x >> 16 & 0xFFFF
-    x *= MULTIPLIER_1.value
-    x ^= x >> 15 & 0x1FFFF
-    x *= _signed(MULTIPLIER_2.value)
-    return x.bitwise_xor_(x >> 16 & 0xFFFF)
-
-
-def _signed(x: int) -> int:
-    """The int32 with the bits of a 32-bit unsigned integer."""
-    return x - (1 << 32) if x >> 31 else x
-
-
 @triton.jit
-def block(seed, position, tokens):
-    """log E of a block of token ids for one int64 seed and one int32 position."""
+def log_e(seed, position, tokens):
+    """`naive` of a block of token ids for one int64 seed and one int32 position."""
     first, second = block_keys(seed, position)
     bits = block_mix(block_mix(tokens.to(tl.uint32) ^ first) ^ second)
     u = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)

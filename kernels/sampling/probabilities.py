@@ -14,15 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..table import Table
-from . import penalties, sample, scan, top_k_top_p
-from .scan import Inputs
+from . import top_k_top_p
+from .scan import best_score, leaves_out, scan
+from .scores import Inputs, load_scores, this_query
+from .top_k_top_p import order_key
 
 TILE = tl.constexpr(4096)  # tokens of the vocabulary per iteration
 
 
 def naive(scores: Tensor, s: int, table: Table) -> Tensor:
-    """[V]: the logarithm of what request row s draws from, temperature > 0; -inf for what is left out."""
-    kept = scores.masked_fill(scores < sample.threshold(scores, s, table), float("-inf"))
+    """Return the logarithm [V] of what request row s draws from, temperature > 0; -inf for what is left
+    out."""
+    kept = scores.masked_fill(scores < top_k_top_p.naive(scores, s, table), float("-inf"))
     return ((kept - kept.amax()) / table.temperature[s]).log_softmax(-1)  # the difference is exact, or tiny
 
 
@@ -41,25 +44,24 @@ class Distribution(NamedTuple):
 
 @triton.jit
 def _measure(inputs, partials, distribution):
-    query = scan.this_query(inputs.batch)
-    s, t = query[0], query[1]
+    query = this_query(inputs.batch)
+    s, t = query.s, query.t
     if s < 0:
         return
-    best, invalid = scan.best_score(partials, t)
+    best, invalid = best_score(partials, t)
     tl.store(distribution.best + t, tl.where(invalid, float("nan"), best))
     if invalid:
         return
     least = tl.full([], 0, tl.uint32)
     temperature = tl.load(inputs.table.temperature + s)
-    if top_k_top_p.asked(inputs.table, s):
-        whole = scan.whole_mass(partials, t, best, temperature)
-        _, key, floor = top_k_top_p.threshold(inputs, query, partials, best, whole)
-        least = tl.maximum(key, top_k_top_p.order_key(floor))
+    if leaves_out(inputs.table, s):
+        kept = top_k_top_p.threshold(inputs, query, partials, best)
+        least = tl.maximum(kept.key, order_key(kept.floor))
     mass, weighted = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     for first in range(0, inputs.table.vocab_size, TILE):
-        scores = penalties.load_scores(inputs, query, first + tl.arange(0, TILE))
+        scores = load_scores(inputs, query, first + tl.arange(0, TILE))
         x = (scores - best) / temperature
-        weight = tl.where(top_k_top_p.order_key(scores) >= least, tl.exp(x), 0.0)
+        weight = tl.where(order_key(scores) >= least, tl.exp(x), 0.0)
         mass += weight
         weighted += tl.where(weight > 0, weight * x, 0.0)
     whole = tl.sum(mass)
@@ -70,19 +72,19 @@ def _measure(inputs, partials, distribution):
 
 @triton.jit
 def log_probs(inputs, query, distribution, ids):
-    """log p of token ids at a query, -inf for what is left out and for ids beyond the vocabulary."""
-    s, t = query[0], query[1]
-    scores = penalties.load_scores(inputs, query, tl.where(ids < 0, inputs.table.vocab_size, ids))
+    """Return log p of token ids at a query, -inf for what is left out and for ids beyond the vocabulary."""
+    t = query.t
+    scores = load_scores(inputs, query, tl.where(ids < 0, inputs.table.vocab_size, ids))
     least = tl.load(distribution.least + t).to(tl.uint32, bitcast=True)
-    x = (scores - tl.load(distribution.best + t)) / tl.load(inputs.table.temperature + s)
-    log_p = x - tl.load(distribution.log_mass + t)
-    return tl.where(top_k_top_p.order_key(scores) >= least, log_p, float("-inf"))
+    x = (scores - tl.load(distribution.best + t)) / tl.load(inputs.table.temperature + query.s)
+    return tl.where(order_key(scores) >= least, x - tl.load(distribution.log_mass + t), float("-inf"))
 
 
 def measure(inputs: Inputs, max_q_len: int) -> Distribution:
     """Measure what up to max_q_len queries per row draw from."""
-    partials, T, f32 = scan.scan(inputs, max_q_len), len(inputs.logits), torch.float32
+    T, f32 = len(inputs.logits), torch.float32
     dtypes = (f32, f32, f32, torch.int32)
     distribution = Distribution(*(inputs.logits.new_empty(T, dtype=dtype) for dtype in dtypes))
-    _measure[(max_q_len, inputs.batch.rows.shape[0])](inputs, partials, distribution, num_warps=16)
+    grid = (max_q_len, inputs.batch.rows.shape[0])
+    _measure[grid](inputs, scan(inputs, max_q_len), distribution, num_warps=16)
     return distribution

@@ -15,152 +15,164 @@ the threshold is found exactly, 4 bits of its order-preserving integer at a time
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..table import Table
 from . import noise
-from .penalties import load_scores
+from .scan import best_of, whole_mass
+from .scores import load_scores
 
 PIVOTS = tl.constexpr(16)  # thresholds tried at once; 4 bits of the answer
 TILE = tl.constexpr(1024)  # tokens per iteration
 
 
-def naive(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The least score that is kept, 0-d float32; temperature > 0. scores [V] float32, largest finite."""
+def naive(scores: Tensor, s: int, table: Table) -> Tensor:
+    """Return the least of scores [V] float32 that request row s keeps, 0-d float32. Its temperature is not 0
+    and the largest score is finite."""
+    temperature, top_k, top_p, min_p = (
+        column[s].item() for column in (table.temperature, table.top_k, table.top_p, table.min_p)
+    )
     best, V = scores.amax(), len(scores)
     threshold = torch.full_like(best, float("-inf"))
     if 0 < top_k < V:
-        threshold = scores.topk(top_k)[0][-1]
+        threshold = scores.topk(int(top_k))[0][-1]
         scores = scores[scores >= threshold]
     if top_p < 1:
         weights = ((scores - best) / temperature).exp()
-        mass = top_p * float(weights.sum())
-        # Only a shortcut, since sorting is slow: if the tokens from some weight on hold more than the
-        # mass, the threshold is one of them.
-        for least in (1e-3, 1e-5, 0.0):
-            near = weights >= least
-            if float(weights[near].sum()) > mass:
-                break
+        mass = float(weights.sum())
+        # Only a shortcut, since sorting is slow: all tokens below this weight hold less than 1 - top_p.
+        near = weights >= (1 - top_p) * mass / V
         scores, order = scores[near].sort(descending=True)
         weights = weights[near][order].double()
         above = weights.cumsum(0) - weights
-        threshold = scores[max(int((above < mass).sum()), 1) - 1]
+        threshold = scores[max(int((above < top_p * mass).sum()), 1) - 1]
     if min_p > 0:
         threshold = torch.maximum(threshold, best + temperature * math.log(min_p))
     return threshold
 
 
-@triton.jit
-def asked(table, s):
-    """Whether request row s leaves tokens out when it draws."""
-    top_k = tl.load(table.top_k + s)
-    by_count = (top_k > 0) & (top_k < table.vocab_size)
-    by_mass = (tl.load(table.top_p + s) < 1) | (tl.load(table.min_p + s) > 0)
-    return (tl.load(table.temperature + s) > 0) & (by_count | by_mass)
+class Open(NamedTuple):
+    """The open groups: the first `count` of `order`, all groups by their largest score."""
+
+    order: Any
+    count: Any
+
+
+class Weighing(NamedTuple):
+    """How tokens are weighed: each counts 1 where `by_count`, else exp((score - best) / temperature).
+
+    `target`: the sum of weights that must be reached.
+    """
+
+    by_count: Any
+    best: Any
+    temperature: Any
+    target: Any
+
+
+class Threshold(NamedTuple):
+    """What is kept: tokens of `opened` groups with at least the key (`order_key`) and the score `floor`."""
+
+    opened: Any
+    key: Any
+    floor: Any
 
 
 @triton.jit
 def order_key(x):
-    """The uint32 that orders as the float does."""
+    """Return the uint32 that orders as the float does."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def threshold(inputs, query, partials, best, mass):
-    """What a query's request keeps: (the open groups, the least key, the least score).
-
-    `best` is the largest score, `mass` the sum of exp((score - best) / temperature). All that is kept lies
-    in the open groups.
-    """
-    table, s = inputs.table, query[0]
+def threshold(inputs, query, partials, best):
+    """Return the `Threshold` of a query, whose largest score is `best`."""
+    table, s = inputs.table, query.s
     temperature = tl.load(table.temperature + s)
     top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)
     by_count = (top_k > 0) & (top_k < table.vocab_size)
     floor = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     floor = tl.where(min_p > 0, floor, float("-inf"))
+    mass = whole_mass(partials, query.t, best, temperature)
     target = tl.where(by_count, top_k.to(tl.float32), tl.where(top_p < 1, top_p * mass, float("inf")))
-
-    # Sort the groups by their largest score.
-    g = tl.arange(0, triton.next_power_of_2(partials.GROUPS))
-    groups = partials.groups + query[1].to(tl.int64) * partials.GROUPS
-    key = order_key(tl.load(groups + g, g < partials.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
-    key = tl.sort(tl.where(g < partials.GROUPS, key | g.to(tl.uint64), 0), descending=True)
-    order, largest = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.uint32)
-
-    # Open groups until the tokens in them that exceed all tokens of the others are enough.
-    weighing = (by_count, best, temperature)
-    num_open = tl.minimum(table.vocab_size, TILE // partials.GROUP)
-    enough = num_open >= partials.GROUPS
-    while not enough:
-        shut = tl.max(tl.where(g >= num_open, largest, 0))
-        pivots = tl.zeros([PIVOTS], tl.uint32) + (shut + 1)
-        opened = (order, num_open)
-        above = tl.max(_weigh(inputs, query, opened, weighing, pivots, 0, partials.GROUP))
-        if (above >= target) | ((shut < order_key(floor)) & (not by_count)):
-            enough = True
-        else:
-            num_open = tl.minimum(2 * num_open, partials.GROUPS)
-            enough = num_open >= partials.GROUPS
-    opened = (order, tl.minimum(num_open, partials.GROUPS))
-
-    # The least key that is kept: by top-k, then by top-p among those.
-    least, steps = tl.full([], 0, tl.uint32), 8
-    if inputs.logits.dtype.element_ty == tl.bfloat16:
-        # The lower half of such a logit's key tells nothing, unless penalties have changed it.
-        steps = tl.where(tl.load(table.penalized + s), 8, 4)
+    weighing = Weighing(by_count, best, temperature, target)
+    opened = _open_groups(inputs, query, partials, weighing, floor)
+    key = tl.full([], 0, tl.uint32)
     if by_count:
-        least = _search(inputs, query, opened, weighing, target, False, least, steps, partials.GROUP)
-        target = top_p  # of a mass that is not known yet
+        key = _search(inputs, query, partials, opened, weighing, key, False)
+        target = top_p  # of the mass of what top-k leaves
     if top_p < 1:
-        weighing = (False, best, temperature)
-        found = _search(inputs, query, opened, weighing, target, by_count, least, steps, partials.GROUP)
+        weighing = Weighing(False, best, temperature, target)
+        found = _search(inputs, query, partials, opened, weighing, key, by_count)
         # Never nothing: the likeliest token stays even for a top-p of 0.
-        least = tl.minimum(tl.maximum(found, least), order_key(best))
-    return opened, least, floor
+        key = tl.minimum(tl.maximum(found, key), order_key(best))
+    return Threshold(opened, key, floor)
 
 
 @triton.jit
-def draw(inputs, query, partials, best, mass):
-    """The token drawn at `query` from what its request keeps. See `threshold`."""
-    temperature = tl.load(inputs.table.temperature + query[0])
-    opened, least, floor = threshold(inputs, query, partials, best, mass)
-    position = tl.load(inputs.batch.positions + query[1]) + 1
-    seed = tl.load(inputs.table.seed + query[0])
+def draw(inputs, query, partials, best):
+    """Return the token drawn at a query from what its request keeps. `best` is its largest score."""
+    temperature = tl.load(inputs.table.temperature + query.s)
+    kept = threshold(inputs, query, partials, best)
+    position = tl.load(inputs.batch.positions + query.t) + 1
+    seed = tl.load(inputs.table.seed + query.s)
     winner, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
-    for first in range(0, opened[1] * partials.GROUP, TILE):
-        ids, scores = _open(inputs, query, opened, first, partials.GROUP)
-        value = scores - temperature * noise.block(seed, position, ids)
-        kept = (order_key(scores) >= least) & (scores >= floor)
-        high, lowest = best_of(tl.where(kept, value, float("-inf")), ids)
+    for first in range(0, kept.opened.count * partials.GROUP, TILE):
+        ids, scores = _load_open(inputs, query, partials, kept.opened, first)
+        value = scores - temperature * noise.log_e(seed, position, ids)
+        keep = (order_key(scores) >= kept.key) & (scores >= kept.floor)
+        high, lowest = best_of(tl.where(keep, value, float("-inf")), ids)
         better = (high > winner) | ((high == winner) & (lowest < token))
         winner, token = tl.where(better, high, winner), tl.where(better, lowest, token)
     return token
 
 
 @triton.jit
-def best_of(values, ids):
-    """The largest of a block of values, and the lowest id that has it."""
-    largest = tl.max(values)
-    return largest, tl.min(tl.where(values == largest, ids, 2147483647))
+def _open_groups(inputs, query, partials, weighing, floor):
+    """Open groups until the tokens in them that exceed all tokens of the others are enough."""
+    g = tl.arange(0, triton.next_power_of_2(partials.GROUPS))
+    groups = partials.groups + query.t.to(tl.int64) * partials.GROUPS
+    key = order_key(tl.load(groups + g, g < partials.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
+    key = tl.sort(tl.where(g < partials.GROUPS, key | g.to(tl.uint64), 0), descending=True)
+    order, largest = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.uint32)
+
+    count = tl.minimum(inputs.table.vocab_size, TILE // partials.GROUP)
+    enough = count >= partials.GROUPS
+    while not enough:
+        shut = tl.max(tl.where(g >= count, largest, 0))
+        pivots = tl.zeros([PIVOTS], tl.uint32) + (shut + 1)
+        above = tl.max(_weigh(inputs, query, partials, Open(order, count), weighing, pivots, 0))
+        if (above >= weighing.target) | ((shut < order_key(floor)) & (not weighing.by_count)):
+            enough = True
+        else:
+            count = tl.minimum(2 * count, partials.GROUPS)
+            enough = count >= partials.GROUPS
+    return Open(order, tl.minimum(count, partials.GROUPS))
 
 
 @triton.jit
-def _search(inputs, query, opened, weighing, target, share, least, steps, GROUP: tl.constexpr):
-    """The largest key that `target` or more of the open tokens reach, of those that reach `least`.
+def _search(inputs, query, partials, opened, weighing, least, is_share):
+    """Return the largest key that open tokens of the target weight reach, of those that reach `least`.
 
-    Found from the highest bits down: the largest of 16 pivots that is reached by enough. With `share`
+    Found from the highest bits down: the largest of 16 pivots that is reached by enough. Where `is_share`,
     the target is a share of all that reaches `least`.
     """
-    found = tl.full([], 0, tl.uint32)
+    steps = 8
+    if inputs.logits.dtype.element_ty == tl.bfloat16:
+        # The lower half of such a logit's key tells nothing, unless penalties have changed it.
+        steps = tl.where(tl.load(inputs.table.penalized + query.s), 8, 4)
+    found, target = tl.full([], 0, tl.uint32), weighing.target
     digits = tl.arange(0, PIVOTS)
     for step in range(steps):
         pivots = found + (digits << (28 - 4 * step)).to(tl.uint32)
-        above = _weigh(inputs, query, opened, weighing, pivots, least, GROUP)
-        if (step == 0) & share:
+        above = _weigh(inputs, query, partials, opened, weighing, pivots, least)
+        if (step == 0) & is_share:
             target *= tl.max(above)  # the first pivot is 0, which all reach
         digit = tl.max(tl.where(above >= target, digits, 0))
         found += (digit << (28 - 4 * step)).to(tl.uint32)
@@ -168,25 +180,24 @@ def _search(inputs, query, opened, weighing, target, share, least, steps, GROUP:
 
 
 @triton.jit
-def _weigh(inputs, query, opened, weighing, pivots, least, GROUP: tl.constexpr):
-    """For each pivot, the number or the mass of the open tokens that reach it and `least`."""
-    by_count, best, temperature = weighing
+def _weigh(inputs, query, partials, opened, weighing, pivots, least):
+    """Return for each pivot the weight of the open tokens that reach it and `least`."""
     above = tl.zeros([PIVOTS], tl.float32)
-    for first in range(0, opened[1] * GROUP, TILE):
-        _, scores = _open(inputs, query, opened, first, GROUP)
+    for first in range(0, opened.count * partials.GROUP, TILE):
+        _, scores = _load_open(inputs, query, partials, opened, first)
         key = order_key(scores)
-        weight = tl.where(by_count, 1.0, tl.exp((scores - best) / temperature))
-        weight = tl.where(key >= least, weight, 0.0)
+        mass = tl.exp((scores - weighing.best) / weighing.temperature)
+        weight = tl.where(key >= least, tl.where(weighing.by_count, 1.0, mass), 0.0)
         above += tl.sum(tl.where(key[:, None] >= pivots[None, :], weight[:, None], 0.0), 0)
     return above
 
 
 @triton.jit
-def _open(inputs, query, opened, first, GROUP: tl.constexpr):
-    """Token ids and scores of a tile of the open groups, from their `first` token on."""
-    order, num_open = opened
+def _load_open(inputs, query, partials, opened, first):
+    """Return token ids and scores of a tile of the open groups, from their `first` token on."""
     j = first + tl.arange(0, TILE)
-    inside = j < num_open * GROUP
-    group = tl.gather(order, tl.where(inside, j // GROUP, 0), 0)
-    ids = tl.where(inside, group * GROUP + j % GROUP, inputs.table.vocab_size)  # beyond: scores -inf
+    inside = j < opened.count * partials.GROUP
+    group = tl.gather(opened.order, tl.where(inside, j // partials.GROUP, 0), 0)
+    token = group * partials.GROUP + j % partials.GROUP
+    ids = tl.where(inside, token, inputs.table.vocab_size)  # beyond: scores -inf
     return ids, load_scores(inputs, query, ids)

@@ -113,8 +113,7 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         ids = place if self.heads.token_map is None else self.heads.token_map[place]
         head = torch.arange(scores.shape[1], device=scores.device)
         position = table.num_tokens[index, None] + head
-        seed = table.seed[index, None].expand_as(position)
-        luck = noise.of_rows(seed.flatten(), position.flatten(), ids.flatten(0, 1)).view_as(likely)
+        luck = noise.naive(table.seed[index, None], position, ids)
         best = (likely - table.temperature[index, None, None] * luck).topk(self.width).indices
         return ids.gather(2, best).int()
 

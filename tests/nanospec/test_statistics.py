@@ -18,7 +18,7 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.engine.request import seed_of
-from nanospec.kernels.sampling import accept, penalties, sample, top_k_top_p
+from nanospec.kernels.sampling import accept, sample, scores, top_k_top_p
 from nanospec.kernels.sampling.accept import DELTA, EPSILON
 from tests.drive import MODES, Job, run
 from tests.exact import (
@@ -207,7 +207,7 @@ DEFECTS = {
         ("nothing", 1.0, "exact"),
     ),
     "two positions share their noise": Defect(
-        sample, "draw", "naive(seed, position,", "naive(seed, position // 2,", DRAFT,
+        sample, "draw", "position, torch", "position // 2, torch", DRAFT,
         ("filters", 1.0, "exact"), 256,
     ),
 }  # fmt: skip
@@ -216,7 +216,7 @@ SMALL_DEFECTS = {
         accept, "_rejection", RATIO, f"{RATIO} + 0.22", DICE, ("nothing", 1.7, "rejection"), 768
     ),
     "min_tokens counts from the beginning of the run": Defect(
-        penalties, "naive", "position < int", "position - len(drafts) < int", DRAFT,
+        scores, "penalize", "position < int", "position - len(drafts) < int", DRAFT,
         ("min_tokens", 1.7, "exact"),
     ),
     "drafts are accepted 5 % too often": Defect(
@@ -245,14 +245,14 @@ SMALL_DEFECTS = {
         accept, "_rejection", "if table.penalized[s]", "if False", DRAFT, ("bias", 1.0, "rejection"), 1024
     ),
     "penalties do not count drafts": Defect(
-        penalties, "naive", "for token in drafts", "for token in ()", DRAFT, ("penalties", 1.0, "exact")
+        scores, "penalize", "for token in drafts", "for token in ()", DRAFT, ("penalties", 1.0, "exact")
     ),
     "top-p is of the whole vocabulary": Defect(
         top_k_top_p, "naive", "scores = scores[scores >= threshold]", "pass", DRAFT,
         ("filters", 1.7, "exact"), 1024,
     ),
     "repetition_penalty does not know the prompt": Defect(
-        penalties, "naive", "(counts > 0) | table.in_prompt[s]", "counts > 0", DRAFT,
+        scores, "penalize", "(counts > 0) | table.in_prompt[s]", "counts > 0", DRAFT,
         ("repetition", 1.0, "exact"), 2048,
     ),
 }  # fmt: skip

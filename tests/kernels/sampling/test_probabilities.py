@@ -13,8 +13,7 @@ from torch import Tensor
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling import probabilities
 from nanospec.kernels.sampling.probabilities import TILE
-from nanospec.kernels.sampling.sample import scores_of
-from nanospec.kernels.sampling.scan import Inputs, this_query
+from nanospec.kernels.sampling.scores import Inputs, scores_of, this_query
 from nanospec.kernels.speculation.walk import rows_of
 from nanospec.kernels.table import Table
 from tests.kernels.batches import S, ints, make_batch, random_logits, random_table
@@ -25,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 @triton.jit
 def _all(inputs, distribution, out):  # type: ignore[no-untyped-def]
     query = this_query(inputs.batch)
-    if query[0] >= 0:
+    if query.s >= 0:
         V = inputs.table.vocab_size
         for first in range(0, V, TILE):
             ids = first + tl.arange(0, TILE)
             found = probabilities.log_probs(inputs, query, distribution, ids)
-            tl.store(out + query[1] * V + ids, found, ids < V)
+            tl.store(out + query.t * V + ids, found, ids < V)
 
 
 def measured(logits: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import NAN_TOKEN
-from nanospec.kernels.sampling import noise, sample, scan
+from nanospec.kernels.sampling import noise, sample, top_k_top_p
+from nanospec.kernels.sampling.scores import MAX_VOCAB, scores_of
 from nanospec.kernels.speculation import verify
 from nanospec.kernels.speculation.walk import rows_of
 from nanospec.kernels.table import Table
@@ -181,40 +183,6 @@ def test_total_variation_shrinks() -> None:
         assert torch.equal(drawn, best[0][:500])  # `draw` is that argmax
 
 
-def test_top_p_leaves_the_renormalised_distribution() -> None:
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log()
-    table = make_table(5, temperature=1.0, top_p=0.85)
-    counts = torch.bincount(draw_many(table, logits, 4000), minlength=5) / 4000
-    expected = torch.tensor([4 / 9, 3 / 9, 2 / 9, 0.0, 0.0])
-    assert float((counts - expected).abs().max()) < 0.03
-    assert counts[3:].sum() == 0
-
-
-def test_ties_at_the_threshold_are_all_kept() -> None:
-    logits = torch.tensor([1.0, 5.0, 5.0, 5.0, 0.0])
-    for limit in ({"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}):
-        table = make_table(5, temperature=1.0, **limit)
-        assert set(draw_many(table, logits, 100).tolist()) == {1, 2, 3}
-
-
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    logits = torch.zeros(3, 96)
-    logits[1, 40:] = 1.0
-    logits[2, 33] = logits[2, 95] = 2.0
-    assert sample.argmax(logits).tolist() == [0, 40, 33]
-
-
-@pytest.mark.parametrize("V", [1, 7, 64, 1000, 1024, 49152 + 1])
-def test_argmax_is_argmax(V: int) -> None:
-    x = torch.randn(5, V)
-    x[1, V // 2] = math.nan
-    x[2] = -math.inf
-    x[3, 0] = math.inf
-    expected = x.argmax(-1)
-    expected[1:4] = -1
-    assert torch.equal(sample.argmax(x), expected)
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_row_does_not_depend_on_the_batch(implementation: str) -> None:
     """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
@@ -255,17 +223,6 @@ def test_penalties_follow_the_drafts(form: str, implementation: str) -> None:
     assert IMPLEMENTATIONS[implementation](logits, table, batch).tolist() == expected
 
 
-@pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
-def test_draw_from_all_is_a_draw_from_the_contenders(temperature: float) -> None:
-    """The shortcut for drawing from all tokens finds what the noise of all tokens says."""
-    V = 3000
-    table = make_table(V, temperature=temperature)
-    for position in range(200):
-        logits = torch.randn(V, generator=torch.Generator().manual_seed(position)) * (position % 5)
-        log_e = noise.naive(0, position, torch.arange(V))
-        assert int(sample.draw(logits, 0, position, table)) == int((logits - temperature * log_e).argmax())
-
-
 def num_emitted(targets: Tensor, batch: Batch, table: Table) -> tuple[Tensor, Tensor]:
     """What verification makes of targets."""
     table = make_table(table.vocab_size, tokens=torch.zeros(S, 1000))
@@ -274,32 +231,20 @@ def num_emitted(targets: Tensor, batch: Batch, table: Table) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-def test_lazy_drawing_stops_where_verification_does(implementation: str) -> None:
-    V, Q = 50, 8
-    batch, table = make_batch([Q] * S, [5] * S), make_table(V, temperature=[1.0, 1.0, 0.3, 0.0])
-    logits = torch.randn(S * Q, V, generator=torch.Generator().manual_seed(2)) * 3
-    targets = sample.naive(logits, table, batch)
-    drafts = torch.cat((ints(0), targets[:-1]))  # all right, across rows too
-    for wrong in (3, Q + 1, 2 * Q + 7):
-        drafts[wrong] = (drafts[wrong] + 1) % V
-    batch = replace(batch, input_ids=drafts)
-    lazy = ON_CPU[implementation](logits, table, batch, lazy=True)
-    (expected, numbers), (actual, _) = (num_emitted(x, batch, table) for x in (targets, lazy))
-    assert numbers.tolist() == [3, 1, 7, 8]
-    assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-def test_lazy_drawing_of_trees_follows_the_walk_of_verification(implementation: str) -> None:
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_lazy_drawing_follows_the_walk_of_verification(tree: bool, implementation: str) -> None:
     V, Q = 4, 12  # so few tokens that walks go deep
     table = make_table(V, temperature=[1.0, 1.0, 0.3, 0.0])
     deepest = drawn = 0
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, V, (S * Q,), generator=generator, dtype=torch.int32)
-        batch = make_batch([Q, Q - seed % 3, Q, Q], [5] * S, tree=True, input_ids=ids)
+        batch = make_batch([Q, Q - seed % 3, Q, Q], [5] * S, tree=tree, input_ids=ids)
         logits = torch.randn(S * Q, V, generator=generator)
         full = sample.naive(logits, table, batch)
+        if not tree:  # most drafts are right
+            ids[1:] = torch.where(torch.rand(S * Q - 1, generator=generator) < 0.8, full[:-1], ids[1:])
+            full = sample.naive(logits, table, batch)
         lazy = ON_CPU[implementation](logits, table, batch, lazy=True)
         (expected, numbers), (actual, _) = (num_emitted(x, batch, table) for x in (full, lazy))
         assert torch.equal(actual, expected)
@@ -312,7 +257,7 @@ def close(token: int, expected: int, scores: Tensor, s: int, position: int, tabl
     """Whether rounding could decide between two tokens that are drawn from scores [V] of request row s."""
     if token == expected:
         return True
-    kept = sample.threshold(scores, s, table) - 1e-4 if float(table.temperature[s]) > 0 else -math.inf
+    kept = top_k_top_p.naive(scores, s, table) - 1e-4 if float(table.temperature[s]) > 0 else -math.inf
     both = torch.tensor([token, expected])
     values = scores[both] - table.temperature[s] * noise.naive(int(table.seed[s]), position, both)
     return bool((scores[both] >= kept).all()) and float((values[0] - values[1]).abs()) < 1e-4
@@ -333,21 +278,8 @@ def test_native_equals_naive(V: int, dtype: torch.dtype) -> None:
         for b, row in enumerate(rows_of(batch)):
             for place in range(len(row.ids)):
                 t = row.start + place
-                scores, position = sample.scores_of(logits, table, batch, row, place)
+                scores, position = scores_of(logits, table, batch, row, place)
                 assert close(int(actual[t]), int(expected[t]), scores, b, position, table)
-
-
-@pytest.mark.skipif("native" not in ON_CPU, reason="there is no C++ compiler")
-@pytest.mark.parametrize("name", ["flat", "peaked", "few", "ties"])
-@pytest.mark.parametrize("case", [{}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 3000, "top_p": 0.99}], ids=str)
-def test_native_draws_what_naive_draws(name: str, case: dict[str, Any]) -> None:
-    """Many draws from distributions of all shapes; rounding decides less than one in 1e5."""
-    V, Q = 50257, 40
-    x = torch.randn(Q, V, generator=torch.Generator().manual_seed(7))
-    shapes = {"flat": x * 0.01, "peaked": x * 4, "few": x.where(x > 3.5, -math.inf), "ties": (x * 3).round()}
-    batch, table = make_batch([Q], [100], rows=ints(3)), make_table(V, temperature=0.8, **case)
-    given = shapes[name], table, batch
-    assert torch.equal(sample.native(*given), sample.naive(*given))
 
 
 # The kernel, in the interpreter.
@@ -359,16 +291,6 @@ def test_native_draws_what_naive_draws(name: str, case: dict[str, Any]) -> None:
 def test_kernel_matches_reference(V: int, dtype: torch.dtype, form: str) -> None:
     for seed in range(V, V + 3):
         check([2, 0, 3, 1], V, seed, sample.launch, form != "packed", form == "tree", dtype, form == "nan")
-
-
-PEAKED: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "temperature": {"temperature": 0.8},
-    "top_k": {"temperature": 0.8, "top_k": 20},
-    "top_k-top_p": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-    "top_p": {"temperature": 1.0, "top_p": 0.9},
-    "min_p": {"temperature": 1.0, "min_p": 0.02},
-}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
@@ -388,14 +310,28 @@ def test_the_logit_of_a_barred_token_may_be_anything(implementation: str, temper
     assert drawn[2] >= 0
 
 
-@pytest.mark.parametrize("case", PEAKED, ids=str)
-def test_kernel_with_a_real_vocabulary(case: str) -> None:
-    """Peaked distributions, where most groups stay shut, over several chunks."""
-    V = 49152 if case == "top_k-top_p" else 5000
-    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(V)) * 3
-    table = make_table(V, **PEAKED[case])
-    batch = make_batch([3], [10], rows=ints(1))
-    assert torch.equal(sample.launch(logits, table, batch), sample.naive(logits, table, batch))
+LIMITS: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.02},
+    {"top_k": 3000, "top_p": 0.99},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("shape", ["peaked", "flat", "few", "ties"])
+def test_a_real_vocabulary(shape: str, limits: dict[str, Any]) -> None:
+    """Distributions of all shapes, in which rounding decides less than one draw in 1e5; for the kernel peaked
+    ones, where most groups stay shut, over several chunks."""
+    V, table_of = 50257, partial(make_table, temperature=0.8)
+    x = torch.randn(40, V, generator=torch.Generator().manual_seed(7))
+    shapes = {"flat": x * 0.01, "peaked": x * 4, "few": x.where(x > 3.5, -math.inf), "ties": (x * 3).round()}
+    logits, batch = shapes[shape], make_batch([40], [100], rows=ints(3))
+    if "native" in ON_CPU:
+        given = logits, table_of(V, **limits), batch
+        assert torch.equal(sample.native(*given), sample.naive(*given))
+    if shape == "peaked":
+        V = 49152 if limits == LIMITS[4] else 5000
+        given = logits[:3, :V], table_of(V, **limits), make_batch([3], [10], rows=ints(1))
+        assert torch.equal(sample.launch(*given), sample.naive(*given))
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 20}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.8}], ids=str)
@@ -422,6 +358,8 @@ def probabilities(*values: float, rest: int = 0) -> Tensor:
 FAR_APART = torch.full((4000,), -30.0)
 FAR_APART[::100] = -0.12 * torch.arange(40.0)
 FIVE = {0, 100, 200, 300, 400}
+TIES = torch.tensor([1.0, 5.0, 5.0, 5.0, 0.0])
+TIED: tuple[dict[str, Any], ...] = {"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}
 
 EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits, what may be drawn
     "top_p over what top_k left": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_k": 2, "top_p": 0.5}, {0}),
@@ -438,10 +376,11 @@ EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits,
     "top_k in many groups": (FAR_APART, {"top_k": 25}, {*range(0, 2500, 100)}),
     "min_p beside top_k in many groups": (FAR_APART, {"top_k": 25, "min_p": 0.6}, FIVE),
     "min_p in many groups": (FAR_APART, {"min_p": 0.6}, FIVE),
+    **{f"ties at {limits}": (TIES, limits, {1, 2, 3}) for limits in TIED},
 }
 
 
-@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "naive"], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_kernel_keeps_exactly(case: str, implementation: str) -> None:
     scores, limits, allowed = EXACT[case]
@@ -469,7 +408,7 @@ def test_ties_and_what_is_no_number_wherever_they_are(limits: dict[str, Any], im
     assert found[:2] == [40, 100] if not limits else (found[0] in (40, 50) and found[1] in (100, 4099))
 
 
-@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "naive"], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_kernel_leaves_padding_alone(implementation: str) -> None:
     """Padding rows read nothing and draw nothing: their logits may be anything."""
     logits = torch.full((4, 100), math.nan)
@@ -485,7 +424,7 @@ def test_kernel_leaves_padding_alone(implementation: str) -> None:
     ("logits", "V", "said"),
     [
         (torch.zeros(1, 8), 7, "Logits of 8 tokens do not fit a table for 7"),
-        (torch.zeros(1, 1).expand(1, scan.MAX_VOCAB + 1), 7, "A vocabulary of 262145 exceeds"),
+        (torch.zeros(1, 1).expand(1, MAX_VOCAB + 1), 7, "A vocabulary of 262145 exceeds"),
         (torch.zeros(1, 14)[:, ::2], 7, "The rows of the logits must be contiguous"),
     ],
 )

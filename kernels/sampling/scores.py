@@ -1,0 +1,132 @@
+"""The scores that a query draws from: its logits after logit bias, barred stop tokens and penalties.
+
+For a token that occurs c times in the output (committed output and the drafts before the position):
+    score += bias
+    score  = -inf                               for stop tokens while position < min_len
+    score  = score / repetition if score > 0 else score * repetition     if c > 0 or in the prompt
+    score -= frequency * c + presence * (c > 0)
+Repetition penalty: Keskar et al., 2019 (CTRL); the order is vLLM's. Requests that are not `penalized` keep
+their logits.
+
+Here too is what all kernels that read logits share: their `Inputs` and the `Query` of a program.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..batch import Batch, Tensors
+from ..speculation.walk import Row
+from ..table import Table
+
+MAX_VOCAB = 262144
+
+
+def scores_of(logits: Tensor, table: Table, batch: Batch, row: Row, place: int) -> tuple[Tensor, int]:
+    """Return the scores [V] float32 of the query at a place of a row, and the position it draws for."""
+    t, s = row.start + place, row.request
+    scores, position = logits[t].float(), int(batch.positions[t]) + 1
+    if table.penalized[s]:
+        scores = penalize(scores, s, position, row.drafts_to(place), table)
+    return scores, position
+
+
+def penalize(scores: Tensor, s: int, position: int, drafts: Sequence[int], table: Table) -> Tensor:
+    """Return the penalized scores [V] of request row s for an absolute position, given the drafts before."""
+    scores = scores + table.bias[s]
+    stop_ids = table.stop_ids[s].long()
+    if position < int(table.min_len[s]):
+        scores[stop_ids[(stop_ids >= 0) & (stop_ids < len(scores))]] = float("-inf")
+    counts = table.output_counts[s].clone()
+    for token in drafts:
+        counts[token] += 1
+    repetition = table.repetition[s]
+    repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = torch.where((counts > 0) | table.in_prompt[s], repeated, scores)
+    scores -= table.frequency[s] * counts
+    scores -= table.presence[s] * (counts > 0)
+    return scores
+
+
+class Inputs(NamedTuple):
+    """What the kernels read: logits [T, V], their stride, the table of request rows, the batch."""
+
+    logits: Tensor
+    stride: int
+    table: Table
+    batch: Tensors
+
+    @classmethod
+    def of(cls, logits: Tensor, table: Table, batch: Batch) -> "Inputs":
+        """Refuse what the kernels would read wrongly."""
+        V = logits.shape[1]
+        if V > MAX_VOCAB:
+            raise ValueError(f"A vocabulary of {V} exceeds the sampling kernel's limit of {MAX_VOCAB}.")
+        if table.vocab_size != V:
+            raise ValueError(f"Logits of {V} tokens do not fit a table for {table.vocab_size}.")
+        if logits.stride(1) != 1:
+            raise ValueError("The rows of the logits must be contiguous.")
+        return cls(logits, logits.stride(0), table, batch.tensors)
+
+
+class Query(NamedTuple):
+    """A scored token: its request row (-1: none), its flat index, the first flat index of its batch row, its
+    place in the batch row, the batch row's length."""
+
+    s: Any
+    t: Any
+    start: Any
+    place: Any
+    n: Any
+
+
+@triton.jit
+def this_query(batch):
+    """Return the query of this program, (place, batch row) of the grid."""
+    place, b = tl.program_id(0), tl.program_id(1)
+    start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
+    s = tl.where(place < n, tl.load(batch.rows + b), -1)
+    return Query(s, start + place, start, place, n)
+
+
+@triton.jit
+def load_scores(inputs, query, ids):
+    """Return the scores of a block of token ids at a query, -inf for ids beyond the vocabulary."""
+    inside = ids < inputs.table.vocab_size
+    row = inputs.logits + query.t.to(tl.int64) * inputs.stride
+    scores = tl.load(row + ids, inside, other=float("-inf")).to(tl.float32)
+    if tl.load(inputs.table.penalized + query.s):
+        scores = _penalize(scores, inputs.table, inputs.batch, query, ids)
+    return scores
+
+
+@triton.jit
+def _penalize(scores, table, batch, query, ids):
+    s, start = query.s, query.start
+    inside = ids < table.vocab_size
+    offset = s.to(tl.int64) * table.vocab_size
+    counts = tl.load(table.output_counts + offset + ids, inside, other=0)
+    if batch.TREE:
+        ancestors = tl.load(batch.ancestors + query.t)
+        for j in range(1, query.n):
+            draft = tl.where((ancestors >> j) & 1 == 1, tl.load(batch.input_ids + start + j), -1)
+            counts += (draft == ids).to(tl.int32)
+    else:
+        for j in range(1, query.place + 1):
+            counts += (tl.load(batch.input_ids + start + j) == ids).to(tl.int32)
+
+    scores += tl.load(table.bias + offset + ids, inside, other=0.0)
+    if tl.load(batch.positions + query.t) + 1 < tl.load(table.min_len + s):
+        for m in range(table.num_stops):
+            stop = tl.load(table.stop_ids + s * table.num_stops + m)
+            scores = tl.where(ids == stop, float("-inf"), scores)
+    in_prompt = tl.load(table.in_prompt + offset + ids, inside, other=0) != 0
+    repetition = tl.load(table.repetition + s)
+    repeated = tl.where(scores > 0, scores / repetition, scores * repetition)
+    scores = tl.where((counts > 0) | in_prompt, repeated, scores)
+    scores -= tl.load(table.frequency + s) * counts
+    return scores - tl.load(table.presence + s) * (counts > 0)
