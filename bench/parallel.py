@@ -27,7 +27,7 @@ from bench import common
 from bench.peers.texts import short_prompts
 from nanospec import LLM, SamplingParams
 from nanospec.models.hub import resolve_model
-from nanospec.text.chat import as_message
+from nanospec.text.prompts import as_message
 from nanospec.text.tokenizer import Tokenizer
 
 Texts = list[list[int]]

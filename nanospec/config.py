@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, Literal, TypeVar
 
 from .extras.grammar.response_format import check_together, checked
-from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH
+from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
 from .text.checks import as_bytes, as_number, as_token_id, check_fields, check_number, limited, shown
 
 OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
@@ -58,6 +58,12 @@ def check_method(spec: SpecConfig) -> None:
         raise ValueError(
             f"tree_width={spec.tree_width} is of no use to method={shown(spec.method)}, which guesses chains."
         )
+
+
+def check_acceptance(rule: str | None) -> None:
+    """Raise ValueError unless this is the name of a rule of acceptance, or None."""
+    if rule is not None and rule not in RULES:
+        raise ValueError(f"acceptance={shown(rule)} is unknown; use one of {', '.join(RULES)}.")
 
 
 def forgiving(settings: type[T]) -> type[T]:
@@ -124,6 +130,7 @@ class SpecConfig:
             raise ValueError(f"{said} must be 'auto' or an int from 0 to {MAX_DRAFTS}.")
         object.__setattr__(self, "num_speculative_tokens", k)
         check_fields(self)
+        check_acceptance(self.acceptance)
         check_method(self)
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
@@ -270,6 +277,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._normalise()
         check_fields(self)
+        check_acceptance(self.acceptance)
         if self.top_p == 0:
             raise ValueError("top_p=0 must be above 0; for greedy decoding use temperature=0.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

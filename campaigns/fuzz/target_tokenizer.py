@@ -19,7 +19,7 @@ from .target_weights import files_of, folder_of
 
 __all__ = ["SEEDS", "mutate", "one"]
 
-INSTRUMENTED = ("nanospec.text", "nanospec.models.files")
+INSTRUMENTED = ("nanospec.text",)
 NAMES = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config", "config")]
 NAMES += ["chat_template.jinja"]
 

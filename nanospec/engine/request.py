@@ -164,8 +164,6 @@ class Request:
                 at_string = self._append_text(self.token_texts[-1])
         if self.guide is not None and (self.guide.ended or self.guide.error):
             finish, self.error = ("abort", self.guide.error) if self.guide.error else ("stop", None)
-        if self.detokenizer is not None and self.detokenizer.error:
-            finish, self.error = "abort", self.detokenizer.error
         if at_string:
             finish, self.error = "stop", None
         if kept and self.first_token_time is None:
@@ -226,8 +224,6 @@ class Request:
         if self.detokenizer is not None and flush:
             at_string = self._append_text(self.detokenizer.flush())
             reason = "stop" if at_string and reason == "length" else reason
-            if self.detokenizer.error and self.error is None:
-                reason, self.error = "abort", self.detokenizer.error
         if reason == "stop" and self.stop_reason is None and self.tokens[-1] in self.params.stop_token_ids:
             self.stop_reason = self.tokens[-1]
         self.status = Status.FINISHED

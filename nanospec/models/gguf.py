@@ -20,8 +20,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
 from ..text.checks import shown
+from ..text.files import reason
 from .config import DTYPES, ModelConfig
-from .files import reason
 
 try:
     import gguf

@@ -24,10 +24,10 @@ from ..extras.tensor_parallel.group import Group
 from ..extras.tensor_parallel.shard import Part, Shard
 from ..kernels.dispatch import use_native
 from ..text.checks import shown
+from ..text.files import read_json, reason
 from .config import DTYPES, ModelConfig
 from .decoder import Model
 from .families.base import family_of, stored_shapes
-from .files import read_json, reason
 
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch

@@ -1,106 +1,113 @@
 """Chat templates: from the messages of a conversation to the text of a prompt.
 
-Templates are Jinja and come with the model, so they run in a sandbox.
+Templates are Jinja programs that come with the model. As in transformers they run in Jinja's sandbox, which
+keeps them from Python's internals; it does not bound their running time.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import jinja2
 import jinja2.meta
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..models.files import read_text, reason
-from .budget import TooMuch
 from .checks import shown
-from .sandbox import Sandbox
+from .files import read_text, reason
 
-ALWAYS = re.compile("add_generation_prompt|.*_token")  # given to all templates, used or not
+MAX_TEMPLATE = 1 << 16  # characters of a template
+MAX_PROMPT = 1 << 24  # characters that a template may write
+COMMON = re.compile("add_generation_prompt|.*_token")  # variables that all templates get, used or not
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates of a model folder by name, a single one as `default`.
+    """Return the chat templates of a model folder by name, a single one as "default".
 
-    `config` is the content of its tokenizer_config.json; a file chat_template.jinja comes first.
+    `config` is the content of its tokenizer_config.json; a file chat_template.jinja takes precedence.
     """
     path = folder / "chat_template.jinja"
-    template = read_text(path) if path.is_file() else config.get("chat_template")
-    if template is None or isinstance(template, str):
-        return {"default": template} if template else {}
-    entries = list(template.items()) if isinstance(template, dict) else template
-    if isinstance(template, list):
-        entries = [(e.get("name"), e.get("template")) if isinstance(e, dict) else (None, e) for e in template]
-    if not isinstance(entries, list) or not all(isinstance(text, str) for entry in entries for text in entry):
-        raise ValueError(
-            f"{folder / 'tokenizer_config.json'}: chat_template={shown(template)} must be a template, or "
-            "several by name."
-        )
-    return dict(entries)
-
-
-def as_message(prompt: str) -> list[dict[str, Any]]:
-    """A text as the only message of a conversation."""
-    return [{"role": "user", "content": prompt}]
-
-
-def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """A conversation with this system message, unless it begins with one or there is none."""
-    if not system or messages[0]["role"] in ("system", "developer"):
-        return messages
-    return [{"role": "system", "content": system}, *messages]
+    found: Any = read_text(path) if path.is_file() else config.get("chat_template") or {}
+    if isinstance(found, str):
+        found = {"default": found}
+    elif isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+        found = {str(entry.get("name")): entry.get("template") for entry in found}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        said = f"{folder / 'tokenizer_config.json'}: chat_template={shown(found)}"
+        raise ValueError(f"{said} must be a template, or several by name.")
+    return found
 
 
 def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-    """The prompt for a conversation, as text, by the template that `chat_template` among the variables
-    (those of the template, such as `tools`) names or is, else by `tool_use` if there are tools, else by
-    `default`.
+    """Return the prompt of a conversation as text.
 
-    Raises ValueError when there is no template, it refuses the messages, or has no use for what is given.
+    `variables` are those of the template, such as `tools`. `chat_template` among them is a template or the
+    name of one; the default is "tool_use" for a conversation with tools, then "default". Raises ValueError
+    if there is no template, it fails on the messages, or it has no use for one of the variables.
     """
     variables.update(variables.pop("chat_template_kwargs", None) or {})
     name = variables.pop("chat_template", None) or ("tool_use" if variables.get("tools") else "default")
     source = name if "{" in name else templates.get(name, templates.get("default"))
     if source is None:
-        there = ", ".join(map(shown, templates)) or "none"
         raise ValueError(
-            f"the model has no chat template {shown(name)} (it has: {there}). Either it is a base model or "
-            "its chat_template.jinja is missing; give a plain prompt instead."
+            f"the model has no chat template {shown(name)} among {shown(list(templates))}. Either it is a "
+            "base model or its chat_template.jinja is missing; give a plain prompt instead."
         )
     try:
-        template, used = _compiled(source), _variables(source)
-    except Exception as error:
-        raise _refused(error) from error
-    for option in (name for name, value in variables.items() if value is not None):
-        if option not in used and not ALWAYS.fullmatch(option):  # it would be dropped
-            raise ValueError(f"the chat template has no use for {shown(option)}; leave it out.")
-    given = {"tools": None, "documents": None, **variables, "messages": messages}
-    try:
-        return _sandbox().render(template, given)
+        template, used = _compiled(source)
+        given = {name: value for name, value in variables.items() if value is not None}
+        unused = [name for name in given if name not in used and not COMMON.fullmatch(name)]
+        if not unused:
+            return _written(template, {"tools": None, "documents": None, **given, "messages": messages})
     except Exception as error:  # a template may divide by zero, call itself without end, ...
-        raise _refused(error) from error
-
-
-def _refused(error: Exception) -> ValueError:
-    """What a template does wrong, as a sentence: Jinja's errors say it, others need their names."""
-    kind = "" if isinstance(error, jinja2.TemplateError | TooMuch) else f"{type(error).__name__}: "
-    return ValueError(f"the chat template refuses these messages: {kind}{reason(error)}.")
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise ValueError(f"the chat template refuses these messages: {kind}{reason(error)}.") from error
+    raise ValueError(f"the chat template has no use for {shown(unused[0])}; leave it out.")
 
 
 @lru_cache(maxsize=16)
-def _variables(source: str) -> frozenset[str]:
-    """What a template makes use of."""
-    return frozenset(jinja2.meta.find_undeclared_variables(_sandbox().parse(source)))
+def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
+    """Return the template and the names of the variables that it reads."""
+    if len(source) > MAX_TEMPLATE:
+        raise jinja2.TemplateError(f"it has more than {MAX_TEMPLATE} characters")
+    extensions = [GenerationTag, loopcontrols]
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    jinja.filters["tojson"] = _tojson
+    jinja.globals["raise_exception"] = _raise_exception
+    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return jinja.from_string(source), jinja2.meta.find_undeclared_variables(jinja.parse(source))
 
 
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    return _sandbox().compiled(source)
+def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    text = ""
+    for piece in template.generate(variables):
+        text += piece
+        if len(text) > MAX_PROMPT:
+            raise jinja2.TemplateError(f"it writes more than {MAX_PROMPT} characters")
+    return text
 
 
-@lru_cache(maxsize=1)
-def _sandbox() -> Sandbox:
-    return Sandbox()
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks text for training; only its body matters here."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own way)
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
+    """Not HTML-escaped, unlike Jinja's own."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **style)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))

@@ -1,6 +1,6 @@
-"""What settings are refused for, each with one sentence, and how texts are read as numbers.
+"""Checks of settings, each with one sentence for a bad value, and numbers written as text.
 
-Limits stand beside the fields that they are for (`config.py`), by `limited`.
+A limit stands beside the field that it is for (`config.py`), declared by `limited`.
 """
 
 from __future__ import annotations
@@ -12,66 +12,59 @@ import re
 from dataclasses import field, fields
 from typing import Any
 
-from ..kernels.codes import RULES
-
 MAX_INT64 = 2**63 - 1
 
 
 def shown(value: object, most: int = 100) -> str:
-    """A value as messages quote it: its `repr`, at most so many characters of it, whatever it is."""
+    """Return the `repr` of a value as messages quote it, cut to `most` characters."""
     if isinstance(value, str | bytes):
-        value = value[:most]  # not all of 100 MB, to be cut after
+        value = value[:most]
     try:
         text = repr(value)
-    except Exception:  # nested too deeply, an integer of too many digits, somebody's own class
+    except Exception:  # nested too deeply, an integer of too many digits, a class of the user
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def limited(default: Any, low: float, high: float = math.inf, **more: Any) -> Any:
-    """A number in a dataclass of settings: its default, its smallest and its largest value; `more` is for
-    the command line (`cli/options.py`)."""
+    """Declare a number in a dataclass of settings with its limits; `more` is for `apps/cli/options.py`."""
     return field(default=default, metadata={"limits": (low, high), **more})
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf, kind: type = int) -> Any:
-    """`value`, of whatever library, as Python's own number. Raises ValueError unless it is an int of 64 bits
-    (kind float: any real number) from low to high."""
+    """Return `value`, of any numeric type, as a Python number. Raises ValueError unless it is an integer of
+    64 bits (kind float: a real number) from `low` to `high`."""
     number: Any = as_number(value)
-    kinds = (int,) if kind is int else (int, float)
-    is_number = isinstance(number, kinds) and not isinstance(number, bool)
+    is_number = isinstance(number, int if kind is int else int | float) and not isinstance(number, bool)
     most = min(high, MAX_INT64) if kind is int else high
     if is_number and low <= number <= most:
         return number
     what = "an integer" if kind is int else "a number"
-    too_large = is_number and number > most
-    limits = f"from {low} to {most}" if high < math.inf or too_large else f"of at least {low}"
+    has_end = high < math.inf or (is_number and number > most)
+    limits = f"from {low} to {most}" if has_end else f"of at least {low}"
     raise ValueError(f"{name}={shown(value)} must be {what} {limits}.")
 
 
 def check_fields(settings: Any) -> None:
-    """Raise ValueError unless all flags, numbers and texts of a dataclass are what they are declared to be,
-    and within their limits. None and "auto" may stand where the declaration names them. Numbers become
-    Python's own."""
+    """Check the flags, numbers and texts of a dataclass against their declared types and limits; None and
+    "auto" may stand where the type names them. Replaces numbers by Python's own."""
     for declared in fields(settings):
         name, value, kind = declared.name, getattr(settings, declared.name), str(declared.type)
         if (value is None and "None" in kind) or (isinstance(value, str) and value == "auto" in kind):
             continue
-        if "bool" in kind and not isinstance(value, bool):  # the text "no", say, would count as true
+        if "bool" in kind and not isinstance(value, bool):  # the text "no" would count as true
             raise ValueError(f"{name}={shown(value)} must be True or False.")
         if kind in ("str", "str | None") and not isinstance(value, str):
             raise ValueError(f"{name}={shown(value)} must be a text.")
         if "limits" in declared.metadata:
             low, high = declared.metadata["limits"]
             number = check_number(name, value, low, high, float if "float" in kind else int)
-            object.__setattr__(settings, name, number)  # of a frozen class, too
-        if name == "acceptance" and value not in RULES:
-            raise ValueError(f"acceptance={shown(value)} is unknown; use one of {', '.join(RULES)}.")
+            object.__setattr__(settings, name, number)  # frozen
 
 
 def as_bytes(value: Any, name: str = "kv_cache_memory") -> Any:
-    """A number of bytes of a text such as "400M", "4g" or "1.5GiB" (powers of 1024), or "4GB" (of 1000).
-    What is no text stays as it is, for the checks to refuse. `name` is what messages call it."""
+    """Return the number of bytes that a text such as "400M", "4g" or "1.5GiB" (powers of 1024) or "4GB" (of
+    1000) stands for; other types unchanged."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(IB|B|)", value.strip().upper())
@@ -82,9 +75,8 @@ def as_bytes(value: Any, name: str = "kv_cache_memory") -> Any:
 
 
 def as_number(value: Any) -> Any:
-    """A number of any library, numpy's say, as Python's own; anything else as it is, for the checks to
-    refuse."""
-    if isinstance(value, int | float):  # bool is one, and stays what it is
+    """Return a number of any library, such as numpy, as Python's own; other types unchanged."""
+    if isinstance(value, bool | int | float):
         return value
     try:
         if isinstance(value, numbers.Integral):
@@ -95,8 +87,7 @@ def as_number(value: Any) -> Any:
 
 
 def as_token_id(value: object) -> object:
-    """Any kind of integer, numpy's too, as an int; anything else as it is, for the checks to refuse. True
-    and False are no token ids."""
+    """Return an integer of any library as an int; other types and booleans unchanged."""
     try:
         return value if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:

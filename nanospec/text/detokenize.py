@@ -26,12 +26,7 @@ class Detokenizer:
 
     How: only a short window of the latest ids is decoded again at each call. The window is cut
     where decoding its two halves apart gives the same text as decoding it whole.
-
-    Attributes:
-        error: why some tokens have no text, a sentence.
     """
-
-    error: str | None = None
 
     MAX_WINDOW = 16  # ids after which the window is cut
     KEPT = 4  # ids kept at least, as context for the next ones
@@ -66,11 +61,7 @@ class Detokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        try:
-            return self.tokenizer.decode(ids, skip_special_tokens=False)
-        except ValueError as error:  # a tokenizer that is damaged
-            self.error = f"The output could not be read: {error}"
-            return ""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _cut(self, text: str) -> None:
         """Forget all but the last ids of the window, whose text is `text`.

@@ -1,5 +1,5 @@
-"""What a user hands in to be continued or answered: texts, token ids in lists, arrays or tensors, one prompt
-or several, conversations. What is none of them, or too long for the window, is refused before it is encoded.
+"""Prompts as users give them: texts, token ids in lists, arrays or tensors, one or several, conversations.
+Anything else, and texts too long for the window, are refused before they are encoded.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-TEMPLATE_OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("chat_template", str, "a text"),
-    ("chat_template_kwargs", dict, "a dict"),
-    ("tools", list | tuple, "a list"),
-    ("documents", list | tuple, "a list"),
-)
+TEMPLATE_OPTIONS: dict[str, tuple[Any, str]] = {
+    "chat_template": (str, "a text"),
+    "chat_template_kwargs": (dict, "a dict"),
+    "tools": (list | tuple, "a list"),
+    "documents": (list | tuple, "a list"),
+}
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """Prompts as a list; a single one, in whatever form, as a list of one."""
-    if isinstance(prompts, str | bytes | bytearray | Mapping) or _is_single(prompts):
+    """Return prompts as a list, a single one as a list of one."""
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or _is_scalar(prompts):
         return [prompts]
     if not _is_row(prompts):
         raise ValueError(f"prompts={shown(prompts)} must be a text, token ids, or a list of these.")
-    return [prompts] if len(prompts) and _is_single(prompts[0]) else list(prompts)
+    return [prompts] if len(prompts) and _is_scalar(prompts[0]) else list(prompts)
 
 
 def text_and_ids(prompt: Any, max_model_len: int) -> tuple[str | None, Any]:
-    """The two forms of a prompt, as far as they are given; with both the ids count."""
+    """Return the text and the token ids of a prompt, None for what it does not have. With both, ids count."""
     given = prompt
     if not isinstance(prompt, Mapping):
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
@@ -48,53 +48,61 @@ def text_and_ids(prompt: Any, max_model_len: int) -> tuple[str | None, Any]:
 
 
 def conversations(messages: Any) -> list[Any]:
-    """Conversations as a list; a single one as a list of one."""
+    """Return conversations as a list, a single one as a list of one."""
     is_one = _is_row(messages) and len(messages) > 0 and isinstance(messages[0], Mapping)
-    several = [messages] if is_one else messages
-    if not isinstance(several, list | tuple):
-        check_conversation(several, {})
-    return list(several)
+    return list(messages) if isinstance(messages, list | tuple) and not is_one else [messages]
 
 
 def check_conversation(messages: Any, options: Mapping[str, Any]) -> None:
-    """Raise ValueError unless it is a list of messages, and the template and its options can be some."""
+    """Raise ValueError unless these can be a list of messages and options of a chat template."""
     if not isinstance(messages, list | tuple) or not all(isinstance(each, Mapping) for each in messages):
         raise ValueError(f"messages={shown(messages)} must be a list of {{'role': ..., 'content': ...}}.")
-    for name, kind, what in TEMPLATE_OPTIONS:
+    for name, (kind, what) in TEMPLATE_OPTIONS.items():
         if not isinstance(given := options.get(name), kind | None):
             raise ValueError(f"{name}={shown(given)} must be {what}.")
     if not all(isinstance(name, str) for name in options.get("chat_template_kwargs") or ()):
         raise ValueError("chat_template_kwargs must map names to values.")
 
 
+def as_message(prompt: str) -> list[dict[str, Any]]:
+    """Return a conversation whose only message is the prompt."""
+    return [{"role": "user", "content": prompt}]
+
+
+def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """Put a system message in front of a conversation that has none."""
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
 def encode(tokenizer: Tokenizer, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text, unless it is so long that it cannot fit anyway. ValueError for that."""
+    """Return the token ids of a text. Raises ValueError for a text that cannot fit."""
     check_length(tokenizer, len(text), max_model_len)
     return tokenizer.encode(text, add_special_tokens)
 
 
 def check_length(tokenizer: Tokenizer, length: int, max_model_len: int) -> None:
-    """Raise ValueError for a text of so many characters, which it takes long to find the tokens of, if these
-    are too many however long they are."""
+    """Raise ValueError for a text of so many characters that it cannot fit: encoding it would take long."""
     if length > max_model_len * tokenizer.longest_token:
         raise ValueError(f"The prompt has {length} characters, too many for max_model_len={max_model_len}.")
 
 
 def too_long(num_tokens: int, max_model_len: int) -> str:
-    """What is said of a prompt of too many tokens."""
+    """Return the message for a prompt of too many tokens."""
     return (
         f"The prompt has {num_tokens} tokens, but max_model_len={max_model_len} must hold it and at least "
         "one new token; shorten it or raise max_model_len."
     )
 
 
-def _is_single(value: object) -> bool:
-    """Whether it is one token id, also as a tensor or an array, and no text or several ids."""
-    if isinstance(value, str):  # numpy's have no dimensions either
+def _is_scalar(value: object) -> bool:
+    """Return whether this may be one token id, also as a tensor or an array."""
+    if isinstance(value, str):  # numpy's strings have no dimensions either
         return False
     return not isinstance(value, Iterable) or getattr(value, "ndim", None) == 0
 
 
 def _is_row(value: object) -> bool:
-    """Whether it has a length and an order: a list, or an array of at least one dimension."""
+    """Return whether this has a length and an order: a list, or an array of at least one dimension."""
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0

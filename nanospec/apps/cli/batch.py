@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from ...config import EngineConfig, SamplingParams
-from ...text.chat import as_message
-from ...text.prompts import encode
+from ...text.prompts import as_message, encode
 from .batch_lines import Defaults, LineError, Task, identity, place, read_tasks
 from .batch_results import append, finished, result_line, results_file
 from .options import given, in_flags

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...config import SamplingParams
-from ...text.chat import as_message, with_system
 from ...text.checks import shown
+from ...text.prompts import as_message, with_system
 from ...text.strict_json import plain
 from .batch_openai import from_openai
 from .parser import did_you_mean

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from ...config import SamplingParams
 from ...llm import LLM
 from ...outputs import RequestOutput
-from ...text.chat import with_system
+from ...text.prompts import with_system
 from .console import DIM, Console
 from .options import in_flags
 from .parser import did_you_mean

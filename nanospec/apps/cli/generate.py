@@ -11,7 +11,7 @@ from typing import Any
 from ...config import EngineConfig, SamplingParams
 from ...engine.metrics import LOSSY
 from ...llm import LLM, RequestOutput
-from ...text.chat import as_message, with_system
+from ...text.prompts import as_message, with_system
 from .batch import Batch, batch_summary, run_batch
 from .chat import Chat
 from .console import DIM, Console

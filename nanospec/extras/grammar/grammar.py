@@ -22,8 +22,7 @@ from itertools import cycle, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...kernels.codes import GUESSED
-from ...models.files import brief
-from ...text.panics import without_panics
+from ...text.files import brief, reason
 
 if TYPE_CHECKING:
     from ...text.tokenizer import Tokenizer
@@ -167,7 +166,6 @@ class Grammars:
         ends = list(self._tokenizer.eos_token_ids)
         return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
 
-    @without_panics("response_format: llguidance cannot compile this ({}).")
     def _compile(self, text: str) -> Compiled:
         tokens, asked = self._tokens, json.loads(text)
         from llguidance import LLMatcher, LLParserLimits
@@ -175,12 +173,15 @@ class Grammars:
         try:
             grammar = _grammar_of(asked)
             matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        except Exception as error:  # of several kinds
-            raise ValueError(f"response_format: this {asked['type']} is no grammar: {error}.") from None
-        first = b"" if matcher.is_error() else matcher.compute_bitmask()
+            first = b"" if matcher.is_error() else matcher.compute_bitmask()
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # of several kinds; a panic in Rust is no Exception
+            said = f"response_format: this {asked['type']} is no grammar: {reason(error)}."
+            raise ValueError(said) from None
         if matcher.is_error():
-            reason = _said(matcher.get_error())
-            raise ValueError(f"response_format: this {asked['type']} cannot be followed: {reason}.")
+            said = _said(matcher.get_error())
+            raise ValueError(f"response_format: this {asked['type']} cannot be followed: {said}.")
         return Compiled(matcher, first, frozenset(self._tokenizer.eos_token_ids))
 
 

@@ -227,20 +227,3 @@ def test_who_has_ended_at_a_stop_string_has_no_error_of_what_was_to_follow(bytes
     request.guide = Mock(ended=False, error="It cannot be followed.", **{"advance.side_effect": len})
     request.append(step([a, b]))
     assert (request.text, request.finish_reason, request.error) == ("a", "stop", None)
-
-
-def test_what_is_left_at_the_end_and_cannot_be_read_is_an_error(
-    bytes_only: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run of byte tokens is decoded when it ends, which is here when all has ended."""
-
-    def decode(*_: object, **__: object) -> str:
-        raise ValueError("it is damaged.")
-
-    vocab = bytes_only.backend.get_vocab()
-    ids = [vocab[f"<0x{byte:02X}>"] for byte in b"abc"]
-    request = request_for(bytes_only)
-    monkeypatch.setattr(bytes_only, "decode", decode)
-    request.append(step(ids, LENGTH))
-    assert request.finish_reason == "abort"
-    assert request.error == "The output could not be read: it is damaged."

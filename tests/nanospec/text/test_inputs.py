@@ -141,10 +141,6 @@ def test_a_long_conversation_is_refused_before_it_is_encoded(
     assert "characters, too many" in said(llm.chat, [{"role": "user", "content": "a" * 10**6}])
 
 
-def test_ids_that_no_vocabulary_has_are_no_text(llm: LLM) -> None:
-    assert llm.tokenizer.decode([0, 2**40, -5, 1]) == llm.tokenizer.decode([0, 1])
-
-
 def test_rows_that_no_memory_holds_are_refused() -> None:
     config = EngineConfig(max_num_seqs=1 << 16, max_model_len=64, kv_cache_memory=64 << 20)
     with pytest.raises(ValueError, match="lower max_num_seqs"):

@@ -28,7 +28,7 @@ def test_byte_level_round_trip(default: Tokenizer, text: str) -> None:
 
 
 def test_text_that_is_not_unicode_is_one_sentence(default: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="holds U\\+D83E, half of a surrogate pair"):
+    with pytest.raises(ValueError, match="holds half of a surrogate pair"):
         default.encode("a\ud83e")
 
 
