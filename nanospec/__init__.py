@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .drafters.simple import SimpleDrafter
     from .llm import LLM
     from .outputs import Completion, RequestOutput
-    from .sampling.base import SamplingParameter
 
 __all__ = [
     "LLM",
@@ -23,7 +22,6 @@ __all__ = [
     "Drafter",
     "EngineConfig",
     "RequestOutput",
-    "SamplingParameter",
     "SamplingParams",
     "SimpleDrafter",
     "SpecConfig",
@@ -35,7 +33,6 @@ _MODULES = {  # others: config
     "RequestOutput": "outputs",
     "Drafter": "drafters.base",
     "SimpleDrafter": "drafters.simple",
-    "SamplingParameter": "sampling.base",
 }
 
 

@@ -49,11 +49,6 @@ def check_method(spec: SpecConfig) -> None:
             raise ValueError(f"{said} is of no use to method={spec.method!r}{use}.")
         if name in OPTIONAL and (not isinstance(value, str) or value == ""):
             raise ValueError(f"{name}={shown(value)} must be the name of a folder or file.")
-    if spec.tree_width > 1 and any(known[method].grows for method in spec.methods):
-        raise ValueError(
-            f"tree_width={spec.tree_width} is of no use to method={shown(spec.method)}, whose trees have any "
-            "width; leave it out."
-        )
     if spec.tree_width > 1 and not any(known[method].makes_trees for method in spec.methods):
         raise ValueError(
             f"tree_width={spec.tree_width} is of no use to method={shown(spec.method)}, which guesses chains."
@@ -89,9 +84,8 @@ class SpecConfig:
 
     Attributes:
         method: "ngram" looks the last tokens up in the request's own text; "draft" lets a small model of
-            the same vocabulary write ahead; "medusa" has heads guess from the target's last hidden state;
-            "recycle" recalls what the target said. "ngram+draft", "ngram+medusa": a model where lookup
-            finds nothing; "...+recycle": both at once; "none": nobody.
+            the same vocabulary write ahead; "medusa" has heads guess from the target's last hidden state.
+            "ngram+draft", "ngram+medusa": a model where lookup finds nothing; "none" does not speculate.
         draft_model: for "draft": a folder, a name under `weights/`, or a hub id.
         heads: for "medusa": a file or folder; None takes the one under `weights/heads/` that is named
             like the target.
@@ -244,8 +238,6 @@ class SamplingParams:
         repetition_penalty: divides the positive and multiplies the negative logits of tokens in
             prompt or output.
         logit_bias: token id -> number added to its logit.
-        extra_args: values of the parameters of `nanospec/sampling` and of one's own, by name. They change
-            the model's logits before all else does, so that `logprobs` show it.
         response_format: what the output must be, {"type": "json_object"} say: JSON, JSON of a schema, a
             regular expression, a grammar or one of several texts (`response_format.py`); None: any text.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, for this request alone; None
@@ -268,7 +260,6 @@ class SamplingParams:
     frequency_penalty: float = limited(0.0, -2, 2)
     repetition_penalty: float = limited(1.0, 0.01, 100)
     logit_bias: dict[int, float] = field(default_factory=dict)
-    extra_args: dict[str, float] = field(default_factory=dict)
     response_format: Mapping[str, Any] | None = None
     num_speculative_tokens: int | None = limited(None, 0, MAX_DRAFTS)
     tree_width: int | None = limited(None, 1, MAX_TREE_WIDTH)
@@ -287,10 +278,6 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             check_number("logit_bias: token", token, 0, _MAX_INT)
             self.logit_bias[token] = check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS, float)
-        if self.extra_args:
-            from .sampling.base import check_extra_args  # here, as it needs torch
-
-            check_extra_args(self.extra_args)
         if self.response_format is not None:
             check_together(self)
 
@@ -316,10 +303,6 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(as_token_id, ids)))
         object.__setattr__(self, "logit_bias", by_id)
-        extra: Any = {} if self.extra_args is None else self.extra_args
-        if not isinstance(extra, Mapping):
-            raise ValueError(f"extra_args={shown(extra)} must map names of sampling parameters to numbers.")
-        object.__setattr__(self, "extra_args", dict(extra))
         object.__setattr__(self, "response_format", checked(self.response_format))
 
     @property

@@ -28,7 +28,6 @@ from nanospec.extras.tensor_parallel.team import Team
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.random_weights import random_weights
-from nanospec.sampling.base import registered
 
 Weights = dict[str, Tensor]
 MakeDrafter = Callable[[Model, Group], Drafter | None]
@@ -157,7 +156,7 @@ def split_engine(
     team.threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(1, size)]
     for thread in team.threads:
         thread.start()
-    leader = Leader(*parts(0), team, registered())
+    leader = Leader(*parts(0), team)
     try:
         yield Split(Engine(options, leader), groups, workers)
     finally:

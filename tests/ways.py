@@ -119,7 +119,6 @@ class Way(NamedTuple):
     k: K = 3
     own: type[Likely] | type[Dice] | type[Fork] | None = None
     before: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
     token_map: tuple[int, ...] | None = None
 
 
@@ -133,20 +132,15 @@ WAYS: dict[str, Way] = {
     "draft of four tokens": Way({"method": "draft"}, token_map=(0, 1, 2, 4)),
     "medusa": Way({"method": "medusa"}),
     "medusa tree": Way({"method": "medusa", "tree_width": 3}, 6),
-    "recycle": Way({"method": "recycle"}, 5),
     "ngram+draft": Way({"method": "ngram+draft", "prompt_lookup_min": 3}),
     "ngram tree+draft": Way({"method": "ngram+draft", "prompt_lookup_min": 3, "tree_width": 2}, 4),
     "ngram+medusa": Way({"method": "ngram+medusa", "prompt_lookup_min": 3}),
     "ngram tree+medusa tree": Way({"method": "ngram+medusa", "prompt_lookup_min": 3, "tree_width": 2}, 5),
-    "ngram+recycle": Way({"method": "ngram+recycle"}, 5),
-    "draft+recycle": Way({"method": "draft+recycle"}, 5),
-    "ngram+draft+recycle": Way({"method": "ngram+draft+recycle", "prompt_lookup_min": 3}, 5),
     "a user's": Way({}, 3, Likely),
     "a user's dice": Way({}, 3, Dice),
     "a user's tree": Way({"tree_width": 2}, 6, Fork),
     "ngram+a user's": Way({"prompt_lookup_min": 3}, 3, Likely, before=("ngram",)),
     "ngram+a user's dice": Way({"prompt_lookup_min": 3}, 3, Dice, before=("ngram",)),
-    "a user's dice+recycle": Way({}, 5, Dice, behind=("recycle",)),
 }
 
 # What may be asked beside a temperature.
@@ -199,7 +193,7 @@ def engine_for(world: World, name: str, rule: str = "rejection", **options: Any)
     if "medusa" in methods:
         given["heads"] = world.heads
     if way.own is not None:
-        given["drafter"] = [*way.before, way.own(world.said), *way.behind]
+        given["drafter"] = [*way.before, way.own(world.said)]
     settings = {"max_num_seqs": 256, "max_model_len": 32, **options}
     return make_engine(world.model, way.k, guess=guess, **given, **settings)
 

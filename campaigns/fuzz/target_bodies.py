@@ -32,7 +32,7 @@ NUMBERS = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7
 PENALTIES = {"presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"5": 3}}
 BODIES: list[dict[str, Any]] = [
     {"prompt": "hello", "max_tokens": 3, **NUMBERS, "stop": ["a", "b"], "stop_token_ids": [3]},
-    {"prompt": [1, 2, 3], **PENALTIES, "min_tokens": 2, "ignore_eos": True, "top_n_sigma": 1.0},
+    {"prompt": [1, 2, 3], **PENALTIES, "min_tokens": 2, "ignore_eos": True},
     {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}, "cache_salt": "x"},
     {"messages": MESSAGES, "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2},
     {"messages": MESSAGES, "response_format": SCHEMA},

@@ -302,7 +302,7 @@ class Simulation:
         """Whether a draft model that is the target's equal says all that the request says."""
         asked, params = self.scenario.engine, request.params
         same = asked["method"] == "draft" and not asked["blur"] and request.finish_reason == "length"
-        return same and not (params.changes_logits or params.extra_args or request.guide)
+        return same and not (params.changes_logits or request.guide)
 
     def _compare_logprobs(self, request: Request, told: Expected) -> None:
         n = request.params.logprobs

@@ -27,7 +27,6 @@ from nanospec.kernels.codes import NAN_TOKEN
 from nanospec.kernels.sampling import sample
 from nanospec.kernels.sampling.scores import penalize
 from nanospec.kernels.table import Table
-from nanospec.sampling.base import registered
 from nanospec.text.tokenizer import Tokenizer
 from tests import exact
 from tests.tiny import tiny_tokenizer
@@ -39,7 +38,7 @@ class Expected(NamedTuple):
     """A request's output.
 
     Attributes:
-        scores: at each token, what the model said (after `extra_args` and masks), float32 [V].
+        scores: at each token, what the model said (after masks), float32 [V].
         text: with a tokenizer, after stop strings.
     """
 
@@ -147,8 +146,6 @@ class Oracle:
         logits = self.model.scores([tokens[-1]], [int(worth) % SUMS])
         if tuple(tokens) in self.model.spoilt:
             logits.fill_(float("nan"))
-        for name, value in self.params.extra_args.items():
-            logits = self._changed(logits, name, value, len(tokens))
         if self.guide is not None:
             mask = self.guide.plan(tokens, 0, 1, 1).masks[0]
             allowed = torch.tensor([byte >> bit & 1 for byte in mask for bit in range(8)], dtype=torch.bool)
@@ -156,16 +153,6 @@ class Oracle:
             allowed = torch.nn.functional.pad(allowed, (0, max(size - len(allowed), 0)))[:size]
             logits = logits.masked_fill(~allowed, float("-inf"))
         return logits[0]
-
-    def _changed(self, logits: Tensor, name: str, value: float, num_tokens: int) -> Tensor:
-        """By a registered parameter."""
-        parameter = registered()[name]
-        if value == parameter.default:
-            return logits
-        given = logits.float()
-        if num_tokens < self.table.min_len[0]:
-            given[0, list(self.stop_ids)] = given.amin()
-        return parameter.change(given, torch.tensor([[float(value)]])).to(logits.dtype)
 
     def draw(self, scores: Tensor, tokens: list[int]) -> int:
         """The token that comes after a text."""

@@ -16,8 +16,7 @@ from nanospec.config import SamplingParams, SpecConfig
 from tests.nanospec.extras.grammar.guided import FORMATS
 
 METHODS = (
-    "none", "ngram", "draft", "medusa", "recycle", "ngram+draft", "ngram+medusa", "ngram+recycle",
-    "draft+recycle", "medusa+recycle", "ngram+draft+recycle", "ngram+medusa+recycle",
+    "none", "ngram", "draft", "medusa", "ngram+draft", "ngram+medusa",
 )  # fmt: skip
 OWN = ("junk", "known")  # drafters of a user's: random guesses, and the right ones with some wrong
 CALLS = ("admit", "prefill", "step", "fetch")
@@ -158,7 +157,6 @@ def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
         "frequency_penalty": lambda: rng.uniform(-1, 1),
         "repetition_penalty": lambda: rng.uniform(0.7, 1.5),
         "logit_bias": lambda: {str(rng.randrange(vocab)): rng.uniform(-3, 5) for _ in range(3)},
-        "extra_args": lambda: {"top_n_sigma": rng.choice((0.0, 0.5, 2.0))},
         "num_speculative_tokens": lambda: rng.choice((0, 1, 5)),
         "tree_width": lambda: rng.randint(1, engine["tree_width"]),
     }
@@ -173,7 +171,7 @@ def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
         params["acceptance"] = rng.choice((None, "exact", "rejection", "typical"))
     if vocab == TEXT_VOCAB and rng.random() < 0.25:
         params["response_format"] = dict(rng.choice(FORMATS)[0])
-        for name in ("min_tokens", "acceptance", "stop_token_ids", "logit_bias", "extra_args"):
+        for name in ("min_tokens", "acceptance", "stop_token_ids", "logit_bias"):
             params.pop(name, None)
     return params
 

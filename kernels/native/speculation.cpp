@@ -143,9 +143,8 @@ struct Commit {
     Table table;
     Batch batch;
     Proposal proposal;
-    const float* chances;  // null: nobody says
     const int* targets;
-    int* memory;  // report [B, 6 + 3 Q], num_emitted [B], path [B, Q]
+    int* memory;  // report [B, 6 + 2 Q], num_emitted [B], path [B, Q]
 };
 
 }  // namespace
@@ -224,19 +223,16 @@ void nanospec_lay_out(Layout* given) {
 void nanospec_commit(const Commit* given) {
     const Batch& batch = given->batch;
     const Proposal& proposal = given->proposal;
-    const long Q = batch.max_q_len, width = 6 + 3 * Q;
+    const long Q = batch.max_q_len, width = 6 + 2 * Q;
     int *num_emitted = given->memory + batch.num_rows * width, *paths = num_emitted + batch.num_rows;
     for (long b = 0; b < batch.num_rows; b++) {
         const Row row(batch, b);
-        int *line = given->memory + b * width, *run = line + 6, *source = run + Q, *parts = source + Q;
+        int *line = given->memory + b * width, *run = line + 6, *source = run + Q;
         int* path = paths + b * Q;
         int count = 0, s = row.request, n = 0;
         std::fill_n(path, Q, 0);
         std::fill_n(run, Q, -1);
         std::fill_n(source, Q, OWN);
-        std::fill_n(parts, Q, -1);
-        for (int i = 0; given->chances && i + 1 < row.n; i++)
-            if (const float chance = given->chances[b * proposal.k + i]; chance >= 0) parts[i] = chance * 65536;
         row.walk([&](int place) {
             if (place) source[count - 1] = proposal.source[b * proposal.k + place - 1];
             path[count] = place;

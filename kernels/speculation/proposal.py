@@ -25,8 +25,6 @@ class Proposal(NamedTuple):
         logits: [B, K, V], what the drafts were drawn from, where a model drew them; else None.
         sampled: [B] bool, whether a row's drafts were drawn from `logits` at all, as a chain; None: all
             were, if there are logits and no trees.
-        chances: [B, K] float32, trees only: how likely each draft and all before it are right, the likeliest
-            first; -1 in rows, and None, where nobody says.
     """
 
     drafts: Tensor
@@ -37,4 +35,3 @@ class Proposal(NamedTuple):
     parents: Tensor | None = None
     logits: Tensor | None = None
     sampled: Tensor | None = None
-    chances: Tensor | None = None

@@ -1,13 +1,11 @@
 """What the host wants to know of a step, in one table, so that it takes one copy.
 
-`verify.commit` writes a line per row, [B, 6 + 3 Q] int32, and `decode` reads it; nobody else knows the
+`verify.commit` writes a line per row, [B, 6 + 2 Q] int32, and `decode` reads it; nobody else knows the
 columns: tokens kept; drafts; accepted drafts; drafter; length of the match; finished code, RUNNING for rows
 that take no part; the Q tokens that the step emitted, -1 beyond their number, of which the kept ones count;
-the source of each, OWN for those that were not drafted; the chance of each draft in parts of 2^16, -1 where
-nobody says and beyond their number.
+the source of each, OWN for those that were not drafted.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,13 +16,12 @@ from torch import Tensor
 from ..codes import OWN
 
 NUM_COLUMNS = tl.constexpr(6)  # before the tokens
-PARTS = tl.constexpr(65536)  # to a chance of 1
 _OWN = tl.constexpr(OWN)
 
 
 def num_columns(Q: int) -> int:
     """Of a line."""
-    return NUM_COLUMNS.value + 3 * Q
+    return NUM_COLUMNS.value + 2 * Q
 
 
 class RowReport(NamedTuple):
@@ -37,7 +34,6 @@ class RowReport(NamedTuple):
         drafter, match_len: see `Proposal`.
         finished: a code of `codes.py`.
         sources: of each kept token, see `Proposal.source`.
-        chances: of each draft, see `Proposal.chances`; empty where nobody says.
     """
 
     tokens: list[int]
@@ -47,7 +43,6 @@ class RowReport(NamedTuple):
     match_len: int
     finished: int
     sources: list[int]
-    chances: Sequence[float] = ()
 
 
 def decode(lines: list[list[int]]) -> list[RowReport]:
@@ -55,19 +50,17 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
     C, reports = NUM_COLUMNS.value, []
     for line in lines:
         num_kept, num_drafted, num_accepted, drafter, match_len, finished = line[:C]
-        Q = (len(line) - C) // 3
+        Q = (len(line) - C) // 2
         tokens, sources = line[C : C + num_kept], line[C + Q : C + Q + num_kept]
-        parts = line[C + 2 * Q : C + 2 * Q + num_drafted]
-        chances = tuple(part / PARTS.value for part in parts if part >= 0)
         numbers = num_drafted, num_accepted, drafter, match_len, finished
-        reports.append(RowReport(tokens, *numbers, sources, chances))
+        reports.append(RowReport(tokens, *numbers, sources))
     return reports
 
 
 def emitted_tokens(lines: Tensor) -> Tensor:
     """[B, Q] int32: the tokens that the step emitted, -1 beyond their number."""
     C = NUM_COLUMNS.value
-    return lines[:, C : C + (lines.shape[1] - C) // 3]
+    return lines[:, C : C + (lines.shape[1] - C) // 2]
 
 
 def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,22 +72,21 @@ def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return b, j, tokens[b, j]
 
 
-def encode(
-    emitted: list[int], path: list[int], counts: list[int], source: list[int], chances: list[float], Q: int
-) -> list[int]:
-    """The line of a row that emitted these tokens, drawn at these places; `counts` are the columns before
-    them, `source` [K] is the proposal's, `chances` are those of its drafts."""
+def encode(emitted: list[int], path: list[int], counts: list[int], source: list[int], Q: int) -> list[int]:
+    """Return the line of a row that emitted these tokens, drawn at these places.
+
+    `counts` are the columns before the tokens; `source` [K] is the proposal's.
+    """
     # The token drawn at one place of the path was drafted as the next.
     drafted = [source[place - 1] for place in path[1:]]
-    parts = [int(chance * PARTS.value) if chance >= 0 else -1 for chance in chances]
-    columns = ((emitted, -1), (drafted, OWN), (parts, -1))
+    columns = ((emitted, -1), (drafted, OWN))
     return counts + [x for column, other in columns for x in column + [other] * (Q - len(column))]
 
 
 @triton.jit
-def store(lines, proposal, chances, b, n, emitted, count, path, kept, code, Q, k, WIDTH: tl.constexpr):
+def store(lines, proposal, b, n, emitted, count, path, kept, code, Q, k, WIDTH: tl.constexpr):
     """`encode` for batch row b of n tokens, with the `count` tokens `emitted` [WIDTH] at `path` [WIDTH]."""
-    line = lines + b * (NUM_COLUMNS + 3 * Q)
+    line = lines + b * (NUM_COLUMNS + 2 * Q)
     tl.store(line, kept)
     tl.store(line + 1, tl.maximum(n - 1, 0))
     tl.store(line + 2, tl.maximum(count - 1, 0))
@@ -107,8 +99,3 @@ def store(lines, proposal, chances, b, n, emitted, count, path, kept, code, Q, k
     source = tl.load(proposal.source + b * k + path - 1, drafted, other=_OWN)
     before = tl.where(place > 0, place - 1, Q - 1)  # the last place has no draft behind it
     tl.store(line + NUM_COLUMNS + Q + before, source, place < Q)
-    parts = tl.full([WIDTH], -1, tl.int32)
-    if chances is not None:
-        chance = tl.load(chances + b * k + place, place < n - 1, other=-1.0)
-        parts = tl.where(chance >= 0, (chance * PARTS).to(tl.int32), -1)
-    tl.store(line + NUM_COLUMNS + 2 * Q + place, parts, place < Q)

@@ -61,10 +61,9 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
     lengths, codes = table.num_tokens.tolist(), table.finished.tolist()
     limits, stops = table.max_len.tolist(), table.stop_ids.tolist()
     drafts = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
-    chances = [[]] * batch.num_rows if proposal.chances is None else proposal.chances.tolist()
     lines, num_emitted, paths = [], [], []
     written: list[tuple[int, int, int]] = []  # (request row, index, token)
-    for row, drafter, match_len, source, likely in zip(rows_of(batch), *drafts, chances, strict=True):
+    for row, drafter, match_len, source in zip(rows_of(batch), *drafts, strict=True):
         path, s, n = list(row.walk(x)), row.request, 0
         run = [x[row.start + place] for place in path]
         if s >= 0 and run and codes[s] == RUNNING:
@@ -73,7 +72,7 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
             lengths[s] += n
         code, num_drafts = codes[s] if s >= 0 else RUNNING, max(len(row.ids) - 1, 0)
         counts = [n, num_drafts, max(len(run) - 1, 0), drafter, match_len, code]
-        lines.append(report.encode(run, path, counts, source, likely[:num_drafts], Q))
+        lines.append(report.encode(run, path, counts, source, Q))
         num_emitted.append(len(run))
         paths.append(path + [0] * (Q - len(path)))
     if written:
@@ -102,7 +101,7 @@ def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
     B, Q = batch.num_rows, batch.max_q_len
     width = report.num_columns(Q)
     memory = targets.new_empty(B * (width + 1 + Q))
-    words = *batch_words(batch), *proposal_words(proposal), proposal.chances
+    words = *batch_words(batch), *proposal_words(proposal)
     call("nanospec_commit", *table, *words, targets, memory)
     lines, num_emitted, path = torch.split_with_sizes(memory, [B * width, B, B * Q])
     return Verdict(lines.view(B, width), num_emitted, path.view(B, Q))
@@ -165,9 +164,7 @@ def _append(table, s, emitted, count, WIDTH: tl.constexpr, STOPS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["Q", "k"])
-def _commit(
-    targets, batch, table, proposal, chances, verdict, Q, k, WIDTH: tl.constexpr, STOPS: tl.constexpr
-):  # fmt: skip
+def _commit(targets, batch, table, proposal, verdict, Q, k, WIDTH: tl.constexpr, STOPS: tl.constexpr):
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
     start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
     emitted, count, path = _walk(targets, batch, start, n, WIDTH)
@@ -177,7 +174,7 @@ def _commit(
     code = tl.load(table.finished + s, s >= 0, other=_RUNNING).to(tl.int32)
     if (s >= 0) & (code == _RUNNING) & (count > 0):
         kept, code = _append(table, s, emitted, count, WIDTH, STOPS)
-    report.store(verdict.report, proposal, chances, b, n, emitted, count, path, kept, code, Q, k, WIDTH)
+    report.store(verdict.report, proposal, b, n, emitted, count, path, kept, code, Q, k, WIDTH)
 
 
 def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
@@ -188,8 +185,7 @@ def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
     verdict = Verdict(*(batch.q_len.new_empty(shape) for shape in ((B, width), (B,), (B, Q))))
     if B:
         _commit[(B,)](
-            targets, batch.tensors, table, proposal._replace(chances=None), proposal.chances, verdict, Q,
-            proposal.source.shape[1],
+            targets, batch.tensors, table, proposal, verdict, Q, proposal.source.shape[1],
             WIDTH=next_power_of_2(Q), STOPS=next_power_of_2(table.num_stops), num_warps=1,
         )  # fmt: skip
     return verdict

@@ -27,7 +27,6 @@ class Admission:
         max_len: the length at which it ends.
         blocks: its pages, of which the first `num_cached` hold the K/V of its text already.
         stop_ids: tokens that end it.
-        salt: a number for who may share what is remembered of it.
     """
 
     row: int
@@ -39,7 +38,6 @@ class Admission:
     seed: int
     stop_ids: tuple[int, ...]
     params: SamplingParams
-    salt: int = 0
 
 
 class HostWrites:

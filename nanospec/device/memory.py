@@ -76,7 +76,7 @@ def memory_plan(
         steps = step_memory(config, model, rows.max_context, drafter)._replace(rows=0)
     return MemoryPlan(
         weights=model.weight_bytes,
-        draft_weights=sum(part.weight_bytes + part.state_bytes for part in parts),
+        draft_weights=sum(part.weight_bytes for part in parts),
         kv_cache=tokens * model.config.kv_bytes_per_token(model.dtype),
         draft_kv_cache=tokens * (0 if drafter is None else drafter.kv_bytes_per_token),
         rows=sum(t.nbytes for t in rows if isinstance(t, torch.Tensor)),
@@ -104,8 +104,6 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
     if not config.kv_cache_memory and model.device.type == "cuda":
         needed = step_memory(config, model, window, drafter)
         budget, source = max(budget - sum(needed), 0), f"{source}, less what steps need ({needed}),"
-    if not config.kv_cache_memory and drafter is not None:
-        budget = max(budget - sum(part.state_bytes for part in drafter.parts), 0)
     useful = config.max_num_seqs * -(-window // size)
     num_blocks = min(budget // per_block, useful)
     if config.max_model_len is None and 256 <= num_blocks * size < window:

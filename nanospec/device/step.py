@@ -36,7 +36,7 @@ from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models.decoder import Model
 
-Cut = Callable[[list[int], list[int], list[int], list[int], list[list[float]] | None], list[int]]
+Cut = Callable[[list[int], list[int], list[int], list[int]], list[int]]
 """`Policy.cut`: how many drafts of each row to verify."""
 
 
@@ -95,7 +95,6 @@ class Step:
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafter, self.exact, self.stages = drafter, exact, stages
         self._logits = torch.empty(0)
-        self.change_logits: Callable[[Tensor, Batch], None] | None = None  # as rows of this step ask
         self.guided: GuidedRows | None = None  # if some rows of this step have a grammar
 
     def share_logits(self, num_tokens: int) -> None:
@@ -121,8 +120,6 @@ class Step:
             hidden = model.forward(batch, self.kv_cache)
             logits = self.score(hidden)
         with self.stages("verify"):
-            if self.change_logits is not None:
-                self.change_logits(logits, batch)
             if guided is not None:
                 guided.bar(logits, batch)
             targets = self.draw(logits, batch, proposal)
@@ -152,6 +149,5 @@ def _cut(rows: Tensor, proposal: Proposal, cut: Cut) -> Proposal:
     rows_on_host, drafter, num_drafts, match_len = (
         part.tolist() for part in (rows, proposal.drafter, proposal.num_drafts, proposal.match_len)
     )
-    chances = None if proposal.chances is None else proposal.chances.tolist()
-    kept = cut(rows_on_host, drafter, num_drafts, match_len, chances)
+    kept = cut(rows_on_host, drafter, num_drafts, match_len)
     return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))

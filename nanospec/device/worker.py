@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import EngineConfig, SamplingParams
 from ..drafters.base import Drafter
@@ -32,11 +30,9 @@ from ..kernels.batch import Batch, Chunk
 from ..kernels.codes import NOBODY, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..kernels.table import Table
-from ..kernels.transfer import upload
 from ..models.compiled import computed_by
 from ..models.decoder import Model
 from ..models.kv_cache import empty_cache, zero_blocks
-from ..sampling.rows import ExtraRows
 from . import admission
 from .admission import Admission, HostWrites
 from .devices import on_own_device
@@ -100,7 +96,6 @@ class Worker:
         self.drafters = () if drafter is None else drafter.parts
         for part in self.drafters:
             part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
-        self.extras = ExtraRows(self.table, may_wait=not captured)
         self._step = self.make_step()
         self._rows = torch.empty(0, dtype=torch.int32)  # of the last step that was not captured
         self.graphs: StepGraphs | None = None
@@ -162,12 +157,10 @@ class Worker:
         """Give requests their rows."""
         for request in requests:
             admission.write_row(self.writes, self.table, request, self.config.spec)
-            self.extras.admit(self.writes, request.row, request.params.extra_args)
             self.guided.admit(self.writes, request.row)
             zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
             for part in self.drafters:
                 part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
-                part.share(request.row, request.salt)
         if penalized := [request for request in requests if request.params.changes_logits]:
             self.writes.flush()
             for request in penalized:
@@ -180,26 +173,7 @@ class Worker:
         with self.stages("prefill"):
             self.writes.flush()
             batch = Batch.of_chunks(self.table, chunks)
-            most = max((part.reads_prompts for part in self.drafters), default=0)
-            if most:
-                self._show(chunks, most, self.model.forward(batch, self.kv_cache))
-            else:
-                self.model.write_kv(batch, self.kv_cache)
-
-    def _show(self, chunks: Sequence[Chunk], most: int, hidden: Tensor) -> None:
-        """Have drafters read the last tokens of pieces of prompts, at most so many in all, from their hidden
-        states."""
-        ends, tails, places = accumulate(chunk.num_tokens for chunk in chunks), list[Chunk](), list[int]()
-        for (row, start, count), end in zip(chunks, ends, strict=True):
-            n = min(count, most - len(places))
-            if n > 0:
-                tails.append(Chunk(row, start + count - n, n))
-                places += range(end - n, end)
-        logits = self._step.score(hidden[upload(places, torch.int64, self.device)])
-        batch = Batch.of_chunks(self.table, tails)
-        for part in self.drafters:
-            if part.reads_prompts:
-                part.read(self.table, batch, logits)
+            self.model.write_kv(batch, self.kv_cache)
 
     @on_own_device
     @torch.inference_mode()
@@ -237,10 +211,9 @@ class Worker:
 
     def prepare(self, order: StepOrder) -> Hashable:
         """Have the step do what its rows ask. What tells its captures from others; None for plain steps."""
-        extras, guided = self.extras.asked_by(order.rows), bool(order.guided)
-        self._step.change_logits = self.extras.change if extras else None
+        guided = bool(order.guided)
         self._step.guided = self.guided if guided else None
-        return (extras, guided) if extras or guided else None
+        return guided or None
 
     @on_own_device
     def fetch(self, flight: Flight) -> list[RowResult]:
@@ -271,10 +244,9 @@ class Worker:
             for part in self.drafters:
                 part.measure()
             most = self.table.num_rows * (self.max_k + 1)
-            passes = forward_ms(self.model, self.kv_cache, self.table, most)
-            packed = {n: ms + sum(part.learn_ms(n) for part in self.drafters) for n, ms in passes.items()}
+            packed = forward_ms(self.model, self.kv_cache, self.table, most)
             propose = lookup_ms if self.drafter is None else self.drafter.ms
-            return StepCosts(None, packed, propose, attention_ms(self.model, self.table, passes))
+            return StepCosts(None, packed, propose, attention_ms(self.model, self.table, packed))
         if self.config.lazy_capture:  # what costs are to be known of must be captured
             self.graphs.capture_all()
         return StepCosts(captured=captured_ms(self.graphs, self.rehearsal, self.meet))

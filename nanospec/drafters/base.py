@@ -69,13 +69,11 @@ class Drafter:
         method, help, options: what the user knows it by; for statistics and the command line.
         names: the methods that `Proposal.drafter` tells apart.
         makes_trees: whether a tree width above 1 means anything to it.
-        grows: whether it makes trees of its own on the chains of others, so that it comes last.
         reads_logits: whether `learn` needs the logits of all tokens.
-        reads_prompts: how many tokens of prompts it wants to `read` in a step, at most.
         max_drafts: the most it ever guesses for a row.
         runs_model: whether its guesses cost time before it is known what they are worth.
         passes: for how many drafts its model is run in the next step without a graph; None: for all.
-        weight_bytes, state_bytes: what its weights take, and what `attach` will take besides a cache.
+        weight_bytes: what its weights take.
         kv_bytes_per_token, max_context: what a cache of its own takes, and how far it reaches.
         reads_on_host: whether it must wait for the device, so that steps with it cannot be captured.
         may_wait: whether steps are not captured, so that it may wait for the device.
@@ -85,15 +83,12 @@ class Drafter:
     help: ClassVar[str] = ""
     options: ClassVar[tuple[Option, ...]] = ()
     makes_trees: ClassVar[bool] = False
-    grows: ClassVar[bool] = False
     reads_logits: bool = False
-    reads_prompts: int = 0
     runs_model: bool = False
     reads_on_host: bool = False
     max_drafts: int = MAX_DRAFTS
     passes: int | None = None
     weight_bytes: int = 0
-    state_bytes: int = 0
     kv_bytes_per_token: int = 0
     max_context: int | None = None
     may_wait: bool = False
@@ -142,16 +137,10 @@ class Drafter:
         only with `reads_logits`) and its verdict over `batch`, which is committed already.
         `proposal.drafter` is NOBODY for rows that others drafted for."""
 
-    def read(self, table: Table, batch: Batch, logits: Tensor) -> None:
-        """See what the target says of a `batch` of tokens of prompts: logits [T, V]."""
-
     # What the host tells, between steps. Blocks are the request's pages, in order.
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
         """A request of so many tokens took the row; its first `num_cached` blocks hold the target's K/V."""
-
-    def share(self, row: int, salt: int) -> None:
-        """Said with `admit`: what is remembered of a request may serve those of the same salt alone."""
 
     def grow(self, row: int, blocks: Sequence[int]) -> None:
         """The request of a row got further blocks."""
@@ -172,10 +161,6 @@ class Drafter:
     def measure(self) -> None:
         """Time what `ms` tells."""
 
-    def learn_ms(self, tokens: int) -> float:
-        """Milliseconds that learning from a step of so many tokens takes."""
-        return 0.0
-
     def ms(self, batch: int, passes: int) -> float:
         """Milliseconds that so many passes for `batch` rows take, beyond what the step takes."""
         return 0.0
@@ -191,13 +176,10 @@ def registered() -> Mapping[str, type[Drafter]]:
 
 
 def method_names() -> list[str]:
-    """What `SpecConfig.method` may be: every method, one behind another that costs nothing, one that grows on
-    any of these, and "none"."""
+    """Return the values of `SpecConfig.method`: each method, pairs whose first costs nothing, and "none"."""
     known = registered()
-    plain = [name for name, kind in known.items() if not kind.grows]
-    pairs = [f"{a}+{b}" for a in plain for b in plain if a != b and not known[a].runs_model]
-    grown = [f"{a}+{b}" for b, kind in known.items() if kind.grows for a in (*plain, *pairs)]
-    return [*known, *pairs, *grown, "none"]
+    pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].runs_model]
+    return [*known, *pairs, "none"]
 
 
 def room(table: Table, rows: Tensor, k: int) -> Tensor:

@@ -39,17 +39,12 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
     if loaded := [who for who in found if isinstance(who, str) and known[who].runs_model]:
         raise ValueError(
             f"drafter={shown(given)} names {loaded[0]!r}, which has weights of its own; only method=... "
-            'loads them. What goes with a drafter of yours is "ngram" before it and "recycle" behind it.'
+            'loads them. What goes with a drafter of yours is "ngram" before it.'
         )
     kinds = [known[who] if isinstance(who, str) else who for who in found]
-    if early := [kind for kind in kinds[:-1] if kind.grows]:
-        raise ValueError(f"{early[0].method} grows on what others guess, so it must come last.")
-    if spec.tree_width > 1 and any(kind.grows for kind in kinds):
-        raise ValueError(f"tree_width={spec.tree_width} does not go with what grows on chains; use 1.")
-    chains = [kind for kind in kinds if not kind.grows]
-    if costly := [kind for kind in chains[:-1] if kind.runs_model]:
+    if costly := [kind for kind in kinds[:-1] if kind.runs_model]:
         name = costly[0].method or type(costly[0]).__name__
-        raise ValueError(f"{name} takes time to guess, so only \"recycle\" may come behind it.")
+        raise ValueError(f"{name} takes time to guess, so it must come last.")
     if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
         raise ValueError(f"tree_width={spec.tree_width} is of no use to drafters that guess chains; use 1.")
     return found

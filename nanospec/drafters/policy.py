@@ -26,7 +26,6 @@ from functools import partial
 from ..kernels.codes import NOBODY
 from .costs import StepCosts
 from .estimator import UNKNOWN, Estimator, Situation
-from .tree_estimator import ModelInTrees, TreeEstimator
 
 PROBE_BUDGET = 0.005  # share of the time that may go into probes
 OTHERS_BUDGET = 0.005  # share of the time that the slowest row may lose to drafts of others
@@ -34,8 +33,6 @@ CAUTION = 0.75  # of what a row's end seems to save; it is a small difference of
 PROMISES_DECAY, ENOUGH = 0.98, 0.75  # for a row to be believed that its drafts keep what they promise
 MOST_SAVED = 4.0  # steps without drafts that a probe may cost; one that costs more cannot pay
 MARGIN = 0.002  # another K must promise so much more than the one in use: no flutter between equals
-
-Chances = Sequence[Sequence[float]] | None
 
 
 class Policy:
@@ -57,18 +54,13 @@ class Policy:
 
     def cut(
         self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int],
-        match_len: Sequence[int], chances: Chances = None,
+        match_len: Sequence[int],
     ) -> list[int]:  # fmt: skip
-        """Packed steps: how many of each row's drafts to verify. Every argument is by row; `chances`, as in
-        `Proposal`, are those that a drafter gives its drafts itself."""
+        """Packed steps: how many of each row's drafts to verify. Every argument is by row."""
         return list(num_drafts)
 
-    def observe(
-        self, row: int, drafter: int, match_len: int, drafted: int, accepted: int,
-        chances: Sequence[float] = (), asked: int = 0,
-    ) -> None:  # fmt: skip
-        """Learn from a row of a step with K > 0, of which `drafted` drafts were verified, of `asked` ones;
-        `chances` as in `cut`."""
+    def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
+        """Learn from a row of a step with K > 0, of which `drafted` drafts were verified."""
 
     def reset(self, row: int) -> None:
         """A new request took the row."""
@@ -123,9 +115,6 @@ class AutoPolicy(Policy):
         self.costs: StepCosts = costs
         self._model = model
         self.estimator = Estimator()
-        self._trees = TreeEstimator()  # for rows whose drafter says how likely its guesses are
-        self._in_trees = ModelInTrees()
-        self._ran: tuple[bool, float] | None = None  # whether the model is run in this step, and its ms
         self.rates: dict[int, float] = {}  # tokens per ms by K, as `_pick` weighed them last
         self._best = 0  # what `_pick` found, without the probe
         self._probing = False  # it took more
@@ -142,7 +131,6 @@ class AutoPolicy(Policy):
         self, rows: Sequence[int], limits: Sequence[int], context: int = 0, queue: bool = True
     ) -> int:
         B, most = len(rows), max(limits)
-        self._ran = None
         self._context, self._fair = context, not queue and self._model == NOBODY
         plain = self.costs.cost(B, B, context)
         self._token_ms = plain / B
@@ -160,10 +148,6 @@ class AutoPolicy(Policy):
         cost = partial(self.costs.cost, running, context=self._context)
         ms = {k: cost(running + B * k) + propose(B, k) for k in range(most + 1)}
         n = self._pick(rows, [most] * B, (self._model, 0), ms, others)
-        if n and self._trees:
-            run, loss = self._in_trees.prefers()
-            n = n if run != self._affords(loss * cost(running)) else 0
-        self._ran = n > 0, propose(B, n) if n else 0.0
         return n
 
     def _pick(
@@ -176,14 +160,8 @@ class AutoPolicy(Policy):
     ) -> int:
         """The K that promises most, of those with a time, or now and then the next larger one as a probe;
         `others` are rows without drafts."""
-        ks, of_trees = tuple(ms), [0.0] * len(ms)
-        if self._trees and self.costs.captured:
-            both = [*zip(rows, limits, strict=True)]
-            of_trees = self._trees.tokens([(row, n) for row, n in both if row in self._trees], ks)
-            both = [(row, n) for row, n in both if row not in self._trees]
-            rows, limits = [row for row, _ in both], [n for _, n in both]
-        of_chains = self.estimator.tokens(rows, limits, situation, ks) or [0.0] * len(ks)
-        tokens = map(sum, zip(of_chains, of_trees, strict=True))
+        ks = tuple(ms)
+        tokens = self.estimator.tokens(rows, limits, situation, ks)
         self.rates = rate = {k: (total + others) / ms[k] for k, total in zip(ks, tokens)}
         best = max(rate, key=rate.__getitem__)
         if self._best in rate and rate[best] < rate[self._best] * (1 + MARGIN):
@@ -195,12 +173,12 @@ class AutoPolicy(Policy):
 
     def cut(
         self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int],
-        match_len: Sequence[int], chances: Chances = None,
+        match_len: Sequence[int],
     ) -> list[int]:  # fmt: skip
         B, context = len(rows), self._context
         cost = partial(self.costs.cost, B, context=context)
         taken = [0] * B
-        if self._probing and chances is None:
+        if self._probing:
             taken = [n if d == self._model else 0 for n, d in zip(num_drafts, drafter)]
         if not self._best:
             self._probed.update(row for row, n in zip(rows, taken) if n)
@@ -210,8 +188,7 @@ class AutoPolicy(Policy):
         likely = best * self.costs.least_slope(B, least, context)
         gains: list[tuple[float, int]] = []  # probability that a draft and all before it are right; its row
         for b, (row, n, situation) in enumerate(zip(rows, num_drafts, zip(drafter, match_len))):
-            told = chances[b] if chances is not None else (-1.0,)
-            own = told if told[0] >= 0 else self.estimator.of_drafts(row, situation, n, likely)
+            own = self.estimator.of_drafts(row, situation, n, likely)
             gains += [(gain, b) for gain in own[taken[b] : n] if gain >= likely]
         gains.sort(reverse=True)  # whatever their number, the best drafts are those likeliest to be right
         slowest = _Slowest(B, cost(B), self.costs.cost(1, 1, context // B)) if self._fair else None
@@ -223,8 +200,6 @@ class AutoPolicy(Policy):
             if (rate := total / ms) > best and loss <= self._allowance:
                 best, number, lost = rate, n, loss
         self._allowance -= lost
-        if self._ran and chances is not None:
-            self._in_trees.observe(*self._ran, best * cost(B) / B, cost(least + number))
         for gain, b in gains[:number]:
             taken[b] += 1
             self._promises[rows[b]].open += gain
@@ -252,13 +227,8 @@ class AutoPolicy(Policy):
         """Whether a row that this drafter guesses for drafts, or drafts more, as a probe."""
         return row in self._probed or (self._probing and drafter in (self._model, NOBODY))
 
-    def observe(
-        self, row: int, drafter: int, match_len: int, drafted: int, accepted: int,
-        chances: Sequence[float] = (), asked: int = 0,
-    ) -> None:  # fmt: skip
+    def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
         self._promises[row].settle(accepted)
-        if chances or (drafted == 0 and row in self._trees):
-            self._trees.observe(row, chances, asked)
         if drafted or self.costs.captured:
             situation = UNKNOWN if self.costs.captured else (drafter, match_len)
             self.estimator.observe(row, situation, drafted, accepted)
@@ -268,6 +238,5 @@ class AutoPolicy(Policy):
 
     def reset(self, row: int) -> None:
         self.estimator.reset(row)
-        self._trees.reset(row)
         self._promises.pop(row, None)
         self._probed.discard(row)

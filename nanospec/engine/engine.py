@@ -255,10 +255,7 @@ class Engine:
             report = result.report
             if queued.k and request.params.num_speculative_tokens != 0:
                 seen = report.drafter, report.match_len, report.num_drafted, report.num_accepted
-                own = request.params.num_speculative_tokens
-                asked = min(queued.k, request.max_len - request.num_tokens - 1)
-                asked = max(asked if own is None else min(asked, own), 0)
-                self.policy.observe(row, *seen, report.chances, asked)
+                self.policy.observe(row, *seen)
             before = request.num_tokens
             method = self.worker.methods[report.drafter] if report.num_drafted else ""
             ended = request.append(report, method, result.logprobs)

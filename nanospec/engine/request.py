@@ -7,7 +7,6 @@ drafts after it), so the same code draws the first token and all others.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections.abc import Sequence
@@ -125,7 +124,6 @@ class Request:
 
     def admission(self, num_cached: int) -> Admission:
         """What the worker must know of it; the first `num_cached` of its blocks hold their K/V already."""
-        changed = self.params.extra_args  # logits, which are then no others' business
         return Admission(
             row=self.row,
             tokens=self.tokens,
@@ -136,7 +134,6 @@ class Request:
             seed=self.seed,
             stop_ids=self.stop_ids,
             params=self.params,
-            salt=_number(self.salt + repr(sorted(changed.items())).encode() if changed else self.salt),
         )
 
     def hashes(self, block_size: int) -> list[bytes]:
@@ -175,13 +172,8 @@ class Request:
         self.num_computed = self.num_tokens - 1
         if finish == "error":
             finish, at = "abort", self.num_tokens
-            gave, extra = "the model gave NaN or infinite logits", self.params.extra_args
+            gave = "the model gave NaN or infinite logits"
             self.error = f"At position {at} {gave}; check its weights and dtype (float16 ends at 65,504)."
-            if extra:
-                self.error = (
-                    f"There is nothing to draw from at position {at}: either {gave}, or "
-                    f"extra_args={shown(extra)} left no token; try without them."
-                )
         if finish is not None:
             self.finish(finish, flush=not at_string)
         return finish is not None
@@ -309,8 +301,3 @@ def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_to
             break
         found.setdefault(ids[i], Logprob(top[i], i + 1))
     return found
-
-
-def _number(salt: bytes) -> int:
-    """An int32 for a salt, 0 for none."""
-    return int.from_bytes(hashlib.blake2b(salt, digest_size=4).digest(), "little", signed=True) if salt else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +117,6 @@ def test_preempted_requests_go_on_to_the_bit(model: Model) -> None:
         assert engine.metrics.num_preemptions > 0
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
-def test_sampling_parameters_give_the_same_bits_with_guessing(model: Model, eager: bool) -> None:
-    """Beside requests that do not ask, in recordings of their own."""
-    ways: tuple[dict[str, float], ...] = ({"top_n_sigma": 1.5}, {}, {"top_n_sigma": 0.5})
-    jobs = [
-        Job(job.prompt, replace(job.params, extra_args=ways[i % 3])) for i, job in enumerate(make_jobs(3))
-    ]
-    expected = [outputs(model, 0, [job], max_num_seqs=1, max_model_len=256)[0] for job in jobs]
-    engine = make_engine(model, 6, max_num_seqs=6, max_model_len=256, enforce_eager=eager)
-    assert [request.output_ids for request in run(engine, jobs)] == expected
-    assert engine.worker.graphs is None or engine.worker.graphs.fallbacks == 0
-    plain = [replace(job.params, extra_args={}) for job in jobs]
-    assert expected != [
-        outputs(model, 0, [Job(job.prompt, params)], max_num_seqs=1, max_model_len=256)[0]
-        for job, params in zip(jobs, plain, strict=True)
-    ]
-
-
 @pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
 def test_grammars_give_what_was_asked_for_with_guessing_as_without(
@@ -235,7 +216,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "medusa": {"method": "medusa"},
     "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+draft": {"method": "ngram+draft"},
-    "ngram+recycle": {"method": "ngram+recycle"},
 }
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import REJECTION, TYPICAL
 from nanospec.kernels.sampling import accept, logprobs, sample
-from nanospec.kernels.speculation import grow, layout, learn, ngram, ngram_tree, verify
+from nanospec.kernels.speculation import layout, ngram, ngram_tree, verify
 from nanospec.kernels.speculation.proposal import Proposal
-from nanospec.kernels.speculation.recycled import ANY, ID_BITS, WIDTH, Recycled, place
 from nanospec.kernels.table import Table
 from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table, real
 from tests.util import assert_close
@@ -106,50 +105,6 @@ def test_ngram_tree(B: int, length: int, k: int, width: int) -> None:
     table, rows = random_histories(B, length, width=torch.randint(1, width + 1, (B,)))
     actual = ngram_tree.propose(on_gpu(table), rows.cuda(), k, 5, width)
     assert_equal(actual, ngram_tree.naive(table, rows, k, 5, width))
-
-
-@pytest.mark.parametrize(("B", "k", "V"), [(1, 8, 49152), (8, 16, 151936), (64, 4, 1000), (3, 63, 1000)])
-def test_recycled_tokens(B: int, k: int, V: int) -> None:
-    """Trees, and what is kept of their logits, for a few steps. Every token has an entry, so trees go on."""
-    generator = torch.Generator().manual_seed(B + k)
-    table = make_table(
-        V, tokens=torch.randint(0, V, (B, 4000), generator=generator), num_tokens=torch.arange(2, B + 2),
-        temperature=torch.arange(B) % 2, seed=torch.arange(B) - 2, max_len=3000,
-    )  # fmt: skip
-    state = Recycled.empty(B, V, "cpu")
-    at = [place(ANY, token, 0) for token in range(V)]
-    entries = torch.randint(0, V, (V, WIDTH), generator=generator, dtype=torch.int32)
-    entries += torch.arange(1, WIDTH + 1, dtype=torch.int32) * 11 << ID_BITS
-    state.entries[[row for row, _ in at]] = entries
-    state.tags[[row for row, _ in at]] = torch.tensor([tag for _, tag in at], dtype=torch.int32)
-    rows, device_table, device_state = torch.arange(B, dtype=torch.int32), on_gpu(table), on_gpu(state)
-    for _ in range(3):
-        drafts = torch.randint(0, V, (B, k), generator=generator, dtype=torch.int32)
-        lengths = torch.randint(0, k + 1, (B,), generator=generator, dtype=torch.int32)
-        base = Proposal(drafts, lengths, drafts, lengths.clamp(max=3), torch.zeros_like(lengths))
-        tree, marks = grow.naive(base, state, table, rows, k)
-        found, found_marks = grow.grow(on_gpu(base), device_state, device_table, rows.cuda(), k)
-        for ours, theirs in zip((*found, *found_marks), (*tree, *marks), strict=True):
-            assert (ours is None) == (theirs is None)
-            if ours is not None and theirs is not None:
-                torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-6)
-        batch = layout.naive(table, rows, tree)
-        logits = (torch.randn(batch.num_tokens, V, generator=generator) * 3).bfloat16()
-        drawn = torch.rand(batch.num_tokens, generator=generator) < 0.5
-        targets = torch.where(drawn, logits.argmax(-1), 0)
-        targets[:-1] = torch.where(drawn[1:], batch.input_ids[1:], targets[:-1])  # often a draft
-        device_verdict = verify.commit(targets.int().cuda(), on_gpu(batch), device_table, found)
-        verdict = verify.naive(targets.int(), batch, table, tree)
-        learn.naive(state, logits, table, batch, tree, marks, verdict)
-        learn.learn(
-            device_state, logits.cuda(), device_table, on_gpu(batch), found, found_marks, device_verdict
-        )
-        torch.testing.assert_close(device_state.record.cpu(), state.record, rtol=1e-4, atol=1e-5)
-        assert torch.equal(device_state.tags.cpu(), state.tags)
-        theirs, ours = state.entries, device_state.entries.cpu()
-        assert torch.equal(ours & (1 << ID_BITS) - 1, theirs & (1 << ID_BITS) - 1)
-        assert int(((ours >> ID_BITS) - (theirs >> ID_BITS)).abs().max()) <= 1  # on the border of two codes
-        device_state.entries.copy_(state.entries)
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["all", "top_k-top_p"])

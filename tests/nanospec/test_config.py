@@ -16,9 +16,8 @@ from nanospec.config import EngineConfig, SpecConfig
 from nanospec.device.devices import resolve_device
 
 BAD_SPEC = [
-    ({"method": "ngram+recycle", "tree_width": 2}, "method='ngram+recycle', whose trees have any"),
-    ({"method": "recycle+ngram"}, "'recycle+ngram' is unknown; did you mean 'ngram+recycle'? There are"),
-    ({"method": "tree"}, "method='tree' is unknown; use one of draft, medusa, ngram, recycle, ngram+draft,"),
+    ({"method": "draft+ngram"}, "'draft+ngram' is unknown; did you mean 'ngram+draft'? There are"),
+    ({"method": "tree"}, "method='tree' is unknown; use one of draft, medusa, ngram, ngram+draft,"),
     ({"num_speculative_tokens": -1}, "=-1 must be 'auto' or an int from 0 to 63."),
     ({"num_speculative_tokens": 64}, "=64 must be 'auto' or an int from 0 to 63."),
     ({"num_speculative_tokens": "5"}, "='5' must be 'auto' or an int from 0 to 63."),

@@ -72,7 +72,7 @@ def test_drawn_engines_write_what_decoding_alone_does(number: int) -> None:
     window = rng.choice((2, 3, 5, 16, 17, 33, 64, 65))
     model = drawn_model(rng, window)
     jobs = [drawn_job(rng, model.config.vocab_size, window) for _ in range(4)]
-    guess: dict[str, Any] = {"method": rng.choice(("ngram", "recycle", "ngram+recycle"))}
+    guess: dict[str, Any] = {"method": "ngram"}
     guess |= {"tree_width": rng.choice((1, 4))} if guess["method"] == "ngram" else {}
     engine = make_engine(
         model, rng.choice((1, 3, 16, 63)), guess={**guess, "max_speculative_tokens": 63}, max_num_seqs=3,
@@ -146,7 +146,7 @@ def test_every_token_of_a_long_text_is_the_likeliest(dtype: torch.dtype) -> None
     """Guessed, in full, and then scored at once, which needs no decoding alone to compare with."""
     end = LENGTH + 3
     model = tiny_model(dtype=dtype, max_position_embeddings=end, windows=(64, None), head_dim=32)
-    engine = make_engine(model, 16, guess={"method": "ngram+recycle"}, max_model_len=end, max_num_seqs=1)
+    engine = make_engine(model, 16, guess={"method": "ngram"}, max_model_len=end, max_num_seqs=1)
     (request,) = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=LENGTH))])
     assert len(request.output_ids) == LENGTH
     assert request.stats.num_accepted > LENGTH // 3

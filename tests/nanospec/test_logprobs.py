@@ -26,7 +26,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "draft": {"method": "draft"},
     "drafts rejected": {"method": "draft", "acceptance": "rejection"},
     "heads in trees": {"method": "medusa", "tree_width": 3},
-    "recycled": {"method": "draft+recycle"},
 }
 
 

@@ -56,7 +56,6 @@ SOME_WAYS = (
     "medusa tree",
     "ngram tree+draft",
     "a user's dice",
-    "a user's dice+recycle",
     "a user's tree",
 )
 SOME_ASKED = (("nothing", 1.0), ("filters", 1.7), ("penalties", 0.6), ("min_tokens", 1.7), ("all", 1.0))
@@ -290,7 +289,6 @@ def test_without_the_defect_nothing_shows(name: str, world: World, logits: Logit
     [
         ("draft", "rejection", "nothing", 1.0),
         (DICE, "rejection", "all", 0.6),
-        ("ngram+recycle", "exact", "filters", 1.0),
     ],
 )
 def test_total_variation_falls_by_half_for_four_times_as_many(

@@ -66,8 +66,7 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     if os.path.isfile(target) and os.path.isfile(source) and os.path.samefile(source, target):
         raise LineError(f"--input {source} and --output {target} are the same file; name another output.")
     model = identity(args.folder, _what_changes_results(args))
-    sampling = {**given(args, "SamplingParams"), "extra_args": params.extra_args}
-    defaults = Defaults(params, sampling, args.system, args.raw, model)
+    defaults = Defaults(params, given(args, "SamplingParams"), args.system, args.raw, model)
     tasks = read_tasks(source, defaults)
     with results_file(target) as file:
         done = set() if target == "-" else finished(Path(target), tasks)

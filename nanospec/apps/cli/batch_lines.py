@@ -169,8 +169,10 @@ def ask(index: int, request: Mapping[str, Any], params: SamplingParams, defaults
         has = f"; this has {shown(list(request))}" if request else ""
         raise ValueError(f'a request is a JSON object with either "prompt" or "messages"{has}.')
     options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
-    if options.keys() - PARAMETERS:
-        options = _with_further(options, params, defaults.fields)
+    if unknown := sorted(options.keys() - PARAMETERS):
+        known = {"prompt", "messages", *defaults.fields, *PARAMETERS}
+        said = did_you_mean(unknown[0], known) or f"; known are {', '.join(sorted(known))}."
+        raise ValueError(f"unknown field {shown(unknown[0])}{said}")
     task = Task(index, replace(params, **options), raw=defaults.raw)
     if "messages" in request:
         task.messages = with_system(_checked(request["messages"]), defaults.system)
@@ -183,18 +185,6 @@ def ask(index: int, request: Mapping[str, Any], params: SamplingParams, defaults
         if isinstance(prompt, str) and defaults.system and not defaults.raw:
             task.prompt, task.messages = None, with_system(as_message(prompt), defaults.system)
     return task
-
-
-def _with_further(options: dict[str, Any], params: SamplingParams, fields: tuple[str, ...]) -> dict[str, Any]:
-    """The fields that are parameters of `nanospec/sampling` put where they belong. Imports torch."""
-    from ...sampling.base import gather, registered
-
-    options = gather(options, params.extra_args)
-    if unknown := sorted(options.keys() - PARAMETERS):
-        known = {"prompt", "messages", *fields, *PARAMETERS, *registered()} - {unknown[0]}
-        said = did_you_mean(unknown[0], known) or f"; known are {', '.join(sorted(known))}."
-        raise ValueError(f"unknown field {shown(unknown[0])}{said}")
-    return options
 
 
 def _are_ids(prompt: Any) -> bool:

@@ -45,7 +45,7 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # what can be set, and its title; fir
 )
 FLAGS = {"method": "--spec"}  # that are not called like their field
 SHORT = {"tensor_parallel_size": "-tp"}
-NO_OPTIONS = ("options", "extra_args")  # fields that others fill
+NO_OPTIONS = ("options",)  # fields that others fill
 DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
 COMMON = (  # in --help
     "method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed",
@@ -169,7 +169,6 @@ def add_further(parser: argparse.ArgumentParser, sampling: bool = True) -> None:
     """Add what single ways of guessing let one set, and `sampling` parameters that are files of their own.
     Imports torch, as all of them have to be read."""
     from ...drafters.base import registered as methods
-    from ...sampling.base import registered as parameters
 
     spec = parser._option_string_actions["--spec"]
     for method in methods().values():
@@ -185,10 +184,6 @@ def add_further(parser: argparse.ArgumentParser, sampling: bool = True) -> None:
                     metavar=option.metavar,
                     help=f"for --spec {method.method}: {option.help}",
                 )
-    for name, parameter in parameters().items() if sampling else ():
-        dest = f"extra_args.{name}"
-        how: dict[str, Any] = {"type": float, "metavar": "X", "help": parameter.help}
-        parser.add_argument(flag_of(name), dest=dest, default=argparse.SUPPRESS, **how)
 
 
 def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
@@ -205,7 +200,7 @@ def spec_config(args: argparse.Namespace) -> SpecConfig:
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The parameters of requests that state none themselves."""
     asked = {**DEFAULTS, **given(args, "SamplingParams")}
-    return SamplingParams(**asked, extra_args=given(args, "extra_args"))
+    return SamplingParams(**asked)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

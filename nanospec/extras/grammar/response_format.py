@@ -60,7 +60,6 @@ def check_together(params: SamplingParams) -> None:
         ("ignore_eos", params.ignore_eos, "where a grammar ends, so does the output"),
         ("min_tokens", params.min_tokens > 0, "where a grammar ends, so does the output"),
         ("acceptance", params.acceptance not in (None, "exact"), "what a grammar allows is drawn exactly"),
-        ("extra_args", bool(params.extra_args), "both bar tokens, and together they may leave none"),
     ):
         if asks:
             value = getattr(params, name)

@@ -105,7 +105,6 @@ class GuidedRows:
             None if proposal.parents is None else torch.where(mine[:, None], chain, proposal.parents),
             proposal.logits,
             sampled,
-            None if proposal.chances is None else proposal.chances.masked_fill(mine[:, None], -1.0),
         )
 
     def of_others(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:

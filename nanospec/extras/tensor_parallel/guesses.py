@@ -27,7 +27,7 @@ class Elsewhere(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.max_drafts, self.runs_model = drafter.max_drafts, drafter.runs_model
         self.max_context = drafter.max_context
-        self.reads_logits, self.reads_prompts = drafter.reads_logits, drafter.reads_prompts
+        self.reads_logits = drafter.reads_logits
         self.makes_trees = drafter.makes_trees  # type: ignore[misc]
         self._names = drafter.names
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from ...kernels.layer.vocab_parallel import Vocabulary
 from ...kernels.sampling import across
 from ...kernels.speculation.proposal import Proposal
 from ...models.decoder import Model
-from ...text.checks import shown
 from . import guesses
 from .group import Group, gathered
 from .team import Team
@@ -89,7 +88,7 @@ class Rank(Worker):
     @property
     def _always_whole(self) -> bool:
         parts = () if self.drafter is None else self.drafter.parts
-        return any(part.reads_logits or part.reads_prompts for part in parts)
+        return any(part.reads_logits for part in parts)
 
     def plan_cache(self) -> tuple[int, int]:
         """As much as fits on all ranks."""
@@ -135,7 +134,7 @@ def needs_whole(params: SamplingParams, acceptance: str) -> bool:
     """Whether a request's tokens depend on more than which one has the largest logit plus noise."""
     cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     exact = (params.acceptance or acceptance) == "exact"
-    return bool(cuts or params.changes_logits or params.extra_args) or not exact
+    return bool(cuts or params.changes_logits) or not exact
 
 
 class Leader(Rank):
@@ -143,7 +142,6 @@ class Leader(Rank):
 
     Attributes:
         team: the others.
-        known: the sampling parameters that all of them know.
     """
 
     def __init__(
@@ -153,22 +151,14 @@ class Leader(Rank):
         drafter: Drafter | None,
         group: Group,
         team: Team,
-        known: Collection[str],
     ) -> None:
-        self.team, self.known = team, known
+        self.team = team
         self._flights: deque[Flight] = deque()
         team.give_up = group.close
         with team.together():
             super().__init__(config, model, drafter, group)
         self._end = weakref.finalize(self, _end, team, group, self.graphs)
         guesses.tell(self.drafters, team.tell)
-
-    def check(self, params: SamplingParams) -> None:
-        if unknown := params.extra_args.keys() - self.known:
-            raise ValueError(
-                f"extra_args={shown(params.extra_args)} names {min(unknown)!r}, unknown to other ranks: "
-                "define it in a module that is imported before LLM(...) is called, not in the script itself."
-            )
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ...drafters.costs import StepCosts
-from ...drafters.policy import AutoPolicy, Chances, Policy
+from ...drafters.policy import AutoPolicy, Policy
 
 Rates = dict[int, float]  # tokens per ms, by the row's number of drafts
 
@@ -75,18 +75,15 @@ class WatchedPolicy(Policy):
 
     def cut(
         self, rows: Sequence[int], drafter: Sequence[int], num_drafts: Sequence[int],
-        match_len: Sequence[int], chances: Chances = None,
+        match_len: Sequence[int],
     ) -> list[int]:  # fmt: skip
-        taken = self.inner.cut(rows, drafter, num_drafts, match_len, chances)
+        taken = self.inner.cut(rows, drafter, num_drafts, match_len)
         B = len(rows)
         self.weighed.ms = self.costs.cost(B, B + sum(taken), self._context)
         if not isinstance(self.inner, AutoPolicy):
             return taken
         estimates = [self.inner.estimator.chances(row, (d, n)) for row, d, n in zip(rows, drafter, match_len)]
         hopes = [_hopes(*of_row, n) for of_row, n in zip(estimates, num_drafts)]
-        for b, own in enumerate(chances or ()):
-            if own[0] >= 0:
-                hopes[b] = list(accumulate(own[: num_drafts[b]], initial=0.0))
         total = B + sum(hope[n] for hope, n in zip(hopes, taken))
         tokens = B + sum(taken)
         for row, hope, n in zip(rows, hopes, taken):
@@ -99,11 +96,8 @@ class WatchedPolicy(Policy):
         self.weighed.probes = set(probed)
         return taken
 
-    def observe(
-        self, row: int, drafter: int, match_len: int, drafted: int, accepted: int,
-        chances: Sequence[float] = (), asked: int = 0,
-    ) -> None:  # fmt: skip
-        self.inner.observe(row, drafter, match_len, drafted, accepted, chances, asked)
+    def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
+        self.inner.observe(row, drafter, match_len, drafted, accepted)
 
     def reset(self, row: int) -> None:
         self.inner.reset(row)

@@ -108,10 +108,6 @@ def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit
     expected, B, k = copy(table), len(q_len), batch.max_q_len - 1 + rng.choice([0, 0, 3])
     columns = (B, k), (B,), (B, k), (B,), (B,)
     proposal = Proposal(*(torch.randint(99, shape, dtype=torch.int32) for shape in columns))
-    if tree:
-        said = [rng.random() < 0.7 for _ in range(B)]
-        likely = [[rng.random() if known else -1.0 for _ in range(k)] for known in said]
-        proposal = proposal._replace(chances=torch.tensor(likely).reshape(B, k))
     verdict = commit(targets, batch, table, proposal)
     assert all(part.dtype == torch.int32 for part in verdict)
     assert verdict.path.shape == emitted(verdict).shape == (B, batch.max_q_len)
@@ -130,9 +126,7 @@ def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit
         by, match_len = int(proposal.drafter[b]), int(proposal.match_len[b])
         code = int(expected.finished[rows[b]]) if rows[b] >= 0 else RUNNING
         drafted, accepted = max(n - 1, 0), max(len(path) - 1, 0)
-        told = [] if proposal.chances is None else proposal.chances[b, :drafted].tolist()
-        chances = tuple(int(c * 65536) / 65536 for c in told if c >= 0)
-        wanted = RowReport(run[:kept], drafted, accepted, by, match_len, code, source[:kept], chances)
+        wanted = RowReport(run[:kept], drafted, accepted, by, match_len, code, source[:kept])
         assert reports[b] == wanted
     for name, ours in table._asdict().items():
         assert not isinstance(ours, Tensor) or torch.equal(ours, getattr(expected, name)), name

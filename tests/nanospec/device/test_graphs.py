@@ -237,7 +237,7 @@ def test_on_a_gpu_a_replay_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     "way",
-    ["ngram-tree", "draft", "draft by rejection", "medusa-tree", "ngram-tree+draft", "ngram+recycle"],
+    ["ngram-tree", "draft", "draft by rejection", "medusa-tree", "ngram-tree+draft"],
 )
 def test_every_drafter_rides_the_recorded_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded before any request exists, on the kernels, results collected one step behind."""

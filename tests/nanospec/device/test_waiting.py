@@ -54,7 +54,7 @@ def spy_on_plans(engine: Engine) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("way", [pytest.param("medusa", marks=pytest.mark.long), "ngram+draft+recycle"])
+@pytest.mark.parametrize("way", [pytest.param("medusa", marks=pytest.mark.long), "ngram+draft"])
 def test_the_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With admissions, prompts in chunks, growth, preemption, an abort and releases."""
     wanted = alone(tiny_model(num_layers=1), JOBS, max_model_len=48)

@@ -14,14 +14,12 @@ from nanospec.config import SpecConfig
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import CONTENDERS, MedusaDrafter, tree_paths
 from nanospec.drafters.policy import StepCosts
-from nanospec.drafters.recycle import RecycleDrafter
 from nanospec.engine.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.kernels.layer.linear import pack
 from nanospec.kernels.sampling import noise
-from nanospec.kernels.speculation.recycled import ID_BITS, place
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
@@ -33,7 +31,6 @@ from tests.drive import (
     assert_same,
     cycle,
     cycle_model,
-    finish,
     make_engine,
     outcome,
     random_jobs,
@@ -52,10 +49,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
     "ngram+medusa": {"method": "ngram+medusa"},
     "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2},
-    "recycle": {"method": "recycle"},
-    "ngram+recycle": {"method": "ngram+recycle"},
-    "draft+recycle": {"method": "draft+recycle"},
-    "ngram+medusa+recycle": {"method": "ngram+medusa+recycle"},
 }
 
 
@@ -237,26 +230,11 @@ def test_heads_that_know_the_text_are_always_right(mode: str, width: int) -> Non
 def test_heads_are_right_for_every_row_of_a_batch() -> None:
     """Also for those behind the first, whose drafts kernels and C++ find by K, whatever their number."""
     known = cycle_model()
-    for guess in ("medusa", "medusa+recycle"):
+    for guess in ("medusa",):
         engine = make_engine(known, 6, guess={"method": guess}, heads=cycle_heads(known, 3), max_num_seqs=3)
         jobs = [Job(cycle(i, 6), SamplingParams(temperature=0, max_tokens=41)) for i in range(3)]
         steps = [request.stats.num_steps for request in run(engine, jobs)]
         assert max(steps) <= min(steps) + 2 <= 15, guess
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_draft_model_below_recycled_tokens_computes_little_twice(model: Model, mode: str) -> None:
-    """It is equal to the target, so its chain is right, and what it has computed of it stays."""
-    engine = make_engine(
-        model, 4, guess=WAYS["draft+recycle"], draft_model=model, max_num_seqs=1, **MODES[mode]
-    )
-    drafter = next(part for part in engine.worker.drafters if isinstance(part, ModelDrafter))
-    counts: list[int] = []
-    prefill = drafter.cache.prefill
-    drafter.cache.prefill = lambda batch: counts.append(1) or prefill(batch)  # type: ignore
-    [request] = run(engine, plain_jobs(3, 1, temperature=0))
-    assert request.stats.num_steps > 4
-    assert len(counts) <= 2
 
 
 @pytest.mark.parametrize("may_wait", [False, True])
@@ -350,86 +328,6 @@ def test_a_request_has_a_tree_of_its_own_width(model: Model) -> None:
     assert found.num_drafts.tolist() == [3, 8, 8]
     assert found.parents[0, :3].tolist() == [0, 1, 2]
     assert [found.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
-
-
-def test_recycled_tokens_are_learned_from_the_ends_of_prompts(model: Model) -> None:
-    """Of 8 tokens in each step, what a plain decoder says behind them; the output stays what it was."""
-    prompt = random.Random(5).sample(range(VOCAB), 40)
-    job = Job(prompt, SamplingParams(temperature=0, max_tokens=1))  # drafts would be learned from, too
-    guess: dict[str, Any] = {"method": "ngram+recycle", "options": {"recycle_prompt": 8}}
-    engine = make_engine(model, 4, guess=guess, max_num_batched_tokens=32, enable_prefix_caching=False)
-    [request] = run(engine, [job])
-    assert_same(outcome(request), alone(model, [job])[0])
-    drafter = engine.worker.drafters[-1]
-    assert isinstance(drafter, RecycleDrafter)
-    state = drafter.state
-    learned = []
-    for i in range(1, 39):
-        pair = place(prompt[i - 1], prompt[i], int(state.salts[0]))
-        if int(state.tags[pair.row]) == pair.tag:
-            learned.append(i)
-            [likeliest] = alone(model, [Job(prompt[: i + 1], SamplingParams(temperature=0, max_tokens=1))])
-            assert int(state.entries[pair.row, 0]) & (1 << ID_BITS) - 1 == likeliest.token_ids[0]
-    assert learned == [*range(24, 32), *range(32, 39)]  # the first 32 tokens, then all but the last
-    with pytest.raises(ValueError, match="recycle_prompt=-1 must be a number of tokens from 0 to 2048"):
-        make_engine(model, 4, guess={"method": "recycle", "options": {"recycle_prompt": -1}})
-
-
-def test_recycled_tokens_serve_later_requests_of_the_same_salt_alone(model: Model) -> None:
-    """The second request guesses what the first was told, unless it may not share with it."""
-    prompt = random.Random(6).choices(range(VOCAB), k=20)
-    drafted = {}
-    for salts in ((b"", b""), (b"a", b"a"), (b"a", b"b"), (b"", b"b")):
-        engine = make_engine(model, 4, guess=WAYS["recycle"])
-        for salt in salts:
-            request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=12), salt=salt)
-            finish(engine)
-        drafted[salts] = request.stats.num_steps
-    assert drafted[b"", b""] == drafted[b"a", b"a"] <= 6
-    assert drafted[b"a", b"b"] == drafted[b"", b"b"] >= 10
-
-
-def test_nothing_is_recycled_of_logits_that_a_request_has_changed(model: Model) -> None:
-    """Of one with a sampling parameter of its own, that is; what it was told serves its like."""
-    prompt = random.Random(6).choices(range(VOCAB), k=20)
-    steps = []
-    engine = make_engine(model, 4, guess=WAYS["recycle"])
-    for extra in ({}, {"top_n_sigma": 20.0}, {"top_n_sigma": 20.0}, {}):
-        request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=12, extra_args=extra))
-        finish(engine)
-        steps.append(request.stats.num_steps)
-    assert steps[1] == steps[0] >= 10
-    assert steps[2] <= 6
-
-
-def test_what_learning_takes_is_known(model: Model) -> None:
-    """It makes a packed step dearer, by each of its tokens; what was learned in timing is forgotten."""
-    engine = make_engine(model, 4, guess=WAYS["ngram+recycle"], max_num_seqs=1)
-    drafter = engine.worker.drafters[-1]
-    assert isinstance(drafter, RecycleDrafter)
-    engine.worker.measure()
-    assert 0 < drafter.learn_ms(1) == drafter.learn_ms(4) / 4
-    assert not drafter.state.tags.any()
-    drafter.learn_ms = lambda tokens: 1000.0 * tokens  # type: ignore
-    packed = engine.worker.measure().packed
-    assert packed[4] - packed[1] == pytest.approx(3000, rel=0.1)
-
-
-def test_a_tree_is_told_from_what_others_guessed(model: Model, parts: dict[str, Any]) -> None:
-    """Statistics name all whose guesses may be in it."""
-    engine = engine_of(model, parts, "ngram+medusa+recycle", 6)
-    assert engine.worker.methods == ("recycle", "ngram+recycle", "medusa+recycle", "grammar")
-    assert engine.worker.methods[engine.worker.model_code] == "medusa+recycle"
-    run(engine, [Job(cycle(0, 30), SamplingParams(temperature=0, max_tokens=30))])
-    seen = engine.metrics.spec.by_drafter
-    assert {"ngram+recycle", "medusa+recycle"} <= set(seen) <= {*engine.worker.methods[:3]}
-    known, prompt = cycle_model(), [3, 4, 3, 20, 3]  # lookup says 20; the model has said 4
-    engine = make_engine(known, 2, guess=WAYS["ngram+recycle"])
-    params = SamplingParams(temperature=0, max_tokens=10)
-    run(engine, [Job(cycle(2, 6), params), Job(prompt, params)])
-    engine.metrics.spec.by_drafter.clear()
-    run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=2))])
-    assert list(engine.metrics.spec.by_drafter) == ["recycle"]
 
 
 def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:
@@ -576,7 +474,7 @@ def test_heads_must_fit_the_target(model: Model) -> None:
 
 
 @pytest.mark.parametrize("backend", ["naive", "auto"])
-@pytest.mark.parametrize("way", ["ngram-tree", "medusa-tree", "ngram+recycle"])
+@pytest.mark.parametrize("way", ["ngram-tree", "medusa-tree"])
 def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> None:
     """Which holds the last positions of a node's own path, wherever those lie."""
     windowed = tiny_model(windows=(None, 4))

@@ -134,12 +134,10 @@ def test_what_a_model_guessed_as_a_probe_is_verified_whole_and_nobody_elses() ->
 
 def test_a_new_request_inherits_nothing_of_its_row() -> None:
     policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 40.0}))
-    policy.observe(3, NGRAM, 3, 2, 1, chances=(0.5, 0.25), asked=4)
+    policy.observe(3, NGRAM, 3, 2, 1)
     policy._probed.add(3)
     policy._promises[3].open = 5.0
-    assert 3 in policy._trees
     policy.reset(3)
-    assert 3 not in policy._trees
     assert 3 not in policy._promises
     assert not policy.probes(3)
     fresh = AutoPolicy(StepCosts(packed={1: 10.0, 64: 40.0}))

@@ -217,7 +217,7 @@ def test_who_guesses_is_checked(model: Model) -> None:
         (Learner, r"drafter=Learner is a class; make one of it: Learner\(\)"),
         ("ngam", "drafter='ngam' is neither a Drafter nor one of draft, medusa, ngram"),
         ([], r"drafter=\[\] and method='ngram' do not go together"),
-        ([Learner(), "ngram"], "Learner takes time to guess, so only \"recycle\" may come behind it"),
+        ([Learner(), "ngram"], "Learner takes time to guess, so it must come last"),
         (7, "drafter=7 is neither"),
         (["ngram", "draft"], r"names 'draft', which has weights of its own; only method=\.\.\. loads them"),
     ):

@@ -269,11 +269,8 @@ def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the
     events: list[tuple[Any, ...]] = []
 
     class Spy(Policy):
-        def observe(
-            self, row: int, drafter: int, match_len: int, drafted: int, accepted: int, chances: Any = (),
-            asked: int = 0,
-        ) -> None:  # fmt: skip
-            events.append((row, drafted, accepted, asked))
+        def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
+            events.append((row, drafted, accepted))
 
         def reset(self, row: int) -> None:
             events.append((row,))

@@ -93,18 +93,6 @@ def test_a_grammar_sees_all_tokens_but_the_one_that_ended_the_request(
     assert request.output_ids == [7, 8, 9]
 
 
-def test_who_may_share_what_is_remembered_has_a_number() -> None:
-    asked = [{}, {}, {"top_n_sigma": 1.0}, {"top_n_sigma": 2.0}, {"top_n_sigma": 2.0}]
-    numbers = [request_for(None, extra_args=extra).admission(0).salt for extra in asked]
-    assert numbers[:2] == [0, 0]  # nothing sets them apart
-    assert numbers[3] == numbers[4]
-    assert len({*numbers}) == 3
-    for salt in range(20):
-        request = request_for(None)
-        request.salt = bytes([salt])
-        assert -(2**31) <= request.admission(0).salt < 2**31
-
-
 def test_drafts_that_were_copied_from_nowhere_have_no_source(bytes_only: Tokenizer) -> None:
     a = bytes_only.backend.get_vocab()["a"]
     request = request_for(bytes_only)

@@ -72,7 +72,7 @@ function excerpt(lane) {
 const isSpecial = (text) => /^<[|/]?[\w ]+\|?>$/.test(text) && text.length > 4;
 
 const GUESSERS = {
-  draft: "the draft model", medusa: "Medusa heads", grammar: "the grammar", recycle: "the memory of what the model said",
+  draft: "the draft model", medusa: "Medusa heads", grammar: "the grammar",
 };
 
 /** Who made the guesses of a step that were not looked up, in words. */

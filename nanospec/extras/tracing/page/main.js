@@ -70,10 +70,10 @@ function play() {
 function drawHead() {
   const { about, lanes } = trace, tokens = sum(lanes.map((l) => l.token_ids.length)), steps = sum(lanes.map((l) => l.steps.length));
   const how = {
-    ngram: "n-gram lookup", none: "no guessing", medusa: "Medusa heads", draft: "a draft model", recycle: "recycled tokens",
+    ngram: "n-gram lookup", none: "no guessing", medusa: "Medusa heads", draft: "a draft model",
   };
   const run = `${about.dtype} on ${about.device}${about.by ? ` by ${about.by}` : ""}`;
-  const named = about.method.split("+").map((name) => how[name] ?? name).join(", else ").replace(/, else (recycled)/, " and $1");
+  const named = about.method.split("+").map((name) => how[name] ?? name).join(", else ");
   $("about").textContent = [about.model, run, named, about.method === "none" ? "" : `K ${about.k}`].filter(Boolean).join(" · ");
   const many = lanes.length > 1 ? `${count(lanes.length, "request")}: ` : "";
   $("headline").replaceChildren(`${many}${count(tokens, "token")} in `, make("em", "", count(steps, "step")));

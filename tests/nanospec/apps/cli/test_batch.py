@@ -116,22 +116,6 @@ def test_of_a_large_file_without_results_only_the_beginning_is_read(tmp_path: Pa
     assert path.stat().st_size == 1 << 40
 
 
-def test_sampling_parameters_of_files_are_fields_too(tmp_path: Path) -> None:
-    defaults = SamplingParams(temperature=0.5, extra_args={"top_n_sigma": 2})
-    lines = ({"prompt": "x", "top_n_sigma": 1, "seed": 3}, {"prompt": "x", "seed": 4})
-    first, second = (task.params for task in of_lines(tmp_path, *lines, params=defaults))
-    assert (first.extra_args, first.seed, first.temperature) == ({"top_n_sigma": 1}, 3, 0.5)
-    assert (second.extra_args, second.seed) == ({"top_n_sigma": 2}, 4)
-    with pytest.raises(LineError, match="line 1: extra_args: top_n_sigma=-1 must be a number"):
-        of_lines(tmp_path, {"prompt": "x", "top_n_sigma": -1})
-    with pytest.raises(LineError, match="unknown field 'top_m_sigma'; did you mean top_n_sigma"):
-        of_lines(tmp_path, {"prompt": "x", "top_m_sigma": 1})
-    [task] = of_lines(tmp_path, {"prompt": "x", "top_n_sigma": 1, "extra_args": None})
-    assert task.params.extra_args == {"top_n_sigma": 1}
-    with pytest.raises(LineError, match="line 1: extra_args=5 must map names"):
-        of_lines(tmp_path, {"prompt": "x", "top_n_sigma": 1, "extra_args": 5})
-
-
 def test_a_system_message_is_for_conversations_that_have_none(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
     lines = ({"prompt": "x"}, {"prompt": [1]}, {"messages": own[1:]}, {"messages": own})
@@ -254,12 +238,12 @@ def test_files_that_cannot_be_used_are_noticed_at_once(
 def test_sampling_that_is_given_holds_for_both_formats(tmp_path: Path) -> None:
     theirs = {"url": "/v1/completions", "body": {"prompt": "x"}}
     files = "--input", str(tmp_path / "requests.jsonl"), "--output", "-"
-    args = parse([*files, "--top-n-sigma", "1", "--top-k", "7"])
+    args = parse([*files, "--top-k", "7"])
     args.folder = tmp_path
     Path(args.input).write_text(f'{{"prompt": "x"}}\n{json.dumps(theirs)}\n')
     with open_batch(args, sampling_params(args)) as batch:
-        found = [(task.params.extra_args, task.params.top_k) for task in batch.tasks]
-    assert found == [({"top_n_sigma": 1}, 7)] * 2
+        found = [task.params.top_k for task in batch.tasks]
+    assert found == [7] * 2
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link, None], ids=["symlink", "hard-link", "same-name"])

@@ -162,7 +162,6 @@ def test_bias_and_penalties_and_our_own_sampling(server: Served, offline: LLM) -
         ({"top_p": 0.3}, {"top_p": 0.3}),
         ({"extra_body": {"top_k": 2, "min_p": 0.1, "repetition_penalty": 1.5}},) * 2,
         ({"extra_body": {"min_tokens": 3, "stop_token_ids": [5], "ignore_eos": True}},) * 2,
-        ({"extra_body": {"top_n_sigma": 1.0}}, {"extra_args": {"top_n_sigma": 1.0}}),
     ):
         asked: dict[str, Any] = {"temperature": 25, "seed": 5, "max_tokens": 20}
         given = server.client().completions.create(model=MODEL, prompt=PROMPT, **asked, **theirs)

@@ -102,7 +102,6 @@ def test_in_mixed_batches_that_are_short_of_pages(
     "way",
     [
         "ngram-tree", "draft", "draft by rejection", "draft by typical", "medusa-tree", "ngram-tree+medusa",
-        "ngram+medusa+recycle",
     ],
 )  # fmt: skip
 def test_beside_every_drafter(

@@ -52,7 +52,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+medusa": {"method": "ngram+medusa"},
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
-    "ngram+recycle": {"method": "ngram+recycle"},
 }
 
 
@@ -236,7 +235,7 @@ def test_logits_are_exchanged_only_for_those_who_ask() -> None:
         asking: list[dict[str, Any]] = [
             {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0, "logprobs": 0},
             {"temperature": 0, "logit_bias": {3: 1.0}}, {"temperature": 0, "min_tokens": 2},
-            {"temperature": 0, "repetition_penalty": 1.2}, {"extra_args": {"top_n_sigma": 1.0}},
+            {"temperature": 0, "repetition_penalty": 1.2},
         ]  # fmt: skip
         asked = [*((p, 2) for p in plain), *((p, VOCAB // 2) for p in asking), *((p, 2) for p in plain)]
         for params, each in asked:
