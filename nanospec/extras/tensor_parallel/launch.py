@@ -30,7 +30,6 @@ from ...drafters.base import registered as methods
 from ...drafters.loading import Guessers, load_parts, who_guesses
 from ...models.config import ModelConfig
 from ...models.decoder import Model
-from ...sampling.base import registered
 from ...text.checks import shown
 from ...text.tokenizer import Tokenizer
 from .group import Processes
@@ -75,7 +74,7 @@ class Parts(NamedTuple):
     """What a rank is made of.
 
     Attributes:
-        modules: what the user's program has imported that adds drafters or sampling parameters.
+        modules: what the user's program has imported that adds drafters.
     """
 
     config: EngineConfig
@@ -117,7 +116,7 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
 
 
 def _modules(parts: Parts) -> tuple[str, ...]:
-    """Those that add drafters or sampling parameters. ValueError if other ranks could not make a drafter."""
+    """Those that add drafters. ValueError if other ranks could not make a drafter."""
     given = for_others(parts.drafter)
     for who in who_guesses(parts.config.spec, given):
         kind = methods()[who] if isinstance(who, str) else type(who)
@@ -130,8 +129,7 @@ def _modules(parts: Parts) -> tuple[str, ...]:
         pickle.dumps(given)
     except Exception as error:
         raise ValueError(f"drafter={shown(given)} cannot be sent to the other ranks: {error}") from None
-    added = {*map(type, registered().values()), *methods().values()}
-    modules = {kind.__module__ for kind in added} - {"__main__"}
+    modules = {kind.__module__ for kind in methods().values()} - {"__main__"}
     return tuple(sorted(name for name in modules if not name.startswith("nanospec.")))
 
 
@@ -192,7 +190,7 @@ def _lead(
     meeting = Meeting(place.host, store, place.key, place.neighbours < place.size)
     connections = meeting.await_ranks(place.size - 1, processes, START)
     others = parts._replace(drafter=for_others(parts.drafter))
-    known = [set(names) for names in hand_over(connections, others, START)]
+    hand_over(connections, others, START)
     team = Team(connections, processes, parts.config.distributed_timeout)
     group = None
     try:
@@ -200,7 +198,7 @@ def _lead(
             device = _device(place, parts.config)
             group = Processes(device, 0, place.size, store, parts.config.distributed_timeout)
             target, drafter = _load(parts, tokenizer, group)
-        return Leader(parts.config, target, drafter, group, team, set.intersection(*known))
+        return Leader(parts.config, target, drafter, group, team)
     except RankFailed as error:
         team.close()
         if group is not None:
@@ -219,7 +217,7 @@ def serve(place: Place) -> int:
         for name in parts.modules:
             import_module(name)
         device = _device(place, parts.config)
-        connection.send((READY, list(registered())))
+        connection.send((READY, None))
         messages = messages_of(connection)
         group = Processes(device, place.rank, place.size, store, parts.config.distributed_timeout)
         target, drafter = _load(parts, Tokenizer(parts.folder), group)
