@@ -40,7 +40,7 @@ from .graphs import StepGraphs
 from .memory import MemoryPlan, memory_plan, plan_cache, step_memory
 from .orders import Flight, RowResult, StepOrder
 from .step import Cut, Step
-from .threads import Adapts, look_around
+from .threads import settle_threads
 from .timing import attention_ms, captured_ms, forward_ms
 
 TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
@@ -99,9 +99,7 @@ class Worker:
         self._step = self.make_step()
         self._rows = torch.empty(0, dtype=torch.int32)  # of the last step that was not captured
         self.graphs: StepGraphs | None = None
-        lasting: Adapts = "always" if model.dtype == torch.float32 else "at first"
-        self._threads_adapt: Adapts = lasting if computed_by(model) == "PyTorch" else "never"
-        look_around(self._threads_adapt)
+        settle_threads(adapts=computed_by(model) == "PyTorch")
         if captured:
             ks = [k for k in config.spec.ks if k < self.max_k]
             self.graphs = StepGraphs(
@@ -196,7 +194,6 @@ class Worker:
                     part.catch_up(drafting)
             result = self.graphs.run(order.rows, order.k, variant)
         else:
-            look_around(self._threads_adapt)
             codes = self.table.finished.tolist()
             if all(codes[row] != RUNNING for row in order.rows):  # the host will soon know
                 return Flight(lambda: [NOTHING] * len(order.rows), [], None, order.logprobs)

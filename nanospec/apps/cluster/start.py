@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from ...config import EngineConfig
-from ...device.quota import cpu_quota
+from ...device.threads import cpu_quota
 from ...text.checks import shown
 
 MISSING = "replicas need {}: pip install 'nanospec[ray]', or leave out --replicas."
