@@ -3,7 +3,7 @@
     llm = LLM("smollm2-135m-instruct", spec=SpecConfig(num_speculative_tokens="auto"))
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=128))[0].text
 
-Calls may come from several threads at once: all requests run as one batch (`sharing.py`).
+Calls may come from several threads at once: all requests run as one batch (`engine/locking.py`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from nanospec.apps.serve.command import build_parser as build_server_parser
 from nanospec.drafters import base
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("nanospec", "kernels", "bench", "tests", "docs")
+FOLDERS = ("nanospec", "kernels", "bench", "campaigns", "tests", "docs")
 DOCUMENTS = [
     path
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))

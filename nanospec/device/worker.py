@@ -7,7 +7,7 @@
     release   requests have left their rows
 
 Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data
-(`orders.py`), so that the same five messages can go to several workers (`parallel/ranks.py`); only steps
+(`orders.py`), so that the same five messages can go to several workers; only steps
 without graphs ask back, how many drafts to verify.
 """
 

@@ -90,7 +90,7 @@ class Model:
     Attributes:
         num_ranks: among how many processes its weights are split.
         config, dtype, device: as given; `like` is an empty tensor of these two.
-        embedding: [V, H], or the rank's part of it, as may be lm_head and `Layer`'s (`parallel/shard.py`).
+        embedding: [V, H], or the rank's part of it, as may be lm_head and `Layer`'s (`shard.py`).
         layers: one `Layer` each.
         norm: the final one.
         lm_head: [V, H], possibly packed; on a GPU the embedding itself where the two are tied.

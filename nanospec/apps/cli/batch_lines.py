@@ -1,7 +1,6 @@
 """The lines of a batch: what each of them asks. `docs/batches.md` describes them.
 
-Lines end at "\\n" alone. All of them are read and checked before a model is loaded; only fields that are
-files of `nanospec/sampling` need torch for it.
+Lines end at "\\n" alone. All of them are read and checked before a model is loaded.
 """
 
 from __future__ import annotations

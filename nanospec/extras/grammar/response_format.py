@@ -7,7 +7,7 @@
     {"type": "grammar", "grammar": "..."}                 in Lark's notation or in GBNF
     {"type": "choice", "choice": ["...", ...]}            one of these texts
 
-The first three are OpenAI's. It is plain data, so that lines of JSON carry it. `text/grammar.py` compiles it.
+The first three are OpenAI's. It is plain data, so that JSON lines carry it. `grammar.py` compiles it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows whose output a grammar guides: their guesses and masks, made by the host (`text/grammar.py`).
+"""Rows whose output a grammar guides: their guesses and masks, made by the host (`grammar/grammar.py`).
 
 The device holds, by request row, what is guessed and where in `allowed` the masks of a row begin, made when
 a request first asks. A step lets these rows have their own guesses in place of a drafter's, chains in a tree
