@@ -9,7 +9,7 @@ triton only and knows nothing of the engine above it.
   accepted tree nodes.
 * `sampling/`: draw the target's tokens, accept drafts by another rule than equality, report probabilities.
 * `transfer`, `host_writes`: copies between host and device, without waiting.
-* `native/`: the C++ for CPUs: the whole forward pass of bfloat16 models, drawing, lookup, layout, commit.
+* `native/`: the C++ for CPUs: the whole forward pass of bfloat16 models, drawing, lookup, masks.
 * `dispatch`, `launch`: which implementation runs; what the launchers share.
 """
 

@@ -143,6 +143,8 @@ class Batch:
 
     def packed(self) -> Batch:
         """Without padding tokens, rows back to back. Waits for the device."""
+        if bool((self.q_len == self.max_q_len).all()) and self.padded:
+            return replace(self, max_kv_len=int(self.base_len.max()) + self.max_q_len)
         return self.part(self.in_row, slice(None), self.q_len, self.base_len)
 
     def part(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:

@@ -157,8 +157,7 @@ def test_a_compiled_library_that_is_cut_off_is_compiled_again(
     file = tmp_path / "native.so"
     for size in (0, 63, 64, 4096, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(OSError, match=r"native\.so is (cut off|no library)"):
-            build._loaded(file)
+        assert not build.is_whole(file)
 
     def again(folder: Path) -> Path:
         if not file.exists():

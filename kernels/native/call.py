@@ -15,17 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from ..batch import Batch
-from ..speculation.proposal import Proposal
 from .build import library
 
 Word = Tensor | int | None
 
 
-def call(name: str, *values: Word) -> array[int]:
-    """Call a function. Returns the words, some of which it may have changed."""
-    found = words(*values)
+def call(name: str, *values: Word) -> None:
+    found = words(*values)  # lives until the function returns
     _function(name)(found.buffer_info()[0])
-    return found
 
 
 def words(*values: Word) -> array[int]:
@@ -42,12 +39,7 @@ def _function(name: str) -> Callable[[int], Any]:
 
 
 def batch_words(b: Batch) -> tuple[Word, ...]:
-    """`Batch` of step.h. (A table is its own words.)"""
+    """Return `Batch` of step.h. (A table is its own words.)"""
     tensors = b.rows, b.input_ids, b.positions, b.slots, b.block_table, b.q_start, b.q_len, b.base_len
     sizes = b.num_rows, b.num_tokens, b.max_q_len, b.block_table.shape[1]
     return *tensors, b.ancestors, b.parents, *sizes
-
-
-def proposal_words(proposal: Proposal) -> tuple[Word, ...]:
-    """`Proposal` of step.h."""
-    return *proposal[:6], *proposal.drafts.shape

@@ -1,4 +1,4 @@
-// `sample` of sampling/sample.py on a CPU: the target's own token after each scored token. noise.py, penalties.py
+// `sample` of sampling/sample.py on a CPU: the target's own token after each scored token. noise.py, scores.py
 // and top_k_top_p.py say what is computed; here is how.
 //
 // A row is a task: its queries are drawn one after the other, and with `lazy` only those that verification will

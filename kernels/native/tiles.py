@@ -9,15 +9,11 @@ read one after the other, keys and values of a head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from ..batch import Batch
+from ..speculation.verify import Verdict
 from .call import Word, batch_words, call
-
-if TYPE_CHECKING:
-    from ..batch import Batch
-    from ..speculation.verify import Verdict
 
 TILE = 16  # positions
 
@@ -31,7 +27,7 @@ def is_tiled(kv_cache: Tensor) -> bool:
 
 
 def cache_words(kv_cache: Tensor) -> tuple[Word, ...]:
-    """`Cache` of cache.h."""
+    """Return `Cache` of cache.h."""
     _, layers, heads, _, tiles, _, head_dim = kv_cache.shape
     return kv_cache, layers, heads, tiles * TILE, head_dim
 

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import MAX_QUERIES, Batch
+from ..batch import Batch
 from ..codes import EXACT, NAN_TOKEN, REJECTION, TYPICAL
 from ..dispatch import use_triton
 from ..launch import next_power_of_2
@@ -191,11 +191,9 @@ def _decide_typical(target, query, token, WIDTH: tl.constexpr):
 
 def launch(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:
     B, Q = batch.num_rows, batch.max_q_len
-    if Q > MAX_QUERIES:
-        raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_QUERIES}.")
     if B == 0 or Q == 1:
         return targets
-    flat, K, pitch = _flatten(proposal, batch, logits.shape[1])
+    flat, K, pitch = _flatten(proposal, batch)
     queries, draws = _asked(table, batch, proposal.sampled, K)
     inputs = Inputs.of(logits, table, replace(batch, q_len=queries))
     target = Side(inputs, probabilities.measure(inputs, Q - 1 if batch.parents is None else Q))
@@ -235,18 +233,13 @@ def _of_drafts(batch: Batch, draws: Tensor, K: int, pitch: int) -> Batch:
     )
 
 
-def _flatten(proposal: Proposal, batch: Batch, V: int) -> tuple[Tensor | None, int, int]:
+def _flatten(proposal: Proposal, batch: Batch) -> tuple[Tensor | None, int, int]:
     """Return the drafts' logits as [N, V], None if they were not drawn; how many drafts per row have some;
     the pitch: those of draft j of batch row b lie at b * pitch + j."""
     logits, B = proposal.logits, batch.num_rows
     if logits is None or logits.shape[1] == 0 or (batch.parents is not None and proposal.sampled is None):
         return None, 0, 0
-    num_rows, K, vocab = logits.shape
-    if (num_rows, vocab) != (B, V):
-        raise ValueError(f"The drafts' logits must be [{B}, K, {V}], not {list(logits.shape)}.")
-    outer, inner, element = logits.stride()
-    pitch = K if B == 1 else outer // max(inner, 1)
-    if element != 1 or (B > 1 and (outer != pitch * inner or pitch < K)):
-        raise ValueError("The rows of the drafts' logits must be contiguous and evenly spaced.")
-    flat = logits.as_strided(((B - 1) * pitch + K, V), (inner, 1))
+    K, (outer, inner, _) = logits.shape[1], logits.stride()
+    pitch = K if B == 1 else outer // inner
+    flat = logits.as_strided(((B - 1) * pitch + K, logits.shape[2]), (inner, 1))
     return flat, min(K, batch.max_q_len - 1), pitch

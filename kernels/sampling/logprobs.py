@@ -13,7 +13,6 @@ a kernel of their own: PyTorch's order of summation depends on the number of row
 ask: float32 copies of the logits are made of `PIECE` rows at a time.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,24 +37,10 @@ class Logprobs(NamedTuple):
 
 def logprobs(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Return log-probabilities of `tokens` and of the `num_top` likeliest, in rows `index` of `logits`."""
-    return (launch if use_triton(logits) else naive)(logits, index, tokens, num_top)
-
-
-def naive(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-    return _in_pieces(log_sum_exp, logits, index, tokens, num_top)
-
-
-def launch(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-    return _in_pieces(launch_log_sum_exp, logits, index, tokens, num_top)
-
-
-def _in_pieces(
-    total_of: Callable[[Tensor], Tensor], logits: Tensor, index: Tensor, tokens: Tensor, num_top: int
-) -> Logprobs:
     found = []
     for rows, chosen in zip(index.long().split(PIECE), tokens.long().split(PIECE), strict=True):
         x = logits[rows].float()
-        own, total = x.gather(1, chosen.clamp(min=0)[:, None]), total_of(x)[:, None]
+        own, total = x.gather(1, chosen.clamp(min=0)[:, None]), log_sum_exp(x)[:, None]
         rank, top_ids = (x > own).sum(1) + 1, _largest(x, num_top)
         found.append(((own - total)[:, 0], rank.int(), x.gather(1, top_ids) - total, top_ids.int()))
     return Logprobs(*map(torch.cat, zip(*found, strict=True)))
@@ -72,6 +57,10 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 def log_sum_exp(x: Tensor) -> Tensor:
     """Return log sum exp [N] of each row [N, V] float32."""
+    return (launch if use_triton(x) else naive)(x)
+
+
+def naive(x: Tensor) -> Tensor:
     # PyTorch splits a single row among threads, and several by row: the same sums in two orders.
     return (x.repeat(2, 1) if len(x) == 1 else x).logsumexp(-1)[: len(x)]
 
@@ -91,7 +80,7 @@ def _log_sum_exp(x, totals, vocab, CHUNK: tl.constexpr):
     tl.store(totals + row, best + tl.log(tl.sum(mass)))
 
 
-def launch_log_sum_exp(x: Tensor) -> Tensor:
+def launch(x: Tensor) -> Tensor:
     totals = x.new_empty(len(x))
     if len(x):
         _log_sum_exp[(len(x),)](x, totals, x.shape[1], CHUNK=CHUNK, num_warps=8)

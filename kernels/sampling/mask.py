@@ -24,8 +24,6 @@ CHUNK = 4096  # tokens per program
 
 def mask(logits: Tensor, allowed: Tensor, at: Tensor) -> None:
     """See the module docstring."""
-    if allowed.stride(1) != 1 or logits.stride(1) != 1:
-        raise ValueError("The rows of logits and masks must be contiguous.")
     if use_triton(logits):
         return launch(logits, allowed, at)
     return (native if use_native(logits, torch.bfloat16, torch.float32) else naive)(logits, allowed, at)

@@ -62,14 +62,8 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, table: Table, batch: Batch) -> "Inputs":
-        """Refuse what the kernels would read wrongly."""
-        V = logits.shape[1]
-        if V > MAX_VOCAB:
+        if (V := logits.shape[1]) > MAX_VOCAB:
             raise ValueError(f"A vocabulary of {V} exceeds the sampling kernel's limit of {MAX_VOCAB}.")
-        if table.vocab_size != V:
-            raise ValueError(f"Logits of {V} tokens do not fit a table for {table.vocab_size}.")
-        if logits.stride(1) != 1:
-            raise ValueError("The rows of the logits must be contiguous.")
         return cls(logits, logits.stride(0), table, batch.tensors)
 
 

@@ -32,50 +32,44 @@ def kv_move(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
 
 
 def naive(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
-    path, block_size = verdict.path, kv_cache.shape[4]
-    place = torch.arange(path.shape[1], device=path.device)
+    path, place = verdict.path, torch.arange(verdict.path.shape[1], device=verdict.path.device)
     moves = (place < verdict.num_emitted[:, None]) & (path != place)
     b, to = moves.nonzero(as_tuple=True)
-    if len(b):
-        base, pages = batch.base_len[b], batch.block_table
-        source = slots_of(pages, b, base + path[b, to], block_size)
-        target = slots_of(pages, b, base + to, block_size)
-        flat = kv_cache.flatten(3, 4)  # [num_layers, 2, Hkv, slots, D]
-        flat[:, :, :, target] = flat[:, :, :, source]  # all are read before any is written
+    base, pages, block_size = batch.base_len[b], batch.block_table, kv_cache.shape[4]
+    source = slots_of(pages, b, base + path[b, to], block_size)
+    target = slots_of(pages, b, base + to, block_size)
+    flat = kv_cache.flatten(3, 4)  # [num_layers, 2, Hkv, slots, D]
+    flat[:, :, :, target] = flat[:, :, :, source]  # all are read before any is written
 
 
-@triton.jit(do_not_specialize=["table_stride", "path_stride"])
+@triton.jit
 def _kv_move(
-    kv_cache, verdict, batch, table_stride, path_stride, head_stride,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(1).to(tl.int64)
+    kv_cache, verdict, batch, strides, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    b, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK)
+    table_stride, path_stride, head_stride = strides
     cache = kv_cache + tl.program_id(0).to(tl.int64) * head_stride
     pages = batch.block_table + b * table_stride
     base = tl.load(batch.base_len + b)
-    d = tl.arange(0, BLOCK)
-    inside = d < HEAD_DIM
     for to in range(1, tl.load(verdict.num_emitted + b)):
         node = tl.load(verdict.path + b * path_stride + to)
         if node != to:
-            source, target = base + node, base + to
-            page = tl.load(pages + source // BLOCK_SIZE).to(tl.int64)
-            source_slot = page * BLOCK_SIZE + source % BLOCK_SIZE
-            page = tl.load(pages + target // BLOCK_SIZE).to(tl.int64)
-            target_slot = page * BLOCK_SIZE + target % BLOCK_SIZE
-            value = tl.load(cache + source_slot * HEAD_DIM + d, inside)
-            tl.store(cache + target_slot * HEAD_DIM + d, value, inside)
+            source = _slot(pages, base + node, BLOCK_SIZE)
+            target = _slot(pages, base + to, BLOCK_SIZE)
+            value = tl.load(cache + source * DIM + d, d < DIM)
+            tl.store(cache + target * DIM + d, value, d < DIM)
+
+
+@triton.jit
+def _slot(pages, index, BLOCK_SIZE: tl.constexpr):
+    return tl.load(pages + index // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
 
 
 def launch(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
-    if kv_cache.dim() != 6 or not kv_cache.is_contiguous():
-        raise ValueError(
-            "The cache must be contiguous [num_layers, 2, Hkv, num_blocks, block_size, D], not "
-            f"{list(kv_cache.shape)}."
-        )
-    layers, two, heads, _, block_size, head_dim = kv_cache.shape
-    _kv_move[(layers * two * heads, batch.num_rows)](
-        kv_cache, verdict, batch.tensors, batch.block_table.stride(0), verdict.path.stride(0),
-        kv_cache.stride(2),
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, BLOCK=next_power_of_2(head_dim), num_warps=1,
+    layers, two, heads, _, block_size, dim = kv_cache.shape
+    strides = batch.block_table.stride(0), verdict.path.stride(0), kv_cache.stride(2)
+    grid = layers * two * heads, batch.num_rows
+    _kv_move[grid](
+        kv_cache, verdict, batch.tensors, strides,
+        BLOCK_SIZE=block_size, DIM=dim, BLOCK=next_power_of_2(dim), num_warps=1,
     )  # fmt: skip

@@ -5,9 +5,18 @@ a chain each draft follows the one before. A tree says for each draft which plac
 come before their children, so the first n drafts of a tree are a tree too, and siblings differ.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from ..codes import RUNNING
+from ..table import Table
+
+_RUNNING = tl.constexpr(RUNNING)
 
 
 class Proposal(NamedTuple):
@@ -35,3 +44,47 @@ class Proposal(NamedTuple):
     parents: Tensor | None = None
     logits: Tensor | None = None
     sampled: Tensor | None = None
+
+
+class Node(NamedTuple):
+    """A draft: its token, the index that it was copied from, and the place that it follows."""
+
+    token: int
+    source: int
+    parent: int
+
+
+def of_nodes(
+    rows: Sequence[Sequence[Node]], match_len: list[int], k: int, device: torch.device, tree: bool
+) -> Proposal:
+    """Return what drafter 0 proposes: the nodes of each row, at most k, then tokens 0 and sources -1."""
+    padded = [[*nodes, *[Node(0, -1, 0)] * (k - len(nodes))] for nodes in rows]
+    drafts, sources, parents = ([[node[i] for node in nodes] for nodes in padded] for i in range(3))
+    columns = [drafts, [len(nodes) for nodes in rows], sources, match_len, [0] * len(rows)]
+    columns += [parents] * tree
+    return Proposal(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+
+
+def empty_proposal(rows: Tensor, k: int, tree: bool = False) -> Proposal:
+    """Return memory for a proposal of `rows` [B]."""
+    B = len(rows)
+    return Proposal(*map(rows.new_empty, [(B, k), (B,), (B, k), (B,), (B,), *[(B, k)] * tree]))
+
+
+def room(table: Table, rows: Tensor, k: int) -> Tensor:
+    """Return how many of k drafts each request row can use, [B] int32; 0 for rows that take no part. A row
+    with one token left to `max_len` can use none, as the target gives that one."""
+    index = rows.clamp(min=0)
+    left = torch.minimum(table.limit[index], table.max_len[index] - table.num_tokens[index] - 1)
+    takes_part = (rows >= 0) & (table.finished[index] == RUNNING)
+    return torch.where(takes_part, left.clamp(0, k), 0)
+
+
+@triton.jit
+def room_of(table, s, k):
+    """`room` of one request row."""
+    row = tl.maximum(s, 0)
+    left = tl.load(table.max_len + row) - tl.load(table.num_tokens + row) - 1
+    left = tl.minimum(left, tl.load(table.limit + row))
+    takes_part = (s >= 0) & (tl.load(table.finished + row) == _RUNNING)
+    return tl.where(takes_part, tl.minimum(tl.maximum(left, 0), k), 0)

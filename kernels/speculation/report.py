@@ -1,9 +1,9 @@
 """What the host wants to know of a step, in one table, so that it takes one copy.
 
-`verify.commit` writes a line per row, [B, 6 + 2 Q] int32, and `decode` reads it; nobody else knows the
-columns: tokens kept; drafts; accepted drafts; drafter; length of the match; finished code, RUNNING for rows
-that take no part; the Q tokens that the step emitted, -1 beyond their number, of which the kept ones count;
-the source of each, OWN for those that were not drafted.
+`verify.commit` writes a line per row, [B, 6 + 2 Q] int32, and `decode` reads it. The columns: tokens kept;
+drafts; accepted drafts; drafter; length of the match; finished code, RUNNING for rows that take no part; the
+Q tokens that the step emitted, -1 beyond their number, of which the kept ones count; the source of each, OWN
+for those that were not drafted.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _OWN = tl.constexpr(OWN)
 
 
 def num_columns(Q: int) -> int:
-    """Of a line."""
+    """Return the number of columns of a step of Q tokens per row."""
     return NUM_COLUMNS.value + 2 * Q
 
 
@@ -46,7 +46,7 @@ class RowReport(NamedTuple):
 
 
 def decode(lines: list[list[int]]) -> list[RowReport]:
-    """The lines of the table, on the host."""
+    """Read the lines of the table, on the host."""
     C, reports = NUM_COLUMNS.value, []
     for line in lines:
         num_kept, num_drafted, num_accepted, drafter, match_len, finished = line[:C]
@@ -58,14 +58,14 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
 
 
 def emitted_tokens(lines: Tensor) -> Tensor:
-    """[B, Q] int32: the tokens that the step emitted, -1 beyond their number."""
+    """Return the tokens that the step emitted, [B, Q] int32, -1 beyond their number."""
     C = NUM_COLUMNS.value
     return lines[:, C : C + (lines.shape[1] - C) // 2]
 
 
 def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The kept tokens of the rows that `asked` [B] bool names: the row, the place among the emitted ones and
-    the token of each, [N]. Waits for the device."""
+    """Return the kept tokens of the rows that `asked` [B] bool names: the row, the place among the emitted
+    ones and the token of each, [N]. Waits for the device."""
     tokens = emitted_tokens(lines)
     place = torch.arange(tokens.shape[1], device=lines.device)
     b, j = ((place < lines[:, :1]) & asked[:, None]).nonzero(as_tuple=True)
@@ -84,18 +84,19 @@ def encode(emitted: list[int], path: list[int], counts: list[int], source: list[
 
 
 @triton.jit
-def store(lines, proposal, b, n, emitted, count, path, kept, code, Q, k, WIDTH: tl.constexpr):
-    """`encode` for batch row b of n tokens, with the `count` tokens `emitted` [WIDTH] at `path` [WIDTH]."""
+def store(lines, proposal, walked, kept, code, widths, WIDTH: tl.constexpr):
+    """Store the line of this program's row, as `encode` does; `walked` as `verify._walk` returns it."""
+    b, place = tl.program_id(0), tl.arange(0, WIDTH)
+    Q, K = widths
     line = lines + b * (NUM_COLUMNS + 2 * Q)
     tl.store(line, kept)
-    tl.store(line + 1, tl.maximum(n - 1, 0))
-    tl.store(line + 2, tl.maximum(count - 1, 0))
+    tl.store(line + 1, tl.maximum(walked.n - 1, 0))
+    tl.store(line + 2, tl.maximum(walked.count - 1, 0))
     tl.store(line + 3, tl.load(proposal.drafter + b))
     tl.store(line + 4, tl.load(proposal.match_len + b))
     tl.store(line + 5, code.to(tl.int32))
-    place = tl.arange(0, WIDTH)
-    tl.store(line + NUM_COLUMNS + place, emitted, place < Q)
-    drafted = (place > 0) & (place < count)
-    source = tl.load(proposal.source + b * k + path - 1, drafted, other=_OWN)
+    tl.store(line + NUM_COLUMNS + place, walked.emitted, place < Q)
+    drafted = (place > 0) & (place < walked.count)
+    source = tl.load(proposal.source + b * K + walked.path - 1, drafted, other=_OWN)
     before = tl.where(place > 0, place - 1, Q - 1)  # the last place has no draft behind it
     tl.store(line + NUM_COLUMNS + Q + before, source, place < Q)

@@ -16,21 +16,20 @@ whichever comes first. A NaN marker among them ends the row before it. `tokens`,
 `output_counts` and `finished` of the table are updated in place. A row that has finished is left alone,
 so that the device may run ahead of the host that retires it. No two batch rows may be the same request.
 
-Kernel: one program of one warp per row.
+Kernel: one program of one warp per row, of at most 64 tokens.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import MAX_QUERIES, Batch
-from ..codes import LENGTH, NAN, NAN_TOKEN, RUNNING, STOPPED
-from ..dispatch import use_native, use_triton
+from ..batch import Batch
+from ..codes import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, RUNNING, STOPPED
+from ..dispatch import use_triton
 from ..launch import next_power_of_2
-from ..native.call import batch_words, call, proposal_words
 from ..table import Table
 from . import report
 from .proposal import Proposal
@@ -38,6 +37,7 @@ from .walk import rows_of
 
 _RUNNING, _STOPPED = tl.constexpr(RUNNING), tl.constexpr(STOPPED)
 _LENGTH, _NAN, _NAN_TOKEN = tl.constexpr(LENGTH), tl.constexpr(NAN), tl.constexpr(NAN_TOKEN)
+STOPS = tl.constexpr(MAX_STOP_IDS)
 
 
 class Verdict(NamedTuple):
@@ -50,9 +50,7 @@ class Verdict(NamedTuple):
 
 def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """Walk each row's drafts along the target's tokens, and append the tokens passed to its history."""
-    if use_triton(targets):
-        return launch(targets, batch, table, proposal)
-    return (native if use_native(targets, torch.int32) else naive)(targets, batch, table, proposal)
+    return (launch if use_triton(targets) else naive)(targets, batch, table, proposal)
 
 
 def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
@@ -86,31 +84,29 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
     return Verdict(*(torch.tensor(c, dtype=torch.int32, device=targets.device) for c in columns))
 
 
-def _kept(run: list[int], room: int, stops: list[int]) -> tuple[int, int]:
-    """How many of a run of tokens are appended where `room` more fit, and the code of the row afterwards."""
-    for n, token in enumerate(run[:room]):
+def _kept(run: list[int], left: int, stops: list[int]) -> tuple[int, int]:
+    """Return how many of a run of tokens are kept where `left` more fit, and the row's code afterwards."""
+    for n, token in enumerate(run[:left]):
         if token == NAN_TOKEN:
             return n, NAN
         if token in stops:
             return n + 1, STOPPED
-    return min(len(run), room), LENGTH if len(run) >= room else RUNNING
+    return min(len(run), left), LENGTH if len(run) >= left else RUNNING
 
 
-def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
-    """By `native/speculation.cpp`."""
-    B, Q = batch.num_rows, batch.max_q_len
-    width = report.num_columns(Q)
-    memory = targets.new_empty(B * (width + 1 + Q))
-    words = *batch_words(batch), *proposal_words(proposal)
-    call("nanospec_commit", *table, *words, targets, memory)
-    lines, num_emitted, path = torch.split_with_sizes(memory, [B * width, B, B * Q])
-    return Verdict(lines.view(B, width), num_emitted, path.view(B, Q))
+class Walked(NamedTuple):
+    """The walk through a row of n tokens: the tokens emitted [WIDTH] and their number, their path [WIDTH]."""
+
+    n: Any
+    emitted: Any
+    count: Any
+    path: Any
 
 
 @triton.jit
-def _walk(targets, batch, start, n, WIDTH: tl.constexpr):
-    """(emitted [WIDTH], their number, path [WIDTH]) of the row of n tokens from `start` on."""
-    place = tl.arange(0, WIDTH)
+def _walk(targets, batch, WIDTH: tl.constexpr):
+    b, place = tl.program_id(0), tl.arange(0, WIDTH)
+    start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
     inside = place < n
     draft = inside & (place > 0)
     x = tl.load(targets + start + place, inside, other=-1)
@@ -132,13 +128,13 @@ def _walk(targets, batch, start, n, WIDTH: tl.constexpr):
         count = tl.min(tl.where(draft & (ids != before), place, n))
         path = tl.where(place < count, place, 0)
         emitted = tl.where(place < count, x, -1)
-    return emitted, count, path
+    return Walked(n, emitted, count, path)
 
 
 @triton.jit
-def _append(table, s, emitted, count, WIDTH: tl.constexpr, STOPS: tl.constexpr):
-    """Append the first `count` of the `emitted` [WIDTH] tokens to request row s; (how many were kept, the
-    row's code afterwards)."""
+def _append(table, s, emitted, count, WIDTH: tl.constexpr):
+    """Append the first `count` of the `emitted` [WIDTH] tokens to request row s; return how many were kept,
+    and the row's code afterwards."""
     never = 2 * WIDTH
     place, m = tl.arange(0, WIDTH), tl.arange(0, STOPS)
     stops = tl.load(table.stop_ids + s * table.num_stops + m, m < table.num_stops, other=-1)
@@ -147,10 +143,10 @@ def _append(table, s, emitted, count, WIDTH: tl.constexpr, STOPS: tl.constexpr):
     nan = tl.min(tl.where(inside & (emitted == _NAN_TOKEN), place, never))
     stop = tl.min(tl.where(inside & is_stop & (emitted != _NAN_TOKEN), place, never))
     start, limit = tl.load(table.num_tokens + s), tl.load(table.max_len + s)
-    room = tl.maximum(limit - start, 0)
-    kept = tl.minimum(tl.minimum(count, room), tl.minimum(nan, stop + 1))
+    left = tl.maximum(limit - start, 0)
+    kept = tl.minimum(tl.minimum(count, left), tl.minimum(nan, stop + 1))
     code = tl.where(nan == kept, _NAN, _RUNNING)
-    code = tl.where(kept == room, _LENGTH, code)
+    code = tl.where(kept == left, _LENGTH, code)
     code = tl.where(kept == stop + 1, _STOPPED, code)
 
     keep = place < kept
@@ -163,29 +159,24 @@ def _append(table, s, emitted, count, WIDTH: tl.constexpr, STOPS: tl.constexpr):
     return kept, code
 
 
-@triton.jit(do_not_specialize=["Q", "k"])
-def _commit(targets, batch, table, proposal, verdict, Q, k, WIDTH: tl.constexpr, STOPS: tl.constexpr):
+@triton.jit
+def _commit(targets, batch, table, proposal, verdict, widths, WIDTH: tl.constexpr):
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
-    start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
-    emitted, count, path = _walk(targets, batch, start, n, WIDTH)
-    tl.store(verdict.path + b * Q + place, path, place < Q)
-    tl.store(verdict.num_emitted + b, count)
+    walked = _walk(targets, batch, WIDTH)
+    tl.store(verdict.path + b * widths[0] + place, walked.path, place < widths[0])
+    tl.store(verdict.num_emitted + b, walked.count)
     s, kept = tl.load(batch.rows + b), 0
     code = tl.load(table.finished + s, s >= 0, other=_RUNNING).to(tl.int32)
-    if (s >= 0) & (code == _RUNNING) & (count > 0):
-        kept, code = _append(table, s, emitted, count, WIDTH, STOPS)
-    report.store(verdict.report, proposal, b, n, emitted, count, path, kept, code, Q, k, WIDTH)
+    if (s >= 0) & (code == _RUNNING) & (walked.count > 0):
+        kept, code = _append(table, s, walked.emitted, walked.count, WIDTH)
+    report.store(verdict.report, proposal, walked, kept, code, widths, WIDTH)
 
 
 def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     B, Q = batch.num_rows, batch.max_q_len
-    if Q > MAX_QUERIES:
-        raise ValueError(f"{Q} tokens per row exceed the limit of {MAX_QUERIES}.")
-    width = report.num_columns(Q)
-    verdict = Verdict(*(batch.q_len.new_empty(shape) for shape in ((B, width), (B,), (B, Q))))
+    shapes = (B, report.num_columns(Q)), (B,), (B, Q)
+    verdict = Verdict(*map(batch.q_len.new_empty, shapes))
+    widths, width = (Q, proposal.source.shape[1]), next_power_of_2(Q)
     if B:
-        _commit[(B,)](
-            targets, batch.tensors, table, proposal, verdict, Q, proposal.source.shape[1],
-            WIDTH=next_power_of_2(Q), STOPS=next_power_of_2(table.num_stops), num_warps=1,
-        )  # fmt: skip
+        _commit[(B,)](targets, batch.tensors, table, proposal, verdict, widths, WIDTH=width, num_warps=1)
     return verdict

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.codes import GUESSED, MAX_DRAFTS, NOBODY, RUNNING
+from ..kernels.codes import GUESSED, MAX_DRAFTS, NOBODY
 from ..kernels.speculation.proposal import Proposal
+from ..kernels.speculation.proposal import room as room  # for drafters
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.plugins import import_all
@@ -180,14 +181,6 @@ def method_names() -> list[str]:
     known = registered()
     pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].runs_model]
     return [*known, *pairs, "none"]
-
-
-def room(table: Table, rows: Tensor, k: int) -> Tensor:
-    """[B] int32: how many drafts each request row can use, 0 for rows that take no part."""
-    index = rows.clamp(min=0)
-    left = torch.minimum(table.limit[index], table.max_len[index] - table.num_tokens[index] - 1)
-    takes_part = (rows >= 0) & (table.finished[index] == RUNNING)
-    return torch.where(takes_part, left.clamp(0, k), 0)
 
 
 def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:

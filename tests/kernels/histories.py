@@ -46,7 +46,7 @@ def check_form(proposal: Proposal, num_rows: int, k: int, tree: bool) -> None:
     """Types and shapes of what lookup proposes."""
     assert isinstance(proposal, Proposal)
     assert (proposal.parents is not None) == tree
-    assert proposal[6:] == (None, None, None)
+    assert proposal[6:] == (None, None)
     assert all(part.dtype == torch.int32 for part in proposal if part is not None)
     assert proposal.drafts.shape == proposal.source.shape == (num_rows, k)
     assert proposal.drafter.tolist() == [0] * num_rows

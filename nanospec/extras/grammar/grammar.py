@@ -205,8 +205,8 @@ def _grammar_of(asked: Mapping[str, Any]) -> str:
 
 
 def look_up(text: Sequence[int], min_n: int, max_n: int) -> tuple[int, int]:
-    """`kernels.speculation.ngram.find` for a list: where the longest suffix of `min_n` to `max_n` tokens that
-    occurs earlier occurred last. (Index of the token that followed it, its length), or (-1, 0)."""
+    """Return the first of `kernels.speculation.ngram.matches` for a list, or (-1, 0): the index of the token
+    that followed it, and its length."""
     data = array("i", text).tobytes()
     size, end = array("i").itemsize, len(text)
     for n in range(min(max_n, end - 1), min_n - 1, -1):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels import dispatch
-from nanospec.kernels.batch import MAX_QUERIES, Batch
+from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import EXACT, REJECTION, TYPICAL
 from nanospec.kernels.sampling import accept, noise, probabilities, sample
 from nanospec.kernels.sampling.accept import DELTA, EPSILON
@@ -173,22 +173,6 @@ def test_kernel_row_does_not_depend_on_the_batch() -> None:
         proposal = drawn(logits[b : b + 1])
         targets = accept.launch(case.targets[own], case.logits[own], case.table, alone, proposal)
         assert torch.equal(targets, together[own])
-
-
-@pytest.mark.parametrize("bad", ["vocabulary", "rows", "stride"])
-def test_kernel_refuses_logits_of_drafts(bad: str) -> None:
-    case = random_case(1, 10, "chain")
-    logits = torch.zeros({"vocabulary": (5, 3, 9), "rows": (4, 3, 10), "stride": (5, 10, 3)}[bad])
-    proposal = drawn(logits.transpose(1, 2) if bad == "stride" else logits)
-    with pytest.raises(ValueError, match="drafts' logits"):
-        accept.launch(*case._replace(proposal=proposal))
-
-
-def test_kernel_refuses_more_tokens_than_an_ancestor_mask_has_bits() -> None:
-    given = torch.zeros(MAX_QUERIES + 1, dtype=torch.int32), torch.zeros(MAX_QUERIES + 1, 4), make_table(4)
-    with pytest.raises(ValueError, match="65 tokens per row exceed the limit of 64"):
-        accept.launch(*given, make_batch([MAX_QUERIES + 1], [3]), drawn())
-    assert not accept.launch(*given, make_batch([MAX_QUERIES], [3]), drawn())[:MAX_QUERIES].any()
 
 
 # Rejection sampling.

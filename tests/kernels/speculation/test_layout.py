@@ -11,7 +11,7 @@ from nanospec.kernels.codes import RUNNING, STOPPED
 from nanospec.kernels.dispatch import Backend, forced
 from nanospec.kernels.speculation import layout
 from nanospec.kernels.speculation.proposal import Proposal
-from tests.kernels.batches import compiled, ints, make_table
+from tests.kernels.batches import ints, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -28,13 +28,21 @@ def random_proposal(B: int, k: int, tree: bool = False) -> Proposal:
     return Proposal(random_ints(B, k), count, source, random_ints(B), random_ints(B), parents)
 
 
-IMPLEMENTATIONS = {**compiled(native=layout.native), "kernel": layout.launch}
+def assert_same(ours: Batch, theirs: Batch, block_size: int = 16) -> None:
+    """Of the pages only those that the step reads need be copied."""
+    assert (ours.max_q_len, ours.max_kv_len) == (theirs.max_q_len, theirs.max_kv_len)
+    for name, own, other in zip(ours.tensors._fields, ours.tensors, theirs.tensors):
+        if name == "block_table":
+            for b, pages in enumerate((-(-(ours.base_len + ours.q_len) // block_size)).tolist()):
+                assert torch.equal(own[b, :pages], other[b, :pages])
+        elif isinstance(own, Tensor):
+            assert torch.equal(own, other), name
+            assert own.dtype == other.dtype == (torch.int64 if name == "ancestors" else torch.int32)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("B", "k", "block_size"), [(1, 1, 16), (3, 4, 16), (6, 7, 32), (2, 63, 16)])
-def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, implementation: str) -> None:
+def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool) -> None:
     torch.manual_seed(B + k)
     S, length = 7, 130 + k
     # Lengths around page boundaries, the shortest and the longest
@@ -44,26 +52,15 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, imple
         block_table=random_ints(S, -(-length // block_size)),
     )  # fmt: skip
     rows = torch.randperm(S)[:B].int()
+    proposal = random_proposal(B, k, tree)
     if B > 2:
         rows[1], table.finished[rows[0]] = -1, STOPPED
-    proposal = random_proposal(B, k, tree)
-    expected = layout.naive(table, rows, proposal)
-    batch = IMPLEMENTATIONS[implementation](table, rows, proposal)
-    assert (batch.max_q_len, batch.max_kv_len) == (expected.max_q_len, expected.max_kv_len) == (k + 1, length)
-    for name, ours, theirs in zip(batch.tensors._fields, batch.tensors, expected.tensors):
-        if name == "block_table":  # of the pages only those that the step reads are copied
-            used = batch.base_len + batch.q_len
-            for b, pages in enumerate((-(-used // block_size)).tolist()):
-                assert torch.equal(ours[b, :pages], theirs[b, :pages])
-        elif isinstance(ours, Tensor):
-            assert torch.equal(ours, theirs), name
-            assert ours.dtype == theirs.dtype == (torch.int64 if name == "ancestors" else torch.int32)
+        proposal.num_drafts[2] = 1000 if B == 3 else -5  # what a drafter of the user's gets wrong
+    batch = layout.launch(table, rows, proposal)
+    assert (batch.max_q_len, batch.max_kv_len) == (k + 1, length)
+    assert int(batch.q_len.max()) <= k + 1
+    assert_same(batch, layout.naive(table, rows, proposal), block_size)
     assert (batch.parents is not None) == (batch.ancestors is not None) == tree
-    if implementation == "native":
-        packed, wanted = layout.native(table, rows, proposal, packed=True), expected.packed()
-        assert (packed.max_q_len, packed.max_kv_len) == (wanted.max_q_len, wanted.max_kv_len)
-        for name, ours, theirs in zip(packed.tensors._fields, packed.tensors, wanted.tensors):
-            assert not isinstance(ours, Tensor) or torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize("length", [16 * 1024 - 3, 16 * 1024 + 3, 16 * 2100])
@@ -90,15 +87,9 @@ def test_lay_out_text_equals_naive(B: int, width: int, bound: int | None) -> Non
     if B > 2:
         rows[1], count[0], count[2] = -1, 0, width
     given = table, rows, first, count, width, bound
-    expected, batch = Batch.of_grid(*given), layout.launch_text(*given)
+    batch = layout.launch_text(*given)
     assert (batch.max_q_len, batch.max_kv_len) == (width, bound or length)
-    for name, ours, theirs in zip(batch.tensors._fields, batch.tensors, expected.tensors):
-        if name == "block_table":
-            for b, pages in enumerate((-(-(batch.base_len + batch.q_len) // 16)).tolist()):
-                assert torch.equal(ours[b, :pages], theirs[b, :pages])
-        elif isinstance(ours, Tensor):
-            assert torch.equal(ours, theirs), name
-            assert ours.dtype == theirs.dtype == torch.int32
+    assert_same(batch, Batch.of_grid(*given))
 
 
 def test_rows_that_take_no_part_have_no_tokens_and_no_slots() -> None:
@@ -114,7 +105,7 @@ def test_rows_that_take_no_part_have_no_tokens_and_no_slots() -> None:
     assert int(batch.q_len[2]) == int(proposal.num_drafts[2]) + 1
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton", "auto"])
+@pytest.mark.parametrize("backend", ["naive", "triton"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_is_padded_unless_it_is_to_be_packed(packed: bool, backend: Backend) -> None:
     table = make_table(1000, tokens=random_ints(2, 40), block_table=random_ints(2, 3), num_tokens=[5, 9])
@@ -141,14 +132,3 @@ def test_a_tree_is_laid_out_by_depth_and_packed_without_its_padding() -> None:
     assert batch.parents.tolist() == [0, 0, 1, 0, 3, 0, 0]
     assert batch.q_start.tolist() == [0, 5]
     assert (batch.max_q_len, batch.max_kv_len, batch.padded) == (5, 19, False)
-
-
-@pytest.mark.skipif("native" not in IMPLEMENTATIONS, reason="no compiler")
-@pytest.mark.parametrize("packed", [False, True])
-def test_numbers_of_drafts_that_cannot_be_are_brought_into_range(packed: bool) -> None:
-    """What a drafter of the user's gets wrong must not be written behind the end of memory."""
-    table = make_table(20, tokens=[[3] * 8] * 2, num_tokens=4, block_table=[[0]] * 2)
-    proposal = random_proposal(2, 2)._replace(num_drafts=ints(-5, 1000))
-    batch = layout.native(table, ints(0, 1), proposal, packed)
-    assert batch.q_len.tolist() == [1, 3]
-    assert batch.num_tokens == (4 if packed else 6)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanospec.kernels.codes import RUNNING, STOPPED
 from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.proposal import Proposal
 from tests.kernels.batches import compiled, ints
@@ -49,6 +50,7 @@ def check(
 
 
 ON_CPU = {"naive": ngram.naive, **compiled(native=ngram.native)}
+IMPLEMENTATIONS = {**ON_CPU, "kernel": ngram.launch}
 
 
 @pytest.mark.parametrize("implementation", ON_CPU, ids=str)
@@ -61,35 +63,32 @@ def test_on_a_cpu_matches_reference(
     check(batch, rows, k, ON_CPU[implementation])
 
 
-def propose_one(text: list[int], k: int = 6, room: int = 1000) -> Proposal:
-    return ngram.naive(history_table([Request(text, room=room)], 8), ints(0), k, 3)
+BY_HAND = {  # text, K, room -> drafts, sources, length of the match
+    "a periodic text drafts full length": ([1, 2, 3] * 3, 6, 99, [1, 2, 3, 1, 2, 3], [6, 7, 8, 6, 7, 8], 3),
+    "a longer match beats a later one": ([5, 1, 2, 9, 8, 7, 2, 6, 5, 1, 2], 1, 99, [9], [3], 3),
+    "the latest of equally long ones": ([1, 2, 7, 1, 2, 8, 1, 2], 1, 99, [8], [5], 2),
+    "no text": ([], 4, 99, [], [], 0),
+    "a single token": ([7], 4, 99, [], [], 0),
+    "no match": ([1, 2], 4, 99, [], [], 0),
+    "no room": ([1, 1, 1, 1], 5, 0, [], [], 0),
+    "room for the bonus alone": ([1, 1, 1, 1], 5, 1, [], [], 0),
+    "room for a draft": ([1, 1, 1, 1], 5, 2, [1], [3], 3),
+}
 
 
-def test_periodic_text_drafts_full_length() -> None:
-    """The match runs into the end of the text, and copying goes on from the draft."""
-    result = propose_one([1, 2, 3] * 3)
-    assert result.drafts.tolist() == [[1, 2, 3, 1, 2, 3]]
-    assert result.source.tolist() == [[6, 7, 8, 6, 7, 8]]
-    assert int(result.match_len) == 3
-
-
-def test_longer_match_beats_later_match() -> None:
-    assert propose_one([5, 1, 2, 9, 8, 7, 2, 6, 5, 1, 2], k=1).drafts.tolist() == [[9]]
-
-
-def test_latest_of_equally_long_matches() -> None:
-    assert propose_one([1, 2, 7, 1, 2, 8, 1, 2], k=1).drafts.tolist() == [[8]]
-
-
-def test_token_limit_leaves_room_for_the_bonus() -> None:
-    for room, expected in ((0, 0), (1, 0), (2, 1), (4, 3)):
-        assert int(propose_one([1, 1, 1, 1], k=5, room=room).num_drafts) == expected
-
-
-@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-@pytest.mark.parametrize("length", [0, 1, 2])
-def test_short_texts_have_no_match(length: int, implementation: str) -> None:
-    check([Request(list(range(length)))], [0], 4, ON_CPU[implementation], capacity=8)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_by_hand(case: str, implementation: str) -> None:
+    text, k, room, drafts, sources, n = BY_HAND[case]
+    table, rest = history_table([Request(text, room=room)], 8), k - len(drafts)
+    for code in (RUNNING, STOPPED):  # a row that has finished guesses nothing
+        table.finished[:] = code
+        result = IMPLEMENTATIONS[implementation](table, ints(0), k, 3)
+        if code == RUNNING:
+            assert result.drafts.tolist() == [drafts + [0] * rest]
+            assert result.source.tolist() == [sources + [-1] * rest]
+        wanted = (len(drafts), n) if code == RUNNING else (0, 0)
+        assert (int(result.num_drafts), int(result.match_len)) == wanted
 
 
 # The kernel, in the interpreter.
@@ -115,8 +114,3 @@ def test_kernel_splits_long_histories(length: int, programs: int, monkeypatch: p
         text[rng.randrange(length - 20)] = 3  # a shorter match elsewhere
         batch.append(Request(text, limit=4, room=9))
     check(batch, [2, 0, 1], 4, ngram.launch, length + 100)
-
-
-def test_kernel_refuses_what_it_cannot_pack() -> None:
-    with pytest.raises(ValueError, match="n from 1 to 127"):
-        ngram.launch(history_table([Request([1, 1])]), ints(0), 4, 200)

@@ -280,13 +280,6 @@ def test_kernel_goes_back_to_the_start_of_each_candidate() -> None:
     check([Request([9, 8] + [1, 2] * 7, 1, 3, 8, 99, 4)], [0], 8, KERNEL, capacity=40)
 
 
-@pytest.mark.parametrize(("k", "width"), [(64, 2), (8, 9), (8, 0)])
-def test_kernel_refuses_what_it_cannot_hold(k: int, width: int) -> None:
-    table = history_table([Request([1, 1])])
-    with pytest.raises(ValueError, match="at most 63 drafts and from 1 to 8 continuations"):
-        KERNEL(table, ints(0), k, 2, width)
-
-
 @pytest.mark.parametrize(("B", "k"), [(0, 4), (1, 0), (2, 0)])
 def test_kernel_without_rows_or_drafts(B: int, k: int) -> None:
     result = KERNEL(history_table([Request([1, 1])]), ints(*[0] * B), k, 2, 1)

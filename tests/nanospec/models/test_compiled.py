@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -364,33 +364,16 @@ def test_nothing_that_a_query_does_not_see_reaches_it(model: Model) -> None:
 def test_linear(T: int, N: int, K: int) -> None:
     generator = torch.Generator().manual_seed(T * N + K)
     x, weight, bias = (torch.randn(*s, generator=generator).to(BF16) for s in ((T, K), (N, K), (N,)))
-    out = torch.full((T + 1, N), torch.nan, dtype=BF16)
     for b in (None, bias):
-        packed.linear(x, packed.pack(weight), b, out=out[:T])
+        out = packed.linear(x, packed.pack(weight), b)
         expected = x.double() @ weight.double().T + (0 if b is None else b.double())
-        torch.testing.assert_close(out[:T].double(), expected, rtol=1 / 200, atol=2e-5 * K)
-        assert out[T].isnan().all()
+        torch.testing.assert_close(out.double(), expected, rtol=1 / 200, atol=2e-5 * K)
 
 
 def test_linear_of_rows_apart() -> None:
     weight, wide = packed.pack(torch.randn(70, 16).to(BF16)), torch.randn(30, 40).to(BF16)
     for x in (wide[:, 3:19], wide[::2, :16], wide[:16].T[:20], wide[:1, :16].expand(14, 16)):
         assert torch.equal(packed.linear(x, weight), packed.linear(x.contiguous(), weight))
-
-
-def test_linear_refuses_what_does_not_fit() -> None:
-    weight, x = packed.pack(torch.randn(40, 16).to(BF16)), torch.randn(3, 16).to(BF16)
-    out = torch.empty(3, 40, dtype=BF16)
-    for call_ in (
-        partial(packed.linear, x.float(), weight),
-        partial(packed.linear, x[:, :8], weight),
-        partial(packed.linear, x, weight, x[0]),
-        partial(packed.linear, x, weight, out=out[:2]),
-        partial(packed.linear, x, weight, out=out.float()),
-        partial(packed.linear, x, weight, out=torch.empty(40, 3, dtype=BF16).T),
-    ):
-        with pytest.raises(ValueError, match="must be|does not multiply"):
-            call_()
 
 
 # Processors by what the library says of itself: how GCC is told, and what the system calls the instructions.
@@ -610,9 +593,10 @@ def test_where_the_system_refuses_the_matrix_unit_vectors_compute() -> None:
     assert result.stdout.split() in (["AVX-512"], ["no", "filter"])
 
 
-def test_a_processor_named_in_cxx_is_compiled_for() -> None:
-    assert build.processor_flag(["g++", "-g"]) == ["-march=native"]
-    assert build.processor_flag(["ccache", "g++", "-march=x86-64-v3"]) == []
+def test_a_processor_named_in_cxx_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, wanted in (("-g", ["-g", "-march=native"]), ("-march=x86-64-v3", ["-march=x86-64-v3"])):
+        monkeypatch.setenv("CXX", f"sh {options}")
+        assert build.find_compiler()[1:] == wanted
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -627,24 +611,23 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     build.library.cache_clear()
 
 
-OLD = "sh -c 'if [ $1 = --version ]; then echo 1; else echo in function; echo error: old >&2; exit 1; fi' cxx"
-
-
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
         ("no-such-compiler", "there is no no-such"),
         ("false", "exit status 1"),
-        (OLD, "error: old"),
+        ("sh -c 'echo in function; echo error: old >&2; exit 1' cxx", "error: old"),
+        ("sh -c 'echo >&2; exit 1' cxx", ".+"),
+        (r"sh -c 'printf \\344 >&2; exit 1' cxx", ".+"),
         ('g++ "', "No closing quotation"),
     ],
-    ids=["none", "broken", "old", "quotation"],
+    ids=["none", "broken", "old", "newline", "latin-1", "quotation"],
 )
 def test_without_a_compiler_pytorch_runs(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.warns(UserWarning, match=rf"PyTorch runs instead.*install g\+\+ 11.*{reason}"):
+    with pytest.warns(UserWarning, match=rf"PyTorch runs instead.*install g\+\+ 11.*\(.*{reason}"):
         model = tiny_model(dtype=BF16, intermediate_size=96)
     assert not model.runs_compiled
     pages = Pages(model, 1, 64)
@@ -667,19 +650,6 @@ def test_who_asks_for_it_without_a_compiler_gets_an_error(
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert re.search(message, result.stderr.splitlines()[-1])
     assert "Warning" not in result.stderr
-
-
-@pytest.mark.parametrize("said", ["", r"\n", r"\344\n"], ids=["nothing", "newline", "latin-1"])
-def test_whatever_a_compiler_says_pytorch_runs(
-    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\nprintf '{said}' >&2\nexit 1\n")
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.warns(UserWarning, match=r"PyTorch runs instead.*\(.+\)"):
-        assert build.library() is None
-    assert not list(fresh.glob("*"))
 
 
 def test_without_a_home_the_library_is_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,8 @@ def accepts(grammars: Grammars, asked: dict[str, Any], tokens: Sequence[int]) ->
 @given(st.lists(st.sampled_from(IDS), max_size=40), st.integers(1, 4), st.integers(0, 6))
 def test_a_lookup_finds_what_the_kernel_does(text: list[int], least: int, more: int) -> None:
     """Ids of which one is the other's bytes moved along, too."""
-    wanted = ngram.find(torch.tensor(text, dtype=torch.int32), least, least + more)
+    starts, n = ngram.matches(torch.tensor(text, dtype=torch.int32), least, least + more)
+    wanted = (int(starts[0]), n) if n else (-1, 0)
     assert look_up(text, least, least + more) == wanted
 
 
