@@ -1,5 +1,5 @@
-// bfloat16 numbers, vectors of 16 lanes, and the one product that all others are made of (without AVX-512: narrow.h;
-// by a matrix unit: amx.h).
+// bfloat16 numbers, vectors of 16 lanes, and `multiply`, the product that all others consist of (for processors without
+// AVX-512 see narrow.h, for a matrix unit amx.h).
 
 #pragma once
 #include <algorithm>
@@ -15,8 +15,8 @@ typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 
-// AMD's processors alone have SSE4a. Only there the instruction that multiplies two bfloat16 numbers at a time is used: on
-// Intel's it is half as fast as those for floats (bench/LOG.md).
+// Only AMD's processors have SSE4a. The instruction that multiplies pairs of bfloat16 numbers is used on those alone: on
+// Intel's it is half as fast as the instructions for floats (bench/LOG.md).
 #ifdef __SSE4A__
 constexpr bool AMD = true;
 #ifdef __AVX512BF16__
@@ -29,7 +29,7 @@ constexpr bool AMD = false;
 constexpr float LOG2_E = 1.44269504f;
 constexpr int LANES = 16;
 
-// A vector as wide as the processor's. GCC keeps wider ones in memory, and compares them number by number.
+// A vector of the processor's own width. GCC keeps wider ones in memory and compares them number by number.
 #ifdef __AVX512F__
 constexpr int BYTES = 64;
 #elif defined(__AVX__)
@@ -41,7 +41,7 @@ typedef float Part __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef uint32_t PartWords __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t PartInts __attribute__((vector_size(BYTES), aligned(4), may_alias));
 
-// f(parts of a, b, ...) for all parts of vectors.
+// Returns f of the parts of vectors a, b, ..., part by part.
 template <class F, class... Vectors>
 static inline Floats by_parts(F f, const Vectors&... of) {
     Floats result;
@@ -67,8 +67,8 @@ static inline bf16 to_bf16(float value) {  // to the nearest, ties to even
     return value == value ? rounded : 0x7FC0;
 }
 
-// An integer that is ordered as numbers are; those of NaN lie beyond those of both infinities. Integers are compared by
-// the vector, floats are not, because of NaN.
+// Returns an integer with the order of the float; those of NaN lie beyond both infinities. GCC vectorises comparisons of
+// integers, but not of floats, because of NaN.
 static inline int32_t order_key(float x) {
     int32_t bits;
     memcpy(&bits, &x, 4);
@@ -125,7 +125,7 @@ static inline void store(Floats values, bf16* to, long n = LANES) {
         memcpy(to, &halves, n * sizeof(bf16));
 }
 
-// The lanes of the result are those of v that lie `step` apart from their own: 0 <-> step, and so on.
+// Exchanges each lane i with lane i ^ step.
 static inline Floats swapped(Floats v, int step) {
     Ints lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i ^ step;
@@ -159,7 +159,7 @@ static inline float largest(Floats v) {
     return v[0] > v[1] ? v[0] : v[1];
 }
 
-// 2^x to 3e-7 for -126 <= x <= 0; 0 of -infinity, NaN of NaN.
+// Returns 2^x with an error of 3e-7 for -126 <= x <= 0; 0 for -infinity, NaN for NaN.
 static inline Part exp2_of(Part x) {
 #ifdef __AVX512BF16__
     const __m512 v = _mm512_max_ps(_mm512_set1_ps(-1000), (__m512)x), w = _mm512_roundscale_ps(v, 0), g = v - w;
@@ -186,7 +186,7 @@ static inline Floats tanh_of(Floats x) {  // to 4e-7
     return (Floats)((Words)size ^ ((Words)x & 0x80000000));
 }
 
-// Where 32 sums go for each of some rows.
+// Where the sums of some rows are written, 32 for each.
 struct Sums {
     float* data;
     long stride;  // numbers from one row to the next
@@ -194,12 +194,12 @@ struct Sums {
     float* operator[](long m) const { return data + m * stride; }
 };
 
-// 32 columns of a matrix as `multiply` reads them: two rows at a time, of which a word holds one column. Pair p of the
-// rows has its columns 0..15 at left(p) and 16..31 at right(p). Of RUN pairs, counted from the first, the columns lie
-// stride() bytes apart from one pair to the next. prefetch(p, n), beside n pairs from p on, asks for what comes later.
+// 32 columns of a matrix as `multiply` reads them: by pairs of rows, where a word holds both numbers of a column. Columns
+// 0..15 of pair p are at left(p), columns 16..31 at right(p). Within each RUN of pairs, a pair's columns lie stride()
+// bytes behind those of the pair before. prefetch(p, n) is called with n pairs from p and prefetches later data.
 struct Strip {
     const Words* data;  // [pairs][32]
-    const char* ahead;  // fetched, `step` bytes for a pair
+    const char* ahead;  // data to prefetch, `step` bytes for each pair
     long step;
     static constexpr long RUN = 16;
 
@@ -211,8 +211,8 @@ struct Strip {
     }
 };
 
-// A part of M rows of x: add(sums, m, w) adds the products of row m's current pair of numbers with those of 16 columns, and
-// next() goes on to the next pair.
+// A part of M rows of x. add(sums, m, w) adds the products of row m's current pair of numbers with 16 columns; next()
+// moves to the next pair.
 #ifdef BY_PAIRS
 constexpr long PART = 1 << 30;  // pairs
 
@@ -228,7 +228,7 @@ struct RowsPart {
 #pragma GCC unroll 4
         for (int i = 0; i < (M + 2) / 3; i++) {
             at[i] += 2;
-            asm("" : "+r"(at[i]));  // or GCC adds to all addresses as a vector, in memory: a sixth slower
+            asm("" : "+r"(at[i]));  // else GCC keeps the addresses as a vector in memory: a sixth slower
         }
     }
     Floats add(Floats sums, int m, Words w) const {
@@ -238,7 +238,7 @@ struct RowsPart {
     }
 };
 #else
-constexpr long PART = 64;  // pairs: so few that the floats of 12 rows, 6 KB, stay in the first-level cache
+constexpr long PART = 64;  // pairs: the floats of 12 rows, 6 KB, then stay in the first-level cache
 static_assert(PART % LANES == 0);
 
 template <int M>
@@ -265,8 +265,8 @@ struct RowsPart {
 };
 #endif
 
-// sums[m] = x[m] @ matrix for M rows x of 2 * pairs numbers, `stride` apart, and 32 columns of a matrix. Each sum runs
-// through the pairs in ascending order, whatever M is: so a row's bits do not depend on the rows beside it.
+// Computes sums[m] = x[m] @ matrix for M rows x of 2 * pairs numbers, `stride` apart, and 32 columns of a matrix. Pairs
+// are added in ascending order whatever M is, so a row's bits do not depend on the other rows.
 template <class Matrix, int M>
 static void multiply(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     Floats s[M][2] = {};  // in registers, if both loops over it are unrolled

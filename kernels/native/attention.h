@@ -1,12 +1,13 @@
-// Attention over the pages of the KV cache: a query's product with keys, softmax, and the product with values.
+// Attention over the pages of the KV cache: scores (queries times keys), softmax, and weights times values.
 //
-// Both products are that of `arithmetic.h`, on the tiles of the cache as they are, for the queries of all heads that
-// share them at once. A query's positions are cut into spans with fixed borders, whose results are joined
-// in order: so its bits depend neither on the queries beside it, nor on whether its spans ran apart.
+// Both products use `multiply` of arithmetic.h directly on the tiles of the cache, for all query heads that share a
+// head of keys and values. The positions that a query sees are cut into spans with fixed borders. The results of the
+// spans are joined in order, so a query's bits depend neither on the other queries of the batch nor on which thread
+// computed which span.
 //
-// Nor do they depend on the tree that it is in: a node of depth d sees its ancestors and itself as a chain of these
-// alone would have them, at positions base .. base + d, in copies of the tiles. Spans that end before `base` are
-// computed for all nodes together, as in a chain, and only the last one or two for each by itself.
+// In a tree, a node of depth d must get the same bits as in a chain of its ancestors. So its ancestors' keys and values
+// are copied to positions base .. base + d of temporary tiles (`fold`). Spans that end before `base` are the same for
+// all nodes and are computed together; only the last one or two are computed for each node.
 
 #pragma once
 #include <cmath>
@@ -15,13 +16,13 @@
 #include "cache.h"
 #include "product.h"
 
-constexpr long SPAN = 256;     // positions whose softmax is computed at once; the spans of a query are joined in order
-constexpr long TOGETHER = 96;  // queries of all heads of a group that are treated together, if a group is not larger
+constexpr long SPAN = 256;     // positions of a span
+constexpr long TOGETHER = 96;  // rows of a piece (queries times the heads of a group), unless one group has more
 constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // as models/compiled.py has them
-constexpr long MAX_NODES = 64, COPIES = MAX_NODES / LANES + 1;  // of a tree; tiles that hold them
-constexpr long APART = 64 << 20;               // bytes that results of spans may take
+constexpr long MAX_NODES = 64, COPIES = MAX_NODES / LANES + 1;  // nodes of a tree; tiles that hold copies of them
+constexpr long APART = 64 << 20;                                // bytes that the results of spans may take
 
-// Some queries of one row, for one head of keys and values and the heads that share it.
+// A unit of work: some queries of one row, for one head of keys and values and the query heads that share it.
 struct Piece {
     long row, head, first, count;  // queries first .. first + count - 1 of the row
     long begin, end;               // cache indices
@@ -31,7 +32,7 @@ struct Piece {
 struct Seen {
     long low, high;
 
-    // Makes those of the scores of 32 positions from `first` on that are not seen -infinity.
+    // Sets the scores of unseen positions, of the 32 from `first` on, to -infinity.
     void hide(float* scores, long first) const {
         if (first >= low && first + WIDTH <= high) return;
         for (long n = 0; n < WIDTH; n++) scores[n] = first + n >= low && first + n < high ? scores[n] : -INFINITY;
@@ -43,7 +44,8 @@ inline Seen seen_by(const Batch& batch, long row, long i, long window) {
     return {window ? std::max(position - window + 1, 0L) : 0, position + 1};
 }
 
-// Weighted sums of values [dim] over some positions, with the weights exp2(score - largest), whose sum is `total`.
+// The result of some positions: the sum of their values [dim] weighted by exp2(score - largest), and `total`, the sum
+// of the weights.
 struct Partial {
     float largest, total;
     alignas(64) float sums[MAX_DIM];
@@ -64,7 +66,7 @@ struct Tile {
     bf16 *keys, *values;
 };
 
-// 32 keys as columns: of two tiles. Their values will be needed next.
+// The keys of two tiles as a matrix of 32 columns. Prefetches the values of the same tiles, which are needed next.
 struct Keys {
     Tile one, other;
     static constexpr long RUN = 16;
@@ -80,9 +82,9 @@ struct Keys {
     }
 };
 
-// 32 numbers of each value as columns: from `first` on.
+// The numbers first .. first + 31 of each value as a matrix of 32 columns. Prefetches keys of the `next` tiles.
 struct Values {
-    const Tile *tiles, *next;  // `next`: whose keys will be needed later
+    const Tile *tiles, *next;
     long first, dim;
     static constexpr long RUN = 8;
 
@@ -109,9 +111,9 @@ struct Attention {
     const long dim = model.head_dim, group = model.heads / model.kv_heads;
     const float cap = model.softcap, root = std::sqrt(float(model.query_scalar));
 
-    // What one thread needs to compute.
+    // The working memory of one thread.
     struct Scratch {
-        // Rows a multiple of 512 bytes apart would share lines of the first-level cache.
+        // Padded: rows a multiple of 512 bytes apart would compete for the same lines of the first-level cache.
         static constexpr long ROWS = std::max(TOGETHER, MAX_GROUP), SCORES = SPAN + LANES, WEIGHTS = SPAN + WIDTH;
         alignas(64) float scores[ROWS][SCORES];
         alignas(64) bf16 weights[ROWS][WEIGHTS], q[ROWS * MAX_DIM];
@@ -121,34 +123,34 @@ struct Attention {
         Partial part[ROWS], total[ROWS];
     };
 
-    // The tile that holds a cache index of a row.
+    // Returns the tile that holds cache index j of a row.
     Tile tile(const Head& head, long row, long j) const {
         const int block = batch.block_table[row * batch.max_blocks + (j >> __builtin_ctzl(cache.block_size))];
         bf16* keys = head.tile(block, j & (cache.block_size - 1));  // the size is a power of two
         return {keys, keys + head.page()};
     }
 
-    // The tiles that hold the SPAN cache indices from `begin` on, a multiple of 16; the last of a piece again where it
-    // has no more.
+    // Finds the tiles of the SPAN cache indices from `begin`, a multiple of 16; beyond the end of the piece its last
+    // tile is repeated.
     void find(const Piece& p, long begin, Tile* tiles) const {
         const Head head(cache, layer, p.head);
         for (long n = 0; n < SPAN; n += LANES) *tiles++ = tile(head, p.row, std::min(begin + n, p.end - 1));
     }
 
-    // Whether the queries of a piece follow each other, so that what they see lies in its place.
+    // Returns whether each query of a piece follows the one before, so that the cache holds what they see in order.
     bool is_chain(const Piece& p) const {
         if (!batch.ancestors) return true;
         const uint64_t path = batch.ancestors[batch.q_start[p.row] + p.first + p.count - 1];
-        return !(path & (path + 1));  // all before the last are its ancestors
+        return !(path & (path + 1));  // true if the last query has all others as ancestors
     }
 
-    // Puts copies in the place of those tiles of a span that hold the step's own tokens: as they would be if there were
-    // none but the ancestors of query i, and they a chain.
+    // Replaces the tiles of a span that hold tokens of this step by copies that hold the ancestors of query i alone, at
+    // consecutive positions.
     void fold(const Piece& p, long i, long begin, long end, Scratch& at) const {
         const Head head(cache, layer, p.head);
         const long base = batch.base_len[p.row], first = std::max(base / LANES * LANES, begin);
-        uint64_t path = batch.ancestors[batch.q_start[p.row] + i];  // parents come first, so bits are in order of depth
-        for (long j = base; j < first; j++) path &= path - 1;  // those in the span before
+        uint64_t path = batch.ancestors[batch.q_start[p.row] + i];  // bits in order of depth, as parents come first
+        for (long j = base; j < first; j++) path &= path - 1;       // skips the ancestors in the span before
         for (long n = 0, from = first; from < end; n++, from += LANES) {
             const Tile cached = tile(head, p.row, from), copy{at.room[n][0], at.room[n][1]};
             memcpy(copy.keys, cached.keys, LANES * dim * sizeof(bf16));
@@ -163,18 +165,17 @@ struct Attention {
         }
     }
 
-    // The first index that a piece is to look at: a border of spans, which are the same for all pieces. Not below its
-    // end if all of it lies before the window.
+    // Returns the border of spans at which a piece begins; `p.end` or more if the window excludes all of it.
     long start(const Piece& p) const {
         long low = p.end;
-        for (long i = 0; i < p.count; i++) {  // in a tree, later queries may see earlier ones
+        for (long i = 0; i < p.count; i++) {  // all of them: in a tree the first need not see the least
             const Seen seen = seen_by(batch, p.row, p.first + i, window);
             low = std::min(low, seen.low);
         }
         return std::max(p.begin, low / SPAN * SPAN);
     }
 
-    // Positions begin .. end - 1, at most SPAN, for `rows` of q from `first` on.
+    // Computes the results of positions begin .. end - 1, at most SPAN, for rows first .. first + rows - 1 of q.
     void span(long begin, long end, long first, long rows, Scratch& at, Partial* result) const {
         const float scale = cap ? LOG2_E * cap : LOG2_E / root;
         const long tiles = (end - begin + LANES - 1) / LANES;
@@ -206,7 +207,7 @@ struct Attention {
             result[i].total = sum(total);
         }
         for (long d = 0; d < dim; d += WIDTH) {
-            const long from = std::min(d, dim - WIDTH);  // the last columns may begin within those before
+            const long from = std::min(d, dim - WIDTH);  // the last columns may overlap those before
             const Values values{at.tiles, at.next, from, dim};
             in_parts(rows, most_rows<Values>(tiles * LANES / 2), [&](long i, long m, long) {
                 const Sums sums{result[i].sums + from, sizeof(Partial) / sizeof(float)};
@@ -215,7 +216,7 @@ struct Attention {
         }
     }
 
-    // The same for the nodes of a tree, which do not share all positions: for each by itself.
+    // `span` for the nodes of a tree, which see different positions: one node after the other.
     void folded_span(const Piece& p, long begin, Scratch& at, Partial* result) const {
         for (long i = 0; i < p.count; i++) {
             const long first = i * group, end = std::min(begin + SPAN, at.seen[first].high);
@@ -228,7 +229,7 @@ struct Attention {
         }
     }
 
-    // All positions of a piece, in spans; to `result` [count * group]. `after` is what will be computed then.
+    // Computes a piece, span by span, into `result` [count * group]. `after` is the piece that this thread computes next.
     void operator()(const Piece& p, const Piece& after, Scratch& at, Partial* result) const {
         const long rows = p.count * group, first = start(p);
         const long shared = is_chain(p) ? p.end : batch.base_len[p.row];
@@ -262,19 +263,20 @@ struct Attention {
     }
 };
 
-// What attention of a batch is cut into, for all layers.
+// The pieces that attention of a batch is cut into, the same for all layers. Where there are too few for all threads,
+// they are `apart`: each span is a piece of its own.
 struct Plan {
-    std::vector<Piece> pieces;  // whole, or each span apart where there are too few of them for all threads
-    std::vector<long> first;    // of each whole piece, its first one in `pieces`; and their number
+    std::vector<Piece> pieces;
+    std::vector<long> first;  // index in `pieces` of the first part of each whole piece, then the number of all
     bool apart;
-    long rows = 0;  // that a piece has at most
+    long rows = 0;  // the largest number of rows of a piece
 
     Plan(const Model& model, const Batch& batch, int threads) {
         const long group = model.heads / model.kv_heads, most = std::max(TOGETHER / group, 1L);
         std::vector<Piece> whole;
         long spans = 0;
         for (long row = 0; row < batch.num_rows; row++)
-            for (long head = 0; head < model.kv_heads; head++)  // whose keys and values stay in the cache
+            for (long head = 0; head < model.kv_heads; head++)  // outside of queries: its keys and values stay in the cache
                 for (long i = 0; i < batch.q_len[row]; i += most) {
                     const long count = std::min(most, batch.q_len[row] - i);
                     whole.push_back({row, head, i, count, 0, batch.base_len[row] + i + count});

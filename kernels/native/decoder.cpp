@@ -1,8 +1,8 @@
-// `Model.forward` of models/decoder.py for bfloat16 on a CPU: one call, all threads in it from the first layer to the
-// last. decoder.py, rope_cache.py and attention.py say what is computed; here is how.
+// `Model.forward` of models/decoder.py for bfloat16 on a CPU, in one call: all threads go through all layers together.
+// decoder.py, rope_cache.py and attention.py specify what is computed.
 //
-// The bits of a token depend on itself and what it sees, never on the tokens or rows beside it, on the number of
-// threads or on who computes what: every sum has one order, given by the shape of a weight or by absolute positions.
+// A token's bits depend on the token and on what it sees alone, not on other tokens or rows of the batch nor on the
+// number of threads: the order of every sum follows from the shape of a weight or from absolute positions.
 
 #include <cstdlib>
 #include <memory>
@@ -33,7 +33,7 @@ void rms_norm(Team& team, const Model& m, Rows x, long tokens, Norm weight, Rows
     team.each(tokens, [&](long t, long) { normalise(x[t], m.hidden, weight, m.eps, out[t]); });
 }
 
-// to += h @ weight.T + bias, or its norm if there is one
+// Adds h @ weight.T + bias to `to`, or its norm if there is one.
 void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, long tokens, Rows room, Rows to) {
     if (!norm) return linear_add(team, w, h, tokens, to);
     linear(team, w, h, tokens, room);
@@ -46,7 +46,7 @@ void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, 
     });
 }
 
-// A head after its norm, if there is one, turned by the angles of its position.
+// Normalises a head, if there is a norm, and rotates it by the angles of its position (RoPE).
 void rotate(const Model& m, bf16* x, Norm norm, const float* cos_sin) {
     if (norm) normalise(x, m.head_dim, norm, m.eps, x);
     const long half = m.head_dim / 2;
@@ -57,7 +57,7 @@ void rotate(const Model& m, bf16* x, Norm norm, const float* cos_sin) {
     }
 }
 
-// Rotates q and k in place, which lie beside v in a row of qkv; k and v go to the layer's cache.
+// Rotates q and k in place and writes k and v to the layer's cache. A row of qkv holds q, k and v of a token.
 void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& batch, Rows qkv, const Cache& cache, long i) {
     const long dim = m.head_dim;
     team.each(batch.num_tokens, [&](long t, long) {
@@ -74,8 +74,8 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
 
 constexpr int PHASES = 11;  // of a layer, at most
 
-// Rows a multiple of 4 KB apart would all fall into the same few lines of the first-level cache; rows that begin within a
-// line would be read in twice as many.
+// Rows a multiple of 4 KB apart would compete for the same few lines of the first-level cache, so such rows are padded.
+// Rows begin at lines of the cache: else each would be read in one line more.
 constexpr long FOUR_KB = 4096 / sizeof(bf16);
 
 struct Room : Rows {
@@ -146,7 +146,7 @@ extern "C" void nanospec_forward(const Forward* given) {
     });
 }
 
-// The instructions that multiply.
+// Returns the name of the instructions that multiply.
 extern "C" const char* nanospec_target() {
 #ifdef __AMX_BF16__
     if (has_amx()) return "AMX";
