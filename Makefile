@@ -36,7 +36,6 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := smollm2-135m-instruct
-MODEL2 := qwen2.5-coder-1.5b-instruct
 OUT    ?= bench/results
 PART   ?= all
 FILES  ?= kernels/speculation/verify.py
@@ -73,7 +72,7 @@ test: $(DONE)test
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/gpu $(ARGS)
 
 test-models: $(DONE)test
-	@$(BIN)/nanospec fetch $(MODEL2)
+	@$(BIN)/python -m tests.second_model
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
 
 test-long: $(DONE)test

