@@ -53,14 +53,14 @@ ON_CPU = {"naive": ngram.naive, **compiled(native=ngram.native)}
 IMPLEMENTATIONS = {**ON_CPU, "kernel": ngram.launch}
 
 
-@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-@settings(max_examples=300)
-@given(st.lists(requests(), min_size=1, max_size=5), st.integers(1, 8), st.randoms())
-def test_on_a_cpu_matches_reference(
-    implementation: str, batch: list[Request], k: int, shuffle: random.Random
-) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@settings(max_examples=100)
+@given(st.lists(requests(), min_size=1, max_size=4), st.integers(1, 8), st.randoms())
+def test_matches_reference(implementation: str, batch: list[Request], k: int, shuffle: random.Random) -> None:
+    if implementation == "kernel":
+        batch = batch[:2]  # the interpreter is slow
     rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)
-    check(batch, rows, k, ON_CPU[implementation])
+    check(batch, rows, k, IMPLEMENTATIONS[implementation])
 
 
 BY_HAND = {  # text, K, room -> drafts, sources, length of the match
@@ -92,12 +92,6 @@ def test_by_hand(case: str, implementation: str) -> None:
 
 
 # The kernel, in the interpreter.
-
-
-@settings(max_examples=25)
-@given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([1, 3, 8]), st.randoms())
-def test_kernel_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
-    check(batch, shuffle.sample([*range(len(batch)), -1], len(batch) + 1), k, ngram.launch)
 
 
 @pytest.mark.parametrize("programs", [1, 4, 512], ids=lambda n: f"programs{n}")

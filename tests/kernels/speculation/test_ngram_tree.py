@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 Propose = Callable[..., Proposal]
 ON_CPU: dict[str, Propose] = {"naive": ngram_tree.naive, **compiled(native=ngram.native)}
 KERNEL: Propose = ngram_tree.launch
+IMPLEMENTATIONS = {**ON_CPU, "kernel": KERNEL}
 
 
 class Node(NamedTuple):
@@ -100,14 +100,14 @@ def check(
         assert result.parents[b].tolist() == [x.parent for x in nodes] + [0] * rest, f"row {b}"
 
 
-@pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-@settings(max_examples=400)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@settings(max_examples=100)
 @given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([1, 2, 5, 8, 17]), st.randoms())
-def test_on_a_cpu_matches_reference(
-    implementation: str, batch: list[Request], k: int, shuffle: random.Random
-) -> None:
+def test_matches_reference(implementation: str, batch: list[Request], k: int, shuffle: random.Random) -> None:
+    if implementation == "kernel":
+        batch = batch[:2]  # the interpreter is slow
     rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)
-    check(batch, rows, k, ON_CPU[implementation], max_width=shuffle.randint(1, 8))
+    check(batch, rows, k, IMPLEMENTATIONS[implementation], max_width=shuffle.randint(1, 8))
 
 
 def propose_one(text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3) -> Proposal:
@@ -152,28 +152,6 @@ def test_a_tree_by_hand() -> None:
     ]  # fmt: skip
 
 
-def test_periodic_text_is_one_chain() -> None:
-    """All candidates continue alike, so that the first has all the drafts."""
-    nodes = nodes_of(propose_one([1, 2, 3] * 9, k=8, width=4))
-    assert [x.token for x in nodes] == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert [x.parent for x in nodes] == list(range(8))
-
-
-def test_no_width_no_drafts() -> None:
-    result = propose_one([1, 2, 1, 2], k=4, width=0)
-    assert (int(result.num_drafts), int(result.match_len)) == (0, 0)
-
-
-@settings(max_examples=200)
-@given(texts(), st.integers(1, 4), st.integers(1, 9))
-def test_width_1_is_what_ngram_drafts(text: list[int], n: int, k: int) -> None:
-    expected = ngram.naive(history_table([Request(text, 1, n, k)]), ints(0), k, n)
-    actual = propose_one(text, k, 1, max_n=n)
-    for name in ("drafts", "num_drafts", "source", "match_len", "drafter"):
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
-    assert [x.parent for x in nodes_of(actual)] == list(range(int(actual.num_drafts)))
-
-
 @settings(max_examples=300)
 @given(texts(60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 63), st.integers(1, 8))
 def test_what_holds_for_any_tree(text: list[int], min_n: int, more: int, k: int, width: int) -> None:
@@ -207,22 +185,7 @@ def test_what_holds_for_any_tree(text: list[int], min_n: int, more: int, k: int,
         assert count >= min(accepted(nodes_of(chain), text[-1], target), half)
 
 
-def test_naive_finds_chains_among_thousands_alike() -> None:
-    """The other continuation comes after more candidates than are looked at together."""
-    text = [0, 0, 0, 5, 6] + [0] * 700
-    nodes = nodes_of(propose_one(text, k=9, width=2))
-    assert nodes == reference(text, 1, 3, 9, 2)[0]
-    assert 5 in [x.token for x in nodes]
-
-
 # The kernel, in the interpreter.
-
-
-@settings(max_examples=25)
-@given(st.lists(requests(), min_size=1, max_size=3), st.sampled_from([1, 3, 8, 17]), st.randoms())
-def test_kernel_matches_reference(batch: list[Request], k: int, shuffle: random.Random) -> None:
-    rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)
-    check(batch, rows, k, KERNEL, max_width=shuffle.choice([1, 2, 3, 8]))
 
 
 @pytest.mark.parametrize("k", [32, 63])

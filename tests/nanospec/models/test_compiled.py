@@ -178,23 +178,6 @@ def tree(model: Model, pages: Pages, row: int, ids: Tensor, parents: list[int]) 
     )
 
 
-def test_trees(model: Model) -> None:
-    """Each query sees its ancestors and no other token of the step: as a chain of these alone would."""
-    parents = [0, 0, 1, 0, 3, 3, 5, 2]
-    ids = tokens(model, len(parents), 1)
-    pages = Pages(model, 1, 640)
-    pages.step({0: tokens(model, 300)})
-    logits = model.logits(model.forward(tree(model, pages, 0, ids, parents), pages.cache))
-    for leaf in (7, 4, 6):
-        path = [leaf]
-        while path[0]:
-            path.insert(0, parents[path[0]])
-        alone = Pages(model, 1, 640)
-        alone.step({0: tokens(model, 300)})
-        chain = alone.step({0: ids[path]})[0]
-        assert error(logits[path], chain.double()) < 0.02
-
-
 def test_trees_where_a_window_begins_beside_a_span() -> None:
     """In a tree later queries may lie before earlier ones, and so may what they see; the step's own tokens
     lie inside the window."""
@@ -210,20 +193,6 @@ def test_trees_where_a_window_begins_beside_a_span() -> None:
                 pages.step({0: tokens(model, length)})
                 results.append(model.forward(tree(model, pages, 0, ids, parents), pages.cache))
         assert error(results[1], results[0].double()) < 0.03, length
-
-
-@pytest.mark.parametrize("start", [1, 31, 200, 255])
-def test_trees_of_as_many_drafts_as_can_be(start: int) -> None:
-    """64 bits of ancestors: what lies further than that from the step's first token is not among them."""
-    model = build_model("gqa")
-    parents = [0, *(i // 2 for i in range(1, 64))]
-    ids, results = tokens(model, 64, 1), []
-    for name in ("naive", "native"):
-        with forced(name):
-            pages = Pages(model, 1, 400)
-            pages.step({0: tokens(model, start)})
-            results.append(model.forward(tree(model, pages, 0, ids, parents), pages.cache))
-    assert error(results[1], results[0].double()) < 0.03
 
 
 def test_gates_far_from_zero() -> None:
@@ -445,30 +414,22 @@ def test_other_processors(model: Model) -> None:
 
 
 @pytest.mark.usefixtures("other_library")
+@pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("K", [200, 224])
-def test_bits_do_not_depend_on_the_batch_on_other_processors(K: int) -> None:
+def test_bits_do_not_depend_on_the_batch_on_other_processors(K: int, cancel: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((300, K), (70, K)))
-    strips = packed.pack(weight)
-    expected = packed.linear(x, strips)
-    torch.testing.assert_close(expected.double(), x.double() @ weight.double().T, rtol=1 / 200, atol=4e-3)
-    for count in (*range(1, 35), 63, 64, 65, 96, 97, 257):
-        assert torch.equal(packed.linear(x[:count], strips), expected[:count])
-        assert torch.equal(packed.linear(x[-count:], strips), expected[-count:])
-
-
-@pytest.mark.usefixtures("other_library")
-@pytest.mark.parametrize("K", [200, 224])
-def test_sums_have_the_same_order_in_all_batches(K: int) -> None:
-    """The exact sums are 0: what is left is their rounding, which shows an order that bfloat16 hides."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(64, K // 2, generator=generator).to(BF16) for _ in range(2))
-    order = torch.randperm(K, generator=generator)
-    x, weight = torch.cat([x, x], 1)[:, order], torch.cat([weight, -weight], 1)[:, order]
+    if (
+        cancel
+    ):  # the exact sums are 0: what is left is their rounding, which shows an order that bfloat16 hides
+        order, half = torch.randperm(K, generator=generator), K // 2
+        x = torch.cat([x[:, :half], x[:, :half]], 1)[:, order]
+        weight = torch.cat([weight[:, :half], -weight[:, :half]], 1)[:, order]
     strips = packed.pack(weight)
     expected = packed.linear(x, strips)
     assert (expected != 0).float().mean() > 0.2
-    for count in range(1, 65):
+    torch.testing.assert_close(expected.double(), x.double() @ weight.double().T, rtol=1 / 200, atol=4e-3)
+    for count in (*range(1, 35), 63, 64, 65, 96, 97, 257):
         assert torch.equal(packed.linear(x[:count], strips), expected[:count])
         assert torch.equal(packed.linear(x[-count:], strips), expected[-count:])
 
