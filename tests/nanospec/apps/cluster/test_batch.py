@@ -32,7 +32,7 @@ from nanospec.apps.cluster.lines import Result
 from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SAME = ("--max-model-len", "512", "--dtype", "float32")  # or results would be those of others
 
 

@@ -496,7 +496,7 @@ def test_the_client_raises_its_own_errors(server: Served) -> None:
         (b"[" * 100_000, "application/json", 400, "no JSON"),
         (b'{"prompt": ' + b"1" * 5000 + b"}", "application/json", 400, "no JSON"),
         (b'{"prompt": "\\ud83d"}', "application/json", 400, "surrogate"),
-        (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "NaN is no number that can be"),
+        (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "NaN is not a finite number"),
         (b'{"prompt": "a", "' + b"x" * 100_000 + b'": 1}', "application/json", 400, "unknown field 'xxxx"),
         (b'{"prompt": "a", "\\ud800": 1}', "application/json", 400, "unknown field '\\ud800'"),
         (b'{"prompt": "a", "prompt": "b"}', "application/json", 400, "'prompt' stands twice in one object"),
@@ -560,7 +560,7 @@ def test_every_answer_has_an_id(server: Served) -> None:
 
 
 def test_the_example_of_the_documents(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "serving.md").read_text(encoding="utf-8")
     [example] = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     changes = {"http://localhost:8000": server.url, "smollm2-135m-instruct": MODEL}
     changes |= {"Name three colours, then name them again.": PROMPT}

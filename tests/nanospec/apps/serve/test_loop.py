@@ -162,7 +162,7 @@ def test_rejected_guesses_are_told_by_a_traced_engine(folder: Path) -> None:
 
 
 def test_the_dashboard_asks_for_what_there_is(folder: Path) -> None:
-    dashboard = (Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8")
+    dashboard = (Path(__file__).parents[4] / "docs" / "grafana.json").read_text(encoding="utf-8")
     panels = [panel for panel in json.loads(dashboard)["panels"] if panel["type"] != "row"]
     asked = {target["expr"] for panel in panels for target in panel["targets"]}
     names = {name for expression in asked for name in re.findall(r"nanospec:\w+", expression)}

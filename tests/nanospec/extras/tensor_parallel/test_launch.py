@@ -31,7 +31,7 @@ from nanospec.llm import Prompt
 from tests.ranks import weights_of
 from tests.tiny import tiny_config, tiny_tokenizer
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PROMPTS: list[Prompt] = ["a red red green red red", "ab ab ab abab", [5, 9, 5, 9, 5], "ab red"]
 GRAMMAR = {"type": "regex", "regex": "(ab|red)+"}
 PARAMS = [
