@@ -6,10 +6,9 @@ the table) gets other targets, and the same walk does the rest; rows that keep t
 REJECTION (Leviathan et al., 2023; Chen et al., 2023) is lossless in distribution, though which tokens a
 seed gives depends on the drafts: with p the target's and q the draft model's probabilities, a draft d
 becomes the target with probability min(1, p(d) / q(d)), and a draw from max(p - q, 0) does otherwise.
-So sum(min(p, q)) of the drafts are accepted, the most that a lossless rule can. EXACT accepts somewhat
-fewer if both draws share their noise, and sum(p q) if they do not. p is what `sample` draws from; q is
-the same of the draft's logits, but penalties count committed tokens only. The last query keeps its
-target, and so do queries that no q is given for (n-gram guesses, trees): with all of q on the draft,
+So sum(min(p, q)) of the drafts are accepted, the most that a lossless rule can. p is what `sample` draws
+from; q is the same of the draft's logits, but penalties count committed tokens only. The last query keeps
+its target, and so do queries that no q is given for (n-gram guesses, trees): with all of q on the draft,
 a draw from p that may equal it *is* rejection sampling.
 
 TYPICAL (Medusa; Cai et al., 2024) is lossy. Where no draft equals the target's draw, the likeliest of
@@ -22,8 +21,7 @@ their noise, so acceptance and residual have streams of their own (`noise.py`, w
 in constant bits): u = exp(-E) of token 0 of the one, all tokens of the other.
 
 Kernel: `scan` goes over the logits of the rows that ask again, and over the draft's; `probabilities` reduces
-each distribution to four numbers; `_decide` changes targets, at most one pass over the vocabulary for a
-residual draw. Limits: those of `sample` and `commit`.
+each distribution to four numbers; `_decide` changes targets.
 """
 
 from dataclasses import replace

@@ -2,23 +2,18 @@
 
 Arguments and results are those of `ngram.propose`, and `width` of the table says how many continuations
 a request wants at most; 1: a chain, 0: no drafts. Parents are given for chains too, 0 beyond the drafts.
+K counts all drafts of a row, whatever their shape: a row that has a match gets as many as it has room for.
 
-K counts all drafts of a row, whatever their shape. A row that has a match gets exactly D of them, its room.
-`match_len` is that of the first chain.
-
-Candidates are all matches of `ngram.matches`, in its order. A candidate's chain is the D tokens from it on,
-going back to it at the end of the text, as in `ngram.py`. The chains that are used are the first `width`
-different ones. So the first is what `ngram.propose` drafts. It is also the only one if its match is longer
-than LONG_MATCH: such matches are mostly right, so that what a branch takes from the chain is lost (measured:
-quoting, trees everywhere lose a quarter and more).
+Each match of `ngram.matches` begins a chain: its D tokens from there on, copied as in `ngram.py`. The first
+`width` different chains are used, so the first is what `ngram.propose` drafts. It is the only one if its
+match is longer than LONG_MATCH: such matches are mostly right, and a branch would take drafts from the chain
+(measured: in quotations, trees everywhere lose a quarter and more).
 
 The D nodes are shared out in that order: each chain gets half of those that are left (rounded up), the
 last chain all of them. A chain follows the tree as far as it is in there, and adds its share of nodes
 where it leaves it. Nodes are numbered as they are added, so the first n are a tree too, and the first
 half is the head of the best chain: a tree accepts at least as many tokens as a chain of ceil(D / 2)
-drafts does. (Not always as many as a chain of D: where the text repeats itself at length, the first
-match is mostly right to its end, and width 1 is better.) A chain that equals an earlier one up to the
-end of that one's share goes on below it, so the two may make a single path. Three things follow.
+drafts does. Three things follow.
 - Siblings differ, since a chain adds a child only where no child carries its token.
 - The share always fits: a tree of D nodes is at most D deep, so no chain needs more tokens than its D,
   and each chain leaves the tree within its D tokens, since it differs from all chains before.
@@ -28,10 +23,7 @@ end of that one's share goes on below it, so the two may make a single path. Thr
 Kernel: two launches. `_search` splits each history over programs. Each reduces its 1024 candidates at a
 time to the `width` best that differ, which loses none of the row's: of a row's best chains, each is
 among the best of the program that holds its best candidate. `_build` reduces the programs' candidates
-the same way and makes the tree, in one program per row. To remove the chains that equal a chosen one,
-tokens are compared one by one until none is left that could be equal, mostly after one or two; only
-periodic text, where all candidates continue alike, takes all D.
-Limits: k <= 63, max_width <= 8, and those of `ngram`.
+the same way and makes the tree, in one program per row. Limits: k <= 63, max_width <= 8, those of `ngram`.
 """
 
 from typing import NamedTuple

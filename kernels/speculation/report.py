@@ -57,16 +57,11 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
     return reports
 
 
-def emitted_tokens(lines: Tensor) -> Tensor:
-    """Return the tokens that the step emitted, [B, Q] int32, -1 beyond their number."""
-    C = NUM_COLUMNS.value
-    return lines[:, C : C + (lines.shape[1] - C) // 2]
-
-
 def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the kept tokens of the rows that `asked` [B] bool names: the row, the place among the emitted
     ones and the token of each, [N]. Waits for the device."""
-    tokens = emitted_tokens(lines)
+    C = NUM_COLUMNS.value
+    tokens = lines[:, C : C + (lines.shape[1] - C) // 2]
     place = torch.arange(tokens.shape[1], device=lines.device)
     b, j = ((place < lines[:, :1]) & asked[:, None]).nonzero(as_tuple=True)
     return b, j, tokens[b, j]

@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 def rows_of(batch: Batch) -> Iterator[Row]:
-    """The rows of a batch in order."""
+    """Yield the rows of a batch in order."""
     ids = batch.input_ids.tolist()
     parents = None if batch.parents is None else batch.parents.tolist()
     columns = (batch.rows.tolist(), batch.q_start.tolist(), batch.q_len.tolist())
