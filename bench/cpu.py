@@ -237,7 +237,7 @@ class Race:
 @functools.cache
 def large_block() -> torch.Tensor:
     """1 GiB: beyond any cache, on large pages, and written once, so that none is missing when it is read."""
-    return zeros_on_demand((256 << 20,), torch.float32, torch.device("cpu"), large_pages=True).fill_(1)
+    return zeros_on_demand((256 << 20,), torch.float32, large_pages=True).fill_(1)
 
 
 def read_rate() -> float:

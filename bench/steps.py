@@ -42,6 +42,7 @@ from nanospec.kernels.speculation.layout import lay_out
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
+from nanospec.models.random_weights import random_model
 
 Make = Callable[[SpecConfig], Drafter]
 ROOM = 128  # tokens of a window beyond the context
@@ -51,7 +52,7 @@ SLOWEST = 8.0  # seconds that a bucket takes at most, about
 def load_shape(shape: str, out: Rows) -> tuple[Model, ModelConfig]:
     """A model of a named shape with random weights, "tiny" for dry runs."""
     config = ModelConfig.from_dict(tiny.SHAPE) if shape == "tiny" else roofline.MODELS[shape]
-    return Model.random(config, out.dtype, out.device), config
+    return random_model(config, out.dtype, out.device), config
 
 
 def make_engine(
@@ -102,7 +103,7 @@ def by_drafter(model: Model) -> dict[str, dict[str, Any]]:
     """Options of `make_engine` for other drafters: trees, a draft model of two of the target's layers, four
     heads."""
     small = replace(model.config, num_layers=2, windows=model.config.windows[:2])
-    draft, heads = Model.random(small, model.dtype, model.device), Heads.random(model, 4)
+    draft, heads = random_model(small, model.dtype, model.device), Heads.random(model, 4)
 
     def medusa(spec: SpecConfig) -> Drafter:
         return MedusaDrafter(spec, heads, model)

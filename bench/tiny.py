@@ -17,6 +17,7 @@ from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
+from nanospec.models.random_weights import random_model
 
 VOCAB = 512
 SHAPE = {
@@ -28,7 +29,7 @@ Job = tuple[list[int], SamplingParams]
 
 
 def make_model(device: torch.device, dtype: torch.dtype) -> Model:
-    return Model.random(ModelConfig.from_dict(SHAPE), dtype, device)
+    return random_model(ModelConfig.from_dict(SHAPE), dtype, device)
 
 
 def make_engine(model: Model, k: int | str, rows: int, window: int = 512, **options: Any) -> Engine:

@@ -23,6 +23,7 @@ from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
+from nanospec.models.random_weights import random_weights
 from nanospec.text.tokenizer import Tokenizer
 from tests.tiny import tiny_config
 
@@ -183,7 +184,7 @@ def cycle(start: int, count: int, vocab_size: int = 32) -> list[int]:
 
 def similar_model(noise: float) -> Model:
     """`tiny_model()` with so much noise (relative) on its matrices: a draft model that is often right."""
-    generator = torch.Generator().manual_seed(1)
+    generator, config = torch.Generator().manual_seed(1), tiny_config()
 
     class Blurred(Model):
         def __init__(self, config: Any, dtype: Any, device: Any, get: Callable[[str], Tensor]) -> None:
@@ -194,7 +195,7 @@ def similar_model(noise: float) -> Model:
 
             super().__init__(config, dtype, device, blurred)
 
-    return Blurred.random(tiny_config())
+    return Blurred(config, torch.float32, "cpu", random_weights(config, torch.float32, "cpu", 0))
 
 
 class Guess(Drafter):

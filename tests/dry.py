@@ -24,7 +24,6 @@ from nanospec.kernels import dispatch
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.models.kv_cache import kv_shape
 
 
 class DryRun(TorchDispatchMode):
@@ -128,6 +127,6 @@ def dry_step(model: Model, spec: SpecConfig, num_rows: int, kind: type[Step] = S
     config, drafter = model.config, NgramDrafter(spec) if spec.method == "ngram" else None
     length = config.max_position_embeddings
     table = Table.empty(num_rows, length, 16, config.vocab_size, "meta")
-    shape = kv_shape(model, num_rows * length // 16, 16)
+    shape = model.kv_shape(num_rows * length // 16, 16)
     kv_cache = torch.empty(shape, dtype=model.dtype, device="meta")
     return kind(model, kv_cache, table, drafter, spec.acceptance == "exact", Stopwatch())

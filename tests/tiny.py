@@ -22,7 +22,7 @@ from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.models.kv_cache import kv_shape
+from nanospec.models.random_weights import random_model
 from nanospec.models.rope import Rope
 from nanospec.text.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ def tiny_model(
     **overrides: Any,
 ) -> Model:
     """A model of `tiny_config` with random weights."""
-    return Model.random(tiny_config(**overrides), dtype, device, seed)
+    return random_model(tiny_config(**overrides), dtype, device, seed)
 
 
 def tiny_tokenizer(folder: Path) -> Tokenizer:
@@ -229,7 +229,7 @@ class Pages:
         self.table = Table.empty(num_rows, max_len, block_size, config.vocab_size, model.device)
         blocks = self.table.block_table
         generator = torch.Generator().manual_seed(1)
-        shape = kv_shape(model, blocks.numel(), block_size)
+        shape = model.kv_shape(blocks.numel(), block_size)
         self.cache = (10 * torch.randn(shape, generator=generator)).to(model.device, model.dtype)
         blocks.copy_(torch.randperm(blocks.numel(), generator=generator).view(blocks.shape))
         self.length = [0] * num_rows

@@ -34,17 +34,12 @@ class Mock(Model):
             head_dim=WIDTH, max_position_embeddings=window,
         )  # fmt: skip
         self.dtype, self.device = dtype, torch.device("cpu")
-        self.like = torch.empty(0, dtype=dtype)
+        self.like, self.weight_bytes = torch.empty(0, dtype=dtype), 0
         self.lm_head = torch.zeros(vocab_size, WIDTH, dtype=dtype)
-        self.__dict__["_compiled"] = None
         self.after = _likely_successors(rng, vocab_size)  # [V, V]
         self.whole = torch.from_numpy(surprise * rng.standard_normal((SUMS, vocab_size))).float()
         self.worth = rng.integers(SUMS, size=(window, vocab_size))
         self.spoilt: set[tuple[int, ...]] = set()
-
-    @property
-    def weight_bytes(self) -> int:
-        return 0
 
     def scores(self, last: Any, total: Any) -> Tensor:
         """[N, V] after texts that end with the tokens `last` [N] and have the sums `total` [N]."""

@@ -21,7 +21,6 @@ from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
 from ..kernels.transfer import synchronize
 from ..models.decoder import Model
-from ..models.kv_cache import kv_shape
 from .graphs import Bucket, StepGraphs
 
 # Tokens per pass at which the time is measured: also on both sides of where it jumps, which is at 12 (up to
@@ -75,7 +74,7 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
     context = min(pages * size, table.max_context) - max(ATTENTION_TOKENS)
     if context < 1:
         return Attention()
-    kv_cache = torch.empty(kv_shape(model, B * pages, size), dtype=model.dtype, device=device).zero_()
+    kv_cache = torch.empty(model.kv_shape(B * pages, size), dtype=model.dtype, device=device).zero_()
     block_table = torch.arange(B * pages, dtype=torch.int32, device=device).view(B, pages)
     table = table._replace(block_table=block_table, max_blocks=pages)
     rows = torch.arange(B, dtype=torch.int32, device=device)

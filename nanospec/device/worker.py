@@ -30,7 +30,7 @@ from ..kernels.batch import Batch, Chunk
 from ..kernels.codes import NOBODY, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..kernels.table import Table
-from ..models.compiled import computed_by
+from ..models.cpu import computed_by
 from ..models.decoder import Model
 from ..models.kv_cache import empty_cache, zero_blocks
 from . import admission

@@ -136,6 +136,11 @@ class ModelConfig:
         return shapes
 
     @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The RoPE of each layer."""
+        return tuple(self.rope if w is None else self.local_rope or self.rope for w in self.windows)
+
+    @property
     def attention_scale(self) -> float:
         """The factor of q . k."""
         return (self.query_scalar or self.head_dim) ** -0.5

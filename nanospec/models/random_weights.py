@@ -1,24 +1,37 @@
-"""Weights for tests and benchmarks, made on the device."""
+"""Random weights for tests and benchmarks, made on the device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .config import ModelConfig
+from .cpu import model_class
+from .decoder import GetWeight, Model
+
+
+def random_model(
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Model:
+    """Return a model with `random_weights`."""
+    get = random_weights(config, dtype, device, seed)
+    return model_class(config, dtype, device)(config, dtype, device, get)
 
 
 def random_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int
-) -> Callable[[str], Tensor]:
-    """Gives tensors of `config.parameter_shapes` by name, in the order in which they are asked for.
+) -> GetWeight:
+    """Return a function that makes tensors of `config.parameter_shapes` by name; the order of the calls
+    matters.
 
-    Scaled so that activations stay near 1 and logits have a standard deviation of about 2: the text is
-    nonsense, but neither constant nor uniform. The same seed gives the same weights up to rounding in every
-    dtype (not across devices).
+    They are scaled so that activations stay near 1 and logits have a standard deviation of about 2: the text
+    is neither constant nor uniform. The same seed gives the same weights up to rounding in every dtype, but
+    not on every device.
     """
     shapes = config.parameter_shapes()
     generator = torch.Generator(device=device).manual_seed(seed)

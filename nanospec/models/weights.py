@@ -26,6 +26,7 @@ from ..kernels.dispatch import use_native
 from ..text.checks import shown
 from ..text.files import read_json, reason
 from .config import DTYPES, ModelConfig
+from .cpu import model_class
 from .decoder import Model
 from .families.base import family_of, stored_shapes
 
@@ -102,7 +103,7 @@ def load_model(
             return ours if part is None else part.filled(ours)
 
         if group is None:
-            return Model(config, dtype, device, get)
+            return model_class(config, dtype, device)(config, dtype, device, get)
         shard = Shard(config, group)
         return shard.joined(Model(shard.config, dtype, device, lambda name: get(name, shard.part(name))))
 

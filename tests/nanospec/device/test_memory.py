@@ -43,7 +43,7 @@ def resident() -> int:
 def test_untouched_zeros_take_no_memory(dtype: torch.dtype) -> None:
     """The process has more to do than this, so that its memory is known to some 30 MiB."""
     before = resident()
-    zeros = zeros_on_demand((2, 1024, MIB // dtype.itemsize), dtype, CPU)  # 2 GiB
+    zeros = zeros_on_demand((2, 1024, MIB // dtype.itemsize), dtype)  # 2 GiB
     assert (zeros.shape, zeros.dtype, zeros.device) == ((2, 1024, MIB // dtype.itemsize), dtype, CPU)
     assert resident() - before < 32 * MIB
     assert not zeros[:, ::100].any()  # reading takes none either

@@ -1,0 +1,105 @@
+"""The model whose forward pass is one call of `kernels/native/decoder.cpp`: what a CUDA graph is on a GPU."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.batch import Batch
+from ..kernels.dispatch import use_native, use_triton
+from ..kernels.layer.norm import Norm
+from ..kernels.native.build import target
+from ..kernels.native.call import Word, batch_words, call, words
+from ..kernels.native.packed import WIDTH, Packed, empty_rows, row_words
+from ..kernels.native.tiles import cache_words, tiled_shape
+from .config import ModelConfig
+from .decoder import GetWeight, Layer, Model
+
+LANES = 16  # numbers to a vector
+MAX_GROUP = 64  # query heads to a head of keys and values; as attention.h has it
+MIN_DIM, MAX_DIM = 32, 256  # numbers to a head
+
+
+class CompiledModel(Model):
+    """A model in bfloat16 on a CPU, with packed weights and a cache as `kernels/native/tiles.py` lays it out.
+
+    The words that it gives to C++ are addresses of its own tensors, which stay where they are.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
+    ) -> None:
+        super().__init__(config, dtype, device, get)
+        c, scalar = config, config.query_scalar or config.head_dim
+        self._norms: list[Tensor] = []
+        self._layers = words(*(word for layer in self.layers for word in self._layer_words(layer)))
+        self._model = words(
+            c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
+            *map(_double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
+            c.gate == "gelu", self.embedding, self._norm(self.norm), _address(self._layers),
+        )  # fmt: skip
+
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        hidden = empty_rows(batch.num_tokens, self.config.hidden_size)
+        self._run(batch, kv_cache, hidden)
+        return hidden
+
+    def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
+        self._run(batch, kv_cache, None)  # the last layer ends with its keys and values
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        c = self.config
+        return tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
+
+    def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
+        call(
+            "nanospec_forward", _address(self._model), *batch_words(batch), *cache_words(kv_cache),
+            *row_words(hidden), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _layer_words(self, layer: Layer) -> tuple[Word, ...]:
+        """Return `Layer` of structs.h."""
+        q_norm, k_norm = layer.qk_norms or (None, None)
+        norms = layer.input_norm, q_norm, k_norm, layer.o_norm, layer.post_norm, layer.down_norm
+        weights: list[Word] = []
+        for weight, bias in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            assert isinstance(weight, Packed)
+            weights += weight.words(bias)
+        return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]
+
+    def _norm(self, norm: Norm | None) -> Tensor | None:
+        """Return `Norm` of structs.h."""
+        if norm is None:
+            return None
+        self._norms.append(F.pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
+        return self._norms[-1]
+
+
+def model_class(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> type[Model]:
+    """Return the class for a whole model: compiled on a CPU in bfloat16, if its shape allows that."""
+    c = config
+    heads = c.num_heads // c.num_kv_heads <= MAX_GROUP and MIN_DIM <= c.head_dim <= MAX_DIM
+    fits = heads and c.hidden_size % 2 == 0 and c.intermediate_size % WIDTH == 0
+    return CompiledModel if fits and use_native(torch.empty(0, dtype=dtype, device=device)) else Model
+
+
+def computed_by(model: Model) -> str:
+    """Return the implementation of the forward pass, as reports name it."""
+    if use_triton(model.like):
+        return "Triton"
+    if isinstance(model, CompiledModel):
+        return f"C++ ({target()})"
+    return f"PyTorch, products in C++ ({target()})" if isinstance(model.lm_head, Packed) else "PyTorch"
+
+
+def _double(number: float) -> int:
+    """Return the word of a double."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def _address(found: array[int]) -> int:
+    return found.buffer_info()[0]

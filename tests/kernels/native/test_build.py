@@ -1,0 +1,142 @@
+"""The C++ is compiled once, for the processors that are asked for; without a compiler PyTorch runs."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanospec.kernels.dispatch import forced
+from nanospec.kernels.native import build
+from nanospec.models.cpu import CompiledModel
+from tests.processors import PROCESSORS, built_for
+from tests.tiny import Pages, tiny_model
+
+__all__ = ["built_for"]
+pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_it_compiles_for_processors_that_are_not_here(
+    built_for: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if PROCESSORS[name][1] in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip("the other tests compile for it")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # in half the time
+    assert ctypes.CDLL(str(built_for(PROCESSORS[name][0]))).nanospec_target
+
+
+def test_a_processor_named_in_cxx_is_compiled_for() -> None:
+    assert build.processor_flag(["g++", "-g"]) == ["-march=native"]
+    assert build.processor_flag(["ccache", "g++", "-march=x86-64-v3"]) == []
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Nothing is compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library.cache_clear()
+    yield tmp_path / "nanospec"
+    build.library.cache_clear()
+
+
+OLD = "sh -c 'if [ $1 = --version ]; then echo 1; else echo in function; echo error: old >&2; exit 1; fi' cxx"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("no-such-compiler", "there is no no-such"),
+        ("false", "exit status 1"),
+        (OLD, "error: old"),
+        ('g++ "', "No closing quotation"),
+    ],
+    ids=["none", "broken", "old", "quotation"],
+)
+def test_without_a_compiler_pytorch_runs(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.warns(UserWarning, match=rf"PyTorch runs instead.*install g\+\+ 11.*{reason}"):
+        model = tiny_model(dtype=BF16, intermediate_size=96)
+    assert not isinstance(model, CompiledModel)
+    pages = Pages(model, 1, 64)
+    assert pages.step({0: torch.arange(5)})[0].isfinite().all()
+    assert not list(fresh.glob("*"))
+
+
+@pytest.mark.parametrize("how", ["forced", "NANOSPEC_KERNELS"])
+def test_who_asks_for_it_without_a_compiler_gets_an_error(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    message = r"could not be compiled, .*NANOSPEC_KERNELS=native.*; install g\+\+ 11.*no no-such-compiler"
+    if how == "forced":
+        with forced("native"), pytest.raises(OSError, match=message):
+            tiny_model(dtype=BF16, intermediate_size=96)
+        return
+    monkeypatch.setenv("NANOSPEC_KERNELS", "native")
+    code = "import torch; from nanospec.kernels.layer.linear import pack; pack(torch.ones(2, 2).bfloat16())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert re.search(message, result.stderr.splitlines()[-1])
+    assert "Warning" not in result.stderr
+
+
+@pytest.mark.parametrize("said", ["", r"\n", r"\344\n"], ids=["nothing", "newline", "latin-1"])
+def test_whatever_a_compiler_says_pytorch_runs(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\nprintf '{said}' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.warns(UserWarning, match=r"PyTorch runs instead.*\(.+\)"):
+        assert build.library() is None
+    assert not list(fresh.glob("*"))
+
+
+def test_without_a_home_the_library_is_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert build.cache_folder() == Path(build._own_folder().name)
+
+
+def test_what_was_compiled_is_kept_and_broken_files_are_compiled_again(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    compile_ = build._compile
+
+    def run(command: list[str], folder: str) -> None:
+        calls.append(command)
+        compile_(command, folder)
+
+    monkeypatch.setattr(build, "_compile", run)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
+    monkeypatch.setattr(build, "SOURCES", [path for path in build.SOURCES if path.name == "mask.cpp"])
+    file = build.built(fresh)
+    file.write_bytes(b"truncated")
+    assert build.library() is not None
+    assert list(fresh.glob("*")) == [file]
+    count = len(calls)
+    build.library.cache_clear()
+    assert build.library() is not None
+    assert 0 < count == len(calls)
+    monkeypatch.setenv("CXX", "no-such-compiler")  # it may have been removed
+    assert build.built(fresh) == file
+    monkeypatch.setenv("CXX", "no-such-compiler -march=x86-64-v3")
+    with pytest.raises(FileNotFoundError, match="there is no no-such-compiler"):
+        build.built(fresh)

@@ -1,0 +1,180 @@
+"""Products of packed weights in C++: right, the same bits in every batch, on all processors."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanospec.kernels.native import build, call, packed
+from tests.processors import PROCESSORS, built_for, compiled_for, other_library
+
+__all__ = ["built_for", "compiled_for", "other_library"]
+pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("K", [2, 50, 576])
+@pytest.mark.parametrize("N", [1, 31, 32, 33, 200])
+@pytest.mark.parametrize("T", [1, 2, 11, 12, 13, 16, 17, 33, 97, 200])
+def test_linear(T: int, N: int, K: int) -> None:
+    generator = torch.Generator().manual_seed(T * N + K)
+    x, weight, bias = (torch.randn(*s, generator=generator).to(BF16) for s in ((T, K), (N, K), (N,)))
+    out = torch.full((T + 1, N), torch.nan, dtype=BF16)
+    for b in (None, bias):
+        packed.linear(x, packed.pack(weight), b, out=out[:T])
+        expected = x.double() @ weight.double().T + (0 if b is None else b.double())
+        torch.testing.assert_close(out[:T].double(), expected, rtol=1 / 200, atol=2e-5 * K)
+        assert out[T].isnan().all()
+
+
+def test_linear_of_rows_apart() -> None:
+    weight, wide = packed.pack(torch.randn(70, 16).to(BF16)), torch.randn(30, 40).to(BF16)
+    for x in (wide[:, 3:19], wide[::2, :16], wide[:16].T[:20], wide[:1, :16].expand(14, 16)):
+        assert torch.equal(packed.linear(x, weight), packed.linear(x.contiguous(), weight))
+
+
+def test_linear_refuses_what_does_not_fit() -> None:
+    weight, x = packed.pack(torch.randn(40, 16).to(BF16)), torch.randn(3, 16).to(BF16)
+    out = torch.empty(3, 40, dtype=BF16)
+    for call_ in (
+        partial(packed.linear, x.float(), weight),
+        partial(packed.linear, x[:, :8], weight),
+        partial(packed.linear, x, weight, x[0]),
+        partial(packed.linear, x, weight, out=out[:2]),
+        partial(packed.linear, x, weight, out=out.float()),
+        partial(packed.linear, x, weight, out=torch.empty(40, 3, dtype=BF16).T),
+    ):
+        with pytest.raises(ValueError, match="must be|does not multiply"):
+            call_()
+
+
+@pytest.mark.usefixtures("other_library")
+@pytest.mark.parametrize("K", [200, 224])
+def test_bits_do_not_depend_on_the_batch_on_other_processors(K: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((300, K), (70, K)))
+    strips = packed.pack(weight)
+    expected = packed.linear(x, strips)
+    torch.testing.assert_close(expected.double(), x.double() @ weight.double().T, rtol=1 / 200, atol=4e-3)
+    for count in (*range(1, 35), 63, 64, 65, 96, 97, 257):
+        assert torch.equal(packed.linear(x[:count], strips), expected[:count])
+        assert torch.equal(packed.linear(x[-count:], strips), expected[-count:])
+
+
+@pytest.mark.usefixtures("other_library")
+@pytest.mark.parametrize("K", [200, 224])
+def test_sums_have_the_same_order_in_all_batches(K: int) -> None:
+    """The exact sums are 0: what is left is their rounding, which shows an order that bfloat16 hides."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(64, K // 2, generator=generator).to(BF16) for _ in range(2))
+    order = torch.randperm(K, generator=generator)
+    x, weight = torch.cat([x, x], 1)[:, order], torch.cat([weight, -weight], 1)[:, order]
+    strips = packed.pack(weight)
+    expected = packed.linear(x, strips)
+    assert (expected != 0).float().mean() > 0.2
+    for count in range(1, 65):
+        assert torch.equal(packed.linear(x[:count], strips), expected[:count])
+        assert torch.equal(packed.linear(x[-count:], strips), expected[-count:])
+
+
+@pytest.mark.usefixtures("other_library")
+@pytest.mark.parametrize(("x", "weight"), [(1e-20, 1e-19), (1e-39, 1e20), (1e20, 1e-39)])
+def test_what_is_too_small_for_a_normal_float_is_zero(x: float, weight: float) -> None:
+    """As instructions for bfloat16 have it; those for floats would be ten times slower. PyTorch, in the same
+    thread, still keeps such numbers."""
+    strips = packed.pack(torch.full((40, 96), weight, dtype=BF16))
+    for count in (1, 13):
+        assert (packed.linear(torch.full((count, 96), x, dtype=BF16), strips) == 0).all()
+    assert torch.tensor(1e-20) * torch.tensor(1e-19) > 0
+
+
+def test_vectors_of_any_width_give_the_same_bits(
+    built_for: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of AVX2 and AVX-512, whose exact values are 0: what is left shows their order."""
+    if not {"avx2", "avx512vl"} <= set(Path("/proc/cpuinfo").read_text().split()):
+        pytest.skip("not a processor with both")
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(40, 200, generator=generator).to(BF16) for _ in range(2))
+    x, weight = torch.cat([x, x], 1), torch.cat([weight, -weight], 1)
+    found = []
+    for name in ("AVX2", "AVX-512"):
+        library = ctypes.CDLL(str(built_for(PROCESSORS[name][0])))
+        monkeypatch.setattr(call, "library", lambda library=library: library)
+        call._function.cache_clear()
+        found.append(packed.linear(x, packed.pack(weight)))
+    call._function.cache_clear()
+    assert (found[0] != 0).float().mean() > 0.2
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("other_library")
+@pytest.mark.parametrize("K", [2, 30, 100, 400])
+def test_nothing_behind_the_last_row_is_read(K: int) -> None:
+    """It ends where a page does, and the next one must not be touched."""
+    page, weight = mmap.PAGESIZE, packed.pack(torch.randn(40, K).to(BF16))
+    room = mmap.mmap(-1, 5 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(address + 4 * page, page, 0) == 0
+    for T in (1, 2, 12, 13):
+        x = torch.frombuffer(room, dtype=BF16, count=T * K, offset=4 * page - 2 * T * K).view(T, K).normal_()
+        assert torch.equal(packed.linear(x, weight), packed.linear(x.clone(), weight))
+
+
+@pytest.mark.parametrize(
+    ("options", "by_pairs"),
+    [
+        ("x86-64-v3 -msse4a", False),
+        ("x86-64-v4", False),
+        ("cooperlake", False),
+        ("x86-64-v4 -mavx512bf16 -msse4a", True),
+    ],
+)
+def test_only_processors_of_amd_multiply_bfloat16_in_pairs(options: str, by_pairs: bool) -> None:
+    """Those of Intel are faster with floats."""
+    if platform.machine() != "x86_64":
+        pytest.skip("not an x86 processor")
+    file = Path(build.__file__).with_name("arithmetic.h")
+    command = [*build.find_compiler(), *f"-march={options} -std=c++20 -dM -E -x c++".split(), str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ("#define BY_PAIRS" in result.stdout) == by_pairs
+
+
+WITHOUT_PERMISSION = """
+import ctypes, struct
+def line(code, true, false, value): return struct.pack("HBBI", code, true, false, value)
+# Of a call: its number; arch_prctl? its argument; ARCH_REQ_XCOMP_PERM? EPERM; else allowed.
+filter = (line(0x20, 0, 0, 0) + line(0x15, 0, 3, 158) + line(0x20, 0, 0, 16) + line(0x15, 0, 1, 0x1023)
+          + line(0x06, 0, 0, 0x00050001) + line(0x06, 0, 0, 0x7FFF0000))
+lines = ctypes.create_string_buffer(filter)
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(filter) // 8, ctypes.addressof(lines)))
+prctl = ctypes.CDLL(None).prctl
+allowed = not prctl(38, 1, 0, 0, 0) and not prctl(22, 2, ctypes.c_void_p(ctypes.addressof(program)), 0, 0)
+
+import torch
+from nanospec.kernels.native import build, packed
+x, weight = torch.ones(5, 64, dtype=torch.bfloat16), torch.ones(3, 64, dtype=torch.bfloat16)
+assert (packed.linear(x, packed.pack(weight)) == 64).all()
+print(build.target() if allowed else "no filter")
+"""
+
+
+@pytest.mark.skipif(build.library() is None or build.target() != "AMX", reason="not a processor with AMX")
+def test_where_the_system_refuses_the_matrix_unit_vectors_compute() -> None:
+    """As a container may. The system is asked by a number that a filter of system calls answers with no."""
+    child = [sys.executable, "-c", WITHOUT_PERMISSION]
+    result = subprocess.run(child, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() in (["AVX-512"], ["no", "filter"])

@@ -1,0 +1,349 @@
+"""The forward pass in C++: against exact arithmetic, its bits, in trees too, and what it must not read."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanospec.kernels.batch import Batch, Chunk
+from nanospec.kernels.dispatch import forced
+from nanospec.kernels.native import build, packed
+from nanospec.kernels.speculation.layout import lay_out
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.models.config import ModelConfig
+from nanospec.models.cpu import CompiledModel, computed_by, model_class
+from nanospec.models.decoder import GetWeight, Model
+from nanospec.models.random_weights import random_weights
+from tests.processors import built_for, compiled_for, other_library
+from tests.tiny import GEMMA, Pages, tiny_config, tiny_model
+
+__all__ = ["built_for", "compiled_for", "other_library"]
+pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
+
+BF16 = torch.bfloat16
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {"hidden_size": 96, "head_dim": 32},
+    "odd-sizes": {"hidden_size": 50, "vocab_size": 61, "head_dim": 34, "num_heads": 3, "num_kv_heads": 1},
+    "mqa-d80-biases": {
+        "num_heads": 8,
+        "num_kv_heads": 1,
+        "head_dim": 80,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    },
+    "qk-norm-window9": {"qk_norm": True, "windows": (9, None), "head_dim": 64, "num_heads": 2},
+    "group16-window20": {"windows": (20, 20), "num_heads": 16, "num_kv_heads": 1, "head_dim": 32},
+    "window300": {"windows": (300, 300), "head_dim": 32},
+    "rows-4-kb-apart": {"hidden_size": 2048, "intermediate_size": 2048, "head_dim": 32},
+    **GEMMA,
+    "group20-d256": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 256, "num_layers": 1},
+}
+Change = Callable[[str, Tensor], Tensor]
+
+
+def config_of(name: str) -> ModelConfig:
+    return tiny_config(**{"intermediate_size": 96, "max_position_embeddings": 1024, **MODELS[name]})
+
+
+def weights(config: ModelConfig, change: Change | None) -> GetWeight:
+    get = random_weights(config, BF16, "cpu", 0)
+    return get if change is None else lambda name: change(name, get(name))
+
+
+def compiled(config: ModelConfig, change: Change | None = None) -> CompiledModel:
+    return CompiledModel(config, BF16, "cpu", weights(config, change))
+
+
+def by_pytorch(config: ModelConfig, change: Change | None = None) -> Model:
+    """The same weights, not packed for C++."""
+    with forced("naive"):
+        return Model(config, BF16, "cpu", weights(config, change))
+
+
+def exact(config: ModelConfig, change: Change | None = None) -> Model:
+    """The same weights in float64."""
+    get = weights(config, change)
+    with forced("triton"):  # so that they are not packed
+        return Model(config, torch.float64, "cpu", lambda name: get(name).double())
+
+
+@cache
+def build_model(name: str) -> CompiledModel:
+    assert model_class(config_of(name), BF16, "cpu") is CompiledModel
+    return compiled(config_of(name))
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest) -> CompiledModel:
+    return build_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def window_model() -> CompiledModel:
+    return build_model("qk-norm-window9")
+
+
+def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (count,), generator=generator)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_is_as_near_to_exact_arithmetic_as_pytorch(model: Model, block_size: int) -> None:
+    """Prompts longer than a span, single tokens and several, packed and padded."""
+    steps: list[dict[str, Any]] = [
+        {"chunks": {0: tokens(model, 330), 1: tokens(model, 5, 1), 2: tokens(model, 255, 2)}},
+        {"chunks": {0: tokens(model, 1, 3), 1: tokens(model, 13, 4), 2: tokens(model, 3, 5)}},
+        {"chunks": {1: tokens(model, 2, 6), 0: tokens(model, 7, 7)}, "pad_to": 9},
+    ]
+    ours = Pages(model, 3, 640, block_size)
+    theirs, wanted = (Pages(make(model.config), 3, 640, block_size) for make in (by_pytorch, exact))
+    for step in steps:
+        actual = ours.step(**step)
+        with forced("naive"):
+            other, expected = theirs.step(**step), wanted.step(**step)
+        for row, logits in expected.items():
+            assert error(actual[row], logits) < min(max(1.3 * error(other[row], logits), 0.01), 0.05)
+
+
+@pytest.mark.usefixtures("other_library")
+def test_other_processors(model: Model) -> None:
+    test_is_as_near_to_exact_arithmetic_as_pytorch(model, 16)
+
+
+def test_gates_far_from_zero() -> None:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if name.endswith("gate_proj.bias"):
+            tensor[::3], tensor[1::3] = -200, 200
+        return tensor
+
+    config = config_of("mqa-d80-biases")
+    model = compiled(config, change)
+    wanted, pages, ids = Pages(exact(config, change), 1, 64), Pages(model, 1, 64), tokens(model, 9)
+    with forced("naive"):
+        expected = wanted.step({0: ids})[0]
+    assert error(pages.step({0: ids})[0], expected) < 0.03
+
+
+def first_values(pages: Pages) -> Tensor:
+    """Of the first layer and row, heads of 32: [heads, 20, 32]."""
+    tiles = pages.cache[pages.table.block_table[0, :2].long(), 0, :, 1, 0]  # [2, heads, 16, 32] as
+    return tiles.view(2, -1, 8, 32, 2).permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :20]
+
+
+def test_values_that_overflow_are_the_largest_number_in_the_cache() -> None:
+    """So that they stay numbers when they are multiplied by 0; what was not a number becomes 0."""
+    model = compiled(config_of("gqa"), lambda name, tensor: tensor * (3e38 if "v_proj" in name else 1))
+    pages, ids = Pages(model, 1, 64), tokens(model, 20)
+    model.embedding[ids[-1]] = torch.nan
+    pages.step({0: ids})
+    values = first_values(pages)
+    assert (values.min(), values.max()) == (torch.finfo(BF16).min, torch.finfo(BF16).max)
+    assert not values[:, -1].any()
+
+
+@pytest.mark.usefixtures("other_library")
+def test_values_that_are_too_small_are_zero() -> None:
+    model = compiled(config_of("gqa"), lambda name, tensor: tensor * (1e-38 if "v_proj" in name else 1))
+    pages = Pages(model, 1, 64)
+    pages.step({0: tokens(model, 20)})
+    assert not first_values(pages).any()
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32))
+def test_bits_do_not_depend_on_the_batch(window_model: Model, seed: int) -> None:
+    """In pieces of any size, beside others, padded, on any number of threads: the bits of 64 at a time."""
+    model, length, rng = window_model, 700, random.Random(seed)
+    text, pages = tokens(model, length), Pages(window_model, 4, 704)
+    expected = torch.cat([pages.step({0: part})[0] for part in text.split(64)])
+    pages = Pages(model, 4, 704)
+    threads = torch.get_num_threads()
+    try:
+        while (start := pages.length[0]) < length:
+            torch.set_num_threads(rng.randint(1, 4))
+            n = min(rng.choice([1, 2, 5, 12, 13, 63, 200, 400]), length - start)
+            others = rng.sample([1, 2, 3], rng.randint(0, 3))
+            chunks = {row: tokens(model, rng.choice([1, 3, 11])) for row in others}
+            chunks[0] = text[start : start + n]
+            pad = n + rng.randint(0, 3) if len(chunks) == 1 and n < 60 else None
+            logits = pages.step(chunks, pad_to=pad)[0]
+            pages.length[1:] = [0, 100, 300]  # of whatever lies there
+            assert torch.equal(logits, expected[start : start + n]), (start, n)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- trees ---------------------------------------------------------------------------------------
+
+BASES = (0, 1, 14, 15, 16, 17, 31, 63, 64, 200, 239, 240, 246, 254, 255, 256, 257, 265, 272, 300, 511, 512)
+
+
+def poisoned(model: Model, block_size: int) -> Pages:
+    """Three rows; what no step has written is NaN as a key and the largest number as a value."""
+    pages = Pages(model, 3, 640, block_size)
+    pages.cache[:, :, :, 0] = torch.nan
+    pages.cache[:, :, :, 1] = torch.finfo(BF16).max
+    return pages
+
+
+def random_parents(rng: random.Random, k: int) -> list[int]:
+    """Of nodes 1 .. k: deep, wide or between, or a chain."""
+    near = rng.choice((1, 2, 5, 64))
+    return [rng.randint(max(i - near, 0), i - 1) for i in range(1, k + 1)]
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    """From node 0 to each leaf."""
+    paths = [[0]]
+    for i, parent in enumerate(parents, 1):
+        paths.append([*paths[parent], i])
+    inner = set(parents)
+    return [path for path in paths if path[-1] not in inner]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "rows-4-kb-apart"])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**32))
+def test_a_node_has_the_bits_of_a_chain_of_its_path(name: str, seed: int) -> None:
+    """Beside other trees, where tiles, pages and spans begin and end, on any number of threads."""
+    model, rng = build_model(name), random.Random(seed)
+    block_size, k = rng.choice((16, 64)), rng.choice((1, 4, 8, 30, 63))
+    base = [rng.choice(BASES) for _ in range(3)]
+    count = [rng.choice((k, k, rng.randint(0, k))) for _ in base]
+    trees = [random_parents(rng, k) for _ in base]
+    texts = [tokens(model, n + 1, seed + i) for i, n in enumerate(base)]
+    drafts = tokens(model, 3 * k, seed + 9).view(3, k).int()
+    pages, chains = poisoned(model, block_size), poisoned(model, block_size)
+    for one in (pages, chains):
+        if prompts := {row: text[:-1] for row, text in enumerate(texts) if len(text) > 1}:
+            one.step(prompts)
+    for row, text in enumerate(texts):
+        pages.table.tokens[row, : len(text)] = text
+        pages.table.num_tokens[row] = len(text)
+    nothing = torch.zeros(3, dtype=torch.int32)
+    parents = torch.tensor(trees, dtype=torch.int32)
+    proposal = Proposal(drafts, torch.tensor(count, dtype=torch.int32), drafts, nothing, nothing, parents)
+    batch = lay_out(pages.table, torch.arange(3, dtype=torch.int32), proposal, packed=rng.random() < 0.5)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(rng.randint(1, 3))
+        logits = model.logits(model.forward(batch, pages.cache))
+    finally:
+        torch.set_num_threads(threads)
+    for row, start in enumerate(batch.q_start.tolist()):
+        paths = paths_of(trees[row][: count[row]])
+        for path in rng.sample(paths, min(len(paths), 3)):
+            ids = torch.cat((texts[row][-1:], drafts[row]))[path]
+            alone = chains.step({row: ids}, keep=0)[row]
+            assert torch.equal(logits[start:][path], alone), (row, base[row], path)
+
+
+# ---- what is read and written --------------------------------------------------------------------
+
+
+def test_keys_and_values_alone(model: Model) -> None:
+    caches = []
+    for run in (model.forward, model.write_kv):
+        pages = Pages(model, 2, 640)
+        pages.table.tokens[:, :300] = torch.stack([tokens(model, 300), tokens(model, 300, 1)])
+        run(Batch.of_chunks(pages.table, [Chunk(0, 0, 300), Chunk(1, 0, 7)]), pages.cache)
+        caches.append(pages.cache)
+    assert torch.equal(*caches)
+
+
+def test_nothing_that_a_query_does_not_see_reaches_it(model: Model) -> None:
+    """Neither other pages, nor later entries, nor a later draft, though keys and logits are NaN and values as
+    large as numbers can be."""
+    broken, bad = compiled(model.config), model.config.vocab_size - 1
+    broken.embedding[bad] = torch.nan
+    prompt, drafts = tokens(model, 270) % bad, tokens(model, 6, 1) % bad
+    with_nan = drafts.clone()
+    with_nan[3] = bad
+    results = []
+    for poison, ids in ((False, drafts), (True, drafts), (True, with_nan)):
+        pages = Pages(broken, 2, 640)
+        pages.cache[:, :, :, 0] = torch.nan if poison else 0
+        pages.cache[:, :, :, 1] = torch.finfo(BF16).max if poison else 0
+        pages.step({0: prompt})
+        results.append(pages.step({0: ids})[0])
+    assert results[0].isfinite().all()
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2][:3], results[0][:3])
+    assert results[2][3].isnan().all()
+
+
+def test_hidden_states_are_never_4_kb_apart() -> None:
+    """Nor are rows of other sizes padded."""
+    for name, stride in (("rows-4-kb-apart", 2080), ("gqa", 96)):
+        model = build_model(name)
+        pages = Pages(model, 1, 64)
+        batch = Batch.of_chunks(pages.table, [Chunk(0, 0, 3)])
+        assert model.forward(batch, pages.cache).stride() == (stride, 1)
+
+
+def test_products_of_pytorch_are_not_disturbed(window_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may use the same registers, of a shape of their own, in the same thread."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    x, weight = torch.randn(130, 256).to(BF16), torch.randn(96, 256).to(BF16)
+    strips, expected, results = packed.pack(weight), x @ weight.T, []
+    for _ in range(3):
+        pages = Pages(window_model, 1, 64)
+        pages.table.tokens[0, :5] = tokens(window_model, 5)
+        hidden = window_model.forward(Batch.of_chunks(pages.table, [Chunk(0, 0, 5)]), pages.cache)
+        assert torch.equal(x @ weight.T, expected)
+        results.append((hidden, packed.linear(x, strips)))
+        assert torch.equal(x @ weight.T, expected)
+    for hidden, product in results[1:]:
+        assert torch.equal(hidden, results[0][0])
+        assert torch.equal(product, results[0][1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_helpers_of_its_own(window_model: Model) -> None:
+    """Small tensors only: PyTorch's own threads do not survive a fork."""
+    ids, threads = tokens(window_model, 9), torch.get_num_threads()
+    ours, childs = Pages(window_model, 1, 32), Pages(window_model, 1, 32)
+    torch.set_num_threads(3)
+    try:
+        expected = ours.step({0: ids})[0]  # from now on there are threads
+        if not (child := os.fork()):
+            right = torch.equal(childs.step({0: ids})[0], expected)
+            os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
+        for _ in range(600):
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("hangs")
+        assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_reports_name_the_implementation(window_model: Model) -> None:
+    assert re.fullmatch(r"C\+\+ \((AMX|avx512_bf16|AVX-512|AVX2|no AVX)\)", computed_by(window_model))
+    assert computed_by(tiny_model()) == "PyTorch"  # in float32
+    assert "products in C++ (" in computed_by(tiny_model(dtype=BF16, intermediate_size=90))
+    with forced("triton"):
+        assert computed_by(tiny_model()) == "Triton"

@@ -1,0 +1,69 @@
+"""The C++ compiled for other processors than this one, which run it if they have the instructions.
+
+Import the fixtures by name; `other_library` replaces the library that the package calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import platform
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nanospec.kernels.native import build, call
+
+# Processors by what the library says of itself: how GCC is told, and what the system calls the instructions.
+PROCESSORS = {
+    "AVX2": ("x86-64-v3", "avx2"),
+    "AVX-512": ("x86-64-v4", "avx512vl"),
+    "avx512_bf16": ("x86-64-v4 -mavx512bf16 -msse4a", "avx512_bf16"),  # AMD's
+    "AMX": ("x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", "amx_bf16"),
+}
+
+
+@pytest.fixture(scope="session")
+def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Compiles for what -march names, once for all processes that share the tests."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    @cache
+    def built(option: str) -> Path:
+        folder = shared / option.replace(" ", "")
+        folder.mkdir(exist_ok=True)
+        with pytest.MonkeyPatch.context() as patch, (folder / "lock").open("w") as lock:
+            patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march={option}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return build.built(folder)
+
+    return built
+
+
+@pytest.fixture(scope="module", params=list(PROCESSORS))
+def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path]) -> ctypes.CDLL:
+    """The library for a kind of processor."""
+    option, flag = PROCESSORS[request.param]
+    if platform.machine() != "x86_64" or flag not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip(f"not a processor with {flag}")
+    if build.target() == request.param:
+        pytest.skip("the other tests run on it")
+    library = ctypes.CDLL(str(built_for(option)))
+    library.nanospec_target.restype = ctypes.c_char_p
+    said = library.nanospec_target().decode()
+    if (request.param, said) == ("AMX", "AVX-512"):
+        pytest.skip("the system refuses AMX")
+    assert said == request.param
+    return library
+
+
+@pytest.fixture
+def other_library(compiled_for: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(call, "library", lambda: compiled_for)
+    call._function.cache_clear()
+    yield
+    call._function.cache_clear()
