@@ -44,7 +44,7 @@ def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return built
 
 
-@pytest.fixture(scope="module", params=list(PROCESSORS))
+@pytest.fixture(scope="module", params=PROCESSORS)
 def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path]) -> ctypes.CDLL:
     """The library for a kind of processor."""
     option, flag = PROCESSORS[request.param]

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,10 @@ BF16 = torch.bfloat16
 def test_linear(T: int, N: int, K: int) -> None:
     generator = torch.Generator().manual_seed(T * N + K)
     x, weight, bias = (torch.randn(*s, generator=generator).to(BF16) for s in ((T, K), (N, K), (N,)))
-    out = torch.full((T + 1, N), torch.nan, dtype=BF16)
     for b in (None, bias):
-        packed.linear(x, packed.pack(weight), b, out=out[:T])
+        out = packed.linear(x, packed.pack(weight), b)
         expected = x.double() @ weight.double().T + (0 if b is None else b.double())
-        torch.testing.assert_close(out[:T].double(), expected, rtol=1 / 200, atol=2e-5 * K)
-        assert out[T].isnan().all()
+        torch.testing.assert_close(out.double(), expected, rtol=1 / 200, atol=2e-5 * K)
 
 
 def test_linear_of_rows_apart() -> None:
@@ -43,46 +40,23 @@ def test_linear_of_rows_apart() -> None:
         assert torch.equal(packed.linear(x, weight), packed.linear(x.contiguous(), weight))
 
 
-def test_linear_refuses_what_does_not_fit() -> None:
-    weight, x = packed.pack(torch.randn(40, 16).to(BF16)), torch.randn(3, 16).to(BF16)
-    out = torch.empty(3, 40, dtype=BF16)
-    for call_ in (
-        partial(packed.linear, x.float(), weight),
-        partial(packed.linear, x[:, :8], weight),
-        partial(packed.linear, x, weight, x[0]),
-        partial(packed.linear, x, weight, out=out[:2]),
-        partial(packed.linear, x, weight, out=out.float()),
-        partial(packed.linear, x, weight, out=torch.empty(40, 3, dtype=BF16).T),
-    ):
-        with pytest.raises(ValueError, match="must be|does not multiply"):
-            call_()
-
-
 @pytest.mark.usefixtures("other_library")
+@pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("K", [200, 224])
-def test_bits_do_not_depend_on_the_batch_on_other_processors(K: int) -> None:
+def test_bits_do_not_depend_on_the_batch_on_other_processors(K: int, cancel: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((300, K), (70, K)))
-    strips = packed.pack(weight)
-    expected = packed.linear(x, strips)
-    torch.testing.assert_close(expected.double(), x.double() @ weight.double().T, rtol=1 / 200, atol=4e-3)
-    for count in (*range(1, 35), 63, 64, 65, 96, 97, 257):
-        assert torch.equal(packed.linear(x[:count], strips), expected[:count])
-        assert torch.equal(packed.linear(x[-count:], strips), expected[-count:])
-
-
-@pytest.mark.usefixtures("other_library")
-@pytest.mark.parametrize("K", [200, 224])
-def test_sums_have_the_same_order_in_all_batches(K: int) -> None:
-    """The exact sums are 0: what is left is their rounding, which shows an order that bfloat16 hides."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(64, K // 2, generator=generator).to(BF16) for _ in range(2))
-    order = torch.randperm(K, generator=generator)
-    x, weight = torch.cat([x, x], 1)[:, order], torch.cat([weight, -weight], 1)[:, order]
+    if (
+        cancel
+    ):  # the exact sums are 0: what is left is their rounding, which shows an order that bfloat16 hides
+        order, half = torch.randperm(K, generator=generator), K // 2
+        x = torch.cat([x[:, :half], x[:, :half]], 1)[:, order]
+        weight = torch.cat([weight[:, :half], -weight[:, :half]], 1)[:, order]
     strips = packed.pack(weight)
     expected = packed.linear(x, strips)
     assert (expected != 0).float().mean() > 0.2
-    for count in range(1, 65):
+    torch.testing.assert_close(expected.double(), x.double() @ weight.double().T, rtol=1 / 200, atol=4e-3)
+    for count in (*range(1, 35), 63, 64, 65, 96, 97, 257):
         assert torch.equal(packed.linear(x[:count], strips), expected[:count])
         assert torch.equal(packed.linear(x[-count:], strips), expected[-count:])
 
