@@ -24,6 +24,8 @@ from .drafters.loading import Guessers, load_parts, who_guesses
 from .engine.engine import Engine
 from .engine.locking import SharedEngine
 from .engine.request import Piece, Request
+from .extras import wanted
+from .extras.tracing.recorder import recorder_of
 from .extras.tracing.trace import NOT_TRACED, Trace
 from .models.hub import resolve_model
 from .outputs import Completion, RequestOutput
@@ -193,7 +195,7 @@ class LLM:
     def trace(self) -> Trace:
         """How the latest requests came about, step by step, finished or not; see `RequestOutput.trace` for a
         single one. Raises ValueError without `trace=True`."""
-        recorder = self.engine.recorder
+        recorder = recorder_of(self.engine.extensions)
         if recorder is None:
             raise ValueError(NOT_TRACED)
         with self.shared.turn():
@@ -255,4 +257,4 @@ def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokeni
     with current(device), explained(f"the weights on {device}", smaller):
         model, made = load_parts(config, folder, drafter, tokenizer, device)
     with explained(f"the engine beside the weights on {device}", in_a_step(config)):
-        return Worker(config, model, made)
+        return Worker(config, model, made, wanted(config, tokenizer))

@@ -78,7 +78,7 @@ class Completion:
             num_text_tokens=min(request.num_text_tokens, len(request.output_ids)),
             simulated=request.simulated,
             index=index,
-            record=request.record,
+            record=request.kept,
         )
 
     @property

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from nanospec import extras
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target, guesses
@@ -83,7 +84,7 @@ def make_engine(
     if heads is not None:
         ready["medusa"] = MedusaDrafter(spec, heads, model)
     made = load_drafter(spec, Target(model), ready, drafter)
-    return Engine(config, Worker(config, model, made), tokenizer)
+    return Engine(config, Worker(config, model, made, extras.wanted(config, tokenizer)), tokenizer)
 
 
 def make_spec(k: K, min_n: int = 1, **guess: Any) -> SpecConfig:
@@ -230,9 +231,7 @@ def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at:
     def next_tokens(history: list[int], wanted: int) -> list[int]:
         n = len(history)
         text = next((t for t in texts if t[:n] == history and len(t) > n), history)
-        return [
-            t + (1 if t == 0 else -1) if wrong(n + i) else t for i, t in enumerate(text[n : n + wanted])
-        ]
+        return [t + (1 if t == 0 else -1) if wrong(n + i) else t for i, t in enumerate(text[n : n + wanted])]
 
     return Guess(next_tokens)
 

@@ -21,6 +21,7 @@ from nanospec.config import EngineConfig
 from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.loading import load_drafter
 from nanospec.engine.engine import Engine
+from nanospec.extras import wanted
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.ranks import Leader, Rank, follow
 from nanospec.extras.tensor_parallel.shard import Shard
@@ -147,7 +148,7 @@ def split_engine(
 
     def be(rank: int) -> None:
         try:
-            workers[rank] = Rank(*parts(rank))
+            workers[rank] = Rank(*parts(rank), wanted(options))
             follow(workers[rank], iter(inboxes[rank - 1].get, None))
         except BaseException as error:
             team.errors.append(error)
@@ -156,7 +157,7 @@ def split_engine(
     team.threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(1, size)]
     for thread in team.threads:
         thread.start()
-    leader = Leader(*parts(0), team)
+    leader = Leader(*parts(0), team, wanted(options))
     try:
         yield Split(Engine(options, leader), groups, workers)
     finally:

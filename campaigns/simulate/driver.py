@@ -302,7 +302,7 @@ class Simulation:
         """Whether a draft model that is the target's equal says all that the request says."""
         asked, params = self.scenario.engine, request.params
         same = asked["method"] == "draft" and not asked["blur"] and request.finish_reason == "length"
-        return same and not (params.changes_logits or request.guide)
+        return same and not (params.changes_logits or request.constraint)
 
     def _compare_logprobs(self, request: Request, told: Expected) -> None:
         n = request.params.logprobs
@@ -333,7 +333,7 @@ class Simulation:
             drafted=spec.num_drafted,
             accepted=spec.num_accepted,
             stopped_by_string=sum(isinstance(r.stop_reason, str) for r in self.requests.values()),
-            guided=sum(r.guide is not None for r in self.requests.values()),
+            guided=sum(r.constraint is not None for r in self.requests.values()),
             not_followed=sum("could not be followed" in (r.error or "") for r in self.requests.values()),
             nan=sum("NaN" in (r.error or "") for r in self.requests.values()),
             other_rules=sum(not self.exact[i] for i in self.requests),

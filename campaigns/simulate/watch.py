@@ -87,7 +87,7 @@ class Watch:
         compute all that it has not seen, or lookup and an end that occurs earlier. In recorded steps a model
         behind lookup may have missed too much (`ModelDrafter.first_pass`)."""
         asked, own = self._asked, request.params.num_speculative_tokens
-        fixed = asked["k"] not in (0, "auto") and own != 0 and request.guide is None
+        fixed = asked["k"] not in (0, "auto") and own != 0 and request.constraint is None
         if not fixed or len(text) + 1 >= request.max_len:
             return False
         methods, n = asked["method"].split("+"), asked["min_n"]

@@ -4,11 +4,9 @@ may go to several processes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..engine.request import Logprob
-from ..extras.grammar.rows import Guided
-from ..extras.tracing.drafts import Guesses
 from ..kernels.sampling.logprobs import Logprobs
 from ..kernels.speculation.report import RowReport
 
@@ -29,7 +27,7 @@ class StepOrder(NamedTuple):
         k, passes: the most drafts of a row; for how many of them a model is run at most.
         grown: rows whose pages have become more.
         logprobs: [B] how many likeliest tokens are to be reported for each row, -1: none at all.
-        guided: the rows that a grammar guides, with the drafts and masks of each.
+        extra: for each extension, what its `plan` gave.
     """
 
     rows: list[int]
@@ -38,16 +36,14 @@ class StepOrder(NamedTuple):
     passes: int
     grown: list[Pages]
     logprobs: list[int]
-    guided: Sequence[Guided] = ()
+    extra: Sequence[Any] = ()
 
 
 class RowResult(NamedTuple):
-    """What a step gave one row; log-probabilities of its tokens, if they were asked for; all that was
-    guessed, in a traced engine."""
+    """What a step gave one row; log-probabilities of its tokens, if they were asked for."""
 
     report: RowReport
     logprobs: list[dict[int, Logprob]] | None
-    guesses: Guesses | None
 
 
 class Flight(NamedTuple):

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..drafters.base import Drafter, nothing
 from ..engine.metrics import Stopwatch
-from ..extras.grammar.rows import GuidedRows
 from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept
 from ..kernels.sampling.logprobs import Logprobs, logprobs
@@ -35,6 +34,7 @@ from ..kernels.speculation.verify import commit
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models.decoder import Model
+from .extension import Extension
 
 Cut = Callable[[list[int], list[int], list[int], list[int]], list[int]]
 """`Policy.cut`: how many drafts of each row to verify."""
@@ -57,9 +57,7 @@ class StepResult(NamedTuple):
 
     def first(self, num_rows: int) -> StepResult:
         """Without the rows that pad a captured step."""
-        return StepResult(
-            self.report[:num_rows], self.path[:num_rows], self.q_start[:num_rows], self.logits
-        )
+        return StepResult(self.report[:num_rows], self.path[:num_rows], self.q_start[:num_rows], self.logits)
 
     def fetch(self) -> Callable[[], list[RowReport]]:
         """Start copying the report to the host; the result waits for it.
@@ -95,7 +93,7 @@ class Step:
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafter, self.exact, self.stages = drafter, exact, stages
         self._logits = torch.empty(0)
-        self.guided: GuidedRows | None = None  # if some rows of this step have a grammar
+        self.extensions: Sequence[Extension] = ()  # those that take part in this step
 
     def share_logits(self, num_tokens: int) -> None:
         """Let all steps of up to `num_tokens` write their logits to one buffer from now on: each captured
@@ -108,11 +106,11 @@ class Step:
     def __call__(self, rows: Tensor, k: int, cut: Cut | None = None) -> StepResult:
         """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each: padded, or
         packed if there is somebody to `cut` the drafts."""
-        model, table, drafter, guided = self.model, self.table, self.drafter, self.guided
+        model, table, drafter, extensions = self.model, self.table, self.drafter, self.extensions
         with self.stages("propose"):
             proposal = drafter.propose(table, rows, k) if drafter and k else nothing(rows, 0)
-            if guided is not None and k:
-                proposal = guided.propose(rows, proposal)
+            for extension in extensions if k else ():
+                proposal = extension.propose(table, rows, proposal)
             if cut is not None and k:
                 proposal = _cut(rows, proposal, cut)
             batch = lay_out(table, rows, proposal, packed=cut is not None)
@@ -120,15 +118,16 @@ class Step:
             hidden = model.forward(batch, self.kv_cache)
             logits = self.score(hidden)
         with self.stages("verify"):
-            if guided is not None:
-                guided.bar(logits, batch)
+            for extension in extensions:
+                extension.change(logits, batch)
             targets = self.draw(logits, batch, proposal)
             verdict = commit(targets, batch, table, proposal)
             if batch.parents is not None:
                 kv_move(self.kv_cache, verdict, batch)
             if drafter is not None:
-                theirs = (proposal, batch) if guided is None else guided.of_others(proposal, batch)
-                drafter.learn(table, *theirs, verdict, hidden, logits)
+                for extension in extensions:
+                    proposal, batch = extension.for_drafters(proposal, batch)
+                drafter.learn(table, proposal, batch, verdict, hidden, logits)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def score(self, hidden: Tensor) -> Tensor:

@@ -24,8 +24,6 @@ from ..drafters.base import Drafter
 from ..drafters.costs import StepCosts, lookup_ms
 from ..engine.metrics import Stopwatch
 from ..engine.request import as_dict
-from ..extras.grammar.rows import METHOD, GuidedRows
-from ..extras.tracing.drafts import WatchedDrafter
 from ..kernels.batch import Batch, Chunk
 from ..kernels.codes import NOBODY, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
@@ -36,6 +34,7 @@ from ..models.kv_cache import empty_cache, zero_blocks
 from . import admission
 from .admission import Admission, HostWrites
 from .devices import on_own_device
+from .extension import Extension
 from .graphs import StepGraphs
 from .memory import MemoryPlan, memory_plan, plan_cache, step_memory
 from .orders import Flight, RowResult, StepOrder
@@ -67,7 +66,7 @@ class Worker:
         num_blocks, max_model_len: as the memory allows.
         max_k: the largest K of any step, 0 without a drafter.
         graphs: the captured steps; None where steps are not captured, and may wait for the device.
-        watched: the drafter, in a traced engine.
+        extensions: see `extension.py`.
         failure: why it can do no more, None while it can.
         simulated: what makes the output up, in a benchmark.
     """
@@ -75,10 +74,15 @@ class Worker:
     failure: str | None = None
     simulated: str | None = None
 
-    def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        drafter: Drafter | None = None,
+        extensions: Sequence[Extension] = (),
+    ) -> None:
         self.config, self.model, self.device = config, model, model.device
-        self.watched = WatchedDrafter(drafter) if config.trace and drafter is not None else None
-        self.drafter = self.watched or drafter
+        self.drafter, self.extensions = drafter, extensions
         self._build()
 
     @on_own_device
@@ -96,9 +100,12 @@ class Worker:
         self.drafters = () if drafter is None else drafter.parts
         for part in self.drafters:
             part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
-        self._step = self.make_step()
-        self._rows = torch.empty(0, dtype=torch.int32)  # of the last step that was not captured
         self.graphs: StepGraphs | None = None
+        for extension in self.extensions:
+            extension.attach(self)
+        self._step = self.make_step()
+        self._step.extensions = [each for each in self.extensions if each.always]
+        self._rows = torch.empty(0, dtype=torch.int32)  # of the last step that was not captured
         settle_threads(adapts=computed_by(model) == "PyTorch")
         if captured:
             ks = [k for k in config.spec.ks if k < self.max_k]
@@ -108,8 +115,6 @@ class Worker:
             self._step.share_logits(self.graphs.max_tokens)
             if not config.lazy_capture:
                 self.graphs.capture_all()
-        largest = self.graphs.max_tokens if self.graphs is not None else None
-        self.guided = GuidedRows(self.table, len(self.methods) - 1, self.max_k, largest)
 
     def plan_cache(self) -> tuple[int, int]:
         """(number of KV blocks, max_model_len)."""
@@ -123,12 +128,13 @@ class Worker:
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that `RowReport.drafter` tells apart."""
-        return *(self.drafter.names if self.drafter is not None else ()), METHOD
+        own = self.drafter.names if self.drafter is not None else ()
+        return *own, *(each.method for each in self.extensions if each.method is not None)
 
     @property
     def model_code(self) -> int:
         """The place in `methods` of the drafter that runs a model, the last drafter if any."""
-        return len(self.methods) - 2 if self.drafter is not None and self.drafter.runs_model else NOBODY
+        return len(self.drafter.names) - 1 if self.drafter is not None and self.drafter.runs_model else NOBODY
 
     @property
     def weighs_passes(self) -> bool:
@@ -155,7 +161,8 @@ class Worker:
         """Give requests their rows."""
         for request in requests:
             admission.write_row(self.writes, self.table, request, self.config.spec)
-            self.guided.admit(self.writes, request.row)
+            for extension in self.extensions:
+                extension.admit(self.writes, request.row)
             zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
             for part in self.drafters:
                 part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
@@ -182,9 +189,10 @@ class Worker:
             zero_blocks(self.kv_cache, blocks[num_kept:])
             for part in self.drafters:
                 part.grow(row, blocks[num_kept:])
-        if order.guided:
-            k = order.k if self.graphs is None else self.graphs.bucket_for(len(order.rows), order.k).k
-            self.guided.send(self.writes, order.guided, k)
+        k = order.k if self.graphs is None else self.graphs.bucket_for(len(order.rows), order.k).k
+        for extension, value in zip(self.extensions, order.extra, strict=True):
+            if value is not None:
+                extension.send(self.writes, value, k)
         self.writes.flush()
         variant = self.prepare(order)
         if self.graphs is not None:
@@ -208,9 +216,10 @@ class Worker:
 
     def prepare(self, order: StepOrder) -> Hashable:
         """Have the step do what its rows ask. What tells its captures from others; None for plain steps."""
-        guided = bool(order.guided)
-        self._step.guided = self.guided if guided else None
-        return guided or None
+        told = [value is not None for value in order.extra]
+        both = zip(self.extensions, told, strict=True)
+        self._step.extensions = [each for each, is_told in both if is_told or each.always]
+        return tuple(told) if any(told) else None
 
     @on_own_device
     def fetch(self, flight: Flight) -> list[RowResult]:
@@ -221,10 +230,9 @@ class Worker:
                 take_in()
         columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
         entries: Iterator[Any] = zip(*columns, strict=True)
-        made = [None] * len(reports) if self.watched is None else self.watched.take(len(reports))
         return [
-            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens], own)
-            for report, n, own in zip(reports, flight.wanted, made, strict=True)
+            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens])
+            for report, n in zip(reports, flight.wanted, strict=True)
         ]
 
     @on_own_device

@@ -11,19 +11,15 @@ the device is behind `worker.py`.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
 from ..device.orders import Flight, Pages, RowResult, StepOrder
 from ..device.out_of_memory import in_a_step, ran_out
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
-from ..extras.grammar.grammar import PLAN_SECONDS, Draft, Grammars
-from ..extras.grammar.rows import Guided
-from ..extras.tracing.recorder import Recorder, Weighed, watch
 from ..kernels.batch import Chunk
 from ..text.detokenize import Detokenizer
 from ..text.tokenizer import Tokenizer
@@ -33,15 +29,14 @@ from .scheduler import Plan, Scheduler
 
 
 class Queued(NamedTuple):
-    """A step that has not been collected: who takes part, their rows at that time, its K, and why so; what
-    was guessed for rows with a grammar."""
+    """A step that has not been collected: its requests, their rows at that time, its K, and what each
+    extension keeps of it."""
 
     requests: list[Request]
     rows: list[int]
     k: int
     flight: Flight
-    weighed: Weighed | None
-    guided: dict[int, Draft]
+    kept: list[Any]
 
 
 class Engine:
@@ -51,13 +46,11 @@ class Engine:
         self.config, self.worker, self.tokenizer = config, worker, tokenizer
         self.max_model_len = worker.max_model_len
         vocab_size, rule = worker.model.config.vocab_size, config.spec.acceptance
-        self.grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size)
         self.limits = Limits(vocab_size, worker.max_model_len, tokenizer is not None, rule)
         self.metrics = Metrics(worker.stages, simulated=worker.simulated)
         self.metrics.spec.acceptance = config.spec.acceptance
         auto = worker.drafter is not None and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
-        self.recorder: Recorder | None = watch(self) if config.trace else None
         on_gpu = worker.model.device.type == "cuda"
         self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
         self.scheduler = Scheduler(
@@ -68,6 +61,9 @@ class Engine:
             lookahead=worker.max_k,
             lag=self.lag,
         )
+        self.extensions = worker.extensions
+        for extension in self.extensions:
+            extension.start(self)
         worker.stages.reset()  # capture and timing are no steps
         self._queue: deque[Queued] = deque()
         self._ids = itertools.count()
@@ -85,8 +81,8 @@ class Engine:
         """Raise ValueError with a sentence if the request cannot run."""
         check_request(prompt_ids, params, self._stop_ids(params), self.limits)
         self.worker.check(params)
-        if params.response_format is not None and self.grammars is not None:
-            self.grammars.check(params.response_format)
+        for extension in self.extensions:
+            extension.check(params)
 
     def add(
         self,
@@ -122,15 +118,15 @@ class Engine:
         )
         request.simulated = self.metrics.simulated
         request.stats.acceptance = params.acceptance or self.config.spec.acceptance
-        if params.response_format is not None and self.grammars is not None:
-            request.guide, request.stats.acceptance = self.grammars.guide(params.response_format), "exact"
+        for extension in self.extensions:
+            extension.new(request)
         return request
 
     def queue(self, request: Request) -> None:
         """Have a new request run. Whoever has it already can abort it whatever interrupts this."""
         self.scheduler.add(request)
-        if self.recorder is not None:
-            self.recorder.added(request)
+        for extension in self.extensions:
+            extension.add(request)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """All tokens that end a request."""
@@ -179,13 +175,13 @@ class Engine:
             results = self.worker.fetch(queued.flight)
             with self.worker.stages("host"):
                 touched += self._collect(queued, results)
-            if self.recorder is not None:
-                self.recorder.collected(queued, results)
+            for extension, kept in zip(self.extensions, queued.kept, strict=True):
+                extension.collected(queued, results, kept)
         return touched
 
     def _held(self) -> set[Request]:
-        """Who cannot take part in a step before another is collected: a grammar must know the text."""
-        return {r for queued in self._queue for r in queued.requests if r.guide is not None}
+        """Return the requests whose last step must be collected before they take part in another."""
+        return {r for queued in self._queue for r in queued.requests if r.constraint is not None}
 
     def _admit(self, plan: Plan) -> None:
         """Tell the worker who has lost and who has got a row."""
@@ -222,28 +218,17 @@ class Engine:
         limits = [most_k if n is None else min(n, most_k) for n in own]
         context = sum(request.num_tokens for request in requests)
         k = passes = self.policy.choose(rows, limits, context, bool(self.scheduler.waiting))
+        asked = [n if r.constraint is None else 0 for r, n in zip(requests, limits, strict=True)]
         if k and self.worker.weighs_passes:
-            drafting = [r.row for r, limit in zip(requests, limits, strict=True) if limit and r.guide is None]
+            drafting = [r.row for r, n in zip(requests, asked, strict=True) if n]
             passes = self.policy.passes(drafting, len(rows) - len(drafting), k) if drafting else 0
         grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items()]
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
-        end = time.perf_counter() + PLAN_SECONDS
-        guides = [(r, min(n, k)) for r, n in zip(requests, limits) if r.guide is not None]
-        guided = {r.row: self._guess(r, most, end) for r, most in guides}
-        asked = [0 if row in guided else limit for row, limit in zip(rows, limits)]
-        own_guesses = [Guided(row, draft) for row, draft in guided.items()]
-        order = StepOrder(rows, asked, k, passes, grown, logprobs, own_guesses)
+        extra = [each.plan(requests, [min(n, k) for n in limits]) for each in self.extensions]
+        order = StepOrder(rows, asked, k, passes, grown, logprobs, extra)
         self.metrics.num_forward_steps += 1
         flight = self.worker.step(order, self.policy.cut)
-        return Queued(requests, rows, k, flight, self.recorder.queued() if self.recorder else None, guided)
-
-    def _guess(self, request: Request, most: int, end: float) -> Draft:
-        """At most so many drafts for a request with a grammar, made until `end`, and its masks."""
-        assert request.guide is not None
-        spec, room = self.config.spec, request.max_len - request.num_tokens - 1
-        shortest, longest = spec.prompt_lookup_min, spec.prompt_lookup_max
-        with self.worker.stages("propose"):
-            return request.guide.plan(request.tokens, max(min(most, room), 0), shortest, longest, end)
+        return Queued(requests, rows, k, flight, [each.queued(rows) for each in self.extensions])
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""

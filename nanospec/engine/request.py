@@ -12,10 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import SamplingParams
 from ..device.admission import Admission
+from ..device.extension import Constraint
 from ..kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..text.checks import shown
@@ -23,10 +24,6 @@ from ..text.detokenize import Detokenizer
 from ..text.prompts import too_long
 from .blocks import block_hash
 from .metrics import SpecStats
-
-if TYPE_CHECKING:
-    from ..extras.grammar.grammar import Guide
-    from ..extras.tracing.recorder import Record
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
 FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "error"}
@@ -63,7 +60,8 @@ class Request:
         max_len: the length of prompt + output at which it ends.
         stop_ids: tokens that end it.
         salt: the root of its block hashes; requests share cached blocks iff their salts are equal.
-        guide: the grammar that its output keeps to, if it has one.
+        constraint: what an extension holds its output to.
+        kept: what an extension keeps of its steps, for its output.
     """
 
     id: str
@@ -74,7 +72,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     salt: bytes = b""
     detokenizer: Detokenizer | None = None
-    guide: Guide | None = None
+    constraint: Constraint | None = None
 
     status: Status = Status.WAITING
     row: int = -1
@@ -97,7 +95,7 @@ class Request:
     start_time: float | None = None  # when it first got a row
     first_token_time: float | None = None
     finish_time: float | None = None
-    record: Record | None = None  # of a traced engine
+    kept: Any = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -146,10 +144,10 @@ class Request:
     def append(
         self, step: RowReport, method: str = "", logprobs: list[dict[int, Logprob]] | None = None
     ) -> bool:
-        """Take a step's tokens, cut at the end of the grammar and at the first stop string; returns whether
-        that ended the request. `method` is who drafted."""
+        """Take a step's tokens, cut at the end of its constraint and at the first stop string; return
+        whether that ended the request. `method` names the drafter."""
         finish, kept, at_string = FINISH[step.finished], 0, False
-        taken = step.tokens if self.guide is None else self._guided(self.guide, step)
+        taken = step.tokens if self.constraint is None else self._constrained(self.constraint, step)
         while kept < len(taken) and not at_string:
             self.tokens.append(taken[kept])
             kept += 1
@@ -159,8 +157,8 @@ class Request:
             if self.detokenizer is not None:
                 self.token_texts.append("" if is_stop_token else self.detokenizer.push(self.tokens[-1:]))
                 at_string = self._append_text(self.token_texts[-1])
-        if self.guide is not None and (self.guide.ended or self.guide.error):
-            finish, self.error = ("abort", self.guide.error) if self.guide.error else ("stop", None)
+        if (constraint := self.constraint) is not None and (constraint.ended or constraint.error):
+            finish, self.error = ("abort", constraint.error) if constraint.error else ("stop", None)
         if at_string:
             finish, self.error = "stop", None
         if kept and self.first_token_time is None:
@@ -178,11 +176,11 @@ class Request:
             self.finish(finish, flush=not at_string)
         return finish is not None
 
-    def _guided(self, guide: Guide, step: RowReport) -> list[int]:
-        """A step's tokens up to where the grammar ends: with drafts, the end token may be there already."""
-        ends = step.finished == STOPPED  # by a token that is not for the grammar to see
-        taken = guide.advance(step.tokens[:-1] if ends else step.tokens)
-        return step.tokens[:taken] if guide.ended or guide.error else step.tokens
+    def _constrained(self, constraint: Constraint, step: RowReport) -> list[int]:
+        """Return a step's tokens up to where the constraint ends; an end token may be among them."""
+        ends = step.finished == STOPPED  # by a token that the constraint does not see
+        taken = constraint.advance(step.tokens[:-1] if ends else step.tokens)
+        return step.tokens[:taken] if constraint.ended or constraint.error else step.tokens
 
     def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
         if self.detokenizer is None:

@@ -142,7 +142,7 @@ class Live:
 
     def _rejected(self, tokenizer: Tokenizer) -> list[str]:
         """The guesses that were struck out since the last call, in a traced engine."""
-        record = self.request.record
+        record = self.request.kept
         steps = [] if record is None else record.steps[self.num_steps :]
         self.num_steps += len(steps)
         struck_out = [

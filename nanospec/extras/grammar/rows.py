@@ -44,34 +44,26 @@ class GuidedRows:
         allowed: [M, W] int32, the masks of a step, at an address that stays where steps are recorded.
     """
 
-    def __init__(self, table: Table, code: int, most: int, max_masks: int | None) -> None:
-        """`most` guesses for a row; `max_masks` of all rows of a recorded step, None where none is."""
+    @torch.inference_mode(False)  # written to between steps too
+    def __init__(self, table: Table, code: int, most: int, max_masks: int | None, words: int) -> None:
+        """`most` guesses for a row; `max_masks` of all rows of a recorded step, None where none is; int32
+        `words` of a mask."""
         self.table, self.code, self.max_masks = table, code, max_masks
-        self._shape = table.num_rows, max(most, 1)
-        self._made = False
-
-    @torch.inference_mode(False)
-    def _make(self, words: int) -> None:
-        """Allocate what a first request needs, to be written to between steps too."""
-        device, (rows, width) = self.table.device, self._shape
+        device, rows, width = table.device, table.num_rows, max(most, 1)
         self.first = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.count, self.match_len = torch.zeros_like(self.first), torch.zeros_like(self.first)
         self.tokens = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.sources = torch.zeros_like(self.tokens)
-        self.allowed = torch.zeros(self.max_masks or 0, words, dtype=torch.int32, device=device)
-        self._made = True
+        self.allowed = torch.zeros(max_masks or 0, words, dtype=torch.int32, device=device)
 
     def admit(self, writes: HostWrites, row: int) -> None:
         """A request took the row. If it is guided, every step of it says so."""
-        if self._made:
-            writes.set(self.first, row, -1)
+        writes.set(self.first, row, -1)
 
     def send(self, writes: HostWrites, guided: Sequence[Guided], k: int) -> None:
         """What the host made for a step of at most `k` guesses."""
         lines = [line for _, draft in guided for line in draft.masks[: k + 1]]
         masks = torch.frombuffer(bytearray().join(lines), dtype=torch.int32).view(len(lines), -1)
-        if not self._made:
-            self._make(masks.shape[1])
         if self.max_masks is None:
             self.allowed = upload(masks, torch.int32, self.table.device)
         else:

@@ -32,6 +32,7 @@ from ...models.config import ModelConfig
 from ...models.decoder import Model
 from ...text.checks import shown
 from ...text.tokenizer import Tokenizer
+from .. import wanted
 from .group import Processes
 from .guesses import for_others
 from .meeting import ADDRESS, READY, Meeting, hand_over, messages_of, new_key, visit
@@ -198,7 +199,7 @@ def _lead(
             device = _device(place, parts.config)
             group = Processes(device, 0, place.size, store, parts.config.distributed_timeout)
             target, drafter = _load(parts, tokenizer, group)
-        return Leader(parts.config, target, drafter, group, team)
+        return Leader(parts.config, target, drafter, group, team, wanted(parts.config, tokenizer))
     except RankFailed as error:
         team.close()
         if group is not None:
@@ -221,7 +222,7 @@ def serve(place: Place) -> int:
         messages = messages_of(connection)
         group = Processes(device, place.rank, place.size, store, parts.config.distributed_timeout)
         target, drafter = _load(parts, Tokenizer(parts.folder), group)
-        rank = Rank(parts.config, target, drafter, group)
+        rank = Rank(parts.config, target, drafter, group, wanted(parts.config))
         follow(rank, messages)
     except Exception as error:
         connection.send((told(error), is_asked_for(error)))

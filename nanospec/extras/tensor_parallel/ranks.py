@@ -19,6 +19,7 @@ from torch import Tensor
 from ...config import EngineConfig, SamplingParams
 from ...device.admission import Admission
 from ...device.devices import on_own_device
+from ...device.extension import Extension
 from ...device.graphs import StepGraphs
 from ...device.memory import MemoryPlan
 from ...device.orders import Flight, RowResult, StepOrder
@@ -75,10 +76,17 @@ class Rank(Worker):
 
     _step: SplitStep
 
-    def __init__(self, config: EngineConfig, model: Model, drafter: Drafter | None, group: Group) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        drafter: Drafter | None,
+        group: Group,
+        extensions: Sequence[Extension] = (),
+    ) -> None:
         self.group = group
         self._whole: set[int] = set()  # rows whose requests need the logits of all tokens
-        super().__init__(config, model, drafter)
+        super().__init__(config, model, drafter, extensions)
 
     def make_step(self, kind: type[Step] = SplitStep) -> Step:
         step = super().make_step(kind)
@@ -151,12 +159,13 @@ class Leader(Rank):
         drafter: Drafter | None,
         group: Group,
         team: Team,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         self.team = team
         self._flights: deque[Flight] = deque()
         team.give_up = group.close
         with team.together():
-            super().__init__(config, model, drafter, group)
+            super().__init__(config, model, drafter, group, extensions)
         self._end = weakref.finalize(self, _end, team, group, self.graphs)
         guesses.tell(self.drafters, team.tell)
 

@@ -1,17 +1,25 @@
-"""A record for each step of each request. The engine calls it at three places; see `engine.py`."""
+"""A record for each step of each request, and the extension that writes it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import Tensor
+
+from ...device.devices import current
+from ...device.extension import Extension
+from ...kernels.speculation.proposal import Proposal
+from ...kernels.table import Table
 from ...text.tokenizer import Tokenizer
-from .drafts import Guesses
+from .drafts import DraftLines, Guesses
 from .reasons import Rates, WatchedPolicy, Weighed
 
 if TYPE_CHECKING:
+    from ...device.admission import HostWrites
     from ...device.orders import RowResult
     from ...device.worker import Worker
     from ...engine.engine import Engine, Queued
@@ -82,15 +90,14 @@ class Record:
         self.num_tokens += len(step.tokens)
 
 
-def watch(engine: Engine) -> Recorder:
-    """Have an engine recorded that has not run yet; its policy becomes a watched one."""
-    worker = engine.worker
-    costs = engine.policy.costs or worker.measure()
-    engine.policy = policy = WatchedPolicy(engine.policy, costs)
-    return Recorder(worker, policy, engine.tokenizer)
+class Kept(NamedTuple):
+    """What is known of a step when it is queued: what was weighed, and a wait for what was guessed."""
+
+    weighed: Weighed
+    guesses: Callable[[], list[Guesses]] | None
 
 
-class Recorder:
+class Recorder(Extension):
     """Writes the records.
 
     Attributes:
@@ -98,41 +105,60 @@ class Recorder:
         num_requests: of all.
     """
 
-    def __init__(self, worker: Worker, policy: WatchedPolicy, tokenizer: Tokenizer | None) -> None:
-        self._worker, self._policy = worker, policy
+    always = True
+
+    def __init__(self) -> None:
+        self._lines: DraftLines | None = None
+        self._seconds: dict[str, float] = {}  # by stage, when the step before had been collected
+        self.requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
+        self.num_requests = 0
+
+    def attach(self, worker: Worker) -> None:
+        self._worker = worker
+        if worker.drafter is not None:
+            self._lines = DraftLines(worker.table, worker.drafter.max_drafts)
+
+    def admit(self, writes: HostWrites, row: int) -> None:
+        if self._lines is not None:
+            self._lines.clear(row)
+
+    def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
+        if self._lines is not None:
+            self._lines.write(table, rows, proposal)
+        return proposal
+
+    def start(self, engine: Engine) -> None:
+        """The policy of the engine becomes a watched one."""
+        worker, tokenizer = self._worker, engine.tokenizer
+        costs = engine.policy.costs or worker.measure()
+        engine.policy = self._policy = WatchedPolicy(engine.policy, costs)
         spec, runs = worker.config.spec, worker.runs()
         about = {name: str(value) for name, value in runs.items()}
         about |= {"model": tokenizer.name if tokenizer else "", "method": spec.method}
         about |= {"k": str(spec.num_speculative_tokens), "acceptance": spec.acceptance}
         self._origin = Origin(tokenizer, about)
-        self._seconds: dict[str, float] = {}  # by stage, when the step before had been collected
-        self.requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
-        self.num_requests = 0
 
-    def added(self, request: Request) -> None:
-        """A request came."""
-        request.record = Record(self._origin, request.id, request.prompt_ids, request.arrival_time)
+    def add(self, request: Request) -> None:
+        request.kept = Record(self._origin, request.id, request.prompt_ids, request.arrival_time)
         self.requests.append(request)
         self.num_requests += 1
 
-    def queued(self) -> Weighed:
-        """A step has been queued: why it is as it is."""
-        return self._policy.weighed
+    def queued(self, rows: Sequence[int]) -> Kept:
+        with current(self._worker.device):
+            return Kept(self._policy.weighed, None if self._lines is None else self._lines.fetch(rows))
 
-    def collected(self, queued: Queued, results: list[RowResult]) -> None:
-        """A step's tokens have been handed to the requests."""
+    def collected(self, step: Queued, results: Sequence[RowResult], kept: Kept) -> None:
         seconds = dict(self._worker.stages.seconds)
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
-        weighed = queued.weighed or Weighed(1.0, 1.0)
+        weighed = kept.weighed
+        found: list[Guesses | None] = [*kept.guesses()] if kept.guesses is not None else [None] * len(results)
         plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * weighed.plain_ms / weighed.ms
-        for request, row, result in zip(queued.requests, queued.rows, results, strict=True):
-            record = request.record
+        for request, row, result, made in zip(step.requests, step.rows, results, found, strict=True):
+            record: Record | None = request.kept
             if record is None or request.num_tokens == record.num_tokens:
                 continue  # it had ended before
-            made, report, before = result.guesses, result.report, record.num_tokens
-            if (own := queued.guided.get(row)) is not None:  # of which no drafter knows
-                made = Guesses(before, own.tokens, own.sources, [*range(len(own.tokens))])
+            report, before = result.report, record.num_tokens
             if made is None or made.length != before:  # nobody was asked to guess
                 made = Guesses(before, [], [], [])
             tokens = request.tokens[before:]
@@ -140,7 +166,7 @@ class Recorder:
                 StepRecord(
                     at=now - record.arrival,
                     ms=ms,
-                    batch=len(queued.rows),
+                    batch=len(step.rows),
                     tokens=tokens,
                     method=self._worker.methods[report.drafter] if made.drafts else "",
                     match_len=report.match_len if made.drafts else 0,
@@ -149,26 +175,33 @@ class Recorder:
                     parents=made.parents,
                     verified=report.num_drafted,
                     accepted=walk(tokens, made, report.num_drafted),
-                    reason=self._reason(request, queued, row, made, report.num_drafted),
+                    reason=self._reason(request, step.k, row, weighed, made, report.num_drafted),
                     rates=weighed.rates(row),
                     plain_ms=plain_ms,
                 )
             )
 
-    def _reason(self, request: Request, queued: Queued, row: int, made: Guesses, verified: int) -> str:
-        auto, weighed = self._policy.is_auto, queued.weighed or Weighed(1.0, 1.0)
+    def _reason(
+        self, request: Request, k: int, row: int, weighed: Weighed, made: Guesses, verified: int
+    ) -> str:
+        auto = self._policy.is_auto
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
         if request.max_len - made.length <= 1:
             return "end"
         if not made.drafts:
-            spared = auto and (queued.k == 0 or _best(weighed.common) == 0)
+            spared = auto and (k == 0 or _best(weighed.common) == 0)
             return "does not pay" if spared else "no match"
         if not auto:
             return "fixed"
         if verified and row in weighed.probes:
             return "probe"
         return "pays" if verified else "does not pay"
+
+
+def recorder_of(extensions: Sequence[Extension]) -> Recorder | None:
+    """Return the recorder among extensions, if there is one."""
+    return next((each for each in extensions if isinstance(each, Recorder)), None)
 
 
 def _best(rates: Rates) -> int | None:

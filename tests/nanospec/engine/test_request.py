@@ -87,7 +87,7 @@ def test_a_grammar_sees_all_tokens_but_the_one_that_ended_the_request(
 ) -> None:
     guide = Mock(ended=False, error=None, **{"advance.side_effect": len})
     request = request_for(None)
-    request.guide = guide
+    request.constraint = guide
     request.append(step([7, 8, 9], finished))
     guide.advance.assert_called_once_with(shown)
     assert request.output_ids == [7, 8, 9]
@@ -212,6 +212,6 @@ def test_a_prompt_may_be_an_array() -> None:
 def test_who_has_ended_at_a_stop_string_has_no_error_of_what_was_to_follow(bytes_only: Tokenizer) -> None:
     a, b = (bytes_only.backend.get_vocab()[piece] for piece in "ab")
     request = request_for(bytes_only, stop="b")
-    request.guide = Mock(ended=False, error="It cannot be followed.", **{"advance.side_effect": len})
+    request.constraint = Mock(ended=False, error="It cannot be followed.", **{"advance.side_effect": len})
     request.append(step([a, b]))
     assert (request.text, request.finish_reason, request.error) == ("a", "stop", None)

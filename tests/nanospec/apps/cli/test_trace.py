@@ -14,6 +14,7 @@ import pytest
 from nanospec import LLM, SamplingParams
 from nanospec.apps.cli import demo, generate
 from nanospec.apps.cli.main import main
+from nanospec.extras.tracing.recorder import recorder_of
 
 Run = Callable[..., tuple[int, str]]
 QUOTE = "Repeat: one two three one two three one two"
@@ -29,7 +30,7 @@ def loaded(smollm2: Path) -> Iterator[Callable[..., LLM]]:
         traced = settings["trace"]
         if traced not in llms:
             llms[traced] = LLM(smollm2, **{**settings, "kv_cache_memory": 100 << 20, "max_model_len": 256})
-        recorder = llms[traced].engine.recorder
+        recorder = recorder_of(llms[traced].engine.extensions)
         if recorder is not None:
             recorder.requests.clear()
             recorder.num_requests = 0

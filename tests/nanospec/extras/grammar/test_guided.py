@@ -18,6 +18,7 @@ from nanospec.drafters.base import Drafter, guesses, room
 from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
+from nanospec.extras.grammar.extension import Grammar
 from nanospec.extras.grammar.rows import GuidedRows
 from nanospec.kernels import dispatch
 from nanospec.kernels.codes import NOBODY
@@ -224,14 +225,16 @@ def test_one_that_is_aborted_or_fails_harms_no_other(
     [wanted] = run(engine, [Job([1, 2], params)])
     well, gone = engine.add([1, 2], params), engine.add([3], params)
     bad = engine.add([4], params)
-    assert bad.guide is not None
-    follow = bad.guide.advance
+    assert bad.constraint is not None
+    guide: Any = bad.constraint
+    follow = guide.advance
 
     def fails(tokens: list[int]) -> int:
         taken = follow(tokens)
-        return bad.guide._fail(taken) if bad.num_tokens > 9 else taken  # type: ignore[union-attr]
+        failed: int = guide._fail(taken) if bad.num_tokens > 9 else taken
+        return failed
 
-    monkeypatch.setattr(bad.guide, "advance", fails)
+    monkeypatch.setattr(guide, "advance", fails)
     for _ in range(5):
         engine.step()
     engine.abort(gone)
@@ -249,7 +252,9 @@ def test_others_pay_nothing_and_rows_forget(
     plain = [Job([1, 2, 1, 2], SamplingParams(temperature=1, seed=3, max_tokens=12))]
     engine = make(3, max_num_seqs=1)
     wanted = outcome(run(engine, plain)[0])
-    assert not engine.worker.guided._made
+    [extension] = engine.extensions
+    assert isinstance(extension, Grammar)
+    assert extension.rows is None
     run(engine, [Job([1], SamplingParams(max_tokens=5, response_format=JSON))])
 
     def never(*_: Any) -> None:
@@ -282,8 +287,8 @@ def test_what_cannot_run_is_refused_before_anything_runs(
 def test_a_trace_shows_the_guesses(make: Callable[..., Engine]) -> None:
     params = SamplingParams(temperature=5, seed=1, max_tokens=80, response_format=JSON)
     [request] = run(make(4, trace=True), [Job([1, 2], params)])
-    assert request.record is not None
-    steps = request.record.steps
+    assert request.kept is not None
+    steps = request.kept.steps
     guessed = [step for step in steps if step.method == "grammar"]
     assert sum(len(step.accepted) for step in guessed) == request.stats.num_accepted > 0
     assert sum(step.verified for step in steps) == request.stats.num_drafted

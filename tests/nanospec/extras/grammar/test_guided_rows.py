@@ -33,7 +33,7 @@ def ints(*values: Any) -> Tensor:
 @pytest.fixture(params=[None, 12], ids=["packed", "recorded"])
 def guided(request: pytest.FixtureRequest) -> GuidedRows:
     """Of four request rows, 1 and 3 have grammars: of row 3 more is guessed than a step may verify."""
-    rows, writes = GuidedRows(Table.empty(4, 64, 16, V, "cpu"), CODE, 5, request.param), HostWrites()
+    rows, writes = GuidedRows(Table.empty(4, 64, 16, V, "cpu"), CODE, 5, request.param, 2), HostWrites()
     long = Draft([7, 8, 9, 7, 8], [GUESSED, 1, 2, 3, 4], 64, [line(7), line(8), line(9), *[line(1)] * 3])
     drafts = [Guided(3, long), Guided(1, Draft([], [], 0, [line(0, 35)]))]
     rows.send(writes, drafts, 3)

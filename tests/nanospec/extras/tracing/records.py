@@ -8,8 +8,8 @@ from nanospec.kernels.codes import GUESSED, OWN
 
 
 def record_of(request: Request) -> Record:
-    assert request.record is not None
-    return request.record
+    assert request.kept is not None
+    return request.kept
 
 
 def check(request: Request) -> None:

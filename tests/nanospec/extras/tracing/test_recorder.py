@@ -17,7 +17,7 @@ from nanospec.drafters.base import Drafter, guesses, room
 from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.extras.tracing.drafts import Guesses
-from nanospec.extras.tracing.recorder import MAX_REQUESTS, walk
+from nanospec.extras.tracing.recorder import MAX_REQUESTS, recorder_of, walk
 from nanospec.kernels import dispatch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
@@ -73,7 +73,7 @@ def test_steps_joined_are_the_output_and_tracing_does_not_change_it(
         check(request)
     plain = run(traced(model, setup, **MODES[mode]), jobs)
     assert [outcome(r).token_ids for r in requests] == [outcome(r).token_ids for r in plain]
-    assert all(r.record is None for r in plain)
+    assert all(r.kept is None for r in plain)
     if setup == "few-pages":
         assert engine.metrics.num_preemptions > 0
     if "tree" in setup:
@@ -155,9 +155,10 @@ def test_why_so_many_guesses(model: Model) -> None:
 def test_the_recorder_keeps_the_latest_requests_only(model: Model) -> None:
     engine = make_engine(cycle_model(), 1, trace=True)
     run(engine, [Job([1], SamplingParams(max_tokens=1))] * (MAX_REQUESTS + 3))
-    assert engine.recorder is not None
-    assert len(engine.recorder.requests) == MAX_REQUESTS
-    assert engine.recorder.num_requests == MAX_REQUESTS + 3
+    recorder = recorder_of(engine.extensions)
+    assert recorder is not None
+    assert len(recorder.requests) == MAX_REQUESTS
+    assert recorder.num_requests == MAX_REQUESTS + 3
 
 
 def test_without_trace_there_is_none(model: Model) -> None:
