@@ -2,11 +2,11 @@
 
     python bench/before_after.py BEFORE AFTER [--rounds 5] [--prompts 16] [--max-tokens 96] [--out FOLDER]
 
-BEFORE and AFTER are folders of checkouts of any age; of nanospec only LLM, SamplingParams and SpecConfig
-are used. In each round a new process of each checkout loads SmolLM2-135M twice, plain and with n-gram lookup,
-and the two processes take turns case by case: 1, 4 and 16 requests at once, greedy and seeded. Ratios are
-AFTER over BEFORE within a round; medians over the rounds are reported with their range. The exit status is 1
-if an output differs between the checkouts or between n-gram and plain. Nothing else should run meanwhile.
+BEFORE and AFTER are folders of checkouts of any age, as only the names that `nanospec` exports are used. In
+each round a new process of each checkout loads SmolLM2-135M twice, plain and with n-gram lookup, and the
+two processes take turns case by case: 1, 4 and 16 requests at once, greedy and seeded. Ratios are AFTER
+over BEFORE within a round; medians over the rounds are reported with their range. The exit status is 1 if
+an output differs between the checkouts or between n-gram and plain. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -148,9 +148,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
     n = -(-args.prompts // 3)
-    texts = [t for three in zip(common.code_edits(n), common.quotations(n), common.spec_bench(n, "chat"))
-             for t in three][: args.prompts]  # fmt: skip
-    prompts = [CHAT.format(text[:1200]) for text in texts]
+    kinds = zip(common.code_edits(n), common.quotations(n), common.spec_bench(n, "chat"))
+    prompts = [CHAT.format(text[:1200]) for three in kinds for text in three][: args.prompts]
     asked = {"model": str(args.model.resolve()), "prompts": prompts, "max_tokens": args.max_tokens}
     folders, rounds = [args.before.resolve(), args.after.resolve()], []
     for i in range(args.rounds):
@@ -163,14 +162,12 @@ def main(argv: list[str] | None = None) -> None:
         low, middle, high = (found["ratio"][key] for key in ("min", "median", "max"))
         slower = "  SLOWER" * (found["faster_is"] == "more" and middle < LEAST)
         said = "" if found.get("equal", True) else "  OUTPUTS DIFFER"
-        print(
-            f"{name:24} {found['before']:8} {found['after']:8}  {middle:.3f} "
-            f"({low:.3f} to {high:.3f}){slower}{said}"
-        )
+        ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        print(f"{name:24} {found['before']:8} {found['after']:8}  {ratio}{slower}{said}")
     settings = {name: getattr(args, name) for name in ("rounds", "prompts", "max_tokens")}
-    common.save(
-        "before_after", {"machine": common.environment(), "settings": settings, "table": table}, args.out
-    )
+    settings["commits"] = list(map(common.commit, folders))
+    result = {"machine": common.environment(), "settings": settings, "table": table}
+    common.save("before_after", result, args.out)
     if not all(found.get("equal", True) for found in table.values()):
         raise SystemExit(1)
 

