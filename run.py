@@ -3,13 +3,13 @@
 
 import sys
 
-from nanospec.apps.cli.process import command
+from nanospec.__main__ import command
 
 if __name__ == "__main__":
     try:
         command()
     except ModuleNotFoundError as error:
-        from nanospec.apps.cli.failure import NEEDED
+        from nanospec.apps.cli.main import NEEDED
 
         if error.name not in NEEDED:
             raise

@@ -65,7 +65,7 @@ def test_the_same_sources_make_the_same_wheel(path: Path, tmp_path: Path, monkey
 
 def test_the_command_is_there(wheel: dict[str, bytes]) -> None:
     [entry_points] = [text.decode() for name, text in wheel.items() if name.endswith("entry_points.txt")]
-    assert "nanospec = nanospec.apps.cli.process:command" in entry_points
+    assert "nanospec = nanospec.__main__:command" in entry_points
 
 
 def test_the_version_is_written_once(wheel: dict[str, bytes]) -> None:

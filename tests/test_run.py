@@ -32,8 +32,8 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
 def test_it_is_one_program_however_it_is_started(start: list[str]) -> None:
     asked = [sys.executable, *start, "fetch", "gpt-5"]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "Cannot fetch gpt-5: the name is unknown" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no model 'gpt-5'; known are" in done.stderr
 
 
 def test_output_without_a_terminal_has_no_escape_codes() -> None:

@@ -15,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanospec.apps.cli.batch import Batch, Writer
 from nanospec.apps.cli.batch_lines import LineError, Task
-from nanospec.apps.cli.batch_results import finished, head_of, results_file
+from nanospec.apps.cli.batch_results import Batch, finished, head_of, results_file
 from nanospec.apps.cli.fetch import is_complete
 from nanospec.apps.cli.main import main
 from nanospec.apps.training import HeadsInTraining, Settings
@@ -47,9 +46,10 @@ def write_results(path: Path) -> None:
     """As a batch does whose tasks end in another order."""
     with results_file(str(path)) as file:
         done = finished(path, TASKS)
-        with Writer(Batch("input", str(path), TASKS, done, file)) as writer:
+        batch = Batch("input", str(path), TASKS, done, file)
+        with batch.running():
             for task in reversed([task for task in TASKS if task.index not in done]):
-                writer.write(head_of(task) + b'"text": "\xe2\x80\xa8"}\n', 1)
+                batch.write(head_of(task) + b'"text": "\xe2\x80\xa8"}\n', 1)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -58,13 +58,15 @@ def test_results_that_nobody_would_find_end_a_batch(tmp_path: Path, replaced: bo
     path = tmp_path / "results"
 
     def write(at: int) -> None:
-        with results_file(str(path)) as file, Writer(Batch("input", str(path), TASKS, set(), file)) as writer:
-            for task in TASKS:
-                assert writer.written <= at
-                if writer.written == at:
-                    path.unlink()
-                    path.write_bytes(b"") if replaced else None
-                writer.write(head_of(task) + b'"text": ""}\n', 1)
+        with results_file(str(path)) as file:
+            batch = Batch("input", str(path), TASKS, set(), file)
+            with batch.running():
+                for task in TASKS:
+                    assert batch.written <= at
+                    if batch.written == at:
+                        path.unlink()
+                        path.write_bytes(b"") if replaced else None
+                    batch.write(head_of(task) + b'"text": ""}\n', 1)
 
     for at in (0, 1):
         with pytest.raises(LineError, match=f"{path} was removed or replaced while results were written"):
@@ -139,7 +141,7 @@ def test_a_model_that_is_cut_off_is_not_complete(tmp_path: Path) -> None:
 def test_standard_output_on_a_full_disk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nanospec.models.hub.resolve_model", Path)
+    monkeypatch.setattr("nanospec.apps.cli.main.resolve_model", Path)
     monkeypatch.setattr("nanospec.apps.cli.generate.run", lambda *_: print("x" * 10**5))
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)

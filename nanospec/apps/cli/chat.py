@@ -1,20 +1,35 @@
-"""A chat: the conversation, its commands, and answers that may be interrupted. `typed.py` reads messages."""
+"""A chat: what is typed, commands, and answers that may be interrupted.
+
+On a terminal prompt_toolkit reads (the extra `[chat]`): history in a file, messages of several lines, wide
+characters. Without it Python's `input` does, with readline where that is. What is no terminal gives a message
+a line.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...config import SamplingParams
 from ...llm import LLM
+from ...models.hub import cache_folder
 from ...outputs import RequestOutput
 from ...text.prompts import with_system
 from .console import DIM, Console
 from .options import in_flags
 from .parser import did_you_mean
 
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
 Message = dict[str, str]
 
+PROMPT, CONTINUED = "> ", ". "
 COMMANDS = ("/help", "/reset", "/undo", "/system", "/exit")
 WELCOME = "Type a message, then Enter; /help names the commands; Ctrl-D ends the chat."
 HELP = """\
@@ -58,7 +73,7 @@ class Chat:
                 self.answer(text.strip())
 
     def command(self, name: str, text: str) -> None:
-        """Do what a command says; it says what it did."""
+        """Do what a command says, and say what was done."""
         said = ""
         if name in ("help", "?"):
             said = HELP
@@ -77,7 +92,7 @@ class Chat:
         self.console.line(said, DIM)
 
     def answer(self, text: str) -> None:
-        """Answer a message, and keep both. Ctrl-C ends the answer; what was said of it is kept."""
+        """Answer a message, and keep both. Ctrl-C ends the answer; what was written of it is kept."""
         turn = [*self.messages, {"role": "user", "content": text}]
         outputs: list[RequestOutput] = []
         said: list[str] = []
@@ -96,3 +111,104 @@ class Chat:
         self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
         if outputs and self.on_answer is not None:
             self.on_answer(outputs[0])
+
+
+def typed_messages(console: Console) -> Iterator[str]:
+    """Yield messages to the end of input, which two Ctrl-C in a row are too. Prompts go to the console."""
+    ask = _reader(console)
+    interrupted = False
+    while True:
+        try:
+            text = ask()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                return
+            interrupted = True
+            console.line("\nCtrl-C again or Ctrl-D ends the chat.", DIM)
+            continue
+        interrupted = False
+        yield text
+
+
+def _reader(console: Console) -> Callable[[], str]:
+    """Return a function that asks for a message. It raises EOFError and KeyboardInterrupt."""
+    if sys.stdin.isatty() and console.stream.isatty():
+        try:
+            return _with_prompt_toolkit(console)
+        except ImportError:
+            console.line("For history and messages of several lines: pip install prompt_toolkit", DIM)
+        with suppress(ImportError):
+            import readline  # noqa: F401 (input() uses it from now on)
+    return lambda: _plain(console)
+
+
+def _plain(console: Console) -> str:
+    """Return a line. Raises EOFError at the end."""
+    try:
+        if console.stream is sys.stdout:
+            return input(PROMPT)
+        console.write(PROMPT)
+        return input()
+    except EOFError:
+        console.line()
+        raise
+
+
+def _with_prompt_toolkit(console: Console) -> Callable[[], str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.output import create_output
+
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=True,
+        prompt_continuation=lambda width, line, wrapped: "" if wrapped else CONTINUED,
+        key_bindings=_keys(),
+        history=_history(cache_folder() / "chat_history"),
+        output=create_output(console.stream),
+    )
+    return session.prompt
+
+
+def _keys() -> KeyBindings:
+    """Enter sends a message; Alt-Enter, and Enter behind a backslash, begin a new line; Ctrl-C takes back
+    what was typed, if anything was."""
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.filters import Condition, is_searching
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=~is_searching)
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\":
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    @keys.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
+    def clear(event: KeyPressEvent) -> None:
+        event.current_buffer.reset()
+
+    return keys
+
+
+def _history(path: Path) -> History:
+    """Return earlier messages: in a file that its owner alone may read; where none can be written, of this
+    chat."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.open("r+b").close()
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(path))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from ...config import SamplingParams, SpecConfig
+from ...config import SamplingParams
+from ...extras.tracing.trace import Trace
 from ...llm import LLM, RequestOutput
 from .console import DIM, Console
-from .trace import TraceFile
 
 CODE = '''\
 class Stack:
@@ -44,41 +43,44 @@ REQUESTS = {
 }
 
 
-def run_demo(
-    model: str | Path, spec: SpecConfig, console: Console, options: dict[str, Any], trace: TraceFile
-) -> None:
+@dataclass
+class Answers:
+    """The demo's outputs by request: with drafts, and without."""
+
+    names: list[str] = field(default_factory=list)
+    spec: list[RequestOutput] = field(default_factory=list)
+    plain: list[RequestOutput] = field(default_factory=list)
+
+    def trace(self) -> Trace:
+        """Return the page's content: the outputs with drafts beside the measured times without."""
+        spec, plain = ([output.outputs[0] for output in outputs] for outputs in (self.spec, self.plain))
+        return Trace.of(spec[: len(plain)], self.names, plain)
+
+
+def run_demo(llm: LLM, console: Console, answers: Answers) -> None:
     """Answer the built-in requests greedily, streaming them, and compare with speculation off."""
-    options = {**options, "enable_prefix_caching": False}  # the second run must not profit from the first
-    llm = LLM(model, spec=spec, **options)
     console.show_drafts = console.colour
     if console.colour:
         console.line("Green: guessed, and right.", DIM)
-    plain = SamplingParams(temperature=0.0, max_tokens=240, num_speculative_tokens=0)
     speculative = SamplingParams(temperature=0.0, max_tokens=240)
+    plain = replace(speculative, num_speculative_tokens=0)
     llm.generate("Warm up.", plain)
-    rows = []
     for name, question in REQUESTS.items():
         prompt = llm.chat_prompt([{"role": "user", "content": question}])
         console.line(f"\n--- {name}: {question.splitlines()[0]}", DIM)
-        with_drafts: list[RequestOutput] = []
-        for pieces in llm.stream_pieces(prompt, speculative, with_drafts.append):
+        for pieces in llm.stream_pieces(prompt, speculative, answers.spec.append):
             console.pieces(pieces)
         console.line()
-        without = llm.generate(prompt, plain)[0]
-        trace.add(name, with_drafts[0], without)
-        rows.append(_row(name, without, with_drafts[0]))
+        answers.plain += llm.generate(prompt, plain)
+        answers.names.append(name)
+    columns = "request", "tokens", "plain tok/s", f"{llm.config.spec.method} tok/s", "speed-up"
+    rows = [_row(*answer) for answer in zip(answers.names, answers.plain, answers.spec)]
     console.line()
-    console.table(
-        (
-            "request", "tokens", "plain tok/s", f"{spec.method} tok/s", "speed-up", "tokens/step", "accepted",
-            "equal",
-        ),
-        rows,
-    )  # fmt: skip
+    console.table((*columns, "tokens/step", "accepted", "equal"), rows)
 
 
 def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...]:
-    """One line of the table. Tokens per second are counted from the first token on."""
+    """Return one line of the table."""
     before, after = decode_rate(plain), decode_rate(spec)
     stats = spec.stats
     return (

@@ -1,43 +1,36 @@
-"""What the command line generates: an answer, the costs of a step, and by other files a chat, a batch and
-the demo."""
+"""What the command line generates: an answer, or by other files a chat, a batch, the demo, --explain."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...config import EngineConfig, SamplingParams
 from ...engine.metrics import LOSSY
+from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
 from ...text.prompts import as_message, with_system
-from .batch import Batch, batch_summary, run_batch
-from .chat import Chat
+from .batch import batch_summary, run_batch
+from .batch_results import Batch
+from .chat import Chat, typed_messages
 from .console import DIM, Console
-from .demo import run_demo
+from .demo import Answers, run_demo
 from .explain import explain
 from .main import announce_ranks
-from .options import engine_options, spec_config
-from .trace import TraceFile
-from .typed import typed_messages
+from .options import given, spec_config
 
 
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = None) -> None:
     """Do what the options say. Raises ValueError, TypeError or OSError for what cannot be done."""
-    with TraceFile(args.trace) as trace:
-        run_traced(args, params, batch, trace)
-
-
-def run_traced(
-    args: argparse.Namespace, params: SamplingParams, batch: Batch | None, trace: TraceFile
-) -> None:
-    """Do it within `trace`."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
-    spec, options = spec_config(args), engine_options(args) | trace.options
-    if args.demo:
-        run_demo(args.folder, spec, console, options, trace)
-        return
+    spec, options = spec_config(args), given(args, "EngineConfig")
+    if args.trace is not None:
+        check_target(args.trace)  # before a model is loaded
+        options["trace"] = True
     if args.replicas is not None and batch is not None:
         from ..cluster.batch import run_on_ray
 
@@ -48,26 +41,46 @@ def run_traced(
         return
     if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
         options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
-    llm = trace.watch(LLM(args.folder, spec=spec, **options))
+    if args.demo:  # the second run of a prompt must not profit from the first
+        options["enable_prefix_caching"] = False
+    llm, answers = LLM(args.folder, spec=spec, **options), Answers()
     announce_ranks(llm)
-    if batch is not None:
-        figures = run_batch(llm, batch, args.model)
-        Console(sys.stderr).line(batch_summary(figures))
-        if args.json:
-            report(llm, args, console, batch=figures)
-    elif args.chat:
-        after = None if args.json else lambda output: console.line(summary(output), DIM)
-        Chat(llm, params, console, args.system, after).run(typed_messages(console))
-        report(llm, args, console)
-    elif args.explain:
-        explain(llm, console)
-        report(llm, args, console)
-    else:
-        run_prompt(llm, params, console, args)
+    with saved_trace(args.trace, lambda: answers.trace() if args.demo else llm.trace()):
+        if args.demo:
+            run_demo(llm, console, answers)
+        elif batch is not None:
+            figures = run_batch(llm, batch, args.model)
+            Console(sys.stderr).line(batch_summary(figures))
+            if args.json:
+                report(llm, args, console, batch=figures)
+        elif args.chat:
+            after = None if args.json else lambda output: console.line(summary(output), DIM)
+            Chat(llm, params, console, args.system, after).run(typed_messages(console))
+            report(llm, args, console)
+        elif args.explain:
+            explain(llm, console)
+            report(llm, args, console)
+        else:
+            run_prompt(llm, params, console, args)
+
+
+@contextmanager
+def saved_trace(path: str | None, trace: Callable[[], Trace]) -> Iterator[None]:
+    """With a path, write what has run as a page when the block ends, also where it is interrupted."""
+    try:
+        yield
+    finally:
+        if path is not None:
+            begin = "\n" if sys.exc_info()[0] else ""  # the text may end anywhere
+            if (found := trace()).lanes:
+                found.save(path)
+                print(f"{begin}Trace: {path}", file=sys.stderr)
+            else:
+                print(f"{begin}Nothing has run, so {path} is not written.", file=sys.stderr)
 
 
 def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argparse.Namespace) -> None:
-    """Complete one prompt, streaming it."""
+    """Answer one prompt, streaming it."""
     prompt: str | list[int] = args.prompt
     if not args.raw and (args.system or llm.tokenizer.has_chat_template):
         prompt = llm.chat_prompt(with_system(as_message(args.prompt), args.system))
@@ -88,7 +101,7 @@ def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argpars
 def report(
     llm: LLM, args: argparse.Namespace, console: Console, output: RequestOutput | None = None, **more: Any
 ) -> None:
-    """Statistics at the end: a line for people, or with --json an object on standard output."""
+    """Print statistics: a line for people, or with --json an object on standard output."""
     if args.json:
         result: dict[str, Any] = {"metrics": llm.metrics(), **more}
         if output is not None:
@@ -103,7 +116,7 @@ def report(
 
 
 def summary(output: RequestOutput) -> str:
-    """One line about how an output came about."""
+    """Return one line about how an output came about."""
     stats = output.stats
     count = len(output.token_ids)
     text = f"[{count} token{'s' * (count != 1)}, {count / max(output.seconds, 1e-9):.1f} tok/s, "

@@ -3,7 +3,7 @@
 The fields of `SpecConfig`, `SamplingParams` and `EngineConfig` are options by themselves: the name is the
 field's, how it is read follows from its type, and its help stands in the docstring of the class. A name that
 is taken (`--seed` by sampling, say) is not taken again. What the user does not give keeps the default of the
-class, unless `DEFAULTS` has another one. Nothing here needs torch but the options of further drafters.
+class, unless `DEFAULTS` has another one. Nothing here needs torch but `add_further`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ... import __version__
 from ...config import EngineConfig, SamplingParams, SpecConfig
 from ...models.hub import program
 from ...text.checks import shown
-from ...vllm_names import FOREIGN
 from .parser import Parser, did_you_mean
 
 DESCRIPTION = """\
@@ -38,14 +37,14 @@ Other commands, as in `{0} fetch --help`:
     train heads ...               train Medusa heads for a model
     serve                         answer OpenAI's requests over HTTP
 """
-SETTINGS: tuple[tuple[Any, str], ...] = (  # what can be set, and its title; first come first
+SETTINGS: tuple[tuple[Any, str], ...] = (  # classes of settings with their titles; first come first
     (SpecConfig, "speculation"),
     (SamplingParams, "sampling (defaults for all requests)"),
     (EngineConfig, "engine"),
 )
-FLAGS = {"method": "--spec"}  # that are not called like their field
+FLAGS = {"method": "--spec"}  # of fields that the option is not named like
 SHORT = {"tensor_parallel_size": "-tp"}
-NO_OPTIONS = ("options",)  # fields that others fill
+NO_OPTIONS = ("options",)  # fields that are filled from other options
 DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
 COMMON = (  # in --help
     "method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed",
@@ -54,62 +53,64 @@ COMMON = (  # in --help
 
 
 def flag_of(name: str) -> str:
+    """Return the option of a field."""
     return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> str:
-    """A message about these settings in the words of the command line: --max-model-len for max_model_len."""
+    """Return a message about these settings in the words of the command line: --max-model-len for
+    max_model_len."""
 
     def flag(match: re.Match[str]) -> str:
         name, equals = match.groups()
         return flag_of(name) + (" " if equals else "") if equals or "_" in name else match[0]
 
-    def in_class(match: re.Match[str]) -> str:
-        return in_flags(match[1])
-
-    message = re.sub(r"\b(?:SpecConfig|SamplingParams|EngineConfig)\(([^()]*)\)", in_class, message)
+    pattern = r"\b(?:SpecConfig|SamplingParams|EngineConfig)\(([^()]*)\)"  # which class needs no saying
+    message = re.sub(pattern, lambda match: in_flags(match[1]), message)
     names = {field.name for each in settings for field in fields(each)}
     longest_first = "|".join(sorted(names, key=len, reverse=True))
     return re.sub(rf"(?<![-/.\w])({longest_first})\b(?![-/]|\.\w)(=?)", flag, message)  # no parts of paths
 
 
 def auto_or_int(text: str) -> int | str:
-    """A number of tokens, or "auto"."""
+    """Read a number of tokens, or "auto"."""
     if text != "auto" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{shown(text)} must be a whole number or 'auto'")
     return text if text == "auto" else int(text)
 
 
 def whole_number(text: str) -> int | None:
-    """A whole number, or "none"."""
+    """Read a whole number, or "none"."""
     return None if text == "none" else int(text)
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """Numbers with commas between them."""
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError:
-        said = f"{shown(text)} must be whole numbers with commas between them"
-        raise argparse.ArgumentTypeError(said) from None
+def as_argument(read: Callable[[str], Any], wanted: str = "") -> Callable[[str], Any]:
+    """Return `read` for argparse. Its ValueErrors say what is `wanted`, else what stands behind "name="."""
+
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            said = f"{shown(text)} must be {wanted}" if wanted else str(error).partition("=")[2]
+            raise argparse.ArgumentTypeError(said) from None
+
+    return value
 
 
-def json_object(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} must be a JSON object ({error})") from None
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
-# By what is in the type of a field, first come first: how argparse reads it.
-READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (
+NUMBERS = {"type": as_argument(_ints, "whole numbers with commas between them"), "metavar": "N,N"}
+OBJECT = {"type": as_argument(json.loads, "a JSON object"), "metavar": "JSON"}
+READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type -> how argparse reads it
     ("bool", {"action": argparse.BooleanOptionalAction}),
     ("auto", {"type": auto_or_int, "metavar": "N|auto"}),
-    ("Mapping", {"type": json_object, "metavar": "JSON"}),
-    ("dict", {"type": json_object, "metavar": "JSON"}),
+    ("Mapping", OBJECT),
+    ("dict", OBJECT),
     ("Sequence[str]", {"action": "append", "metavar": "TEXT"}),
-    ("Sequence[int]", {"type": whole_numbers, "metavar": "N,N"}),
-    ("tuple[int", {"type": whole_numbers, "metavar": "N,N"}),
+    ("Sequence[int]", NUMBERS),
+    ("tuple[int", NUMBERS),
     ("int | None", {"type": whole_number, "metavar": "N"}),
     ("int", {"type": int, "metavar": "N"}),
     ("float", {"type": float, "metavar": "X"}),
@@ -119,18 +120,13 @@ READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @cache
 def descriptions(settings: type) -> dict[str, str]:
-    """What the docstring of a class of settings says of each field."""
+    """Return what the docstring of a class of settings says of each field."""
     entries = re.findall(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", settings.__doc__ or "", re.MULTILINE)
     return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 
 def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, full: bool) -> None:
     """Add the fields of a class of settings as options."""
-    if settings is EngineConfig and isinstance(parser, Parser):
-        parser.elsewhere = {flag_of(name): in_flags(hint) for name, (_, hint) in FOREIGN.items() if hint}
-        for short, name in (("-pp", "pipeline_parallel_size"), ("-dp", "data_parallel_size")):
-            parser.elsewhere[short] = parser.elsewhere[flag_of(name)]
-        parser.elsewhere["--speculative-config"] = "--spec, --num-speculative-tokens and others say it"
     group = parser.add_argument_group(title)
     for field in fields(settings):
         name, flag = field.name, flag_of(field.name)
@@ -138,24 +134,14 @@ def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, fu
             continue
         how = next(how for kind, how in READ_AS if kind in str(field.type))
         if "read" in field.metadata:
-            how = {"type": _reader(field.metadata["read"]), "metavar": field.metadata["metavar"]}
+            how = {"type": as_argument(field.metadata["read"]), "metavar": field.metadata["metavar"]}
         text = descriptions(settings).get(name, "").replace("`", "") + _default(field)
         text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
-        dest = f"{settings.__name__}.{name}"
         flags = (flag, SHORT[name]) if name in SHORT else (flag,)
+        dest = f"{settings.__name__}.{name}"
         action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **how)
         # Not as an argument: Python 3.10 and 3.11 add a default to the help of an option with a --no- form.
         action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
-
-
-def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    def value(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).partition("=")[2]) from None
-
-    return value
 
 
 def _default(field: Field[Any]) -> str:
@@ -165,47 +151,35 @@ def _default(field: Field[Any]) -> str:
     return "" if value in (None, MISSING, ()) else f" (default: {value})"
 
 
-def add_further(parser: argparse.ArgumentParser, sampling: bool = True) -> None:
-    """Add what single ways of guessing let one set, and `sampling` parameters that are files of their own.
-    Imports torch, as all of them have to be read."""
-    from ...drafters.base import registered as methods
+def add_further(parser: argparse.ArgumentParser) -> None:
+    """Add the options of single drafters. Imports torch, as all drafters are imported."""
+    from ...drafters.base import registered
 
     spec = parser._option_string_actions["--spec"]
-    for method in methods().values():
+    for method in registered().values():
         if spec.help and f'"{method.method}"' not in spec.help:
             spec.help = spec.help.replace(" (default", f' "{method.method}": {method.help}. (default')
         for option in method.options:
             if (flag := flag_of(option.name)) not in parser._option_string_actions:
-                parser.add_argument(
-                    flag,
-                    dest=f"options.{option.name}",
-                    default=argparse.SUPPRESS,
-                    type=option.kind,
-                    metavar=option.metavar,
-                    help=f"for --spec {method.method}: {option.help}",
-                )
+                how: dict[str, Any] = {"type": option.kind, "metavar": option.metavar}
+                how["help"] = f"for --spec {method.method}: {option.help}"
+                parser.add_argument(flag, dest=f"options.{option.name}", default=argparse.SUPPRESS, **how)
 
 
 def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
-    """The fields of a class of settings that were given."""
+    """Return the fields of a class of settings that were given."""
     prefix = settings + "."
     return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}
 
 
 def spec_config(args: argparse.Namespace) -> SpecConfig:
-    """How to guess. Raises ValueError for what does not fit together. Imports torch."""
+    """Return the speculation that was asked for. Raises ValueError for what does not fit together."""
     return SpecConfig(**given(args, "SpecConfig"), options=given(args, "options"))
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters of requests that state none themselves."""
-    asked = {**DEFAULTS, **given(args, "SamplingParams")}
-    return SamplingParams(**asked)
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `LLM`."""
-    return given(args, "EngineConfig")
+    """Return the parameters of requests that state none themselves."""
+    return SamplingParams(**{**DEFAULTS, **given(args, "SamplingParams")})
 
 
 def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespace:
@@ -223,29 +197,32 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
     if args.help_all:
         build_parser(full=True).print_help()
         parser.exit()
-    if sum((args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)) != 1:
-        parser.error("give one, and only one, of --prompt TEXT, --chat, --input FILE, --demo or --explain")
-    if args.trace is not None and args.explain:
-        parser.error("--trace shows answers, and --explain gives none")
-    if bool(args.input) != bool(args.output):
-        parser.error("--input and --output go together; - is standard input or output")
-    if args.trace is not None and args.trace in (args.input, args.output):
-        parser.error(f"--trace {args.trace} is the file of the batch too; name another for the trace")
-    if args.replicas is not None and not args.input:
-        parser.error("--replicas are of use to --input, a file of requests, and to the server")
-    if args.replicas is not None and args.replicas < 1:
-        parser.error(f"--replicas {args.replicas} must be at least 1")
-    if args.replicas is not None and args.trace is not None:
-        parser.error("--trace shows the steps of one engine; leave out --replicas")
-    if args.output == "-" and args.json:
-        parser.error("--output - and --json both write to standard output; give --output a file")
-    if args.raw and (args.system or args.chat):
-        parser.error(f"--raw is of no use with {'--chat' if args.chat else '--system'}")
+    for is_wrong, said in _conflicts(args):
+        if is_wrong:
+            parser.error(said)
     return args
 
 
+def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
+    """Return what must not be so, with the sentence that says it."""
+    tasks = (args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)
+    traces, several = args.trace is not None, args.replicas is not None
+    return (
+        (sum(tasks) != 1, "give one, and only one, of --prompt, --chat, --input, --demo or --explain"),
+        (bool(args.input) != bool(args.output), "--input and --output go together; - is the standard stream"),
+        (args.output == "-" and args.json, "--output - and --json both write to standard output"),
+        (args.raw and args.chat, "--raw is of no use with --chat"),
+        (args.raw and bool(args.system), "--raw is of no use with --system"),
+        (traces and args.explain, "--trace shows answers, and --explain gives none"),
+        (traces and args.trace in (args.input, args.output), f"--trace {args.trace} is a file of the batch"),
+        (several and not args.input, "--replicas are of use to --input and to the server"),
+        (several and args.replicas < 1, f"--replicas {args.replicas} must be at least 1"),
+        (several and traces, "--trace shows the steps of one engine; leave out --replicas"),
+    )
+
+
 def build_parser(full: bool = False) -> Parser:
-    """The parser of the command line that generates; `full`: its help names every option."""
+    """Return the parser of the command line that generates; `full`: its help names every option."""
     parser = Parser(
         prog=program(),
         usage=f"{program()} [--model MODEL] WHAT-TO-DO [OPTIONS]",
@@ -254,9 +231,8 @@ def build_parser(full: bool = False) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--help-all", action="store_true", help="show every option and exit")
-    parser.add_argument(
-        "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
-    )
+    model = "a folder, the name of a fetched model, or a hub id"
+    parser.add_argument("--model", default="smollm2-135m-instruct", help=model)
     parser.add_argument("--version", action="version", version=f"nanospec {__version__}")
     add = parser.add_argument_group("what to do").add_argument
     add("--prompt", metavar="TEXT", help="answer one prompt; -: that on standard input")

@@ -10,37 +10,6 @@ from typing import Any, NoReturn
 
 from ...text.checks import shown
 
-
-class Parser(argparse.ArgumentParser):
-    """As argparse's, without abbreviations; an error is one sentence on standard error and exit status 2."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options})
-        self.elsewhere: dict[str, str] = {}  # options that others have, and what is here instead
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(self._unknown(unknown[0]))
-        return found
-
-    def _unknown(self, word: str) -> str:
-        name = word.split("=", 1)[0]
-        if name in self.elsewhere:
-            return f"there is no option {name}: {self.elsewhere[name]}"
-        if word.startswith("-"):
-            return f"there is no option {name}{did_you_mean(name, self._option_string_actions)}"
-        return f"{shown(word)} belongs to no option; a text with blanks needs quotes"
-
-    def error(self, message: str) -> NoReturn:
-        for pattern, words in WORDS:
-            message = re.sub(pattern, words, message)
-        end = "" if message.endswith((".", "?")) else "."
-        self.exit(2, f"{self.prog}: {message}{end} See --help.\n")
-
-
 WORDS = (  # what argparse says, and what it means
     (r"^argument ([^:]+): expected (?:one|at least one) argument$", r"\1 needs a value"),
     (r"^argument ([^:]+): ignored explicit argument (.*)$", r"\1 takes no value, but was given \2"),
@@ -51,8 +20,32 @@ WORDS = (  # what argparse says, and what it means
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """As argparse's, without abbreviations; an error is one sentence on standard error and exit status 2."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=", 1)[0]
+            if not name.startswith("-"):
+                self.error(f"{shown(unknown[0])} belongs to no option; a text with blanks needs quotes")
+            self.error(f"there is no option {name}{did_you_mean(name, self._option_string_actions)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        for pattern, words in WORDS:
+            message = re.sub(pattern, words, message)
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"{self.prog}: {message}{end} See --help.\n")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What to add to "there is no ...": what begins like it, or else the closest, if any is close."""
+    """Return what to add to "there is no ...": the name that begins like it, or else the closest, if any."""
     names = [name for name in known if name != word]
     longer = sorted((name for name in names if word.strip("-") and name.startswith(word)), key=len)
     close = longer or (get_close_matches(word, names) if word.strip("-") else [])

@@ -24,7 +24,8 @@ from ...engine.request import Limits, check_request
 from ...extras.grammar.grammar import Grammars
 from ...models.config import ModelConfig
 from ...text.tokenizer import Tokenizer
-from ..cli.batch import Batch, Check, Writer, prompt_ids, refused, say_how, seeded
+from ..cli.batch import Check, prompt_ids, refused, say_how, seeded
+from ..cli.batch_results import Batch
 from .lines import Line, LineEngine, Result
 from .replica import Settings
 from .start import Share, need_ray, ray_for
@@ -52,7 +53,7 @@ def run_on_ray(
     window = longest(folder, config)
     prompts = [prompt_ids(tokenizer, check, window, task, batch.source) for task in todo]
     lines = [Line(task, ids, params[task.index]) for task, ids in zip(todo, prompts, strict=True)]
-    with Writer(batch) as writer:
+    with batch.running():
         if lines:
             need_ray("ray.data")
             print(f"Starting Ray and {replicas} replicas ...", file=sys.stderr, flush=True)
@@ -62,11 +63,11 @@ def run_on_ray(
                 )
                 # Closed while Ray is there: left to the garbage collector it would start another one.
                 with closing(stream(lines, settings, share, replicas, config.max_num_seqs)) as results:
-                    write_once(results, batch.source, writer)
-    return {**writer.figures(), "replicas": replicas}
+                    write_once(results, batch)
+    return {**batch.figures(), "replicas": replicas}
 
 
-def write_once(results: Iterator[Result], source: str, writer: Writer) -> None:
+def write_once(results: Iterator[Result], batch: Batch) -> None:
     """Write each line once. Raises LineError for a line that the model cannot take, and ValueError if it
     cannot be loaded."""
     written: set[int] = set()
@@ -74,10 +75,10 @@ def write_once(results: Iterator[Result], source: str, writer: Writer) -> None:
         if result.failed:
             raise ValueError(result.failed)
         if result.refused:
-            raise refused(source, result.number, result.refused)
+            raise refused(batch.source, result.number, result.refused)
         if result.number not in written:
             written.add(result.number)
-            writer.write(result.line, result.tokens)
+            batch.write(result.line, result.tokens)
 
 
 def longest(folder: Path, config: EngineConfig) -> int:

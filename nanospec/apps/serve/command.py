@@ -48,7 +48,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        add_further(parser, sampling=False)
+        add_further(parser)
         args = parser.parse_args(argv)
     args.model = args.positional or args.model
     if args.help_all:
@@ -81,7 +81,7 @@ def build_parser(full: bool = False) -> Parser:
     if full:
         chunk = parser._option_string_actions["--max-num-batched-tokens"]
         chunk.help = str(chunk.help).replace(f"{EngineConfig.max_num_batched_tokens})", f"{CHUNK})")
-        add_further(parser, sampling=False)
+        add_further(parser)
     return parser
 
 

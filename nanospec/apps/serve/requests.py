@@ -12,7 +12,7 @@ from ...llm import LLM
 from ...text.checks import shown
 from ...text.prompts import check_length, encode
 from ...text.strict_json import plain
-from ..cli.batch_lines import Defaults, ask
+from ..cli.batch_lines import ask
 from .errors import HTTPError, bad_request
 from .openai_format import CHAT, IGNORED, RENAMED, in_our_words
 from .settings import ServeConfig
@@ -69,7 +69,7 @@ def read_request(llm: LLM, config: ServeConfig, url: str, body: Mapping[str, Any
             raise ValueError("chat_template_kwargs is for chats, and this is none.")
         base = SamplingParams(max_tokens=None) if url == CHAT else SamplingParams()
         several = [{**rest, **each} for each in _prompts(rest, config.max_prompts)]
-        tasks = [ask(0, each, base, Defaults(base, {}, fields=KNOWN)) for each in several]
+        tasks = [ask(each, base, known=KNOWN) for each in several]
         params = tasks[0].params
         _check_limits(params, config)
         found = Asked(url, [], params, **_streaming(own), salt=_salt(own))

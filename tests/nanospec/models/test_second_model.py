@@ -21,7 +21,7 @@ QUESTION = f"Rename width to w everywhere and return only the code:\n\n{CODE}"
 def folder() -> Path:
     path = WEIGHTS / "qwen2.5-coder-1.5b-instruct"
     if not (path / "config.json").is_file():
-        pytest.skip(f"needs {path.name}: nanospec fetch {path.name}")
+        pytest.skip(f"needs {path.name}: python tests/second_model.py")
     return path
 
 

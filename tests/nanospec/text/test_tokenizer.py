@@ -140,7 +140,7 @@ def test_second_model_as_in_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     folder = WEIGHTS / "qwen2.5-coder-1.5b-instruct"
     if not (folder / "tokenizer.json").is_file():
-        pytest.skip(f"{folder} is missing; python weights/fetch.py {folder.name}")
+        pytest.skip(f"needs {folder.name}: python tests/second_model.py")
     tokenizer, reference = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("I'LL 2024\r\n\n  x", "cafe\u0301 你好 🤗", "<tool_call>{}</tool_call><|im_end|>"):
         assert tokenizer.encode(text) == reference(text)["input_ids"]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from nanospec.apps.cli.batch_lines import LineError
-from nanospec.apps.cli.batch_openai import to_openai
 from nanospec.apps.cli.batch_results import result_line
 from nanospec.config import SamplingParams
 from nanospec.engine.metrics import SpecStats
@@ -111,7 +110,7 @@ def test_a_name_may_be_what_utf8_cannot_hold(tmp_path: Path, line: dict[str, Any
 def test_results_have_its_form(tmp_path: Path) -> None:
     lines = chat(logprobs=True, top_logprobs=2), {**completions(logprobs=1), "custom_id": "b"}
     a, b = of_lines(tmp_path, *lines)
-    line = json.loads(json.dumps(to_openai(a, output(), "small")))
+    line = json.loads(result_line(a, output(), "small"))
     assert line.keys() == {"id", "custom_id", "response", "error"}
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
     body = line["response"]["body"]
@@ -124,10 +123,10 @@ def test_results_have_its_form(tmp_path: Path) -> None:
     [place] = choice["logprobs"]["content"]
     assert (place["token"], place["logprob"], place["bytes"]) == ("<7>", -1.0, list(b"<7>"))
     assert [top["token"] for top in place["top_logprobs"]] == ["<5>", "<7>"]
-    [choice] = to_openai(b, output(), "small")["response"]["body"]["choices"]
+    [choice] = json.loads(result_line(b, output(), "small"))["response"]["body"]["choices"]
     assert choice["text"] == "g"
     assert choice["logprobs"]["token_logprobs"] == [-1.0]
     assert choice["logprobs"]["top_logprobs"] == [{"<5>": -0.5}]
     assert choice["logprobs"]["text_offset"] == [0]
-    failed = to_openai(a, output("NaN"), "small")
+    failed = json.loads(result_line(a, output("NaN"), "small"))
     assert (failed["response"], failed["error"]["message"]) == (None, "NaN")

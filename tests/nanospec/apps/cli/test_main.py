@@ -9,17 +9,18 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 import nanospec
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.apps.cli import generate, options
-from nanospec.apps.cli.main import COMMANDS, main
+from nanospec.apps.cli.main import COMMANDS, RAW, main
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -286,14 +287,14 @@ def test_the_settings_are_what_the_options_say() -> None:
         stop_token_ids=(5, 6), logit_bias={3: 1},
     )  # fmt: skip
     asked = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
-    assert options.engine_options(args) == asked
+    assert options.given(args, "EngineConfig") == asked
 
 
 def test_without_options_the_defaults_hold() -> None:
     args: argparse.Namespace = options.parse(["--demo"])
     assert options.spec_config(args) == SpecConfig()
     assert options.sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=256)
-    assert options.engine_options(args) == {}
+    assert options.given(args, "EngineConfig") == {}
     assert options.sampling_params(options.parse(["--demo", "--max-tokens", "none"])).max_tokens is None
 
 
@@ -334,13 +335,12 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--json=1"], "--json takes no value, but was given '1'"),
         (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' is no number of bytes"),
         (["--temp", "1"], "there is no option --temp; did you mean --temperature?"),
-        (["--gpu-memory-utilization", "1"], "--gpu-memory-utilization: --kv-cache-memory '4G', say, sizes"),
         (["--prompt", "x", "-tp", "two"], "-tp 'two' must be a whole number"),
         (["--"], "there is no option --. See"),
         (["chat"], "there is no command 'chat'; did you mean --chat?"),
         (["--demo", "--output", "-"], "--input and --output go together"),
         (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
-        (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is the file of the batch too"),
+        (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is a file of the batch"),
         (["--prompt", "x", "--raw", "--system", "y"], "--raw is of no use with --system"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
@@ -373,3 +373,65 @@ def test_errors_are_in_the_words_of_the_command_line(message: str, words: str) -
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
     code = f"import sys, nanospec{module}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseException], int]:
+    """Run a command line that raises this error."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv(RAW, raising=False)
+
+    def run(error: BaseException) -> int:
+        def fail(argv: list[str]) -> NoReturn:
+            raise error
+
+        monkeypatch.setattr("nanospec.apps.cli.main._run", fail)
+        return main(["--prompt", "a"])
+
+    return run
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("it\nbroke " + "x" * 100_000), "RuntimeError: it broke xxx"),
+        (Panic("index out of bounds"), "Panic: index out of bounds"),
+    ],
+    ids=["error", "panic"],
+)
+def test_an_unexpected_error_is_a_sentence_and_a_file(
+    broken: Callable[[BaseException], int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    said: str,
+) -> None:
+    assert broken(error) == 70
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert len(errors) < 600
+    assert f"failed, which it should not ({said}" in errors
+    [log] = tmp_path.iterdir()
+    assert str(log) in errors
+    assert log.stat().st_mode & 0o777 == 0o600
+    text = log.read_text()
+    assert re.search(r"nanospec \S+, Python 3\.\d+\.\d+, torch ", text)
+    assert "in fail" in text
+    assert "Traceback" in text
+
+
+def test_an_unexpected_error_may_be_raised_or_shown(
+    broken: Callable[[BaseException], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")  # no file can be written
+    assert broken(RuntimeError("broke")) == 70
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv(RAW, "1")
+    with pytest.raises(RuntimeError, match="broke"):
+        broken(RuntimeError("broke"))

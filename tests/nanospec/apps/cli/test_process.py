@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[4]
 BEGIN = """
 import atexit, os, signal, sys, tempfile
 from importlib.abc import MetaPathFinder
-from nanospec.apps.cli import process
+from nanospec import __main__ as process
 
 def told(number=signal.SIGINT):
     os.kill(os.getpid(), number)
@@ -66,7 +66,7 @@ LEAVE, HANG_UP = (LEAVING.replace("NUMBER", f"signal.{name}") for name in ("SIGT
 END = "\nprocess.command()\n"
 CASES = {  # how it ends, as a shell says it; what it says; what is left
     "while-importing": (IMPORTING, 130, "", 0),
-    "while-python-ends": (ENDING, 130, "Cannot fetch no-such-model: the name is unknown", 0),
+    "while-python-ends": (ENDING, 130, "python run.py: there is no model 'no-such-model'", 0),
     "while-the-first-is-told": (TWICE, 130, "", 0),
     "terminated": (LEAVE.replace("AGAIN", ""), 143, "", 0),
     "terminated-twice": (LEAVE.replace("AGAIN", "told(signal.SIGTERM)"), 143, "", 1),

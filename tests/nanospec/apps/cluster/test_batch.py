@@ -38,8 +38,9 @@ SAME = ("--max-model-len", "512", "--dtype", "float32")  # or results would be t
 
 def written(*results: Result) -> list[tuple[bytes, int]]:
     found: list[tuple[bytes, int]] = []
-    writer: Any = SimpleNamespace(write=lambda line, tokens: found.append((line, tokens)))
-    write_once(iter(results), "requests.jsonl", writer)
+    write = lambda line, tokens: found.append((line, tokens))  # noqa: E731
+    batch: Any = SimpleNamespace(source="requests.jsonl", write=write)
+    write_once(iter(results), batch)
     return found
 
 
