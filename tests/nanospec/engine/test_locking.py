@@ -165,7 +165,7 @@ def test_a_stream_may_be_collected_as_garbage_within_a_step(
 
 INTERRUPTED = """
 import _thread, threading, time
-from nanospec.sharing import SharedEngine
+from nanospec.engine.locking import SharedEngine
 
 shared, stop = SharedEngine(None), threading.Event()
 

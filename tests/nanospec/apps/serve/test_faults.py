@@ -374,11 +374,11 @@ def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new(server: Served)
 SCRIPT = """
 import asyncio, signal, sys, time
 from nanospec import LLM
-from nanospec.serve.app import App
-from nanospec.serve.command import run
-from nanospec.serve.http import listen
-from nanospec.serve.logs import log_to
-from nanospec.serve.settings import ServeConfig
+from nanospec.apps.serve.app import App
+from nanospec.apps.serve.command import run
+from nanospec.apps.serve.http import listen
+from nanospec.apps.serve.logs import log_to
+from nanospec.apps.serve.settings import ServeConfig
 log_to(level="error")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_model_len=128)
