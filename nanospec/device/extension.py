@@ -1,8 +1,7 @@
-"""What an option may add to the engine and the worker: an `Extension` is called at fixed points of a step.
+"""The interface of options: the engine and the worker call each `Extension` at fixed points of a step.
 
-The worker and the engine hold a list of extensions, usually without an active one. Where a model is split
-among processes, each of them has the same list: what the host decides for a step travels in the step's order
-as one plain value per extension (`plan`, `send`), so that all processes do the same.
+The ranks of a split model have equal lists of extensions. The host's decisions for a step travel in its
+order, as one plain value per extension (`plan`, `send`), so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Constraint(Protocol):
-    """What an extension holds the output of one request to (`Request.constraint`). Drafters make no drafts
-    for such a request, and it takes part in a step only when its step before has been collected.
+    """The constraint on one request's output (`Request.constraint`). Drafters make no drafts for such a
+    request, and it joins a step only after its previous step has been collected.
 
     Attributes:
         ended: nothing may follow.
@@ -34,62 +33,64 @@ class Constraint(Protocol):
     error: str | None
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take a step's tokens up; return how many belong to the output."""
+        """Consume a step's tokens; return how many belong to the output."""
 
 
 class Extension:
-    """Does nothing at any point; an option overrides what it needs.
+    """An option that does nothing; subclasses override the methods that they need.
 
     Attributes:
-        method: what statistics call the drafts that the extension makes.
-        always: it takes part in every step, not only in those for which `plan` gave a value.
+        method: the name of the extension's own drafts in statistics.
+        always: whether it takes part in every step, not only in those for which `plan` gave a value.
+        constrains: whether it sets `Request.constraint` for requests with a `response_format`.
     """
 
     method: str | None = None
     always = False
+    constrains = False
 
-    # Called by the worker. Those that take part in a step are captured with it.
+    # Called by the worker. The calls within a step are captured with it.
 
     def attach(self, worker: Any) -> None:
-        """Take what is needed of a worker, whose steps have not been captured."""
+        """Prepare for a worker, before its steps are captured."""
 
     def admit(self, writes: HostWrites, row: int) -> None:
-        """A request got a row."""
+        """Handle the admission of a request to a row."""
 
     def send(self, writes: HostWrites, value: Any, k: int) -> None:
-        """Send the device what `plan` gave for a step of at most k drafts per row."""
+        """Write the value of `plan` to the device, for a step of at most k drafts per row."""
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
-        """Return the proposal for rows [B], or another one in its place."""
+        """Return the proposal for rows [B], unchanged or replaced."""
         return proposal
 
     def change(self, logits: Tensor, batch: Batch) -> None:
         """Change logits [T, V] of the scored tokens in place."""
 
     def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
-        """Return what drafters may learn from."""
+        """Return the proposal and batch that drafters may learn from."""
         return proposal, batch
 
     # Called by the engine. Requests are `engine.request.Request`.
 
     def start(self, engine: Any) -> None:
-        """Take what is needed of an engine, which has not run."""
+        """Prepare for an engine, before its first step."""
 
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError with a sentence if a request cannot run."""
 
     def new(self, request: Any) -> None:
-        """A request was made, which is to be queued next."""
+        """Handle a new request, before it is queued."""
 
     def add(self, request: Any) -> None:
-        """A request was queued."""
+        """Handle a queued request."""
 
     def plan(self, requests: Sequence[Any], limits: Sequence[int]) -> Any:
-        """Return what the device must know for a step of requests with at most so many drafts each; None for
-        nothing."""
+        """Return a plain value for `send`, for a step of these requests with at most `limits` drafts each, or
+        None if the extension takes no part."""
 
     def queued(self, rows: Sequence[int]) -> Any:
-        """A step of request rows was queued; what is returned is handed to `collected`."""
+        """Return a value to keep for `collected`, after a step of request rows was queued."""
 
     def collected(self, step: Any, results: Sequence[Any], kept: Any) -> None:
-        """The requests of a step (`engine.engine.Queued`) have taken up its results."""
+        """Handle the results of a step (`engine.engine.Queued`), after its requests have taken them."""

@@ -83,6 +83,8 @@ class Engine:
         self.worker.check(params)
         for extension in self.extensions:
             extension.check(params)
+        if params.response_format is not None and not any(each.constrains for each in self.extensions):
+            raise ValueError("response_format needs an engine with an extension for it; make it by LLM(...).")
 
     def add(
         self,

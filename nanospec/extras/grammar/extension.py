@@ -31,6 +31,7 @@ class Grammar(Extension):
     """
 
     method = METHOD
+    constrains = True
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """`tokenizer`: None in a process that has no engine."""

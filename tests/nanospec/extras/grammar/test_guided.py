@@ -279,6 +279,10 @@ def test_what_cannot_run_is_refused_before_anything_runs(
         make_engine(model, 2).add([1], asks({"type": "json_object"}))
     with pytest.raises(ValueError, match=r"this regex cannot be followed: .*unclosed group"):
         make().check([1], asks({"type": "regex", "regex": "(a"}))
+    bare = make()
+    bare.extensions = []
+    with pytest.raises(ValueError, match="response_format needs an engine with an extension for it"):
+        bare.check([1], asks({"type": "json_object"}))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'nanospec\[grammar\]'"):
         make().check([1], asks({"type": "json_object"}))
