@@ -2,8 +2,8 @@
 
     python bench/endurance.py [--requests 100000]
 
-The model is the simulation's (`campaigns/simulate/model.py`), whose forward pass takes next to nothing, so
-that the host's own work is what is measured: with lookup, prompts of one token to a whole window but one, all
+The model is that of `campaigns/simulate/model.py`, whose forward pass takes almost no time, so the benchmark
+measures the host's work: with lookup, prompts of one token to a whole window but one, all
 kinds of parameters, and clients that leave. Per fortieth of the requests: processor time per step, resident
 memory, and how many objects Python holds. The first tenth fills what is cached and does not count. Each step
 moves the engine's clock on, so that the last request comes four days after the first. The result is

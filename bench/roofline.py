@@ -100,8 +100,8 @@ def prefill(config: ModelConfig, tokens: int, start: int = 0, gpus: int = 1) -> 
 def _count(config: ModelConfig, T: int, scored: int, read: int, pairs: int, text: int, gpus: int) -> Step:
     """A pass of T tokens, of which `scored` get logits.
 
-    `read`: cached positions whose K/V are read, `pairs`: of a token and a position that it sees, both summed
-    over the layers. `text`: tokens in which drafts are looked up.
+    `read` counts the cached positions that are read and `pairs` the (token, visible position) pairs, both
+    summed over the layers; `text` counts the tokens that n-gram lookup searches.
     """
     L, H, V = config.num_layers, config.hidden_size, -(-config.vocab_size // gpus)
     q = config.num_heads // gpus * config.head_dim

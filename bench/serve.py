@@ -6,10 +6,10 @@
 
 One server runs at a time on this machine: started, warmed up, put under each load, ended. In the next round
 they take turns in the opposite order. A load is the same for all: the same chat messages at the same times,
-greedy, EOS ignored, prefix caches off. Each request is sent at its time, whatever became of those before,
-and latency counts from that time. `poisson:0.6` sends at random at 0.6 of the capacity, the requests a
-second that nanospec without guesses answers when all come at once; `burst:16` sends 16 at once, one burst
-after another.
+greedy, EOS ignored, prefix caches off. Each request is sent at its scheduled time, even if earlier requests
+have not finished, and latency counts from that time. `poisson:0.6` sends at random at 0.6 of the capacity,
+the requests a second that nanospec without guesses answers when all come at once; `burst:16` sends 16 at
+once, one burst after another.
 
 Goodput is the share of requests of which both the time to the first token and the mean time of the others
 are within `FIRST` and `TOKEN`. Nothing else should run meanwhile. `bench/cpu.py` describes the evaluation

@@ -1,4 +1,4 @@
-"""Chat templates: a prompt or one sentence, whatever the template is.
+"""Chat templates: every template gives a prompt or is refused in one sentence.
 
 Jinja's sandbox bounds neither time nor memory, so expressions stay small: no powers, short ranges.
 """

@@ -266,7 +266,7 @@ struct RowsPart {
 #endif
 
 // Computes sums[m] = x[m] @ matrix for M rows x of 2 * pairs numbers, `stride` apart, and 32 columns of a matrix. Pairs
-// are added in ascending order whatever M is, so a row's bits do not depend on the other rows.
+// are added in ascending order for every M, so a row's bits do not depend on the other rows.
 template <class Matrix, int M>
 static void multiply(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     Floats s[M][2] = {};  // in registers, if both loops over it are unrolled

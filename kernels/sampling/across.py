@@ -29,8 +29,8 @@ from .scores import this_query
 
 
 def best(logits: Tensor, first: int, count: int, table: Table, batch: Batch) -> Tensor:
-    """Return the candidates of a rank, whose first `count` logits are of tokens. Those of padding queries
-    are unspecified."""
+    """Return a rank's candidates from its first `count` logits; the rest are padding. Candidates of padding
+    queries are unspecified."""
     return (launch if use_triton(logits) else naive)(logits, first, count, table, batch)
 
 

@@ -92,7 +92,7 @@ def order_key(x):
 
 @triton.jit
 def threshold(inputs, query, partials, best):
-    """Return the `Threshold` of a query, whose largest score is `best`."""
+    """Return the `Threshold` of a query; `best` is its largest score."""
     table, s = inputs.table, query.s
     temperature = tl.load(table.temperature + s)
     top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)

@@ -2,7 +2,7 @@
 
 Arguments and results are those of `ngram.propose`, and `width` of the table says how many continuations
 a request wants at most; 1: a chain, 0: no drafts. Parents are given for chains too, 0 beyond the drafts.
-K counts all drafts of a row, whatever their shape: a row that has a match gets as many as it has room for.
+K counts all drafts of a row in a chain or a tree: a row with a match gets as many as fit.
 
 Each match of `ngram.matches` begins a chain: its D tokens from there on, copied as in `ngram.py`. The first
 `width` different chains are used, so the first is what `ngram.propose` drafts. It is the only one if its

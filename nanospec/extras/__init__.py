@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def wanted(config: EngineConfig, tokenizer: Tokenizer | None = None) -> list[Extension]:
-    """Return the extensions of an engine, the same ones in each process that has a part of the model. Only
-    the process with the engine needs the tokenizer."""
+    """Return the extensions of an engine, which every rank creates alike. Only the process with the engine
+    needs the tokenizer."""
     from .grammar.extension import Grammar
 
     found: list[Extension] = [Grammar(tokenizer)]

@@ -1,7 +1,6 @@
-"""The lines of a batch: what each of them asks, in our format or OpenAI's (`docs/batches.md`).
+"""Parse the lines of a batch, in nanospec's format or OpenAI's (`docs/batches.md`).
 
-Lines end at "\\n" alone. All of them are read and checked before a model is
-loaded.
+Lines end at "\\n" alone. All lines are read and checked before a model is loaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`--explain`: why guessing tokens pays on this machine.
 
-A step that scores T tokens reads every weight once, whatever T is, and computes 2 FLOPs for each weight and
+A step that scores T tokens reads every weight once, for any T, and computes 2 FLOPs for each weight and
 token. So it takes at least
 
     max(bytes / bandwidth, FLOPs / rate)

@@ -1,12 +1,11 @@
-"""What was guessed in a step, rejected guesses and those that were never verified too.
+"""The drafts of a step, including those that were rejected or never verified.
 
-What is proposed is written to device rows inside the step, captured or not, and copied to the host behind it.
-A row's line is
+The step, captured or not, writes its proposal to device rows, which are copied to the host afterwards. The
+line of a row is
 
     length of its text | number of drafts | drafts | sources | parents     [2 + 3 W] int32
 
-The length says to which step a line belongs: one in which nobody was asked to guess leaves the line of an
-earlier step.
+The length tells which step a line belongs to: a step without a proposal leaves the line of an earlier one.
 """
 
 from __future__ import annotations
