@@ -92,11 +92,18 @@ def build(chains: list[tuple[int, list[int]]], wanted: int, length: int) -> list
     return nodes
 
 
-class Sizes(NamedTuple):
-    """Upper bounds of a match and of the number of continuations; powers of 2: of the latter, of the scores
-    of all programs, of the drafts."""
+class Bounds(NamedTuple):
+    """Upper bounds of a match and of the number of continuations; the next power of 2 of the latter."""
 
     MAX_N: tl.constexpr
+    MAX_WIDTH: tl.constexpr
+    SLOTS: tl.constexpr
+
+
+class Sizes(NamedTuple):
+    """An upper bound of the number of continuations; the next powers of 2 of it, of the scores of all programs
+    and of the drafts."""
+
     MAX_WIDTH: tl.constexpr
     SLOTS: tl.constexpr
     FOUND: tl.constexpr
@@ -134,18 +141,21 @@ def _different(history, width, score, more, SLOTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["k"])
-def _search(table, rows, found, k, sizes, BLOCK: tl.constexpr):
+def _search(table, rows, found, k, bounds, BLOCK: tl.constexpr):
     b, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     s = tl.load(rows + b)
     history = load_history(table, s, k)
     if history.room <= 0:
         return
-    width = tl.minimum(tl.load(table.width + s), sizes.MAX_WIDTH)
-    chosen = tl.full([sizes.SLOTS], -1, tl.int32)
-    for first in range(part * BLOCK, history.length, parts * BLOCK):
-        score = match_scores(history, first + tl.arange(0, BLOCK), sizes.MAX_N)
-        chosen = _different(history, width, score, chosen, sizes.SLOTS)
-    tl.store(found + (b * parts + part) * sizes.SLOTS + tl.arange(0, sizes.SLOTS), chosen)
+    width = tl.minimum(tl.load(table.width + s), bounds.MAX_WIDTH)
+    chosen = tl.full([bounds.SLOTS], -1, tl.int32)
+    # The loop carries the indices: made from the loop variable, triton 3.7 spills 8 bytes on sm_100.
+    p = part * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(part * BLOCK, history.length, parts * BLOCK):
+        score = match_scores(history, p, bounds.MAX_N)
+        p += parts * BLOCK
+        chosen = _different(history, width, score, chosen, bounds.SLOTS)
+    tl.store(found + (b * parts + part) * bounds.SLOTS + tl.arange(0, bounds.SLOTS), chosen)
 
 
 @triton.jit(do_not_specialize=["k", "parts"])
@@ -207,9 +217,10 @@ def launch(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Pr
     parts, proposal = ngram.splits(table, B), empty_proposal(rows, k, tree=True)
     if B:
         found = rows.new_empty(B, parts, slots)
-        bounds = max_n, max_width, slots, next_power_of_2(parts * slots), next_power_of_2(k)
-        sizes = Sizes(*map(tl.constexpr, bounds))
-        _search[(B, parts)](table, rows, found, k, sizes, BLOCK=ngram.BLOCK, num_warps=8)
+        bounds = Bounds(*map(tl.constexpr, (max_n, max_width, slots)))
+        _search[(B, parts)](table, rows, found, k, bounds, BLOCK=ngram.BLOCK, num_warps=8)
+        powers = slots, next_power_of_2(parts * slots), next_power_of_2(k)
+        sizes = Sizes(*map(tl.constexpr, (max_width, *powers)))
         warps = 1 if parts * slots <= 512 else 4
         _build[(B,)](table, rows, found, proposal, k, parts, sizes, num_warps=warps)
     return proposal
