@@ -101,8 +101,8 @@ class Bounds(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """An upper bound of the number of continuations; the next powers of 2 of it, of the scores of all programs
-    and of the drafts."""
+    """An upper bound of the number of continuations, and the next powers of 2: of it, of the scores of all
+    programs, of the drafts."""
 
     MAX_WIDTH: tl.constexpr
     SLOTS: tl.constexpr
