@@ -20,9 +20,11 @@ from .build import library
 Word = Tensor | int | None
 
 
-def call(name: str, *values: Word) -> None:
-    found = words(*values)  # lives until the function returns
+def call(name: str, *values: Word) -> array[int]:
+    """Call a function of the library. Return the words, some of which it may have changed."""
+    found = words(*values)
     _function(name)(found.buffer_info()[0])
+    return found
 
 
 def words(*values: Word) -> array[int]:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..codes import RUNNING
-from ..dispatch import use_triton
+from ..dispatch import use_native, use_triton
 from ..launch import next_power_of_2
+from ..native.call import call
 from ..table import Table
 from .proposal import Proposal
 
@@ -32,6 +33,8 @@ PAGES = 1024  # at most, per program
 def lay_out(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
     """Return the padded batch of `rows` [B] int32, request rows or -1, and their drafts; or the packed one.
     Never waits for the device on a GPU, unless packed."""
+    if not use_triton(rows) and use_native(rows, torch.int32):
+        return native(table, rows, proposal, packed)
     batch = (launch if use_triton(rows) else naive)(table, rows, proposal)
     return batch.packed() if packed else batch
 
@@ -70,6 +73,24 @@ def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
         depths.append(depth)
         masks += mask
     return parents.new_tensor(depths), parents.new_tensor(masks, dtype=torch.int64)
+
+
+def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
+    """By `native/step.cpp`, in one piece of memory."""
+    B, k = proposal.drafts.shape
+    per_row, per_token = [B, B, B, B, B * table.max_blocks], 3 if proposal.parents is None else 4
+    size = sum(per_row) + B * (k + 1) * per_token
+    memory = rows.new_empty(size)
+    masks = None if proposal.parents is None else rows.new_empty(B * (k + 1), dtype=torch.int64)
+    words = *proposal[:6], B, k, rows, packed, memory, masks
+    T, longest, kv_len = call("nanospec_lay_out", *table, *words, 0, 0, 0)[-3:]
+    parts = torch.split_with_sizes(memory, [*per_row, *[T] * per_token, size - sum(per_row) - T * per_token])
+    request, q_start, q_len, base_len, pages, input_ids, positions, slots, *rest = parts
+    return Batch(
+        request, input_ids, positions, slots, pages.view(B, table.max_blocks), q_start, q_len, base_len,
+        longest if packed else k + 1, kv_len if packed else table.max_context,
+        None if masks is None else masks[:T], None if masks is None else rest[0],
+    )  # fmt: skip
 
 
 class Sizes(NamedTuple):

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..codes import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, RUNNING, STOPPED
-from ..dispatch import use_triton
+from ..dispatch import use_native, use_triton
 from ..launch import next_power_of_2
+from ..native.call import batch_words, call
 from ..table import Table
 from . import report
 from .proposal import Proposal
@@ -50,7 +51,9 @@ class Verdict(NamedTuple):
 
 def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """Walk each row's drafts along the target's tokens, and append the tokens passed to its history."""
-    return (launch if use_triton(targets) else naive)(targets, batch, table, proposal)
+    if use_triton(targets):
+        return launch(targets, batch, table, proposal)
+    return (native if use_native(targets, torch.int32) else naive)(targets, batch, table, proposal)
 
 
 def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
@@ -92,6 +95,17 @@ def _kept(run: list[int], left: int, stops: list[int]) -> tuple[int, int]:
         if token in stops:
             return n + 1, STOPPED
     return min(len(run), left), LENGTH if len(run) >= left else RUNNING
+
+
+def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
+    """By `native/step.cpp`."""
+    B, Q = batch.num_rows, batch.max_q_len
+    width = report.num_columns(Q)
+    memory = targets.new_empty(B * (width + 1 + Q))
+    words = *batch_words(batch), *proposal[:6], *proposal.drafts.shape
+    call("nanospec_commit", *table, *words, targets, memory)
+    lines, num_emitted, path = torch.split_with_sizes(memory, [B * width, B, B * Q])
+    return Verdict(lines.view(B, width), num_emitted, path.view(B, Q))
 
 
 class Walked(NamedTuple):

@@ -11,7 +11,7 @@ from nanospec.kernels.codes import RUNNING, STOPPED
 from nanospec.kernels.dispatch import Backend, forced
 from nanospec.kernels.speculation import layout
 from nanospec.kernels.speculation.proposal import Proposal
-from tests.kernels.batches import ints, make_table
+from tests.kernels.batches import compiled, ints, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -40,9 +40,13 @@ def assert_same(ours: Batch, theirs: Batch, block_size: int = 16) -> None:
             assert own.dtype == other.dtype == (torch.int64 if name == "ancestors" else torch.int32)
 
 
+IMPLEMENTATIONS = {**compiled(native=layout.native), "kernel": layout.launch}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("B", "k", "block_size"), [(1, 1, 16), (3, 4, 16), (6, 7, 32), (2, 63, 16)])
-def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool) -> None:
+def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, implementation: str) -> None:
     torch.manual_seed(B + k)
     S, length = 7, 130 + k
     # Lengths around page boundaries, the shortest and the longest
@@ -56,10 +60,13 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool) -> No
     if B > 2:
         rows[1], table.finished[rows[0]] = -1, STOPPED
         proposal.num_drafts[2] = 1000 if B == 3 else -5  # what a drafter of the user's gets wrong
-    batch = layout.launch(table, rows, proposal)
+    expected = layout.naive(table, rows, proposal)
+    batch = IMPLEMENTATIONS[implementation](table, rows, proposal)
     assert (batch.max_q_len, batch.max_kv_len) == (k + 1, length)
     assert int(batch.q_len.max()) <= k + 1
-    assert_same(batch, layout.naive(table, rows, proposal), block_size)
+    assert_same(batch, expected, block_size)
+    if implementation == "native":
+        assert_same(layout.native(table, rows, proposal, packed=True), expected.packed(), block_size)
     assert (batch.parents is not None) == (batch.ancestors is not None) == tree
 
 
@@ -105,7 +112,7 @@ def test_rows_that_take_no_part_have_no_tokens_and_no_slots() -> None:
     assert int(batch.q_len[2]) == int(proposal.num_drafts[2]) + 1
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize("backend", ["naive", "triton", "auto"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_is_padded_unless_it_is_to_be_packed(packed: bool, backend: Backend) -> None:
     table = make_table(1000, tokens=random_ints(2, 40), block_table=random_ints(2, 3), num_tokens=[5, 9])

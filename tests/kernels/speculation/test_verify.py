@@ -19,7 +19,7 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
-from tests.kernels.batches import emitted, guessed, ints, make_batch, make_table
+from tests.kernels.batches import compiled, emitted, guessed, ints, make_batch, make_table
 
 S, V, CAPACITY = 6, 12, 20
 
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 Commit = Callable[[Tensor, Batch, Table, Proposal], Verdict]
 IMPLEMENTATIONS: dict[str, Commit] = {
     "naive": verify.naive,
+    **compiled(native=verify.native),
     "kernel": verify.launch,
 }
 
