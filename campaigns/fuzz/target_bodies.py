@@ -9,10 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanospec.apps.serve.errors import HTTPError
+from nanospec.apps.serve.gate import HTTPError
 from nanospec.apps.serve.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.requests import Asked, read_json, read_request
-from nanospec.apps.serve.settings import ServeConfig
 from nanospec.engine.request import Limits, check_request
 from nanospec.extras.grammar.grammar import Grammars
 from nanospec.llm import LLM
@@ -36,7 +35,7 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}, "cache_salt": "x"},
     {"messages": MESSAGES, "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2},
     {"messages": MESSAGES, "response_format": SCHEMA},
-    {"messages": MESSAGES[:1], "chat_template_kwargs": {"style": "x"}, "guided_choice": ["a", "b"]},
+    {"messages": MESSAGES[:1], "chat_template_kwargs": {"style": "x"}},
     {"prompt": "a", "structured_outputs": {"regex": "a+"}, "num_speculative_tokens": 2, "tree_width": 2},
 ]
 SEEDS = [json.dumps(body).encode() for body in BODIES]
@@ -72,10 +71,10 @@ def one(data: bytes) -> None:
 def read(url: str, data: bytes) -> Asked:
     """A request; ValueError with what a client is told."""
     try:
-        return read_request(model(), ServeConfig(), url, read_json(data))
+        return read_request(model(), url, read_json(data))
     except HTTPError as error:
         told = json.loads(bytes(error.response().body))["error"]["message"]
-        raise (ValueError if error.status == 400 else AssertionError)(as_statement(told)) from None
+        raise (ValueError if error.status_code == 400 else AssertionError)(as_statement(told)) from None
 
 
 def as_statement(text: str) -> str:

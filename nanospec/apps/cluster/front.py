@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..serve.answers import event
-from ..serve.errors import HTTPError, draining
-from ..serve.gate import Gate
+from ..serve.gate import Gate, HTTPError, draining
 from ..serve.settings import ServeConfig
 from .figures import together
 from .routing import Balancer, pieces

@@ -18,7 +18,7 @@ from ...outputs import Completion, RequestOutput
 from ..cli.batch import num_tokens
 from ..cli.batch_lines import Task
 from ..cli.batch_results import result_line
-from ..serve.jobs import EngineFailed
+from ..serve.jobs import JobFailed
 from ..serve.loop import EngineLoop
 from .replica import Settings, load
 
@@ -80,7 +80,7 @@ class LineEngine:
             async for delta in self.loop.submit([line.prompt_ids], line.params):
                 if delta is not None and delta.done is not None:
                     done.append(delta.done)
-        except EngineFailed:
+        except JobFailed:
             os._exit(1)  # the device is in an unknown state
         done.sort(key=lambda each: each.index)
         output = RequestOutput(f"request-{number}", None, line.prompt_ids, done)

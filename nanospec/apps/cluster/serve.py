@@ -28,8 +28,8 @@ from starlette.types import ASGIApp, Message, Scope
 
 from ...config import EngineConfig, SpecConfig
 from ..serve.app import App
-from ..serve.http import listen
 from ..serve.logs import log, log_to
+from ..serve.server import listen
 from ..serve.settings import ServeConfig
 from .front import LINGER, Front
 from .messages import Sender

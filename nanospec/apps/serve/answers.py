@@ -1,143 +1,184 @@
-"""Answers in OpenAI's format, whole or as events of a stream."""
+"""Answers in OpenAI's format, whole or as events of a stream, and how they are sent."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from ...engine.request import Logprob, Piece
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
 from ...outputs import Completion
-from .jobs import Delta, Job
+from .gate import HTTPError
+from .jobs import Delta, Job, JobFailed
 from .openai_format import CHAT, choice, counts, logprobs, usage
 from .requests import Asked
 
-QUIET = b": nothing yet\n\n"  # a comment, so that nobody between takes the connection for dead
+QUIET = b": nothing yet\n\n"  # a comment, so that no proxy takes the connection for dead
+TOO_SLOW = "The request took longer than the server allows."
 
 
+@dataclass(eq=False)
 class Answer:
-    """What a client gets for a request.
+    """The ASGI app that answers a request. Its outputs end when its client goes away, or after `timeout`
+    seconds.
 
     Attributes:
+        facts: what the log is to say of it; never a text.
         done: the outputs that have ended.
     """
 
-    def __init__(
-        self, asked: Asked, job: Job, request_id: str, model: str, bytes_of: Callable[[int], bytes]
-    ) -> None:
-        self.asked, self.job, self._bytes_of = asked, job, bytes_of
-        self.done: list[Completion] = []
-        self._num_tokens: Counter[int] = Counter()  # of each output so far
-        kind, prefix = ("chat.completion", "chatcmpl") if asked.url == CHAT else ("text_completion", "cmpl")
-        kind += ".chunk" * (asked.streams and asked.url == CHAT)
-        known = {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time())}
-        self._head = {**known, "model": model}
+    asked: Asked
+    job: Job
+    request_id: str
+    model: str
+    bytes_of: Callable[[int], bytes]
+    timeout: float
+    facts: dict[str, Any]
+    done: list[Completion] = field(default_factory=list)
 
-    @property
-    def error(self) -> str | None:
-        """Why an output could not be finished."""
-        return next((done.error for done in self.done if done.error), None)
+    def __post_init__(self) -> None:
+        kind, prefix = ("text_completion", "cmpl")
+        if self.asked.url == CHAT:
+            kind, prefix = "chat.completion" + ".chunk" * self.asked.streams, "chatcmpl"
+        created = int(time.time())
+        self._head = {
+            "id": f"{prefix}-{self.request_id}",
+            "object": kind,
+            "created": created,
+            "model": self.model,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        write = self._stream if self.asked.streams else self._whole
+        sending = asyncio.ensure_future(write(scope, receive, send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        too_slow = asyncio.get_running_loop().call_later(self.timeout, self.job.put, JobFailed(TOO_SLOW, 504))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            else:
+                self.facts["ended_by"] = "client gone"
+        finally:
+            self.job.abort()
+            for each in (too_slow, sending, gone):
+                each.cancel()
+            self.facts["prompt_tokens"] = self.asked.num_prompt_tokens
+            if self.done:
+                usage = self.usage()
+                self.facts["completion_tokens"] = usage["completion_tokens"]
+                self.facts["tokens_per_step"] = usage["speculation"]["tokens_per_step"]
+                first = min(done.first_token_seconds for done in self.done)
+                self.facts["first_token_ms"] = round(first * 1e3, 1)
 
     def usage(self) -> dict[str, Any]:
-        """Of what has ended."""
+        """Return the usage of what has ended."""
         return usage(self.asked.num_prompt_tokens, self.done, self.asked.params.n)
 
-    async def wait(self) -> None:
-        """Until all outputs have ended. Raises EngineFailed."""
-        async for delta in self.job:
-            if delta is not None and delta.done is not None:
-                self.done.append(delta.done)
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async for delta in self.job:
+                if delta is not None and delta.done is not None:
+                    self._end(delta.done)
+            # With log-probabilities it may be long.
+            response = await asyncio.to_thread(self._response)
+        except JobFailed as failure:
+            response = self._failed(failure).response()
+        await response(scope, receive, send)
 
-    def body(self) -> dict[str, Any]:
-        """The whole answer."""
+    def _response(self) -> Response:
         self.done.sort(key=lambda done: done.index)
         url, number = self.asked.url, self.asked.params.logprobs
-        choices = [choice(url, done, number, self._bytes_of) for done in self.done]
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        choices = [choice(url, done, number, self.bytes_of) for done in self.done]
+        return JSONResponse({**self._head, "choices": choices, "usage": self.usage()})
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for data in self.events():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = b"data: [DONE]\n\n"
+        except JobFailed as failure:
+            last = event(self._failed(failure).body())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The stream, as bytes of server-sent events. Raises EngineFailed."""
-        offsets = [0] * self.job.num_outputs
-        begun: set[int] = set()  # what has been told who speaks, with its first text and not before
-        held: dict[int, Delta] = {}  # steps that have not given a text yet
+        """Yield the stream but for its end, as bytes of server-sent events. Raises JobFailed."""
+        include, is_chat = self.asked.include, self.asked.url == CHAT
+        num_tokens: Counter[int] = Counter()  # of each output so far
+        num_chars: Counter[int] = Counter()
+
+        def to_event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+            if "include_usage" in include:
+                all_along = "continuous_usage_stats" in include  # as vLLM has it
+                so_far = counts(self.asked.num_prompt_tokens, num_tokens.total())
+                more = {"usage": so_far if all_along else None, **more}
+            return event({**self._head, "choices": choices, **more})
+
         async for delta in self.job:
             if delta is None:
                 yield QUIET
                 continue
-            i = delta.choice
-            self._num_tokens[i] += len(delta.pieces)
-            if delta.done is not None:  # the last piece may be the rest of a character
-                self._num_tokens[i] = len(delta.done.token_ids)
-            delta = held.pop(i).joined(delta) if i in held else delta
-            if self.asked.url == CHAT and i not in begun and (delta.pieces or delta.done):
-                begun.add(i)
-                yield self._event([self._choice(i, {"role": "assistant", "content": ""})])
+            i, done = delta.choice, delta.done
+            # With the first text and not before: some clients take that event for the first token.
+            role = {} if i in num_tokens else {"role": "assistant"}
+            # The last piece may be the rest of a character.
+            num_tokens[i] = len(done.token_ids) if done else num_tokens[i] + len(delta.pieces)
+            told: dict[str, Any] = {"index": i, "pieces": delta.pieces, **delta.speculation}
+            told = {"speculation": told} if "include_drafts" in include else {}
             text = "".join(piece.text for piece in delta.pieces)
-            told = {"speculation": _told(delta)} if self.asked.with_drafts else {}
             if text or delta.logprobs:
-                found = self._logprobs(delta.logprobs, delta.pieces, offsets[i])
-                offsets[i] += len(text)
-                content = {"content": text} if self.asked.url == CHAT else {}
-                yield self._event([self._choice(i, content, text, found)], **told)
-                told = {}
-            elif delta.done is None:
-                held[i] = delta
-            if delta.done is not None:
-                self.done.append(delta.done)
-                if delta.done.error is not None:
-                    return
-                yield self._event([self._choice(i, {}, done=delta.done)], **told)
-        if self.asked.with_usage:
-            yield self._event([], usage=self.usage())
-        yield b"data: [DONE]\n\n"
+                found = self._logprobs(delta, num_chars[i])
+                yield to_event([part(is_chat, i, {**role, "content": text}, found)], **told)
+                num_chars[i] += len(text)
+                told, role = {}, {}
+            if done is not None:
+                self._end(done)
+                yield to_event([part(is_chat, i, role, done=done)], **told)
+        if "include_usage" in include:
+            yield to_event([], usage=self.usage())
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if self.asked.with_counts:
-            more.setdefault("usage", counts(self.asked.num_prompt_tokens, self._num_tokens.total()))
-        elif self.asked.with_usage:
-            more.setdefault("usage", None)
-        return event({**self._head, "choices": choices, **more})
-
-    def _choice(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        text: str = "",
-        found: Any = None,
-        done: Completion | None = None,
-    ) -> dict[str, Any]:
-        own = {"delta": delta} if self.asked.url == CHAT else {"text": text}
-        reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
-        return {"index": index, **own, "logprobs": found, **reasons}
-
-    def _logprobs(
-        self, places: list[dict[int, Logprob]], pieces: list[Piece], offset: int
-    ) -> dict[str, Any] | None:
-        number = self.asked.params.logprobs
+    def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any] | None:
+        number, places = self.asked.params.logprobs, delta.logprobs
+        if number is None:
+            return None
         tokens = [next(iter(place)) for place in places]  # the token itself comes first
-        offsets = list(accumulate((len(piece.text) for piece in pieces), initial=offset))
-        url, bytes_of = self.asked.url, self._bytes_of
-        return None if number is None else logprobs(url, tokens, places, number, offsets, bytes_of)
+        offsets = list(accumulate((len(piece.text) for piece in delta.pieces), initial=offset))
+        return logprobs(self.asked.url, tokens, places, number, offsets, self.bytes_of)
+
+    def _end(self, done: Completion) -> None:
+        if done.error is not None:
+            raise JobFailed(done.error)
+        self.done.append(done)
+
+    def _failed(self, failure: JobFailed) -> HTTPError:
+        self.facts["ended_by"] = str(failure)
+        return HTTPError(failure.status, str(failure))
+
+
+def part(
+    is_chat: bool, index: int, delta: dict[str, Any], found: Any = None, done: Completion | None = None
+) -> dict[str, Any]:
+    """Return what an event tells of one output."""
+    content = {"delta": delta} if is_chat else {"text": delta.get("content", "")}
+    reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
+    return {"index": index, **content, "logprobs": found, **reasons}
 
 
 def event(data: Any) -> bytes:
-    """A server-sent event."""
-    return (
-        b"data: "
-        + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-        + b"\n\n"
-    )
+    """Return a server-sent event."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
-def _told(delta: Delta) -> dict[str, Any]:
-    return {
-        "index": delta.choice,
-        "pieces": delta.pieces,
-        "drafted": delta.drafted,
-        "accepted": delta.accepted,
-        "drafter": delta.drafter,
-        "rejected": delta.rejected,
-    }
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

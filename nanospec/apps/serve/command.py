@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,30 +16,28 @@ from ..cli.options import add_further, add_settings, given, in_flags, spec_confi
 from ..cli.parser import Parser
 from .settings import ServeConfig
 
-MISSING = "serving needs {}: pip install 'nanospec[serve]', or `make run` in a checkout."
 CHUNK = 512  # default of --max-num-batched-tokens: how long a prompt holds up the others
-KEYS = "NANOSPEC_API_KEY"
-LOOK = 0.5  # seconds between looks at whether there still is an engine
+NEEDS = ("starlette", "uvicorn", "prometheus_client", "h11")
 SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig, "engine"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit status."""
+    """Serve until SIGTERM or Ctrl-C; return the exit status."""
     args = _parse(argv)
     try:
-        keys = tuple(filter(None, os.environ.get(KEYS, "").split(",")))
+        keys = filter(None, os.environ.get("NANOSPEC_API_KEY", "").split(","))
         options = given(args, "ServeConfig")
         config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
-        folder = resolve_model(args.model)
-        return _serve(args, config, folder)
+        return _serve(args, config, resolve_model(args.model))
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn", "prometheus_client", "h11"):
+        if error.name not in NEEDS:
             raise
-        print(f"{program()}: {MISSING.format(error.name)}", file=sys.stderr)
-    except (ValueError, TypeError, OSError, MemoryError) as error:
+        text = f"serving needs {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
+    except (ValueError, TypeError, MemoryError) as error:
+        text = in_flags(str(error), [each for each, _ in SETTINGS])
+    except OSError as error:
         text = str(error)
-        text = text if isinstance(error, OSError) else in_flags(text, [each for each, _ in SETTINGS])
-        print(f"{program()}: {text}", file=sys.stderr)
+    print(f"{program()}: {text}", file=sys.stderr)
     return 2
 
 
@@ -98,8 +95,8 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     from ...llm import LLM
     from ..cli.main import announce, announce_ranks
     from .app import App
-    from .http import listen
     from .logs import log_to
+    from .server import listen, run
 
     log_to(level=args.log_level)
     spec, options = spec_config(args), {"max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
@@ -116,39 +113,3 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     announce_ranks(llm)
     app = App(llm, config, config.served_model_name or folder.name)
     return asyncio.run(run(app, listener))
-
-
-async def run(app: Any, listener: socket.socket) -> int:
-    """Serve until told to end."""
-    from .http import Server
-    from .logs import log
-
-    config = app.config
-    server = Server(app.asgi(), config, app.drain)
-    app.engine.start()
-    try:
-        host, port = listener.getsockname()[:2]
-        where = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
-        facts = {"page": f"{where}/", "api": f"{where}/v1", "model": app.model, "keys": len(config.api_key)}
-        log.info("ready", extra={"facts": {**facts, **app.runs()}})
-        if not config.is_local and not config.api_key:
-            log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
-        server.end_at_hangup()
-        watch = asyncio.create_task(_end_with(app.engine, server))
-        await server.serve(sockets=[listener])
-        watch.cancel()
-    finally:
-        await app.engine.stop()
-        await server.say_farewell()
-        log.info("ended")
-    return 0 if app.engine.end is None else 1
-
-
-async def _end_with(engine: Any, server: Any) -> None:
-    """Serve no longer than there is an engine: whoever started the server can start another one."""
-    from .logs import log
-
-    while engine.end is None:
-        await asyncio.sleep(LOOK)
-    log.error(engine.end)
-    server.should_exit = True

@@ -1,7 +1,8 @@
-"""What every request passes: it gets an id, its client shows a key, and one line about it is logged."""
+"""What every request passes: it gets an id, its client shows a key, and one log line tells of it."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -9,46 +10,112 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import HTTPError
 from .logs import log
 from .settings import ServeConfig
 
 OPEN = ("/", "/health")  # without a key; so are the files of the page
-LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # this machine's names
 UNCOUNTED = ("/health", "/metrics")  # answered however many connections there are
-CROWDED = "There are too many connections; try again in a second."
+LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # this machine's names
 BAD_KEY = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
 BAD_HOST = "This server answers its own machine alone, as localhost; --host and --api-key open it to others."
+MOST = 1500  # characters of a message, which may repeat what a client sent
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class HTTPError(HTTPException):
+    """A request that is refused: its status, one sentence, and the field that is to blame, if one is."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        message = message if len(message) <= MOST else message[:MOST] + "..."
+        super().__init__(status, message, headers)
+        # A client's own word may be long, or half of a surrogate pair, which cannot be sent.
+        self.param = None if param is None else param[:100].encode(errors="replace").decode()
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the error in OpenAI's shape."""
+        kind = TYPES.get(self.status_code, "invalid_request_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def draining(seconds: float) -> HTTPError:
+    """Return what new requests are told while those that run have so many seconds left."""
+    message = "The server is ending; running requests are finished, new ones are not taken."
+    return HTTPError(503, message, headers={"retry-after": str(int(seconds) + 1), "connection": "close"})
+
+
+async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> bytes:
+    """Return what the client sends. Raises HTTPError if it is too much, or takes too long."""
+    close = {"connection": "close"}
+    too_large = HTTPError(413, f"The body is larger than {config.max_body} bytes.", headers=close)
+    if int(Headers(scope=scope).get("content-length", 0)) > config.max_body:
+        raise too_large
+    data = bytearray()
+
+    async def read() -> None:
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise HTTPError(499, "The client went away.")
+            data.extend(message.get("body", b""))
+            more = message.get("more_body", False)
+            if len(data) > config.max_body:
+                raise too_large
+
+    try:
+        await asyncio.wait_for(read(), config.read_timeout)
+    except asyncio.TimeoutError:
+        raise HTTPError(408, "The body did not come in time.", headers=close) from None
+    return bytes(data)
 
 
 class Gate:
-    """Before the routes. Of a request that passes, `scope["state"]` holds `id`, `salt` (of its client's key),
-    `arrival` (of `time.perf_counter`) and `facts`, a dict for what is to be logged. Answers are counted by
-    path for `paths`, and as "other" for what clients may invent."""
+    """Before the routes. Of a request that passes, `scope["state"]` holds `id`, `salt` (of its client's key)
+    and `facts`, a dict of what is to be logged. Answers are counted by path for `paths`, and as "other" for
+    what clients may invent."""
 
     def __init__(
         self, app: ASGIApp, config: ServeConfig, answered: Counter[tuple[str, int]], paths: Collection[str]
     ) -> None:
-        self.app, self._paths = app, paths
+        self.app, self.config, self._paths, self._answered = app, config, paths, answered
         self._digests = [_digest(key) for key in config.api_key]
-        self._answered = answered  # see `App`
-        self._most = config.max_connections
-        self._only_local = config.is_local and not config.api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no web sockets, and nothing to do at the start and the end
         headers, start, status = Headers(scope=scope), time.perf_counter(), 0
-        asked = headers.get("x-request-id", "")
+        asked, path = headers.get("x-request-id", ""), scope["path"]
         request_id = asked if re.fullmatch(r"[\w.-]{1,64}", asked) else f"req-{uuid.uuid4().hex[:24]}"
         facts: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(id=request_id, facts=facts, salt=b"", arrival=start)
+        scope.setdefault("state", {}).update(id=request_id, facts=facts, salt=b"")
 
         async def with_id(message: Message) -> None:
             nonlocal status
@@ -64,22 +131,20 @@ class Gate:
         else:
             await self.app(scope, receive, with_id)
         finally:
+            self._answered[path if path in self._paths else "other", status] += 1
             ms = round((time.perf_counter() - start) * 1e3, 1)
-            told = {"id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
-            level = (
-                logging.DEBUG if scope["path"] in ("/health", "/metrics") and status == 200 else logging.INFO
-            )
-            self._answered[scope["path"] if scope["path"] in self._paths else "other", status] += 1
-            log.log(level, "request", extra={"facts": {**told, "ms": ms, **facts}})
+            told = {"id": request_id, "method": scope["method"], "path": path, "status": status, "ms": ms}
+            level = logging.DEBUG if path in UNCOUNTED and status == 200 else logging.INFO
+            log.log(level, "request", extra={"facts": {**told, **facts}})
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raise HTTPError unless the client may ask this. A page of another site whose name was made to lead
-        here would show that name as the host."""
-        if self._only_local and not LOCAL.fullmatch(headers.get("host", "localhost")):
-            raise HTTPError(403, BAD_HOST)
-        path = scope["path"]
-        if len(scope["state"].get("connections", ())) > self._most and path not in UNCOUNTED:
-            raise HTTPError(503, CROWDED, headers={"retry-after": "1", "connection": "close"})
+        """Raise HTTPError for a request that does not pass."""
+        path, config = scope["path"], self.config
+        if config.is_local and not config.api_key and not LOCAL.fullmatch(headers.get("host", "localhost")):
+            raise HTTPError(403, BAD_HOST)  # a page elsewhere whose name was made to lead here
+        if len(scope["state"].get("connections", ())) > config.max_connections and path not in UNCOUNTED:
+            message = "There are too many connections; try again in a second."
+            raise HTTPError(503, message, headers={"retry-after": "1", "connection": "close"})
         if not self._digests or path in OPEN or path.startswith("/page/"):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -16,23 +16,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import ceil
 
 from ...config import SamplingParams
 from ...engine.request import Request
 from ...llm import LLM
 from ...outputs import Completion
-from .jobs import Delta, Ending, EngineFailed, Job, Live, QueueFull
+from .jobs import ENDED, FAILED, Delta, Job, JobFailed, Live
 from .logs import log
 
 MOST_FAILURES = 3  # steps in a row, after which the engine is taken for broken
-RECENT = 32  # ended outputs that tell how long others will take
+
+
+class QueueFull(Exception):
+    """Too many outputs wait."""
 
 
 class EngineLoop:
-    """Runs the engine of an `LLM`, which nobody else may use meanwhile.
+    """Runs the engine of an `LLM`, which nothing else may use meanwhile.
 
-    All methods are the event loop's, but those that begin with an underscore.
+    The event loop calls all methods but those that begin with an underscore.
 
     Attributes:
         num_outputs: accepted and not yet ended; at most `most`.
@@ -44,8 +46,7 @@ class EngineLoop:
 
     def __init__(self, llm: LLM, most: int) -> None:
         self.llm, self.most = llm, most
-        self.num_outputs = 0
-        self.failures = 0
+        self.num_outputs = self.failures = 0
         self.gap_seconds = 0.0
         self.on_tokens: Callable[[float, int], None] = lambda seconds, count: None
         self.on_done: Callable[[Completion, Request], None] = lambda done, request: None
@@ -56,12 +57,11 @@ class EngineLoop:
         self._closing = False
         self._broken: str | None = None
         self._jobs: set[Job] = set()  # accepted, and not yet told all
-        self._over: EngineFailed | None = None  # what is told to all when the thread has ended
-        self._ends: deque[float] = deque(maxlen=RECENT)
+        self._over: JobFailed | None = None  # what all are told when the thread has ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin; to be called in the event loop that will submit."""
+        """Begin. Called in the event loop that will submit."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -79,27 +79,24 @@ class EngineLoop:
 
     @property
     def end(self) -> str | None:
-        """Why nothing will ever be answered again: a device that the model is split among is gone, or what
-        cleans up behind a failure has failed itself."""
+        """Why nothing will be answered again: a device that the model is split among is gone, or cleaning up
+        behind a failure has failed."""
         return self.llm.engine.worker.failure or self._broken
 
     def submit(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        *,
         streams: bool = False,
         salt: bytes = b"",
-        arrival: float | None = None,
     ) -> Job:
-        """Have prompts answered, which must have been checked. `salt` names who may share their cached
-        blocks. Raises QueueFull, or ValueError if there could never be room."""
+        """Have prompts answered that have passed `Engine.check`. Jobs of equal `salt` share cached blocks.
+        Raises QueueFull, or ValueError if there could never be room."""
         count = len(prompts) * params.n
         if count > self.most:
             raise ValueError(f"These are {count} outputs, prompts times n, but the limit is {self.most}.")
-        if self.num_outputs + count > self.most:
-            raise QueueFull(self.seconds_left())
-        job = Job(count, streams, time.perf_counter() if arrival is None else arrival, self.abort)
+        self.check_room(count)
+        job = Job(count, streams, self.abort)
         self.num_outputs += count
         self._jobs.add(job)
         self._do(lambda: self._add(job, prompts, params, salt))
@@ -107,12 +104,10 @@ class EngineLoop:
             self._end_with(self._over)
         return job
 
-    def seconds_left(self) -> int:
-        """About how long until there is room: what an ended output made way for, at the latest rate."""
-        if len(self._ends) < 2:
-            return 1
-        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return min(max(ceil(each * max(self.num_outputs - self.most + 1, 1)), 1), 60)
+    def check_room(self, count: int = 1) -> None:
+        """Raise QueueFull unless there is room for so many outputs."""
+        if self.num_outputs + count > self.most:
+            raise QueueFull
 
     def abort(self, job: Job) -> None:
         """End a job; see `Job.abort`."""
@@ -124,7 +119,7 @@ class EngineLoop:
 
     def end_all(self) -> None:
         """End all jobs, as there is no more time for them."""
-        self._do(lambda: self._fail(Ending()))
+        self._do(lambda: self._fail(JobFailed(ENDED, 503)))
 
     def _do(self, action: Callable[[], None]) -> None:
         """Have the engine's thread do something before its next step."""
@@ -132,21 +127,33 @@ class EngineLoop:
             self._inbox.append(action)
             self._wake.notify()
 
-    def _end_with(self, error: EngineFailed) -> None:
-        """Nothing is answered any more: not what is under way, nor what nobody has taken from the inbox."""
+    def _end_with(self, error: JobFailed) -> None:
+        """Tell all jobs that nothing is answered any more, also those that are still in the inbox."""
         self._over = error
         self._deliver([(job, error) for job in self._jobs])
 
-    # What follows runs in the engine's thread, but for `_deliver`.
+    def _deliver(self, found: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
+        """Hand over what a step gave."""
+        for job, delta in found:
+            over = job.left if isinstance(delta, JobFailed) else int(delta.done is not None)
+            if not job.left:
+                continue  # aborted meanwhile
+            job.left -= over
+            self.num_outputs -= over
+            if not job.left:
+                self._jobs.discard(job)
+            job.put(delta)
+
+    # What follows runs in the engine's thread.
 
     def _run(self) -> None:
-        over: EngineFailed = Ending()
+        over = JobFailed(ENDED, 503)
         try:
             self._serve()
         except BaseException:
             log.exception("The engine failed while it cleaned up behind a failure.")
             self._broken = "The engine could not go on behind a failure, which the log has; start it again."
-            over = EngineFailed()
+            over = JobFailed(FAILED)
         self._loop.call_soon_threadsafe(self._end_with, over)
 
     def _serve(self) -> None:
@@ -163,29 +170,33 @@ class EngineLoop:
                     self.gap_seconds += 0.0 if idle else time.perf_counter() - ended
                     self._guard(self._step)
                     ended = time.perf_counter()
-        self._fail(Ending())
+        self._fail(JobFailed(ENDED, 503))
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Whatever happens, this thread lives on; what was under way does not."""
+        """Do something; if it raises, end what is under way, and not this thread."""
         try:
             action()
         except BaseException:  # a panic of a library in Rust is no Exception
-            if self.end is None:  # else whoever ends the server says why
+            if self.end is None:  # else the log says why when the server ends
                 log.exception("A step failed, and the requests under way with it.")
             self.failures += 1
-            self._fail(EngineFailed())
+            self._fail(JobFailed(FAILED))
 
     def _step(self) -> None:
         touched = self.llm.shared.step()
         self.failures, now = 0, time.perf_counter()
-        found: list[tuple[Job, Delta]] = []
+        found: list[tuple[Job, Delta | JobFailed]] = []
         try:
             for request in touched:
-                if (live := self._live.get(request)) is not None:
-                    found.append((live.job, self._told(live, now)))
+                live = self._live.get(request)
+                if live is not None and (delta := self._told(live, now)) is not None:
+                    found.append((live.job, delta))
         finally:  # whatever happens to one, the others are told
-            if found:
-                self._loop.call_soon_threadsafe(self._deliver, found)
+            self._tell(found)
+
+    def _tell(self, found: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
+        if found:
+            self._loop.call_soon_threadsafe(self._deliver, found)
 
     def _add(self, job: Job, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: bytes) -> None:
         if not self.llm.config.enable_prefix_caching:  # the outputs of one job share all the same
@@ -199,7 +210,7 @@ class EngineLoop:
                     self.llm.engine.queue(request)
         except BaseException:  # as in `_guard`
             log.exception("A request could not be queued.")
-            self._loop.call_soon_threadsafe(self._deliver, [(job, EngineFailed())])
+            self._tell([(job, JobFailed(FAILED))])
             self._abort(job)
 
     def _abort(self, job: Job) -> None:
@@ -207,35 +218,21 @@ class EngineLoop:
             del self._live[request]
             self.llm.engine.abort(request)
 
-    def _fail(self, error: EngineFailed) -> None:
-        """Tell all jobs that nothing comes any more."""
+    def _fail(self, error: JobFailed) -> None:
+        """End everything, and tell all jobs that nothing more comes."""
         jobs = {live.job for live in self._live.values()}
-        self.llm.engine.abort_all()  # whatever failed may have left it inconsistent
+        self.llm.engine.abort_all()  # a failure may have left it inconsistent
         self._live.clear()
-        if jobs:
-            self._loop.call_soon_threadsafe(self._deliver, [(job, error) for job in jobs])
+        self._tell([(job, error) for job in jobs])
 
-    def _told(self, live: Live, now: float) -> Delta:
-        """What is new of an output that a step touched."""
-        stats = live.request.stats
+    def _told(self, live: Live, now: float) -> Delta | None:
+        """Return what is new of an output that a step touched, if it is to be told."""
+        request = live.request
         if live.num_tokens:
-            self.on_tokens(now - live.last, stats.num_tokens - live.num_tokens)
-        live.last, live.num_tokens = now, stats.num_tokens
-        delta = live.delta(self.llm.tokenizer)
-        if delta.done is not None:
-            self.on_done(delta.done, live.request)
-            del self._live[live.request]
+            self.on_tokens(now - live.last, request.stats.num_tokens - live.num_tokens)
+        live.last, live.num_tokens = now, request.stats.num_tokens
+        delta = live.delta(self.llm.tokenizer.text_of)
+        if delta is not None and delta.done is not None:
+            self.on_done(delta.done, request)
+            del self._live[request]
         return delta
-
-    def _deliver(self, found: Sequence[tuple[Job, Delta | Exception]]) -> None:
-        """In the event loop: hand over what a step gave."""
-        for job, delta in found:
-            over = job.left if isinstance(delta, Exception) else int(delta.done is not None)
-            if not job.left:
-                continue  # aborted meanwhile
-            job.left -= over
-            self.num_outputs -= over
-            self._ends.extend([time.perf_counter()] * over)
-            if not job.left:
-                self._jobs.discard(job)
-            job.put(delta)

@@ -1,7 +1,7 @@
 """OpenAI's formats of requests and answers (platform.openai.com/docs/api-reference), as far as text goes.
 
-Of the server and of batches. A request that needs what is not there (tools, images) is refused; nothing is
-dropped but `IGNORED`.
+Of the server and of batches. A request that needs what is not there (tools, images) is refused; only fields
+of `IGNORED` are dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ...text.checks import shown
-from ...vllm_names import CONSTRAINTS, FOREIGN_SAMPLING, response_format
+from ...vllm_names import response_format
 
 if TYPE_CHECKING:
     from ...engine.request import Logprob
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
-IGNORED = frozenset(  # they change no text; the model is the one that is loaded
-    (
-        *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction"),
-    )
-)
+IGNORED = frozenset({  # they change no text; the model is the one that is loaded
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction",
+})  # fmt: skip
 ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that do not ask for it
     "stream": (False,),
     "stream_options": (),
@@ -36,42 +34,29 @@ ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that d
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "priority": (0,),
+    "best_of": (1,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "include_reasoning": (True, False),
+    "skip_special_tokens": (True,),
 }
-SPECIAL_TOKENS = {CHAT: (False,), COMPLETIONS: (True,)}  # templates write them themselves
-CONSTRAINED = ("structured_outputs", "guided_decoding")  # vLLM's words for response_format
+CONSTRAINED = ("structured_outputs", "guided_decoding")  # vLLM's names of response_format
 
 
 def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked, by the names of `SamplingParams`, with "messages" or "prompt". Raises ValueError or
-    TypeError for what is not there."""
+    """Return what is asked by the names of `SamplingParams`, with "messages" or "prompt". Raises ValueError
+    or TypeError for what is not there."""
     request: dict[str, Any] = {}
     for theirs, ours in RENAMED.items():
         if body.get(theirs) is not None and body.get(ours) not in (None, body[theirs]):
             raise ValueError(f'"{theirs}" and "{ours}" are two words for one; give one of them.')
-    only = {**ONLY, "add_special_tokens": SPECIAL_TOKENS[url]}
     for name, value in body.items():
-        if value is None or name in IGNORED:
+        if value is None or name in IGNORED or (name in ONLY and value in ONLY[name]):
             continue
+        if name in ONLY:
+            quoted = f": {shown(value)}" if isinstance(value, str | int | float) else ""
+            raise ValueError(f'"{name}" asks for what nanospec does not do{quoted}.')
         if name in CONSTRAINED:
             request["response_format"] = response_format(name, value)
-        elif name.removeprefix("guided_") in CONSTRAINTS:
-            request["response_format"] = response_format(name, {name.removeprefix("guided_"): value})
-        elif name in only:
-            if value not in only[name]:
-                quoted = f": {shown(value)}" if isinstance(value, str | int | float) else ""
-                raise ValueError(f'"{name}" asks for what nanospec does not do{quoted}.')
-        elif name in FOREIGN_SAMPLING:
-            harmless, instead = FOREIGN_SAMPLING[name]
-            if value not in harmless:
-                raise ValueError(f'"{name}" asks for what nanospec does not do: {instead}.')
         else:
             request[RENAMED.get(name) or name] = value
     if url == CHAT:
@@ -85,7 +70,8 @@ def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(messages: Any) -> list[dict[str, Any]]:
-    """Messages whose contents are texts, also if they were given in parts, or as null. Raises ValueError."""
+    """Return messages whose contents are texts, also if they were given in parts, or as null. Raises
+    ValueError."""
     if not isinstance(messages, list) or not messages:
         raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}.')
     return [_message(message) for message in messages]
@@ -97,9 +83,10 @@ def _message(message: Any) -> dict[str, Any]:
     if message.get("tool_calls"):
         raise ValueError('"messages" hold "tool_calls", and nanospec knows no tools.')
     parts = message["content"]
-    parts = [] if parts is None else [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+    if parts is None or isinstance(parts, str):
+        return {**message, "content": parts or ""}
     for part in parts if isinstance(parts, list) else [parts]:
-        if not _is_text(part):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f'"messages" hold {shown(part)}, which is no text; nanospec reads texts only.')
     return {**message, "content": "".join(part["text"] for part in parts)}
 
@@ -112,14 +99,10 @@ def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
     return {"logprobs": top} if wanted else {}
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
 def choice(
     url: str, done: Completion, number: int | None, bytes_of: Callable[[int], bytes] | None = None
 ) -> dict[str, Any]:
-    """An output; `number`: of likeliest tokens to report, None for no log-probabilities."""
+    """Return an output; `number`: of likeliest tokens to report, None for no log-probabilities."""
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
     found = None
     if number is not None:
@@ -138,8 +121,8 @@ def logprobs(
     offsets: Sequence[int],
     bytes_of: Callable[[int], bytes] | None = None,
 ) -> dict[str, Any]:
-    """Of each of the tokens, and the `number` likeliest. `offsets`: where in the output each token's text
-    begins; `bytes_of`: what a token stands for, where that is not a whole character."""
+    """Return those of each of the tokens, and of the `number` likeliest. `offsets`: where in the output each
+    token's text begins; `bytes_of`: what a token stands for, where that is not a whole character."""
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         text = found.decoded_token or ""
@@ -161,18 +144,9 @@ def logprobs(
     }
 
 
-def counts(num_prompt: int, num_output: int) -> dict[str, int]:
-    """Of tokens, as usage has them."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-    }
-
-
 def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, Any]:
-    """Tokens in and out, and what guessing did (`speculation`, which is ours). Each prompt has `n` outputs;
-    what the others share with the first one is no find in the cache."""
+    """Return tokens in and out, and what guessing did (`speculation`, which is ours). Each prompt has `n`
+    outputs; what the others share with the first one is no find in the cache."""
     num_output = sum(len(done.token_ids) for done in outputs)
     cached = sum(done.num_cached_tokens for done in outputs if done.index % n == 0)
     stats = [done.stats for done in outputs]
@@ -193,3 +167,9 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
             "acceptance_rate": round(accepted / max(drafted, 1), 4),
         },
     }
+
+
+def counts(num_prompt: int, num_output: int) -> dict[str, int]:
+    """Return numbers of tokens, as usage has them."""
+    total = num_prompt + num_output
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": total}

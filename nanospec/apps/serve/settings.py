@@ -26,10 +26,6 @@ class ServeConfig:
         served_model_name: what clients call the model; without it: the name of its folder.
         max_queue: most outputs that wait for one of the max_num_seqs rows; beyond it clients are told to come
             again later (429).
-        max_n: most outputs of one prompt.
-        max_prompts: most prompts of one request.
-        max_stop: most stop strings of a request, of 256 characters each.
-        max_logit_bias: most tokens in a request's logit_bias.
         max_body: most bytes of a request.
         max_connections: most connections at once; of more, /health and /metrics alone are answered.
         request_timeout: seconds that a request may take in all.
@@ -43,10 +39,6 @@ class ServeConfig:
     api_key: Sequence[str] = ()
     served_model_name: str | None = None
     max_queue: int = limited(256, 0)
-    max_n: int = limited(16, 1, 1024)
-    max_prompts: int = limited(64, 1)
-    max_stop: int = limited(16, 0)
-    max_logit_bias: int = limited(1024, 0)
     max_body: int = limited(4 << 20, 1024, read=as_bytes, metavar="SIZE")
     max_connections: int = limited(1000, 1)
     request_timeout: float = limited(600.0, 0.1, LONGEST)

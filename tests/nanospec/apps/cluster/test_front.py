@@ -13,7 +13,7 @@ import pytest
 
 from nanospec.apps.cluster.figures import together
 from nanospec.apps.cluster.front import LOST, NOBODY, Front
-from nanospec.apps.serve.errors import DRAINING
+from nanospec.apps.serve.gate import draining
 from nanospec.apps.serve.settings import ServeConfig
 
 Ask = Callable[[dict[str, Any], bytes, str | None], AsyncIterator[dict[str, Any]]]
@@ -192,7 +192,7 @@ def test_what_runs_is_finished_and_new_requests_are_told_so(
             return await running, refused
 
     finished, refused = asyncio.run(end())
-    assert (refused.status_code, refused.json()["error"]["message"]) == (503, DRAINING)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, draining(1).detail)
     first, last, _ = finished.text.split("\n\n")
     assert first == "data: first"
     assert last == "data: [DONE]" if ends else LOST in last

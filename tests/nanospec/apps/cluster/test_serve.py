@@ -20,8 +20,8 @@ import pytest
 
 from nanospec import SamplingParams
 from nanospec.apps.serve.command import build_parser
-from nanospec.apps.serve.errors import DRAINING
-from nanospec.apps.serve.http import listen
+from nanospec.apps.serve.gate import draining
+from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
 from tests.nanospec.apps.cluster.test_batch import ROOT, children, needs_ray
 from tests.nanospec.test_llm import after, folder, make
@@ -199,7 +199,7 @@ def test_what_runs_is_finished_before_it_ends(served: Served) -> None:
     served.process.send_signal(signal.SIGINT)
     while (late := served.post({"prompt": "a", "max_tokens": 1})).status_code == 200:
         pass  # it was not told yet
-    assert (late.status_code, late.json()["error"]["message"]) == (503, DRAINING)
+    assert (late.status_code, late.json()["error"]["message"]) == (503, draining(1).detail)
     for thread in threads:
         thread.join(60)
     assert [response.status_code for response in found] == [200] * 4

@@ -17,7 +17,7 @@ import pytest
 
 from nanospec import LLM
 from nanospec.apps.serve.app import App
-from nanospec.apps.serve.http import Server, listen
+from nanospec.apps.serve.server import Server, listen
 from nanospec.apps.serve.settings import ServeConfig
 from tests.drive import assert_idle
 from tests.nanospec.test_llm import folder, make
@@ -53,7 +53,7 @@ class Served:
         self.app = App(self.llm, ServeConfig(**self._options), MODEL)
         listener = listen(self.app.config)
         self.host, self.port = listener.getsockname()
-        self.server = Server(self.app.asgi(), self.app.config, self.app.drain)
+        self.server = Server(self.app)
         self.app.engine.start()
         task = asyncio.ensure_future(self.server.serve(sockets=[listener]))
         while not self.server.started:

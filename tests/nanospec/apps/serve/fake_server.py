@@ -11,7 +11,7 @@ from typing import Any
 
 import nanospec
 
-PAGE = Path(nanospec.__file__).parent / "serve" / "page"
+PAGE = Path(nanospec.__file__).parent / "apps" / "serve" / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 MODEL = {

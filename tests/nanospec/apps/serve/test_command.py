@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanospec.apps.serve import command
-from nanospec.apps.serve.http import listen
+from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
 from tests.nanospec.test_llm import folder
 

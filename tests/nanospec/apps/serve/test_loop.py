@@ -135,16 +135,16 @@ def test_rows_and_waiting_outputs_are_shown_while_they_run(folder: Path) -> None
 
         def looking() -> Any:
             found = step()
-            metrics = server.app.metrics._collector._collect()
-            shown.append({metric.name: metric.samples[0].value for metric in metrics if metric.samples})
+            figures = server.app.metrics.collector.figures()
+            shown.append({name: next(iter(values.values()), 0) for name, _, values, *_ in figures})
             return found
 
         engine.step = looking  # type: ignore[method-assign]
         server.post("/v1/completions", {"prompt": after("a"), "n": 9, "max_tokens": 20})
         engine.step = step  # type: ignore[method-assign]
-    assert max(each["nanospec:num_requests_running"] for each in shown) == 4
-    assert max(each["nanospec:num_requests_waiting"] for each in shown) == 5
-    assert max(each["nanospec:kv_cache_usage_perc"] for each in shown) > 0
+    assert max(each["num_requests_running"] for each in shown) == 4
+    assert max(each["num_requests_waiting"] for each in shown) == 5
+    assert max(each["kv_cache_usage_perc"] for each in shown) > 0
 
 
 def test_rejected_guesses_are_told_by_a_traced_engine(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanospec import LLM, SamplingParams
-from nanospec.apps.serve.jobs import EngineFailed, Job
+from nanospec.apps.serve.jobs import ENDED, FAILED, Job, JobFailed
 from nanospec.apps.serve.loop import EngineLoop
 from tests.nanospec.test_llm import after, folder, make
 
@@ -24,14 +24,14 @@ def fail(*_: Any) -> Any:
 
 
 async def end_of(job: Job) -> str:
-    """The name of the error that ends it."""
+    """Return the sentence of the failure that ends it."""
 
     async def read() -> str:
         try:
             async for _ in job:
                 pass
-        except EngineFailed as error:
-            return type(error).__name__
+        except JobFailed as error:
+            return str(error)
         return ""
 
     return await asyncio.wait_for(read(), 20)
@@ -70,7 +70,7 @@ def test_who_comes_in_the_last_step_and_behind_it(held: Any) -> None:
 
         return [*await ends_of_two(loop, ids, end), await end_of(loop.submit([ids], PARAMS))]
 
-    assert asyncio.run(run()) == ["Ending"] * 3
+    assert asyncio.run(run()) == [ENDED] * 3
     assert (loop.num_outputs, loop._jobs) == (0, set())
 
 
@@ -88,7 +88,7 @@ def test_who_comes_in_a_step_that_cannot_be_cleaned_up(held: Any, monkeypatch: p
 
         return [*await ends_of_two(loop, ids, end), await end_of(loop.submit([ids], PARAMS))]
 
-    assert asyncio.run(run()) == ["EngineFailed"] * 3
+    assert asyncio.run(run()) == [FAILED] * 3
     assert loop.end is not None
     assert loop.num_outputs == 0
 
@@ -116,4 +116,4 @@ def test_who_cannot_be_queued_nor_aborted(held: Any, monkeypatch: pytest.MonkeyP
         await loop.stop()
         return found
 
-    assert asyncio.run(run()) == "EngineFailed"
+    assert asyncio.run(run()) == FAILED

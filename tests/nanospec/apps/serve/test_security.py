@@ -15,7 +15,7 @@ import pytest
 
 from nanospec.apps.serve import gate
 from nanospec.apps.serve.gate import OPEN, UNCOUNTED
-from nanospec.apps.serve.logs import Readable, Structured
+from nanospec.apps.serve.logs import Lines
 from nanospec.apps.serve.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.settings import ServeConfig
 from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
@@ -23,7 +23,7 @@ from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
 ALICE, BOB = "alice-key-1", "bob-key-22"
-ROUTES = {CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/models", "/version"}
+ROUTES = {CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/models"}
 BODY = {"prompt": after("abcd"), "max_tokens": 2, "temperature": 0}
 
 
@@ -146,7 +146,7 @@ def test_logs_hold_neither_texts_nor_keys(guarded: Served, caplog: pytest.LogCap
     logger = logging.getLogger("nanospec.apps.serve")
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
-    handler.setFormatter(Structured())
+    handler.setFormatter(Lines())
     logger.addHandler(handler)
     logger.setLevel("DEBUG")
     try:
@@ -163,12 +163,6 @@ def test_logs_hold_neither_texts_nor_keys(guarded: Served, caplog: pytest.LogCap
     assert (second["status"], second["level"]) == (401, "info")
     for secret in (ALICE, "wrong-key", "swordfish", "abcdefgh"):
         assert secret not in lines.getvalue()
-
-
-def test_lines_to_read() -> None:
-    record = logging.LogRecord("x", logging.INFO, "", 0, "request", (), None)
-    record.facts = {"id": "req-1", "method": "GET", "path": "/", "status": 200, "ms": 1.5}
-    assert Readable().format(record).endswith(" GET / 200 id=req-1 ms=1.5")
 
 
 @pytest.mark.parametrize(

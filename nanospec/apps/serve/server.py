@@ -1,0 +1,142 @@
+"""Uvicorn with what it lacks: connections that send or read too slowly are closed, and it ends gently."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .app import App
+from .logs import log
+from .settings import ServeConfig
+
+KEEP_ALIVE = 65  # seconds: longer than clients keep unused connections
+LINGER = 5  # seconds to send what is left when the server ends
+FAREWELL = 1.0  # seconds to tell clients that nothing comes any more, where it ends at once
+MAX_HEADERS = 32 << 10  # bytes
+
+
+class Protocol(H11Protocol):
+    """One connection. `scope["state"]["connections"]` of its requests are all there are."""
+
+    limits = ServeConfig()
+    _reading: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "connections": self.connections}
+        if len(self.connections) > 2 * self.limits.max_connections + 8:  # more than can be answered with 503
+            transport.abort()
+        self._limit_reading()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._limit_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in filter(None, (self._reading, self._writing)):
+            timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # in the middle of an answer
+            self.transport.close()
+
+    def _limit_reading(self) -> None:
+        """Limit the time from a connection's first moment, or the first byte of headers, to their last one.
+        (The body has a limit of its own, and so has an unused connection behind its first request.)"""
+        reads = self.cycle is None or (self.cycle.response_complete and self.timeout_keep_alive_task is None)
+        if not reads and self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        elif reads and self._reading is None:
+            self._reading = self.loop.call_later(self.limits.read_timeout, self.transport.abort)
+
+
+class Server(uvicorn.Server):
+    """Serves as long as there is an engine. Told to end, it finishes what runs; told twice, it does not."""
+
+    def __init__(self, app: App) -> None:
+        settings = uvicorn.Config(
+            app.asgi(),
+            http=type("LimitedProtocol", (Protocol,), {"limits": app.config}),
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=int(app.config.drain_timeout + LINGER),
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            proxy_headers=False,
+        )
+        super().__init__(settings)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit, self.should_exit = self.should_exit, True
+        asyncio.get_event_loop().call_later(self._app.config.drain_timeout, self._app.engine.end_all)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to end; uvicorn asks ten times a second."""
+        return await super().on_tick(counter) or self._app.engine.end is not None
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """Return the socket of a server. OSError with a sentence if it cannot be had."""
+    where = f"{config.host}:{config.port}"
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = str(getattr(error, "strerror", error)).partition(" (")[0]
+        raise OSError(f"cannot listen at {where}: {reason}; --host and --port name another.") from None
+
+
+async def run(app: App, listener: socket.socket) -> int:
+    """Serve until told to end, or as long as there is an engine; return the exit status."""
+    server, engine = Server(app), app.engine
+    engine.start()
+    try:
+        say_ready(app.config, listener.getsockname(), app.model, app.runs())
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.handle_exit, 0, None)
+        await server.serve(sockets=[listener])
+    finally:
+        await engine.stop()
+        if tasks := server.server_state.tasks:  # whose clients are told, if they read at once
+            await asyncio.wait(tasks, timeout=FAREWELL)
+        if engine.end is not None:  # a supervisor can start another one
+            log.error(engine.end)
+        log.info("ended")
+    return 0 if engine.end is None else 1
+
+
+def say_ready(config: ServeConfig, address: Any, model: str, facts: dict[str, Any]) -> None:
+    """Log where the server is, and a warning if anyone may use it."""
+    host, port = address[:2]
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    told = {"page": f"{where}/", "api": f"{where}/v1", "model": model, "keys": len(config.api_key)}
+    log.info("ready", extra={"facts": {**told, **facts}})
+    if not config.is_local and not config.api_key:
+        log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
