@@ -1,7 +1,6 @@
-"""A batch: requests from a file of JSON lines, results to another, as they complete.
+"""Answer a file of requests into a file of results, both JSON lines (`docs/batches.md`).
 
-`docs/batches.md` describes the lines. An interrupted batch is resumed by running it again: requests whose
-results are there are not answered twice.
+Running an interrupted batch again resumes it: requests that have results are not answered twice.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ Check = Callable[[Sequence[int], SamplingParams], None]  # raises ValueError for
 
 @contextmanager
 def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Batch]:
-    """Read the requests and open the results, without a model.
-
-    Raises ValueError or OSError, and changes nothing, for a line that is not a request, for an output that
-    cannot be written, that another process writes, or that holds anything but results of these requests.
-    """
+    """Read the requests and open the results, without a model. Raises ValueError or OSError, and changes
+    nothing, for a bad line, and for an output that cannot be written, that another process writes, or that
+    holds anything but results of these requests."""
     source, target = args.input, args.output
     if os.path.isfile(target) and os.path.isfile(source) and os.path.samefile(source, target):
         raise LineError(f"--input {source} and --output {target} are the same file; name another output.")
@@ -63,8 +60,8 @@ def _identity(args: argparse.Namespace) -> str:
 
 
 def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
-    """Answer what is not answered yet; return figures for a summary. Raises LineError, before anything runs,
-    for a line that the model cannot take, and KeyboardInterrupt with a sentence."""
+    """Answer the requests without results and return statistics. Raises LineError, before anything runs, for
+    a line that the model cannot take, and KeyboardInterrupt with a message."""
     todo = batch.todo
     say_how(llm.tokenizer, todo)
     check, window = llm.engine.check, llm.engine.max_model_len
@@ -82,8 +79,8 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
 
 
 def prompt_ids(tokenizer: Tokenizer, check: Check, window: int, task: Task, source: str) -> list[int]:
-    """Return the token ids of what a line asks. Raises LineError if `check` refuses it, or if it is too long
-    for a window of so many tokens."""
+    """Return the token ids of a line's prompt. Raises LineError if `check` refuses the request or the prompt
+    is too long for `window` tokens."""
     messages, prompt = task.messages, task.prompt
     if isinstance(prompt, str) and not task.raw and tokenizer.has_chat_template:
         messages = as_message(prompt)
@@ -99,14 +96,14 @@ def prompt_ids(tokenizer: Tokenizer, check: Check, window: int, task: Task, sour
 
 
 def refused(source: str, index: int, why: str) -> LineError:
-    """Return what to raise for a line that the model cannot take."""
+    """Return the error for a line that the model cannot take."""
     return LineError(f"{place(source, index + 1)}: {in_flags(why, (EngineConfig,))}")
 
 
 def seeded(tasks: Sequence[Task], seed: int) -> list[SamplingParams]:
-    """Return the parameters of each task, those without a seed with the one that an engine of this `seed`
-    gives them when it runs all tasks in their order. So it does not matter which of them were done before."""
-    from ...engine.request import seed_of  # here, as it needs torch
+    """Return the parameters of each task. A task without a seed gets the one that an engine of this `seed`
+    gives it when it runs all tasks in order, so the results of a resumed batch are the same."""
+    from ...engine.request import seed_of  # imports torch
 
     first = accumulate((task.params.n for task in tasks), initial=seed + 1)
     return [
@@ -116,7 +113,7 @@ def seeded(tasks: Sequence[Task], seed: int) -> list[SamplingParams]:
 
 
 def say_how(tokenizer: Tokenizer, todo: Sequence[Task]) -> None:
-    """Say how texts are taken, as it cannot be seen from them."""
+    """Print whether the chat template is applied to texts."""
     texts = [task for task in todo if isinstance(task.prompt, str) and not task.url]
     if texts and texts[0].raw:
         print("Prompts are continued as they are (--raw).", file=sys.stderr)
@@ -132,7 +129,7 @@ def num_tokens(output: RequestOutput) -> int:
 
 
 def batch_summary(figures: dict[str, Any]) -> str:
-    """Return one line about a batch."""
+    """Return one line of statistics about a batch."""
     todo = figures["requests"] - figures["done_before"]
     if not todo:
         return "All requests were done before."

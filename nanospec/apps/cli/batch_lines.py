@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count
 from typing import Any, BinaryIO
 
@@ -22,62 +22,43 @@ from ...text.strict_json import plain
 from ..serve.openai_format import CHAT, COMPLETIONS, conversation, in_our_words
 from .parser import did_you_mean
 
-MAX_LINE = 32 << 20  # bytes: some times what the longest windows hold
-BLANK = b" \t\r\n"  # what JSON takes for white space
-NAMES = ("custom_id", "id")  # the user's own names of a request, carried through
+MAX_LINE = 32 << 20  # bytes: a few times what the longest windows hold
+NAMES = ("custom_id", "id")  # the user's own names of a request, copied to its result
 ONE_OF = 'a request is a JSON object with either "prompt" or "messages"'
 
 
 class LineError(ValueError):
-    """What is wrong with a line of a file, in the words of that file."""
+    """A line of a file is not usable; the message names the line."""
 
 
 @dataclass
 class Task:
-    """What a line asks.
+    """The request of one line: a `prompt` (a text or token ids) or `messages`."""
 
-    Attributes:
-        index: the number of the line, from 0.
-        prompt: a text or token ids, None if it has `messages`.
-        raw: a text is to be continued as it is, not answered by the model's chat template.
-        names: the user's own names of it.
-        url: of OpenAI's format, "" for ours; its result has the same format.
-        key: tells this line, with these names and parameters and this model, from others.
-    """
-
-    index: int
+    index: int  # number of the line, from 0
     params: SamplingParams
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    raw: bool = False
-    names: Mapping[str, Any] | None = None
-    url: str = ""
-    key: str = ""
+    raw: bool = False  # continue the text instead of applying the chat template
+    names: Mapping[str, Any] = field(default_factory=dict)  # those of `NAMES` that the line has
+    url: str = ""  # of OpenAI's format, whose results have the same format; "" for ours
+    key: str = ""  # fingerprint of the line, its parameters and the model
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds for lines that do not say otherwise.
+    """Settings of lines that do not set them."""
 
-    Attributes:
-        params: of lines in our format.
-        given: the sampling that was asked for expressly; it alone holds for lines in OpenAI's format, besides
-            the defaults of that.
-        system: the system message of conversations that have none.
-        raw: texts are continued as they are.
-        model: a fingerprint of the model and of what else changes results.
-    """
-
-    params: SamplingParams
-    given: Mapping[str, Any]
+    params: SamplingParams  # of lines in our format
+    given: Mapping[str, Any]  # the sampling options that were set; OpenAI's lines take these alone
     system: str | None = None
     raw: bool = False
-    model: str = ""
+    model: str = ""  # fingerprint of the model and of the options that change results
 
 
 @contextmanager
 def opened(source: str) -> Iterator[BinaryIO]:
-    """Yield a file to be read, or standard input for "-". Raises ValueError if that is closed."""
+    """Open a file to read, or standard input for "-". Raises ValueError if that is closed."""
     if source != "-":
         with open(source, "rb") as file:
             yield file
@@ -88,12 +69,12 @@ def opened(source: str) -> Iterator[BinaryIO]:
 
 
 def place(source: str, number: int) -> str:
-    """Return what a line is called in messages."""
+    """Return the name of a line in messages."""
     return f"{'standard input' if source == '-' else source} line {number}"
 
 
 def read_tasks(source: str, defaults: Defaults) -> list[Task]:
-    """Read what the lines of a file ask. Raises LineError."""
+    """Read all requests of a file. Raises LineError."""
     tasks: list[Task] = []
     named: dict[str, Task] = {}
     for number, line in read_lines(source):
@@ -104,8 +85,8 @@ def read_tasks(source: str, defaults: Defaults) -> list[Task]:
             raise LineError(f"{where} is no JSON: {error}.") from None
         try:
             task = _task(number - 1, asked, defaults)
-            name = json.dumps((task.names or {}).get("custom_id"))
-            first = named.setdefault(name, task)  # in OpenAI's format nothing else tells whose a result is
+            name = json.dumps(task.names.get("custom_id"))
+            first = named.setdefault(name, task)  # results in OpenAI's format have no other name
             if name != "null" and first is not task and (task.url or first.url):
                 said = f"custom_id {name} is that of line {first.index + 1} too"
                 raise ValueError(f"{said}; give each its own.")
@@ -116,9 +97,8 @@ def read_tasks(source: str, defaults: Defaults) -> list[Task]:
 
 
 def read_lines(source: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers, from 1. A byte-order mark and blank lines at the end are
-    left out. Raises LineError for other blank lines, and for too long a one before all of it is read."""
-    blank = 0  # the first of some blank lines, which may be at the end
+    """Yield the lines of a file that are not blank with their numbers, from 1, without a byte-order mark.
+    Raises LineError for a line above `MAX_LINE` before all of it is read."""
     with opened(source) as file:
         for number in count(1):
             line = file.readline(MAX_LINE + 1)
@@ -128,11 +108,7 @@ def read_lines(source: str) -> Iterator[tuple[int, bytes]]:
                 what = f"is longer than {MAX_LINE >> 20} MB, the limit of a request"
                 raise LineError(f"{place(source, number)} {what}.")
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not line.strip(BLANK):
-                blank = blank or number
-            elif blank:
-                raise LineError(f"{place(source, blank)} is empty; every line must be a JSON object.")
-            else:
+            if line.strip(b" \t\r\n"):
                 yield number, line.removesuffix(b"\n")
 
 
@@ -153,7 +129,7 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
 
 def _from_openai(line: Mapping[str, Any], defaults: Defaults) -> Task:
     url, body = line.get("url"), line.get("body")
-    if not isinstance(url, str) or url not in (CHAT, COMPLETIONS) or line.get("method", "POST") != "POST":
+    if url not in [CHAT, COMPLETIONS] or line.get("method", "POST") != "POST":
         raise ValueError(f'"url" must be "{CHAT}" or "{COMPLETIONS}" and "method" "POST", not {shown(url)}.')
     if not isinstance(body, dict):
         raise ValueError('"body" must be a JSON object, as is sent to the "url".')
@@ -164,9 +140,7 @@ def _from_openai(line: Mapping[str, Any], defaults: Defaults) -> Task:
     except ValueError as error:
         raise ValueError(f'in "body": {error}') from None
     params = SamplingParams(**{**({"max_tokens": None} if url == CHAT else {}), **defaults.given})
-    task = ask(request, params, defaults.system, raw=True, known=NAMES)
-    task.url = url
-    return task
+    return replace(ask(request, params, defaults.system, raw=True, known=NAMES), url=url)
 
 
 def ask(
@@ -176,8 +150,8 @@ def ask(
     raw: bool = False,
     known: tuple[str, ...] = (),
 ) -> Task:
-    """Return what a request in our words asks; `params` holds where it says nothing. Raises ValueError, with
-    `known` among the fields that an unknown one may have meant."""
+    """Return the task of a request by the names of `SamplingParams`; `params` holds its defaults. Raises
+    ValueError, which may suggest one of `known` for an unknown field."""
     if ("prompt" in request) == ("messages" in request):
         raise ValueError(ONE_OF + (f"; this has {shown(list(request))}." if request else "."))
     options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
@@ -186,12 +160,10 @@ def ask(
         names = {"prompt", "messages", *known, *parameters}
         said = did_you_mean(unknown[0], names) or f"; known are {', '.join(sorted(names))}."
         raise ValueError(f"unknown field {shown(unknown[0])}{said}")
-    task = Task(0, replace(params, **options), raw=raw)
+    task = Task(0, replace(params, **options), request.get("prompt"), raw=raw)
     if "messages" in request:
         task.messages = with_system(conversation(request["messages"]), system)
-        return task
-    task.prompt = prompt = request["prompt"]
-    if isinstance(prompt, str):
+    elif isinstance(prompt := task.prompt, str):
         if any("\ud800" <= c <= "\udfff" for c in prompt):
             raise ValueError('"prompt" holds half of a surrogate pair, not a character; remove it.')
         if system and not raw:
