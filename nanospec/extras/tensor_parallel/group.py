@@ -74,10 +74,19 @@ class Processes:
         return out
 
     def close(self) -> None:
-        """In a thread, since NCCL may wait for ever for a GPU whose neighbours are gone. Where another thread
-        has begun with it, it is waited for too: a process that ends meanwhile is aborted by C++."""
+        """Leave the group, in a thread, since NCCL may wait forever for a GPU whose neighbours are gone. At
+        most one thread does it, and every caller waits for that one.
+
+        The C++ group is destroyed here, before the interpreter is finalized. Its destructor releases the GIL
+        and takes it again; in a thread that outlives the interpreter that would abort the process.
+        """
         if self._parting is None:
-            end = self._group.abort if self.device.type == "cuda" else self._group.shutdown
+            held, self._group = [self._group], None
+
+            def end() -> None:
+                group = held.pop()
+                group.abort() if self.device.type == "cuda" else group.shutdown()
+
             self._parting = threading.Thread(target=end, daemon=True, name="parting")
             try:
                 self._parting.start()

@@ -126,6 +126,8 @@ class Team:
             for process in self.processes:
                 process.wait(max(deadline - time.monotonic(), 0))
         self._kill()
+        if threading.current_thread() is not self._watch:  # which must not outlive the interpreter's threads
+            self._watch.join(GRACE)
 
     def _kill(self) -> None:
         for process in self.processes:

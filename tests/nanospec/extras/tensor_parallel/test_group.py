@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,18 @@ import torch
 import torch.distributed as dist
 
 from nanospec.extras.tensor_parallel.group import Processes, gathered
+from nanospec.extras.tensor_parallel.ranks import part
+from nanospec.extras.tensor_parallel.team import Team
 
 SIZE = 3
+
+
+class Held:
+    """A C++ group, and when the last reference to it was dropped."""
+
+    def __init__(self, group: Any) -> None:
+        self.shutdown, self.destroyed = group.shutdown, list[bool]()
+        weakref.finalize(self, self.destroyed.append, True)
 
 
 def exchanged(rank: int, port: int) -> dict[str, Any]:
@@ -72,3 +84,18 @@ def test_who_closes_a_group_waits_for_who_has_begun_to() -> None:
     for thread in (first, second):
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_a_closed_job_leaves_no_thread_and_no_group_to_the_end_of_the_interpreter() -> None:
+    """A daemon thread that drops the last reference to the C++ group then aborts the process."""
+    store = dist.HashStore()
+    ours, theirs = Pipe()
+    with ours, theirs:
+        group, team = Processes(torch.device("cpu"), 0, 1, store, 30), Team([ours], (), 30)
+        group._group, destroyed = (alone := Held(group._group)), alone.destroyed
+        del alone
+        team.give_up = group.close
+        part(group, None)
+        assert destroyed == [True]
+        team.close()
+        assert not team._watch.is_alive()
