@@ -151,12 +151,11 @@ def _digest(target: str, options: dict[str, Any], code: str) -> str:
 
 def compile_one(case: Case, item: _Recorded, target: str) -> Result:
     source, options = _source(item, target)
-    names = item.fn.arg_names
-    constants = {
-        names[path[0]]: value
-        for path, value in source.constants.items()
-        if names[path[0]].isupper() and value is not None
-    }
+    constants: dict[str, Any] = {}
+    for path, value in source.constants.items():
+        name = item.fn.arg_names[path[0]]
+        if name.isupper() and value is not None:
+            constants |= value._asdict() if hasattr(value, "_asdict") else {name: value}
     label = {
         "kernel": case.kernel,
         "case": case.label,

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
-from nanospec.kernels.layer.attention import attention
+from nanospec.kernels.layer.attention import AttentionMetadata, attention
 from nanospec.kernels.layer.linear import linear, linear_add, norm_swiglu
 from nanospec.kernels.layer.norm import Norm, rms_norm
-from nanospec.kernels.layer.plan import Plan
 from nanospec.kernels.layer.qkv_rope import qkv_rope
 from nanospec.kernels.layer.residual import residual_add
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
@@ -146,10 +145,10 @@ def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False
     def build(device: str) -> Built:
         batch = make_batch(device, B, Q, length, tree)
         cache = make_cache(device, shape, batch)
-        plan = Plan(batch, shape.heads, cache, shape.window)
+        metadata = AttentionMetadata(batch, shape.window)
         q = torch.randn(B * Q, shape.heads, shape.head_dim, device=device, dtype=BF16)
         return Built(
-            lambda: attention(q, cache, plan, scale, shape.softcap),
+            lambda: attention(q, cache, metadata, scale, shape.softcap),
             {} if device == "meta" or tree or shape.window or shape.softcap else sdpa(q, cache, batch, scale),
         )
 

@@ -4,50 +4,105 @@
     cache  [2, Hkv, num_blocks, block_size, D]     keys, values of one layer; Hq is a multiple of Hkv
     out    [T, Hq, D]
 
-One operation serves decoding (one query per row), verification (K+1 queries per row, chain or tree)
-and chunked prefill: what a query sees is stated by `Plan` alone, that is by the batch and the sliding
-window, which counts positions. The queries of all heads that share a KV head are treated together, so K/V
-are read once for all of them. Head dimensions up to 256; bf16, fp16 or fp32.
+One operation serves decoding (one query per row), verification (K+1 queries per row, chain or tree) and
+chunked prefill: what a query sees follows from the batch and the sliding window, which counts positions. The
+queries of all heads that share a KV head are treated together, so K/V are read once for all of them. Head
+dimensions up to 256; bf16, fp16 or fp32.
 
-On a GPU one kernel (`paged.py`) serves all of them, so that a query's bits depend neither on the batch nor
-on the number of drafts or the size of the chunk, nor on whether it is a node of a tree. For `naive` a tree is
-a mask, and its nodes equal chains up to rounding: keys and values in order of each node's path would have to
-be gathered once for each node.
+On a GPU a query's bits depend neither on the batch nor on the number of drafts or the size of the chunk, nor
+on whether it is a node of a tree (`paged.py`). For `naive` a tree is a mask, and its nodes equal chains up to
+rounding: keys and values in order of each node's path would have to be gathered once for each node.
 """
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..batch import MAX_QUERIES, Batch
 from ..dispatch import use_triton
-from . import paged
-from .plan import Part, Plan
+from . import split_kv
 
 FEW = 16**3  # multiply-adds of a product for which PyTorch has another sum of bf16 and fp16
+SPLIT_ROWS = 8  # from so many rows on, those with one query are computed apart from the others
+TILE = 128  # queries of a prompt that are computed at once
 
 
-def attention(q: Tensor, cache: Tensor, plan: Plan, scale: float, softcap: float | None = None) -> Tensor:
-    """Softmax(q k^T * scale) v for every query over the cache positions it may see; with a `softcap` c, of
-    c * tanh(q k^T * scale / c).
+class Part(NamedTuple):
+    """B rows of a batch, or a tile of one of them, that `naive` computes at once.
 
-    The keys and values of the step's own tokens must already be in the cache. Padding tokens get
-    unspecified output.
+    Attributes:
+        tokens: which flat tokens of the batch they are.
+        batch: they alone.
+        blocks: [B * n], the n pages that each row sees.
+        mask: [Hkv * B, G * Q, n * block_size], 0 where a query sees a cache entry and else -inf; the first
+            dimension may be 1 for one row.
     """
-    if not use_triton(q):
-        return naive(q, cache, plan, scale, softcap)
-    return paged.launch(q, cache, plan, scale, softcap)
+
+    tokens: Tensor | slice
+    batch: Batch
+    blocks: Tensor
+    mask: Tensor
 
 
-def naive(q: Tensor, cache: Tensor, plan: Plan, scale: float, softcap: float | None = None) -> Tensor:
-    parts = plan.parts
-    if parts and parts[0].tokens is None:
-        return _naive(q, cache, parts[0], scale, softcap)
+class AttentionMetadata:
+    """What attention needs to know of a step, for all layers with the same sliding window.
+
+    Attributes:
+        batch: the queries.
+        window: a query sees itself and the `window - 1` positions before it; None for all of them.
+    """
+
+    def __init__(self, batch: Batch, window: int | None = None) -> None:
+        self.batch, self.window = batch, window
+        self._parts: list[Part] | None = None
+
+    def parts(self, q: Tensor, cache: Tensor) -> list[Part]:
+        """Return what `naive` computes at once: together all tokens but padding. Derived once for all
+        layers."""
+        if self._parts is None:
+            self._parts = [self._part(tokens, b, q, cache) for tokens, b in _split(self.batch)]
+        return self._parts
+
+    def _part(self, tokens: Tensor | slice, batch: Batch, q: Tensor, cache: Tensor) -> Part:
+        _, num_kv_heads, _, block_size, _ = cache.shape
+        # Whole pages, so that the length of every sum is a multiple of the page size: with that, and
+        # plain batched products, a bf16 row has the same bits whatever is computed beside it.
+        blocks = batch.block_table[:, : -(-batch.max_kv_len // block_size)]
+        visible = _visible(batch, blocks.shape[1] * block_size, self.window)
+        B, Q, width = visible.shape
+        mask = torch.zeros(B, 1, Q, width, dtype=cache.dtype, device=visible.device)
+        mask.masked_fill_(~visible[:, None], float("-inf"))
+        heads, group = (1 if B == 1 else num_kv_heads), q.shape[1] // num_kv_heads
+        mask = mask.expand(heads, B, group, Q, width).reshape(heads * B, group * Q, width)
+        return Part(tokens, batch, blocks.flatten(), mask)
+
+
+def attention(
+    q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Return softmax(q k^T * scale) v for every query over the cache positions it may see; with a `softcap`
+    c, the scores are c * tanh(q k^T * scale / c).
+
+    The keys and values of the step's own tokens must already be in the cache. Padding tokens get unspecified
+    output.
+    """
+    if use_triton(q):
+        return split_kv.launch(q, cache, metadata.batch, metadata.window, scale, softcap)
+    return naive(q, cache, metadata, scale, softcap)
+
+
+def naive(
+    q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float | None = None
+) -> Tensor:
     out = torch.empty_like(q)
-    for part in parts:
-        out[part.tokens] = _naive(q[part.tokens], cache, part, scale, softcap)
+    for part in metadata.parts(q, cache):
+        out[part.tokens] = _attend(q[part.tokens], cache, part, scale, softcap)
     return out
 
 
-def _naive(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: float | None) -> Tensor:
+def _attend(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: float | None) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     batch = part.batch
     B, Q, G = batch.num_rows, batch.max_q_len, q.shape[1] // num_kv_heads
@@ -68,10 +123,50 @@ def _naive(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: float | 
 
 
 def _enough(queries: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """queries [N, M, D] and mask [N or 1, M, width], repeated until their product is not one of `FEW`: of one
-    query with a short text in a narrow model it would be, and of several beside it not."""
+    """Repeat queries [N, M, D] and mask [N or 1, M, width] until their product is not one of `FEW`: that of
+    one query with a short text in a narrow model would be, and that of several not."""
     products = queries.numel() * mask.shape[2]
     if queries.dtype == torch.float32 or products == 0 or products > FEW:
         return queries, mask
     times = FEW // products + 1
     return queries.repeat(1, times, 1), mask.repeat(1, times, 1)
+
+
+def _visible(batch: Batch, width: int, window: int | None) -> Tensor:
+    """Return which of the first `width` cache entries of its row each query sees: [B, Q, width] bool."""
+    j = torch.arange(width, device=batch.q_start.device)
+    own = (j - batch.base_len[:, None])[:, None]  # [B, 1, width]: which of the step's own tokens of the row
+    if batch.ancestors is None:
+        visible = own <= torch.arange(batch.max_q_len, device=j.device)[:, None]
+    else:
+        masks = batch.ancestors[batch.grid][..., None]  # [B, Q, 1]
+        bit = (masks >> own.clamp(0, MAX_QUERIES - 1)) & 1
+        visible = (own < 0) | ((bit == 1) & (own < MAX_QUERIES))
+    if window is not None:
+        positions = batch.positions[batch.grid]  # [B, Q]
+        at = j.expand(len(positions), 1, -1)  # [B, 1, width]: the position of each entry
+        if batch.ancestors is not None:
+            place = own.clamp(0, batch.max_q_len - 1)
+            at = torch.where(own < 0, at, positions[:, None].gather(2, place).to(at.dtype))
+        visible = visible & (at > positions[..., None] - window)
+    return visible
+
+
+def _split(batch: Batch) -> Iterator[tuple[Tensor | slice, Batch]]:
+    """Pieces of prompts tile by tile, each as a few queries of a row are: so prefill has the bits of
+    decoding, in chunks of any size. Of packed chains, rows with one query and rows with several apart, so
+    that one row's drafts do not pad all others. Anything else whole."""
+    if batch.prefill:
+        for b, (start, n) in enumerate(zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True)):
+            for first in range(0, n, TILE):
+                tile = slice(start + first, start + min(first + TILE, n))
+                q_len = torch.full_like(batch.q_len[:1], tile.stop - tile.start)
+                yield tile, batch.part(tile, slice(b, b + 1), q_len, batch.base_len[b : b + 1] + first)
+    elif batch.padded or batch.num_rows < SPLIT_ROWS or batch.ancestors is not None:
+        yield slice(None), batch
+    else:
+        owner = torch.repeat_interleave(batch.q_len)  # packed: the row of each flat token
+        for chosen in (batch.q_len == 1, batch.q_len > 1):
+            if chosen.any():
+                tokens, index = chosen[owner].nonzero().squeeze(1), chosen.nonzero().squeeze(1)
+                yield tokens, batch.part(tokens, index, batch.q_len[index], batch.base_len[index])

@@ -29,9 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import LINE, options, prefetch
-from ..launch import ONE_SHAPE, arch, next_power_of_2
+from ..launch import NUM_TICKETS, ONE_SHAPE, arch, next_power_of_2, tickets
 from .stream import Stream
-from .tickets import COUNT, tickets
 from .tiling import MACHINES, Tiling, plan
 
 VALUES = 4096  # of a tile that a program finishes at a time
@@ -153,7 +152,7 @@ class Setup(NamedTuple):
     Attributes:
         grid: tiles of tokens, blocks of weight rows, parts of K that run apart.
         partial: [parts, T, blocks * BLOCK_N] float32 for their sums. None where parts do not run apart.
-        tickets: [COUNT] int32, see `tickets.py`. None likewise.
+        tickets: [NUM_TICKETS] int32, see `launch.py`. None likewise.
         steps: of BLOCK_K columns to a part.
         constants: of the kernel, and the options of its launch.
     """
@@ -174,8 +173,8 @@ def prepare(x: Tensor, weight: Tensor, unit: int = 1) -> Setup:
     if tiling.apart:
         partial = torch.empty(tiling.splits, T, blocks * tiling.rows, dtype=torch.float32, device=x.device)
         counters = tickets(x.device, "product")
-        if blocks * tiles > COUNT:
-            raise ValueError(f"{blocks * tiles} output tiles exceed the {COUNT} tickets.")
+        if blocks * tiles > NUM_TICKETS:
+            raise ValueError(f"{blocks * tiles} output tiles exceed the {NUM_TICKETS} tickets.")
     constants = {
         "SPLITS": tiling.splits, "APART": tiling.apart, "BLOCK_T": tiling.width, "BLOCK_N": tiling.rows,
         "BLOCK_K": tiling.block_k, "SLICE": min(tiling.width, 32, VALUES // tiling.rows),

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..batch import Batch
 from ..dependent_launch import options, release_next, wait_for_previous
 from ..dispatch import use_triton
-from ..launch import check_cache, next_power_of_2
+from ..launch import next_power_of_2
 from . import norm
 from .norm import Norm
 from .stream import tree_sum
@@ -181,6 +181,16 @@ def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norm
     return q
 
 
+def check_cache(cache: Tensor) -> None:
+    """Refuse heads that the kernels cannot take, and a cache whose heads are too large."""
+    block_size, head_dim = cache.shape[3:]
+    assert cache.stride()[2:] == (block_size * head_dim, head_dim, 1)  # the pages of a head are contiguous
+    if head_dim > 256 or head_dim % 2:
+        raise ValueError(f"The head dimension must be even and at most 256, not {head_dim}.")
+    if cache.stride(1) >= 1 << 31:
+        raise ValueError(f"A KV head has {cache.stride(1)} numbers of keys; attention counts below 2^31.")
+
+
 def check(
     width: int, dtype: torch.dtype, cache: Tensor, angles: Angles, norms: Norms
 ) -> tuple[int, tuple[Tensor | None, Tensor | None], float]:
@@ -190,7 +200,7 @@ def check(
     num_heads = heads - 2 * num_kv_heads
     if rest or num_heads < 1:
         raise ValueError(f"qkv of width {width} does not fit a cache of {list(cache.shape)}.")
-    check_cache(cache, dtype)
+    check_cache(cache)
     if angles.table.dtype != torch.float32 or angles.table.shape[1] != head_dim:
         raise ValueError(f"The angles must be a float32 table [max_len, {head_dim}].")
     (q_norm, eps), (k_norm, k_eps) = norms or ((None, 0.0), (None, 0.0))

@@ -9,7 +9,7 @@ import torch
 
 from ..config import EngineConfig
 from ..kernels.launch import arch
-from ..kernels.layer.paged import cut
+from ..kernels.layer.split_kv import split_kv
 from ..kernels.layer.tiling import plan
 from ..kernels.table import Table
 from ..models.config import ModelConfig
@@ -163,7 +163,7 @@ def step_memory(
 
 def _units(c: ModelConfig, rows: int, q_len: int, kv_len: int, tokens: int, target: str) -> int:
     """Bytes of the partial results of attention."""
-    _, _, split = cut(rows, q_len, kv_len, (c.num_heads, c.num_kv_heads, c.head_dim), target)
+    split = split_kv(rows, q_len, kv_len, (c.num_heads, c.num_kv_heads, c.head_dim), target)
     return 4 * split.units * tokens * c.num_heads * (c.head_dim + 5)
 
 

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.layer.attention import attention
+from ..kernels.layer.attention import AttentionMetadata, attention
 from ..kernels.layer.linear import Weight, linear, linear_add, norm_swiglu, num_bytes, pack
 from ..kernels.layer.norm import Norm, rms_norm
-from ..kernels.layer.plan import Plan
 from ..kernels.layer.qkv_rope import qkv_rope
 from ..kernels.layer.rope_cache import Angles
 from ..kernels.layer.stream import Stream, embed
@@ -153,23 +152,23 @@ class Model:
         """
         c = self.config
         angles = {rope: Angles(table, batch.positions, self.dtype) for rope, table in self.cos_sin.items()}
-        plans = {w: Plan(batch, c.num_heads, kv_cache[0], w) for w in set(c.windows)}
+        seen = {w: AttentionMetadata(batch, w) for w in set(c.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
         stream = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
         for layer, cache, norm in zip(self.layers, kv_cache, norms[1:], strict=True):
-            stream = self._layer_forward(layer, stream, cache, angles[layer.rope], plans[layer.window], norm)
+            stream = self._layer_forward(layer, stream, cache, angles[layer.rope], seen[layer.window], norm)
         return rms_norm(stream.x, self.norm)
 
     def _layer_forward(
-        self, layer: Layer, stream: Stream, cache: Tensor, angles: Angles, plan: Plan, norm: Norm
+        self, layer: Layer, stream: Stream, cache: Tensor, angles: Angles, seen: AttentionMetadata, norm: Norm
     ) -> Stream:
         """Run the residual stream x [T, H] through one layer; cache [2, Hkv, num_blocks, block_size, D].
 
         A stream carries the norm that reads it next; `norm` is the one after this layer.
         """
         c = self.config
-        q = qkv_rope(stream, *layer.qkv, cache, plan.batch, angles, layer.qk_norms)  # [T, Hq, D]
-        out = attention(q, cache, plan, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
+        q = qkv_rope(stream, *layer.qkv, cache, seen.batch, angles, layer.qk_norms)  # [T, Hq, D]
+        out = attention(q, cache, seen, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
         stream = linear_add(out, layer.o.weight, stream, layer.post_norm, layer.o.bias, layer.o_norm)
         h = norm_swiglu(stream, *layer.gate_up, c.gate)  # [T, I]
         return linear_add(h, layer.down.weight, stream, norm, layer.down.bias, layer.down_norm)

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.layer import paged
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
-from nanospec.kernels.layer.units import Split
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 from tests.kernels.products import KINDS, Products
-from tests.kernels.texts import Texts, random_trees, tokens_at
+from tests.kernels.texts import Texts, divide, random_trees, tokens_at
 from tests.util import assert_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -86,14 +84,10 @@ def test_attention_bits(
     assert torch.equal(attend((1, 2980, 8), trees=[[-1, 0, 1, 2, 3, 4, 5, 6]]), verified)
     for first, n in ((2978, 30), (2950, 50), (2800, 200)):  # pieces of a prompt
         assert torch.equal(attend((1, first, n))[2980 - first :][:8], verified), (first, n)
-    for division in ((1, 0, 2), (3, 0, 6), (128, 128, 128)):
-        divide(monkeypatch, division)
+    for division in ((1, 0), (3, 0), (128, 128)):
+        divide(monkeypatch, *division)
         assert torch.equal(attend((1, 2980, 8)), verified), division
         assert torch.equal(attend((1, 2800, 200))[180:188], verified), division
-
-
-def divide(monkeypatch: pytest.MonkeyPatch, division: tuple[int, int, int]) -> None:
-    monkeypatch.setattr(paged, "split", lambda *_: Split(*division))
 
 
 def products_of(model: str, kind: str, T: int, dtype: torch.dtype, device: torch.device) -> Products:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.dispatch import forced
-from nanospec.kernels.layer.attention import attention
-from nanospec.kernels.layer.plan import Plan
+from nanospec.kernels.layer import split_kv
+from nanospec.kernels.layer.attention import AttentionMetadata, attention
 
 SCALE = 0.1  # of the scores
 Part = tuple[int, int, int]  # request, cached tokens, queries
@@ -112,9 +114,9 @@ class Texts:
     ) -> Tensor:
         """The kernel's output for the scored tokens, on the CPU."""
         batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
-        plan = Plan(on(batch, device), q.shape[1], self.cache.to(device), window)
+        metadata = AttentionMetadata(on(batch, device), window)
         with forced("triton"):
-            out = attention(q.to(device), plan.cache, plan, SCALE, self.softcap)
+            out = attention(q.to(device), self.cache.to(device), metadata, SCALE, self.softcap)
         return scored(batch, out.cpu())
 
     def expected(self, parts: Sequence[Part], window: int | None = None, **layout: object) -> Tensor:
@@ -122,9 +124,20 @@ class Texts:
         clean = Texts(self.q.double(), self.cache.double().nan_to_num(), self.block_table.clamp(min=0))
         batch, q = clean.batch(parts, **layout)  # type: ignore[arg-type]
         with forced("naive"):
-            plan = Plan(batch, q.shape[1], clean.cache, window)
-            out = attention(q.nan_to_num(), clean.cache, plan, SCALE, self.softcap)
+            metadata = AttentionMetadata(batch, window)
+            out = attention(q.nan_to_num(), clean.cache, metadata, SCALE, self.softcap)
         return scored(batch, out)
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, programs: int, fine: int = 0) -> None:
+    """Have so many programs share the cache, of rows of up to `fine` tiles by tiles."""
+    split, spans = split_kv.split_kv, 64
+
+    def chosen(*shape: Any) -> split_kv.Split:
+        units = max(spans, fine) if programs > 1 else 0
+        return split(*shape)._replace(programs=programs, fine=fine, units=units)
+
+    monkeypatch.setattr(split_kv, "split_kv", chosen)
 
 
 def on(batch: Batch, device: str | torch.device) -> Batch:

@@ -8,35 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.dispatch import forced
-from nanospec.kernels.launch import ARCHITECTURES, targeting
-from nanospec.kernels.layer import attention, paged
-from nanospec.kernels.layer.plan import Plan
-from nanospec.kernels.layer.tickets import tickets
-from nanospec.kernels.layer.units import Split, split
-from tests.kernels.texts import Texts, random_trees
+from nanospec.kernels.launch import ARCHITECTURES, targeting, tickets
+from nanospec.kernels.layer import attention, split_kv
+from nanospec.kernels.layer.attention import AttentionMetadata
+from tests.kernels.texts import Texts, divide, random_trees
 from tests.util import assert_close, error_ratio
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 FP16, FP32 = torch.float16, torch.float32
 TOLERANCE = {FP16: 1e-3, FP32: 1e-6}
+Shape = list[tuple[int, int]]  # (cached tokens, queries) of each row
+Heads = tuple[int, int, int]  # Hq, Hkv, D
 
 
 def requests(
-    shape: list[tuple[int, int]], heads: tuple[int, int, int], block_size: int = 16, dtype: torch.dtype = FP32
+    shape: Shape, heads: Heads, block_size: int = 16, dtype: torch.dtype = FP32
 ) -> tuple[Texts, list[tuple[int, int, int]]]:
     """Texts of the given (cached tokens, queries), and all of them as parts of a batch."""
     texts = Texts.random([base + n for base, n in shape], heads, block_size, dtype)
     return texts, [(b, base, n) for b, (base, n) in enumerate(shape)]
 
 
-def divide(monkeypatch: pytest.MonkeyPatch, *division: int) -> None:
-    monkeypatch.setattr(paged, "split", lambda *_: Split(*division))
-
-
-# (cached tokens, queries) of each row; KV tiles are 64 long, spans 512.
-FEW = {
+# Tiles of the cache are 64 positions long, spans 512.
+FEW: dict[str, tuple[Heads, int, Shape]] = {
     "B3-K4-H9-KV3-D64": ((9, 3, 64), 16, [(200, 5), (0, 1), (61, 3)]),
     "B1-K0-H4-KV4-D80": ((4, 4, 80), 16, [(100, 1)]),
     "B4-K1-H2-KV2-D96-boundaries": ((2, 2, 96), 32, [(62, 2), (63, 1), (64, 1), (127, 2)]),
@@ -45,7 +40,7 @@ FEW = {
     "B2-K16-H4-KV1-D64-three-query-tiles": ((4, 1, 64), 16, [(50, 17), (0, 9)]),
     "B1-K2-H1-KV1-D64-three-spans": ((1, 1, 64), 64, [(1100, 3)]),
 }
-PROMPTS = {
+PROMPTS: dict[str, tuple[Heads, int, Shape]] = {
     "B1-L65-H2-KV1-D64": ((2, 1, 64), 16, [(0, 65)]),
     "B3-L100-H3-KV3-D80-prefixes": ((3, 3, 80), 16, [(0, 30), (63, 100), (200, 1)]),
     "B3-L128-H4-KV1-D128-empty-row": ((4, 1, 128), 32, [(64, 128), (10, 0), (1, 2)]),
@@ -70,7 +65,7 @@ def test_chain(name: str, padded: bool, window: int | None, dtype: torch.dtype) 
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 @pytest.mark.parametrize("name", ["B3-K4-H9-KV3-D64", "B1-K2-H8-KV1-D256"])
 def test_softcap(name: str, softcap: float, dtype: torch.dtype) -> None:
-    heads, block_size, shape = (FEW | PROMPTS)[name]
+    heads, block_size, shape = FEW[name]
     texts, parts = requests(shape, heads, block_size, dtype)
     plain = texts.expected(parts, 90)
     texts.softcap = softcap
@@ -100,7 +95,7 @@ def test_tree(nodes: int) -> None:
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("begins", [192, 196, 208, 255])
 def test_pages_before_the_window_may_be_gone(begins: int, tree: bool) -> None:
-    """Where it begins with a tile, within a page, with a page, and with the last entry of a tile."""
+    """The window begins with a tile, within a page, with a page, and with the last entry of a tile."""
     texts, parts = requests([(295, 5)], (2, 1, 64))
     window, trees = 295 - begins + 1, random_trees([5], 0) if tree else None
     want = texts.expected(parts, window, trees=trees)
@@ -113,7 +108,6 @@ def test_pages_before_the_window_may_be_gone(begins: int, tree: bool) -> None:
 @pytest.mark.parametrize("target", [name for name in ARCHITECTURES if name != "sm_90"])  # the other tests'
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_of_every_architecture(target: str, head_dim: int) -> None:
-    """What `CONFIGS` says of it: columns of a tile, cache positions, parts of a head."""
     shape = [(70, 5), (31, 20 if head_dim == 64 else 2)]
     texts, parts = requests(shape, (2, 1, head_dim))
     with targeting(target):
@@ -168,8 +162,8 @@ def alone_on(texts: Texts, part: tuple[int, int, int], path: list[int]) -> Texts
     ],
 )
 def test_a_node_has_the_bits_of_a_chain_of_its_path(
-    shape: list[tuple[int, int]],
-    heads: tuple[int, int, int],
+    shape: Shape,
+    heads: Heads,
     dtype: torch.dtype,
     window: int | None,
     softcap: float | None,
@@ -190,7 +184,7 @@ def test_a_node_has_the_bits_of_a_chain_of_its_path(
                     path.insert(0, trees[b][path[0]])
                 chain = alone_on(texts, parts[b], path).attend([(r, base, len(path))], window)
                 assert torch.equal(out[sum(counts[:b]) :][path], chain), (b, path)
-    divide(monkeypatch, 1, 0, 2)
+    divide(monkeypatch, 1)
     assert torch.equal(texts.attend(parts, window, trees=trees), out)
 
 
@@ -205,7 +199,7 @@ def test_pieces_of_prompts_have_the_bits_of_decoding(
     queries = (499, 511, 512, 585)
     decoded = [texts.attend([(1, i, 1)], window)[0] for i in queries]
     if whole:
-        divide(monkeypatch, 1, 0, 2)
+        divide(monkeypatch, 1)
     for first, n in ((497, 100), (498, 5), (510, 64), (522, 64)):
         chunk = texts.attend([(0, 3, 9), (1, first, n)], window, padded=False)[9:]
         for i, alone in zip(queries, decoded, strict=True):
@@ -217,29 +211,30 @@ def test_pieces_of_prompts_have_the_bits_of_decoding(
 def test_any_number_of_programs_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     texts, parts = requests([(1297, 3), (700, 2), (5, 0), (30, 1)], (2, 1, 64))
     results = []
-    for programs, fine, units in ((21, 21, 21), (2, 0, 3), (3, 0, 3), (7, 2, 3), (1, 0, 2)):
-        divide(monkeypatch, programs, fine, units)
+    for programs, fine in ((21, 21), (2, 0), (3, 0), (7, 2), (1, 0)):
+        divide(monkeypatch, programs, fine)
         results.append(texts.attend(parts))
     assert all(torch.equal(result, results[0]) for result in results)
     assert not tickets(torch.device("cpu"), "attention").any()  # left as they were found
 
 
 def test_programs_cover_the_cache_and_stay_bounded() -> None:
-    for columns in (16, 32, 64):
-        for pairs in (1, 8, 24, 64, 512, 5000):
+    for rows in (1, 3, 64, 600):
+        for q_len in (1, 9, 64):
             for length in (1, 64, 65, 1024, 5000, 32768):
-                programs, fine, units = split(pairs, columns, length, 64)
-                spans = -(-length // 512)
-                assert 1 <= programs <= max(spans, fine, 1)
-                assert programs * pairs <= max(32768 // columns, 256, pairs)
-                assert units >= min(spans, 2) if programs == 1 else units >= max(spans, fine)
-    assert split(8, 16, 1024, 64) == (16, 16, 16)  # one row: a program for each tile
-    assert split(512, 16, 32768, 64).programs == 4
+                split = split_kv.split_kv(rows, q_len, length, (16, 8, 128), "sm_90")
+                spans, pairs = -(-length // 512), rows * split.pairs
+                assert 1 <= split.programs <= max(spans, split.fine, 1)
+                assert split.programs * pairs <= max(32768 // split.columns, 256, pairs)
+                assert split.units == (max(spans, split.fine) if split.programs > 1 else 0)
+    heads = (16, 8, 128)
+    assert split_kv.split_kv(1, 1, 1024, heads, "sm_90") == (16, 8, 16, 16, 16)  # a program for each tile
+    assert split_kv.split_kv(64, 1, 32768, heads, "sm_90").programs == 4
 
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_key_that_is_not_a_number_reaches_those_who_see_it(window: int | None) -> None:
-    """What is written for a value that is not finite: zeros, with a key of NaN."""
+    """A value that is not finite is written as zeros, with a key of NaN."""
     texts, parts = requests([(126, 5)], (2, 1, 64))
     want = texts.attend(parts, window)
     page, offset = texts.block_table[0, 128 // 16], 128 % 16
@@ -249,28 +244,13 @@ def test_a_key_that_is_not_a_number_reaches_those_who_see_it(window: int | None)
     assert got[2:].isnan().all()
 
 
-def test_bad_arguments_are_refused() -> None:
-    texts, parts = requests([(0, 65)], (2, 1, 64))
-    batch, q = texts.batch(parts)
-    tree = replace(batch, ancestors=torch.ones(65, dtype=torch.int64))
-    with forced("triton"):
-        for queries, cache, rows, message in (
-            (q.half(), texts.cache, batch, "float16"),
-            (q[..., :32].contiguous(), texts.cache, batch, "does not fit"),
-            (q, texts.cache[..., :32], batch, "one after another"),
-            (q, texts.cache, tree, "65 nodes exceeds the limit of 64"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                attention.attention(queries, cache, Plan(rows, 2, cache), 0.1)
-
-
 @pytest.mark.parametrize("window", [None, 20])
 def test_naive_treats_rows_with_and_without_drafts_apart(window: int | None) -> None:
     """Nine rows, some with one query, some with several, one with none: as each row by itself."""
     shape = [(30, 1), (5, 4), (0, 1), (47, 1), (12, 0), (33, 7), (16, 1), (15, 2), (64, 1)]
     texts, parts = requests(shape, (6, 2, 32))
-    batch, _ = texts.batch(parts, padded=False)
-    assert len(Plan(batch, 6, texts.cache, window).parts) == 2
+    batch, q = texts.batch(parts, padded=False)
+    assert len(AttentionMetadata(batch, window).parts(q, texts.cache)) == 2
     alone = [texts.expected([part], window) for part in parts if part[2]]
     assert_close(texts.expected(parts, window, padded=False), torch.cat(alone), 1e-12)
 
@@ -299,8 +279,8 @@ def test_naive_takes_no_product_that_pytorch_treats_otherwise(
     batch, q = texts.batch([(0, 7, 1)], padded=False)
     spied("bmm")
     spied("baddbmm")
-    one = attention.naive(q, texts.cache, Plan(batch, 2, texts.cache), 0.25, softcap)
+    one = attention.naive(q, texts.cache, AttentionMetadata(batch), 0.25, softcap)
     assert len(seen) == 2
     assert all(size > 16**3 for size in seen) or dtype == FP32
     monkeypatch.setattr(attention, "_enough", lambda *given: given)
-    assert_close(one, attention.naive(q, texts.cache, Plan(batch, 2, texts.cache), 0.25, softcap), 1e-2)
+    assert_close(one, attention.naive(q, texts.cache, AttentionMetadata(batch), 0.25, softcap), 1e-2)

@@ -86,7 +86,6 @@ def test_bad_arguments_are_refused() -> None:
     with forced("triton"):
         for qkv, table, chosen, message in (
             (setup.qkv[:, :-1], setup.table, None, "does not fit"),
-            (setup.qkv.half(), setup.table, None, "float16"),
             (setup.qkv, setup.table.double(), None, "float32"),
             (setup.qkv, setup.table, norms, "the same eps, not 1e-05 and 1e-06"),
         ):
