@@ -74,7 +74,7 @@ lint: $(DONE)lint  ## ruff and mypy
 pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
 	@$(BIN)/python -m bench.pictures $(ARGS)
 
-gpu:  ## tests and benchmarks on a GPU: PART=smoke, tests, steps, kernels, e2e or peers
+gpu:  ## tests and benchmarks on a GPU: PART=tests, kernels, steps or e2e
 	@$(PYTHON) bench/gpu.py $(PART) --out $(OUT)
 
 peers: $(PEER:%=$(PEERS)/%/.done)  ## environments of bench/cpu.py: PEERS=FOLDER; PEER=vllm, hf or llama

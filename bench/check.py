@@ -1,29 +1,26 @@
-"""Does a kernel compute what `naive` computes in float32? Asked of any case of `bench/cases`, as it stands.
+"""Check that a kernel computes what `naive` computes, for any case of `bench/cases`.
 
-The call of a case is a closure. It is copied twice with all that it holds: as it is, to run the kernel with
-its outputs poisoned, and with 16-bit floats as float32, to run `naive`. What both return, and what they
-changed in their arguments, is compared.
+A case is built twice with the same seed, and run by the kernel with its outputs poisoned and by `naive`. What
+both return, and the tensors that their calls hold and may have changed, are compared.
 """
 
 from __future__ import annotations
 
-import copy
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.cases import Call
-from nanospec.kernels.dispatch import forced
+from bench.cases import Built
+from nanospec.kernels.dispatch import Backend, forced
 
-HALF = (torch.bfloat16, torch.float16)
 LIMIT = 2e-2  # of the error of bf16 results
 TIES = ("sample", "accept", "logprobs")  # probabilities within rounding of each other: see tests/gpu
-FEW = 0.25  # of their results may differ, as there may be five in all
-PARTIAL = ("layout",)  # kernels that leave unwritten what nobody reads: pages behind a text's end
+FEW = 0.25  # share of their results that may differ, as there may be five in all
+PARTIAL = ("layout",)  # kernels that leave unwritten what is not read: pages behind a text's end
 
 
 @contextmanager
@@ -41,53 +38,23 @@ def poisoned() -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
 
 
-def duplicate(value: Any, wide: bool, done: dict[int, Any]) -> Any:
-    """A copy of a value and of all tensors within; `wide`: 16-bit floats become float32."""
-    if id(value) in done:
-        return done[id(value)]
-    made: Any = value
-    if isinstance(value, Tensor):
-        made = value.float() if wide and value.dtype in HALF else value.clone()
-    elif isinstance(value, torch.dtype):
-        return torch.float32 if wide and value in HALF else value
-    elif isinstance(value, tuple):
-        parts = [duplicate(part, wide, done) for part in value]
-        made = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    elif isinstance(value, list):
-        made = [duplicate(part, wide, done) for part in value]
-    elif isinstance(value, dict):
-        made = {key: duplicate(part, wide, done) for key, part in value.items()}
-    elif isinstance(value, types.FunctionType):
-        if not value.__closure__:
-            return value
-        cells = tuple(types.CellType(duplicate(cell.cell_contents, wide, done)) for cell in value.__closure__)
-        made = types.FunctionType(
-            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
-        )
-        made.__kwdefaults__ = value.__kwdefaults__
-    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
-        made = copy.copy(value)
-        for name, part in vars(value).items():
-            object.__setattr__(made, name, duplicate(part, wide, done))
-    done[id(value)] = made
-    done[-id(value)] = value  # keeps it alive, so that its id stays its own
-    return made
-
-
 def tensors(value: Any) -> list[Tensor]:
-    """All tensors of a result, in order."""
+    """Return all tensors of a result, or of what a function holds, in order."""
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, types.FunctionType):
+        return [t for cell in value.__closure__ or () for t in tensors(cell.cell_contents)]
+    if isinstance(value, dict):
+        return tensors(list(value.values()))
     if isinstance(value, tuple | list):
         return [tensor for part in value for tensor in tensors(part)]
-    if hasattr(value, "__dict__") and not isinstance(value, type | types.FunctionType):
-        return tensors(list(vars(value).values()))
-    return []
+    return tensors(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else []
 
 
 def difference(actual: Tensor, expected: Tensor, partial: bool = False) -> float:
-    """Of floats the norm of the error over that of the result, of all else the share that differs; `partial`:
-    of what was written."""
+    """Return the relative error of floats by norm, or the share of other values that differ.
+
+    `partial`: integers that were not written do not count."""
     if actual.shape != expected.shape:
         return float("inf")
     if not actual.is_floating_point():
@@ -99,32 +66,26 @@ def difference(actual: Tensor, expected: Tensor, partial: bool = False) -> float
     return (error / torch.linalg.vector_norm(expected.float().flatten()).clamp(min=1e-20)).item()
 
 
-def compare(run: Call, kernel: str = "") -> dict[str, float]:
-    """The largest difference of floats and of integers between a case's kernel and `naive`."""
-    narrow: dict[int, Any] = {}
-    wide: dict[int, Any] = {}
-    ours, theirs = duplicate(run, False, narrow), duplicate(run, True, wide)
-    with poisoned(), forced("triton" if _on_gpu(narrow) else "naive"):
-        actual = tensors(ours())
-    with forced("naive"):
-        expected = tensors(theirs())
-    pairs = list(zip(actual, expected, strict=True))
-    for key, made in narrow.items():  # what the call changed in its arguments
-        if key > 0 and isinstance(made, Tensor):
-            pairs.append((made, wide[key]))
+def compare(
+    build: Callable[[str], Built], device: str, kernel: str = "", how: Backend = "triton"
+) -> dict[str, float]:
+    """Return the largest `error` of floats and the largest share of other values that are `differing`."""
+    found = []
+    ways: tuple[tuple[Backend, Any], ...] = ((how, poisoned), ("naive", torch.no_grad))
+    for backend, memory in ways:
+        torch.manual_seed(0)
+        run = build(device).run
+        with forced(backend), memory():
+            found.append(tensors(run()) + tensors(run))
     worst = {"error": 0.0, "differing": 0.0}
-    for a, b in pairs:
-        kind = "error" if a.is_floating_point() else "differing"
-        found = difference(a, b, kernel in PARTIAL)
-        worst[kind] = found if found != found or found > worst[kind] else worst[kind]
+    for actual, expected in zip(*found, strict=True):
+        which = "error" if expected.is_floating_point() else "differing"
+        value = difference(actual, expected, kernel in PARTIAL)
+        worst[which] = value if value != value or value > worst[which] else worst[which]
     return worst
 
 
-def _on_gpu(done: dict[int, Any]) -> bool:
-    return any(isinstance(value, Tensor) and value.is_cuda for value in done.values())
-
-
 def is_wrong(found: dict[str, float], kernel: str) -> bool:
-    """NaN is wrong, too."""
+    """Return whether a difference is too large, or NaN."""
     few = FEW if kernel in TIES else 0.0
     return not (found["error"] <= LIMIT and found["differing"] <= few)

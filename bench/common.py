@@ -20,9 +20,8 @@ import torch
 from nanospec.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-CARRY = ROOT / "carry"  # what `bench/gpu.py pack` collects for a machine without a network
 # Evaluation text, not part of the repository: beside it, or inside as an untracked folder.
-_DATA = (CARRY / "data", ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
+_DATA = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 DATA = next((path for path in _DATA if path.is_dir()), ROOT)
 RESULTS = ROOT / "bench" / "results"
 
@@ -65,14 +64,13 @@ def _cpu_name() -> str:
 
 
 def commit(folder: Path = ROOT) -> str:
-    """The commit that is measured; of a copy without git, what `bench/gpu.py pack` noted."""
+    """Return the commit that is measured, "unknown" in a copy without git."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        noted = CARRY / "commit"
-        return noted.read_text().strip() if noted.is_file() else "unknown"
+        return "unknown"
     return run.stdout.strip()
 
 

@@ -1,174 +1,119 @@
-"""Throughput of the running engine over batch sizes, with replayed real text, on random weights.
+"""Tokens per second of the running engine, on random weights with outputs of real text.
 
-    python bench/e2e.py [--shape qwen3-0.6b] [--batches 1 4 16 64] [--out bench/results]
+    python bench/e2e.py [--shape qwen3-0.6b] [--batches 1 16 64] [--max-tokens 200] [--out bench/results]
 
-Acceptance that means something needs real text, and no real weights fit everywhere: so each request's
-output is a reference text (`bench/simulation.py`) while all the work of decoding is done. What is
-drafted and accepted is then what n-gram lookup finds in real text. Where the texts or the tokenizer are
-not there (`bench/gpu.py pack` collects them), drafts are accepted with a given probability instead; results
-say which.
-
-Per batch size: tokens per second of K=0, of fixed Ks and of automatic K, interleaved, and the time per
-output token. The baseline is our own K=0 with recorded steps.
+The output of each request is a given text (`bench/simulation.py`), while the device does all the work of
+decoding, so n-gram lookup finds and the target accepts what it would in real text. Texts are this
+repository's: `code edits` repeats a file with one name changed, `prose` goes on with the last part of a page
+of the documents. A token is a word or a sign. K = 0, fixed and automatic K take turns; ratios to K = 0 are
+taken within a round.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import re
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common, roofline
-from bench.rows import Rows, release_memory
+from bench.rows import Rows
 from bench.rows import run as run_rows
-from bench.simulation import ReplayWorker, SyntheticWorker
-from bench.steps import load_shape
-from nanospec import SamplingParams, SpecConfig
-from nanospec.config import EngineConfig
-from nanospec.device.worker import Worker
-from nanospec.drafters.base import Target
-from nanospec.drafters.loading import load_drafter
+from bench.simulation import ReplayWorker
+from bench.steps import engine_config, load_shape
+from nanospec import SamplingParams
+from nanospec.drafters.ngram import NgramDrafter
 from nanospec.engine.engine import Engine
 from nanospec.models.decoder import Model
 
 Text = tuple[list[int], list[int]]
-Make = Callable[[EngineConfig, Model], Worker]
-Workloads = dict[str, list[Text]]
-SYSTEMS: dict[str, Any] = {"K=0": 0, "auto": "auto", "K=4": 4, "K=8": 8}
-REAL = ("code edits", "news", "long quotation")
+"""A prompt and its output, in tokens."""
+SYSTEMS: dict[str, int | str] = {"K=0": 0, "K=4": 4, "auto": "auto"}
+
+
+def texts(vocab_size: int, count: int, length: int) -> dict[str, list[Text]]:
+    """Return prompts of at most `length` tokens and outputs by kind."""
+    ids: dict[str, int] = {}
+
+    def tokens(text: str) -> list[int]:
+        return [ids.setdefault(word, len(ids)) % vocab_size for word in re.findall(r"\w+|[^\w\s]|\s+", text)]
+
+    code = sorted(path.read_text(encoding="utf-8") for path in (common.ROOT / "nanospec").rglob("*.py"))
+    pages = sorted(path.read_text(encoding="utf-8") for path in (common.ROOT / "docs").glob("*.md"))
+    edits, prose = list[Text](), list[Text]()
+    for text in (text for text in code if len(text) > 3000):
+        names = re.findall(r"def (\w+)", text) or ["x"]
+        edited = tokens(re.sub(rf"\b{names[0]}\b", f"new_{names[0]}", text))
+        edits.append((tokens(text)[:length], edited))
+    for page in pages:
+        every = tokens(page)[: 4 * length // 3]
+        prose.append((every[: 3 * len(every) // 4], every[3 * len(every) // 4 :]))
+    return {"code edits": (edits * count)[:count], "prose": (prose * count)[:count]}
 
 
 def measure(out: Rows, args: argparse.Namespace) -> None:
-    model, config = load_shape(args.shape, out)
-    for make, texts in sources(config.vocab_size, out):
-        engines = start(out, model, make, texts, args)
-        for batch in args.batches:  # all workloads at each size, as time may run out
-            for name, pairs in texts.items():
-                what = f"{args.shape} {name} B={batch}"
-                if "K=0" in engines and out.has_time(what, args.seconds):
-                    with out.attempt(what):
-                        compare(out, engines, args.shape, name, pairs, batch, args)
-        engines.clear()
-        release_memory()
-
-
-def start(
-    out: Rows, model: Model, make: Make, texts: Workloads, args: argparse.Namespace
-) -> dict[str, Engine]:
-    """An engine for each system, with room for the largest batch of the longest texts."""
-    longest = max(len(prompt) for pairs in texts.values() for prompt, _ in pairs)
+    model = load_shape(args.shape, out)
+    asked = texts(model.config.vocab_size, max(args.batches), args.prompt)
+    references = {tuple(prompt): output for pairs in asked.values() for prompt, output in pairs}
     engines: dict[str, Engine] = {}
     for name, k in SYSTEMS.items():
-        begin = time.perf_counter()
-        with out.attempt(f"{args.shape} {name}"):
-            engines[name] = make_engine(model, k, max(args.batches), longest + args.max_tokens + 32, make)
-        if name == "auto" and name in engines:
-            graphs, seconds = engines[name].worker.graphs, time.perf_counter() - begin
-            captured = len(graphs.captures) if graphs is not None else 0
-            text = f"{args.shape} start: {captured} steps captured and timed in {seconds:.1f} s"
-            out.add(text, captured=captured, seconds=seconds)
-    return engines
+        with out.attempt(f"start of {args.shape} {name}"):
+            start = time.perf_counter()
+            engines[name] = make_engine(model, k, args, references)
+            out.add(f"{args.shape} {name} starts in {time.perf_counter() - start:.1f} s")
+    for batch in args.batches:
+        for kind, pairs in asked.items():
+            what = f"{args.shape} {kind} B={batch}"
+            if "K=0" in engines and out.begins(what, args.seconds):
+                with out.attempt(what):
+                    compare(out, engines, what, pairs[:batch], args)
 
 
-def sources(vocab_size: int, out: Rows) -> list[tuple[Make, Workloads]]:
-    """How outputs are made up, and the requests by workload."""
-    try:
-        from bench.traces import workloads as texts
-        from nanospec.models.hub import resolve_model
-        from nanospec.text.tokenizer import Tokenizer
-
-        carried = common.CARRY / "tokenizer"
-        tokenizer = Tokenizer(carried if carried.is_dir() else resolve_model("smollm2-135m-instruct"))
-        if tokenizer.vocab_size > vocab_size:
-            raise ValueError("the shape's vocabulary is smaller than the tokenizer's")
-        found = {f"replay: {name}": pairs for name, pairs in texts(tokenizer).items() if name in REAL}
-    except (FileNotFoundError, ValueError) as error:
-        why = str(error).splitlines()[0]
-        out.add(f"no replay of real text ({why}); acceptance is synthetic", headline=True, missing="texts")
-        synthetic: list[Text] = [([i % 29 + n % 3 for i in range(300 + n)], []) for n in range(64)]
-        return [(partial(SyntheticWorker, a), {f"synthetic {a}": synthetic}) for a in (0.0, 0.6, 0.9)]
-    return [(partial(replay, [pair for pairs in found.values() for pair in pairs]), found)]
+def make_engine(
+    model: Model, k: int | str, args: argparse.Namespace, references: dict[tuple[int, ...], list[int]]
+) -> Engine:
+    window = args.prompt + args.max_tokens + 32
+    config = engine_config(model, max(args.batches), window, k, lazy=k != "auto")
+    return Engine(config, ReplayWorker(config, model, NgramDrafter(config.spec), references))
 
 
 def compare(
-    out: Rows, engines: dict[str, Engine], shape: str, workload: str, texts: list[Text], batch: int,
-    args: argparse.Namespace,
-) -> None:  # fmt: skip
-    """One row per system at this batch size; the systems take turns, and a first round is not counted if
-    there is time for more."""
-    asked = [texts[i % len(texts)] for i in range(batch)]
+    out: Rows, engines: dict[str, Engine], what: str, asked: list[Text], args: argparse.Namespace
+) -> None:
+    """Write a row for each engine; a first round, in which steps are captured, does not count."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-    begin = time.time()
-    for i in range(args.repeats + 1):
-        if i == 0 or out.left() > 1.3 * (time.time() - begin) / i:
-            for name, engine in engines.items():
-                runs[name].append(run(engine, asked, args.max_tokens))
+    for _ in range(args.repeats + 1):
+        for name, engine in engines.items():
+            runs[name].append(run(engine, asked, args.max_tokens))
     for name, engine in engines.items():
-        counted = runs[name][1:] or runs[name]
-        base = [r["tokens_per_second"] for r in runs["K=0"][1:] or runs["K=0"]]
-        rates = [r["tokens_per_second"] for r in counted]
-        row: dict[str, Any] = {
-            "shape": shape, "workload": workload, "batch": batch, "system": name,
-            "repeats": len(runs[name]) - 1,
-            "tokens_per_second": common.spread(rates),
-            "speedup": common.spread([a / b for a, b in zip(rates, base, strict=True)]),
-            "ms_per_token": round(statistics.median(r["ms_per_token"] for r in counted), 4),
-            "tokens_per_step": round(counted[-1]["tokens_per_step"], 3),
-            "acceptance": round(counted[-1]["acceptance"], 3),
-            "simulated": engine.metrics.simulated,
-            "fallbacks": engine.worker.graphs.fallbacks if engine.worker.graphs else None,
-        }  # fmt: skip
-        text = f"{shape} {workload:24} B={batch:<3} {name:5} {row['tokens_per_second']['median']:9.0f} tok/s"
-        text += f" {row['speedup']['median']:5.2f}x  {row['tokens_per_step']:.2f} tokens per step"
-        out.add(text, headline=name in ("K=4", "auto"), **row)
-
-
-def replay(pairs: list[Text], config: EngineConfig, model: Model) -> Worker:
-    drafter = load_drafter(config.spec, Target(model))
-    return ReplayWorker(config, model, drafter, {tuple(prompt): text for prompt, text in pairs})
-
-
-def make_engine(model: Model, k: Any, batch: int, window: int, make: Make) -> Engine:
-    config = EngineConfig(
-        spec=SpecConfig(num_speculative_tokens=k),
-        max_num_seqs=batch,
-        max_model_len=window,
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=False,
-        kv_cache_memory=(batch + 1) * -(-window // 16) * 16 * model.config.kv_bytes_per_token(model.dtype),
-        lazy_capture=k != "auto",
-    )
-    return Engine(config, make(config, model))
+        rates, plain = ([r["tokens_per_second"] for r in runs[which][1:]] for which in (name, "K=0"))
+        rate, ratio = common.spread(rates), common.spread([a / b for a, b in zip(rates, plain, strict=True)])
+        last, graphs = runs[name][-1], engine.worker.graphs
+        text = f"{what:32} {name:5}{rate['median']:9.0f} tok/s {ratio['median']:5.2f}x "
+        out.add(
+            f"{text} {last['tokens_per_step']:.2f} tokens per step, {last['step_ms']:.3f} ms per step",
+            headline=True, case=what, system=name, rate=rate, speedup=ratio, **last,
+            fallbacks=graphs.fallbacks if graphs else None,
+        )  # fmt: skip
 
 
 def run(engine: Engine, asked: list[Text], max_tokens: int) -> dict[str, float]:
-    """All requests at once: tokens per second of the whole, median ms per token of a request, and what
-    its drafts brought."""
-    start = time.perf_counter()
+    """Run all requests at once."""
+    steps, start = engine.metrics.num_forward_steps, time.perf_counter()
     requests = []
-    for prompt, reference in asked:
-        count = min(len(reference) or max_tokens, max_tokens)
+    for prompt, output in asked:
+        count = min(len(output), max_tokens)
         requests.append(engine.add(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)))
     while engine.has_work:
         engine.step()
-    seconds = time.perf_counter() - start
-    per_token = [
-        ((r.finish_time or 0.0) - (r.first_token_time or 0.0)) / max(len(r.output_ids) - 1, 1) * 1e3
-        for r in requests
-    ]
-    steps, drafted = (sum(getattr(r.stats, name) for r in requests) for name in ("num_steps", "num_drafted"))
+    seconds, own = time.perf_counter() - start, [request.stats for request in requests]
     return {
         "tokens_per_second": sum(len(r.output_ids) for r in requests) / seconds,
-        "ms_per_token": statistics.median(per_token),
-        "tokens_per_step": sum(r.stats.num_tokens for r in requests) / max(steps, 1),
-        "acceptance": sum(r.stats.num_accepted for r in requests) / max(drafted, 1),
+        "tokens_per_step": round(sum(s.num_tokens for s in own) / max(sum(s.num_steps for s in own), 1), 3),
+        "step_ms": round(1e3 * seconds / (engine.metrics.num_forward_steps - steps), 4),
     }
 
 
@@ -178,8 +123,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=[*roofline.MODELS, "tiny"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens at most")
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=10.0, help="that one batch size may take, about")
+    parser.add_argument("--seconds", type=float, default=15.0, help="that one batch size may take, about")
     run_rows("e2e", measure, parser, argv)
 
 

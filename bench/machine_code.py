@@ -1,12 +1,8 @@
 """Read what the compiler made of a kernel: whether loads are wide, overlap the products and start early.
 
-    code = read(cuobjdump's -sass output)          a `MachineCode`
-
-Only machine code (SASS) is read: ptxas moves, merges and drops what PTX asks for. The *main loop* is an
-innermost loop (a backward branch) with tensor-core instructions; of several, the one with least in
-flight. Copies to shared memory are counted in groups, for each of which a wait exists: `cp.async` commits
-them (LDGDEPBAR, waited for by DEPBAR), and each TMA load (UTMALDG, waited for by a barrier) is one. Of TMA
-it shows only how many loads stand before the loop; those are taken to be ahead of it.
+Only machine code (SASS, the output of `cuobjdump -sass`) is read: ptxas moves, merges and drops what PTX asks
+for. The *main loop* is an innermost loop (a backward branch) with tensor-core instructions. Copies to shared
+memory (`cp.async`) are counted in groups, each committed by LDGDEPBAR and waited for by DEPBAR.
 
     in_flight     the least number of groups that may still be under way after a wait in the main loop. 0:
                   every tile is waited for as soon as it is asked for: loading and computing take turns
@@ -16,8 +12,7 @@ it shows only how many loads stand before the loop; those are taken to be ahead 
                   wait (for the kernel before), read, write, exit. Programmatic dependent launch asks for
                   trigger, prefetch and wait before write and exit
 
-Known limits: order and loops are by address, so code that the compiler moved out of line counts where it
-lies.
+Order and loops are by address, so code that the compiler moved out of line counts where it lies.
 """
 
 from __future__ import annotations
@@ -34,11 +29,9 @@ FIRSTS = {  # opcode -> what it does, for `order`
     "ACQBULK": "wait",
     "LDG": "read",
     "LDGSTS": "read",
-    "UTMALDG": "read",
     "STG": "write",
     "ATOMG": "write",
     "REDG": "write",
-    "UTMASTG": "write",
     "EXIT": "exit",
 }
 
@@ -64,29 +57,25 @@ class Loop:
     """A main loop; see the module docstring.
 
     Attributes:
-        shapes: of its tensor-core instructions: "64x16x16".
         loads, copies: bytes per thread of each global load to registers and each cp.async, ascending.
-        tma: number of TMA loads.
     """
 
-    shapes: tuple[str, ...]
     loads: tuple[int, ...]
     copies: tuple[int, ...]
-    tma: int
     in_flight: int
     per_step: int
     early: bool
 
     @property
     def narrowest(self) -> int | None:
-        """Bytes per thread of the smallest copy, or load where there are no copies; None with TMA alone."""
-        return min(self.copies or (() if self.tma else self.loads), default=None)
+        """Bytes per thread of the smallest copy, or load where there are no copies."""
+        return min(self.copies or self.loads, default=None)
 
     def __str__(self) -> str:
         """What a table shows: "16 B, 9/3 in flight, early"."""
         kinds = {f"{n} B" for n in self.copies} | {f"{n} B loads" for n in self.loads}
-        how = ", ".join(sorted(kinds)) + (", " if kinds and self.tma else "") + ("TMA" if self.tma else "")
-        return f"{how or 'no loads'}; {self.in_flight}/{self.per_step}" + ("; early" if self.early else "")
+        how = ", ".join(sorted(kinds)) or "no loads"
+        return f"{how}; {self.in_flight}/{self.per_step}" + ("; early" if self.early else "")
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,7 @@ class MachineCode:
 
 
 def read(sass: str) -> MachineCode:
-    """The one kernel in `sass`, the output of `cuobjdump -sass`."""
+    """Read the one kernel in `sass`."""
     code = [Instruction(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(sass)]
     if not code:
         raise ValueError("There is no instruction in this machine code.")
@@ -116,7 +105,7 @@ def read(sass: str) -> MachineCode:
 
 
 def _main_loops(code: list[Instruction]) -> list[tuple[int, int]]:
-    """(first, last) instruction of the innermost loops with tensor-core instructions."""
+    """Return (first, last) instruction of the innermost loops with tensor-core instructions."""
     index = {instruction.address: i for i, instruction in enumerate(code)}
     found = []
     for end, instruction in enumerate(code):
@@ -130,37 +119,28 @@ def _main_loops(code: list[Instruction]) -> list[tuple[int, int]]:
 
 def _loop(code: list[Instruction], begin: int, end: int) -> Loop:
     body = code[begin : end + 1]
-    tensor = [i for i in body if i.opcode in TENSOR]
-    tma = sum(i.opcode == "UTMALDG" for i in body)
-    waits = [_number(i) for i in body if i.name == "DEPBAR.LE"]
-    commits = sum(i.opcode == "LDGDEPBAR" for i in body)
-    in_flight = min(waits, default=0)
-    if tma and not waits:
-        in_flight = max(sum(i.opcode == "UTMALDG" for i in code[:begin]) - tma, 0)
     return Loop(
-        shapes=tuple(sorted({s[0] for i in tensor if (s := re.search(r"\d+x\d+x\d+|\b\d{4,5}\b", i.name))})),
         loads=tuple(sorted(i.bytes for i in body if i.opcode == "LDG")),
         copies=tuple(sorted(i.bytes for i in body if i.opcode == "LDGSTS")),
-        tma=tma,
-        in_flight=in_flight,
-        per_step=commits + tma,
+        in_flight=min((_number(i) for i in body if i.name == "DEPBAR.LE"), default=0),
+        per_step=sum(i.opcode == "LDGDEPBAR" for i in body),
         early=_early(body),
     )
 
 
 def _number(instruction: Instruction) -> int:
-    """The count of `DEPBAR.LE SB0, 0x9`."""
+    """Return the count of `DEPBAR.LE SB0, 0x9`."""
     return int(instruction.operands.split(",")[1].split()[0], 16)
 
 
 def _early(body: list[Instruction]) -> bool:
-    """Whether a copy is issued between a group of wgmma and the wait for it."""
+    """Return whether a copy is issued between a group of wgmma and the wait for it."""
     running = 0
     for instruction in body * 2:  # the second turn begins with what the first left running
         if instruction.opcode == "HGMMA" and "gsb0" in instruction.operands:
             running += 1
         elif instruction.name.startswith("WARPGROUP.DEPBAR"):
             running = min(running, _number(instruction))
-        elif instruction.opcode in ("LDGSTS", "UTMALDG") and running:
+        elif instruction.opcode == "LDGSTS" and running:
             return True
     return False

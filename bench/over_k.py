@@ -1,13 +1,15 @@
 """What do more guesses cost and bring, and how many does the automatic choice take?
 
-    python bench/over_k.py [--batches 1 16] [--prompts 8] [--rounds 3] [--max-tokens 96] [--out bench/results]
+    python bench/over_k.py [--ks 0 1 2 3 4 6 8 12 16 auto] [--batches 1 16] [--prompts 8] [--rounds 3]
+                           [--name over_k] [--out bench/results]
 
 One process and one copy of the weights, an engine for each fixed K and one that chooses. They take turns
 after every step, so that whatever else happens on the machine slows all. Lookup, greedy, EOS honoured; of
 each kind of text the same prompts, so many at once. ms are those of steps without prompts. Speed-ups are
 taken within a round, until the last request is done (`speedup`) and until a request is done, on average
 (`sooner`); their median and range over the rounds is reported. `guesses` counts rows by their guesses.
-`python -m bench.pictures` draws it. Needs the evaluation text.
+`python -m bench.pictures` draws it. What automatic K costs and brings: `--ks 0 auto --batches 1 4 16 64
+--name automatic`. Needs the evaluation text.
 """
 
 from __future__ import annotations
@@ -40,17 +42,18 @@ KINDS: dict[str, Callable[[int], list[str]]] = {
     "code edits": common.code_edits,
     "chat": lambda count: common.spec_bench(count, "chat"),
 }
-KS: dict[str, Any] = {**{str(k): k for k in (0, 1, 2, 3, 4, 6, 8, 12, 16)}, "auto": "auto"}
+KS = ("0", "1", "2", "3", "4", "6", "8", "12", "16", "auto")
 CACHE = 512 << 20  # bytes for each engine: 16 requests of a thousand tokens
 STAGES = ("propose", "forward", "verify", "wait", "host")  # of a step, but for prompts
 
 
-def make_engines(model_name: str) -> tuple[dict[str, Engine], Tokenizer]:
-    """One for each K, all with the same weights."""
+def make_engines(model_name: str, ks: Sequence[str]) -> tuple[dict[str, Engine], Tokenizer]:
+    """Make an engine for each K, all with the same weights."""
     folder = resolve_model(model_name)
     model, tokenizer = load_model(folder, torch.bfloat16, "cpu"), Tokenizer(folder)
     engines = {}
-    for name, k in KS.items():
+    for name in ks:
+        k: Any = name if name == "auto" else int(name)
         config = EngineConfig(
             spec=SpecConfig(num_speculative_tokens=k), max_num_seqs=64, enable_prefix_caching=False,
             max_model_len=2048, kv_cache_memory=CACHE,
@@ -129,13 +132,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a model's folder or name")
+    parser.add_argument("--ks", nargs="+", default=[*KS], help="0 among them, to compare with")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], help="requests at once")
     parser.add_argument("--prompts", type=int, default=8, help="at least, of each kind")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--name", default="over_k", help="of the file of results")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
-    engines, tokenizer = make_engines(args.model)
+    engines, tokenizer = make_engines(args.model, args.ks)
     rows = []
     for kind, texts in KINDS.items():
         for B in args.batches:
@@ -154,7 +159,8 @@ def main() -> None:
                 print(f"{kind:10} B={B:<3} K={row['k']:4} {said}, {ratios}", flush=True)
     settings = {name: getattr(args, name) for name in ("batches", "prompts", "rounds", "max_tokens")}
     result = {"environment": common.environment(), "model": Path(args.model).name, "settings": settings}
-    common.save("over_k", {**result, "rows": rows}, args.out)
+    costs = engines["auto"].policy.costs if "auto" in engines else None
+    common.save(args.name, {**result, "rows": rows, **(costs.report() if costs else {})}, args.out)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,33 @@
-"""`bench/gpu.py`: a group that breaks is lost alone, time is kept, rows outlive a killed run."""
+"""`bench/gpu.py`: a group that breaks is lost alone, time is kept, rows outlive a killed run; its benchmarks
+on tiny shapes with a stand-in for `torch.cuda`."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from bench import gpu, rows
-from bench.gpu import Outcome
-from bench.gpu_groups import LIMITS, PARTS, Group
+from bench import check, e2e, gpu, kernels, rows, stand_in, steps
+from bench.cases import Built, Case, all_cases
+from bench.gpu import PARTS, Group, Outcome, groups
 
 WRITER = """
 import json, os, sys, time
 out, until = sys.argv[sys.argv.index("--out") + 1], float(sys.argv[sys.argv.index("--until") + 1])
+file = out + "/part.jsonl"
+begun = [line for line in open(file) if "begins" in line] if os.path.exists(file) else []
 def row(text, **figures):
-    with open(out + "/part.jsonl", "a") as file:
-        file.write(json.dumps({"group": "a", "text": text, **figures}) + "\\n")
+    with open(file, "a") as out:
+        out.write(json.dumps({"group": "a", "text": text, **figures}) + "\\n")
 row("first", headline=True)
 """
 
@@ -31,9 +36,9 @@ def code(text: str, limit: float = 30.0, name: str = "a") -> Group:
     return Group(name, ("-c", WRITER + text), limit)
 
 
-def run(groups: list[Group], out: Path, limit: float = 60.0) -> list[Outcome]:
+def run(listed: list[Group], out: Path, limit: float = 60.0) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    gpu.run_part("part", groups, limit, out, outcomes)
+    gpu.run_part("part", listed, limit, out, outcomes)
     return outcomes
 
 
@@ -44,26 +49,25 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_breaks_a_group_does_not_reach_the_next(tmp_path: Path) -> None:
-    groups = [
+    listed = [
         code("os.abort()", name="aborts"),
         code("raise SystemExit('a sentence')", name="says"),
         code("1 / 0", name="raises"),
         Group("no such file", ("nowhere.py",)),
-        code("row('second', left_out='the rest')", name="good"),
+        code("row('second', error='bad', headline=True)", name="good"),
+        code("row('x', begins='one')\nif len(begun) < 2: os.abort()\nrow('y', done=True)", name="again"),
     ]
-    outcomes = run(groups, tmp_path)
-    assert [o.status for o in outcomes] == ["crashed", "failed", "failed", "failed", "ok"]
-    assert "SIGABRT" in outcomes[0].why
-    assert outcomes[1].why == "a sentence"
-    assert "ZeroDivisionError" in outcomes[2].why
-    assert "nowhere.py" in outcomes[3].why
-    found = rows.read(tmp_path / "part.jsonl")
-    assert [row["text"] for row in found].count("first") == 4
-    text = gpu.summary({"part": outcomes})
-    assert "1 of 5 groups well" in text
-    assert "aborts: CRASHED" in text
-    assert "left out: the rest" in text
-    assert json.loads(gpu.as_json({"part": outcomes}, tmp_path))["wrong"] == 4
+    outcomes = run(listed, tmp_path)
+    assert [o.status for o in outcomes] == ["crashed", "failed", "failed", "failed", "ok", "crashed"]
+    for outcome, said in zip(
+        outcomes, ("SIGABRT", "a sentence", "ZeroDivisionError", "nowhere.py", "", "one:")
+    ):
+        assert said in outcome.why
+    assert [row["text"] for row in outcomes[-1].rows].count("x") == 3  # goes on behind what ended it
+    lines = gpu.summary({"part": outcomes}).splitlines()
+    assert lines[0].startswith("== part: 1 of 6 groups well")
+    assert lines[1].startswith("  aborts: CRASHED")
+    assert lines[6] == "  second"  # failures come first
     assert "==== raises" in (tmp_path / "part.log").read_text()
 
 
@@ -72,8 +76,7 @@ def test_a_group_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     start = time.time()
     [outcome] = run([code(text, 10.0)], tmp_path)
     assert time.time() - start < 40
-    assert (outcome.status, outcome.why) == ("stopped", "over its time")
-    assert outcome.rows[0]["text"] == "first"
+    assert outcome.status == "stopped"
     stat = Path(f"/proc/{outcome.rows[1]['text']}/stat")
     for _ in range(50):
         if not stat.is_file() or " Z " in stat.read_text():  # ended; whether it was reaped is not ours
@@ -82,25 +85,18 @@ def test_a_group_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     raise AssertionError("the child lives on")
 
 
-def test_a_group_knows_when_to_stop_and_a_part_ends_in_time(tmp_path: Path) -> None:
+def test_a_part_ends_in_time(tmp_path: Path) -> None:
     wait = "time.sleep(max(until - time.time(), 0)); row('stopped by itself')"
-    start = time.time()
     outcomes = run([code(wait, 30.0), code(wait, 30.0, "late")], tmp_path, limit=8.0)
-    assert 7 < time.time() - start < 28
     assert [o.status for o in outcomes] == ["ok", "left out"]
     assert outcomes[0].rows[-1]["text"] == "stopped by itself"
-    assert "late: LEFT OUT no time" in gpu.summary({"part": outcomes})
 
 
 def test_a_run_that_is_ended_keeps_its_rows_and_says_what_it_had(tmp_path: Path) -> None:
     driver = f"""
-import sys, signal
-from pathlib import Path
 from bench import gpu
-from bench.gpu_groups import Group
-group = Group("a", ("-c", {WRITER + "time.sleep(60)"!r}))
-gpu.PARTS, gpu.LIMITS = {{"smoke": lambda cpu: [group]}}, {{"smoke": 60}}
-gpu.main(["smoke", "--cpu", "--out", {str(tmp_path)!r}])
+gpu.groups = lambda part, cpu: [gpu.Group("a", ("-c", {WRITER + "time.sleep(60)"!r}))]
+gpu.main(["steps", "--cpu", "--out", {str(tmp_path)!r}])
 """
     environment = {**os.environ, "PYTHONPATH": str(gpu.ROOT)}
     process = subprocess.Popen(
@@ -112,83 +108,162 @@ gpu.main(["smoke", "--cpu", "--out", {str(tmp_path)!r}])
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert json.loads(output.splitlines()[-1])["parts"] == {"smoke": {}}
+    assert json.loads(output.splitlines()[-1])["parts"] == {"steps": {}}
     assert rows.read(tmp_path / "part.jsonl")[0]["text"] == "first"
+    with (tmp_path / "part.jsonl").open("a") as file:
+        file.write('{"text": "cu')
+    assert len(rows.read(tmp_path / "part.jsonl")) == 1
 
 
 def test_the_summary_is_short_and_shows_every_part() -> None:
     row = {"text": "x" * 150, "headline": True}
-    found = {part: [Outcome("a", "ok", 1.0, rows=[row] * 200)] for part in PARTS}
-    text = gpu.summary(found)
+    text = gpu.summary({part: [Outcome("a", "ok", 1.0, rows=[row] * 200)] for part in PARTS})
     assert len(text) < gpu.SUMMARY + 200
     assert all(f"== {part}: 1 of 1 groups well" in text for part in PARTS)
     assert text.count("more lines in the files") == len(PARTS)
 
 
-def test_wrong_results_come_first_in_the_summary() -> None:
-    good, bad = ({"text": text, "headline": True} for text in ("good", "bad"))
-    outcomes = [Outcome("a", "ok", rows=[good]), Outcome("b", "failed", rows=[good, {**bad, "wrong": True}])]
-    shown = [line.strip() for line in gpu.summary({"kernels": outcomes}).splitlines()]
-    assert shown[-3:] == ["bad", "good", "good"]
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_run_is_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match=r"cannot write to .*file/below: Not a directory"):
-        gpu.main(["smoke", "--cpu", "--out", str(tmp_path / "file" / "below")])
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("part", "lacks"), [("smoke", ["torch", "tokenizers"]), ("tests", ["pytest"])], ids=["any", "tests"]
-)
-def test_what_is_not_installed_is_named_at_the_start(part: str, lacks: list[str], tmp_path: Path) -> None:
-    script = f"""
+        gpu.main(["steps", "--cpu", "--out", str(tmp_path / "file" / "below")])
+    for part, lacks in (("steps", ["torch", "tokenizers"]), ("tests", ["pytest"])):
+        script = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({lacks}))  # as if they were not there
 sys.argv = ["gpu.py", {part!r}, "--cpu", "--out", {str(tmp_path)!r}]
 runpy.run_path({str(gpu.ROOT / "bench" / "gpu.py")!r}, run_name="__main__")
 """
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert process.returncode == 1
-    (line,) = process.stderr.splitlines()
-    assert line.startswith(f"bench/gpu.py needs {', '.join(lacks)}, which ")
+        process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert process.returncode == 1
+        assert process.stderr.startswith(f"bench/gpu.py needs {', '.join(lacks)}, which ")
 
 
-def test_rows_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    rows.write(path, {"text": "whole"})
-    path.write_text(path.read_text() + '{"text": "cu')
-    assert rows.read(path) == [{"text": "whole"}]
+def test_groups_name_scripts_that_exist() -> None:
+    for part in PARTS:
+        for cpu in (False, True):
+            listed = groups(part, cpu)
+            assert len({group.name for group in listed}) == len(listed)
+            assert all((gpu.ROOT / g.command[0]).is_file() or g.command[0] == "-m" for g in listed)
 
 
-@pytest.mark.parametrize("cpu", [False, True], ids=["gpu", "dry"])
-def test_parts_fit_a_call_and_name_scripts_that_exist(cpu: bool) -> None:
-    assert set(LIMITS) == set(PARTS)
-    assert all(limit < 540 for limit in LIMITS.values())
-    for part, groups in PARTS.items():
-        names = [group.name for group in groups(cpu)]
-        assert len(names) == len(set(names)), part
-        assert all((gpu.ROOT / group.command[0]).is_file() for group in groups(cpu))
+def test_a_file_of_tests_goes_on_behind_a_test_that_ends_the_process(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    path, plugin = tmp_path / "test_bad.py", tmp_path / "tests.jsonl"
+    path.write_text(
+        "import os, time\nfrom bench import gpu_tests\ngpu_tests.EACH = 2\n"
+        "def test_a(): pass\ndef test_b(): assert 1 == 2\ndef test_c(): os.abort()\n"
+        "def test_d(): pass\ndef test_e(): time.sleep(60)\n"
+    )
+    group = Group("bad", ("-m", "pytest", str(path), "-q", "-p", "bench.gpu_tests", "-p", "no:cacheprovider"))
+    outcomes: list[Outcome] = []
+    gpu.run_part("tests", [group], 100, tmp_path, outcomes)
+    assert outcomes[0].status == "crashed"
+    ends = {row["test"][-1]: row["outcome"] for row in rows.read(plugin) if "test" in row}
+    assert ends == {"a": "passed", "b": "failed", "d": "passed"}
+    assert "test_c: signal SIGABRT" in outcomes[0].why
+    assert "test_e" in outcomes[0].why
 
 
-def test_pack_takes_texts_and_tokenizer_alone(tmp_path: Path) -> None:
-    model, data, carry = tmp_path / "model", tmp_path / "data", tmp_path / "carry"
-    model.mkdir()
-    data.mkdir()
-    for path in (model / "tokenizer.json", model / "model.safetensors", data / "a.jsonl", data / "README.md"):
-        path.write_text("x")
-    wheel = tmp_path / "peer-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("peer.py", "x = 1")
-    found = gpu.pack(model, data, [wheel], carry)
-    assert found["carry_bytes"] > 0
-    packed = sorted(str(path.relative_to(carry)) for path in carry.rglob("*") if path.is_file())
-    assert packed == ["commit", "data/a.jsonl", "tokenizer/tokenizer.json", f"wheels/{wheel.name}"]
-    [folder] = gpu.unpacked(carry)
-    assert (Path(folder) / "peer.py").read_text() == "x = 1"
-    (data / "a.jsonl").unlink()
-    with pytest.raises(SystemExit, match="no texts"):
-        gpu.pack(model, data, carry=carry)
+# ---- benchmarks on tiny shapes -------------------------------------------------------------------
+
+GRID = ["--shape", "tiny", "--batches", "1", "2", "--repeats", "1"]
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    install = stand_in.install
+    monkeypatch.setattr(stand_in, "install", lambda: install(monkeypatch.setattr))
+    monkeypatch.setenv("NANOSPEC_PDL", "1")
+    return tmp_path
+
+
+def measured(main: Any, part: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The rows that a script writes in a dry run, but for those that mark a begin or the end."""
+    main([*arguments, "--cpu", "--out", str(out)])
+    return [row for row in rows.read(out / f"{part}.jsonl") if "text" in row]
+
+
+@pytest.mark.long
+def test_steps(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = [*GRID, "--contexts", "64", "--ks", "0", "2"]
+    _, *found = measured(steps.main, "steps", out, *grid)
+    expected = [(b, k, mode) for b in (1, 2) for k in (0, 2) for mode in steps.MODES]
+    assert [(row["batch"], row["k"], row["mode"]) for row in found] == expected
+    assert all(row["ms"] > 0 and row["share"] > 0 for row in found)
+    assert len(measured(steps.main, "steps", out, *grid)) == len(found) + 2  # all have begun before
+
+    def full(*arguments: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(steps, "Worker", full)
+    last = measured(steps.main, "steps", out, *grid, "--group", "b")[-1]
+    assert "memory" in last["left_out"]
+
+
+@pytest.mark.long
+def test_e2e(out: Path) -> None:
+    found = measured(e2e.main, "e2e", out, *GRID, "--max-tokens", "6", "--prompt", "48", "--seconds", "0.1")
+    systems = [row for row in found if "system" in row]
+    assert len(systems) == 2 * 2 * len(e2e.SYSTEMS)
+    assert all(row["rate"]["median"] > 0 for row in systems)
+
+
+def test_without_time_everything_is_left_out(out: Path) -> None:
+    for main, part, arguments in (
+        (steps.main, "steps", GRID),
+        (kernels.main, "kernels", ["--only", "rms_norm-H576"]),
+        (e2e.main, "e2e", [*GRID, "--prompt", "48"]),
+    ):
+        found = measured(main, part, out, *arguments, "--until", "1")
+        assert any("left_out" in row for row in found)
+        assert not any("ms" in row or "us" in row or "speedup" in row for row in found)
+
+
+def cases(*names: str) -> dict[str, Case]:
+    return {name: case for case in all_cases() if (name := f"{case.kernel}-{case.label}") in names}
+
+
+def test_kernels_are_checked_and_timed_once(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ["--only", "ngram-B1-L1024", "rms_norm-H576-T1$", "rms_norm-H576", "--repeats", "1"]
+    found = [row["case"] for row in measured(kernels.main, "kernels", out, *only) if "case" in row]
+    assert len(found) == len(set(found)) == 4
+    assert found[0].startswith("B1-L1024")
+    monkeypatch.setattr(check, "LIMIT", -1.0)
+    with pytest.raises(SystemExit):
+        measured(kernels.main, "kernels", out, *only, "--group", "wrong")
+    assert any(row.get("wrong") for row in rows.read(out / "kernels.jsonl"))
+
+
+@pytest.mark.parametrize("wrong", ["off", "unwritten", "changed"])
+def test_the_check_finds_what_is_wrong(wrong: str) -> None:
+    """A result that is off, one that was not written, and an argument that only the kernel changes."""
+    builds: list[str] = []
+
+    def build(device: str) -> Built:
+        x = torch.randn(3, 64, dtype=torch.bfloat16)
+        builds.append(device)
+        first = len(builds) == 1
+
+        def run() -> torch.Tensor:
+            if wrong == "changed":
+                x.add_(int(first))
+                return torch.zeros(1)
+            return x.clone() if not first else x + 1 if wrong == "off" else torch.empty_like(x)
+
+        return Built(run)
+
+    found = check.compare(build, "cpu", how="naive")
+    assert check.is_wrong(found, "any")
+    assert math.isnan(found["error"]) == (wrong == "unwritten")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    "name", ["layout-B1-K4", "verify-B1-K4-tree", "rms_norm-H576-T1", "kv_move-llama-3.2-1b-B1"]
+)
+def test_kernels_in_the_interpreter_pass_the_check(name: str) -> None:
+    """Their memory is poisoned, too."""
+    [case] = cases(name).values()
+    found = check.compare(case.build, "cpu", case.kernel, "naive" if "kv_move" in name else "triton")
+    assert not check.is_wrong(found, case.kernel), found
