@@ -1,8 +1,8 @@
-"""What may be set: for the engine, for speculation, and per request. Bad values are refused with a sentence.
+"""Settings of the engine, of speculation and of a request. Bad values are refused with a sentence.
 
-Every limit stands beside the field that it is for, or in `kernels/codes.py`. What a checkpoint says about
-itself is in `models/config.py`. Importing this file needs neither torch nor triton; making a `SpecConfig`
-asks the registered drafters, which do.
+The limit of a field stands beside it, or in `kernels/codes.py`. What a checkpoint says about itself is in
+`models/config.py`. This file needs neither torch nor triton; whether a drafter exists and takes its options
+is checked when it is loaded (`drafters/loading.py`).
 """
 
 from __future__ import annotations
@@ -10,49 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from .extras.grammar.response_format import check_together, checked
 from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
 from .text.checks import as_bytes, as_number, as_token_id, check_fields, check_number, limited, shown
 
-OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
 MAX_BIAS = 1_000_000
-T = TypeVar("T")
 _MAX_INT = 2**31 - 1
 GREEDY_BELOW = 1e-5  # the temperature: from here down rounding in float32, not chance, would choose
 _SEEDS = (-(2**63), 2**63 - 1)
 
-
-def check_method(spec: SpecConfig) -> None:
-    """Raise ValueError unless the method exists and has a use for what is set for it."""
-    from .drafters.base import method_names, registered  # here, as these do need torch
-
-    names, known = method_names(), registered()
-    if spec.method not in names:
-        turned = [name for name in names if sorted(name.split("+")) == sorted(str(spec.method).split("+"))]
-        meant = [*turned, *get_close_matches(str(spec.method), names, 1)][:1]
-        hint = f"did you mean {meant[0]!r}? There are" if meant else "use one of"
-        raise ValueError(f"method={shown(spec.method)} is unknown; {hint} {', '.join(names)}.")
-    if not isinstance(spec.options, Mapping) or not all(isinstance(name, str) for name in spec.options):
-        raise ValueError(f"options={shown(spec.options)} must map names to values.")
-    if fields_too := sorted(spec.options.keys() & {declared.name for declared in fields(spec)}):
-        raise ValueError(f"options={shown(spec.options)} holds the field {fields_too[0]!r}; set that.")
-    given = {name: value for name in OPTIONAL if (value := getattr(spec, name)) is not None}
-    for name, value in {**given, **spec.options}.items():
-        takes = [method for method in known if name in {option.name for option in known[method].options}]
-        if not set(takes) & set(spec.methods):
-            use = f"; use method={takes[0]!r}" if takes else ""
-            said = f"{name[:100]}={shown(value)}"
-            raise ValueError(f"{said} is of no use to method={spec.method!r}{use}.")
-        if name in OPTIONAL and (not isinstance(value, str) or value == ""):
-            raise ValueError(f"{name}={shown(value)} must be the name of a folder or file.")
-    if spec.tree_width > 1 and not any(known[method].makes_trees for method in spec.methods):
-        raise ValueError(
-            f"tree_width={spec.tree_width} is of no use to method={shown(spec.method)}, which guesses chains."
-        )
+ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}  # vLLM's names of options of `EngineConfig`
 
 
 def check_acceptance(rule: str | None) -> None:
@@ -61,21 +30,14 @@ def check_acceptance(rule: str | None) -> None:
         raise ValueError(f"acceptance={shown(rule)} is unknown; use one of {', '.join(RULES)}.")
 
 
-def forgiving(settings: type[T]) -> type[T]:
-    """A class that is made with what is no field of it too, as far as vLLM's users write it and it asks for
-    nothing else than what is done anyway (`vllm_names.py`)."""
-    make, names = settings.__init__, {declared.name for declared in fields(settings)}  # type: ignore
-
-    @wraps(make)
-    def init(self: Any, *values: Any, **named: Any) -> None:
-        if named.keys() - names:
-            from .vllm_names import sampling_in_our_words
-
-            named = sampling_in_our_words(named, settings)
-        make(self, *values, **named)
-
-    settings.__init__ = init  # type: ignore
-    return settings
+def check_names(options: Mapping[str, Any], settings: type) -> None:
+    """Raise TypeError, with the closest name, if an option is no field of the settings."""
+    names = [each.name for each in fields(settings)]
+    for name in options:
+        if name not in names:
+            close = get_close_matches(shown(name).strip("'"), names, 1)
+            meant = f"the closest is {close[0]}" if close else f"known are {', '.join(sorted(names))}"
+            raise TypeError(f"{shown(name)} is no option of {settings.__name__}; {meant}.")
 
 
 @dataclass(frozen=True)
@@ -125,7 +87,8 @@ class SpecConfig:
         object.__setattr__(self, "num_speculative_tokens", k)
         check_fields(self)
         check_acceptance(self.acceptance)
-        check_method(self)
+        if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
+            raise ValueError(f"options={shown(self.options)} must map names to values.")
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
@@ -134,9 +97,33 @@ class SpecConfig:
         for length in lengths:
             check_number("speculation_lengths", length, 0, MAX_DRAFTS)
 
+    @classmethod
+    def from_vllm(cls, asked: Mapping[str, Any]) -> SpecConfig:
+        """Read vLLM's `speculative_config`, such as {"method": "ngram", "num_speculative_tokens": 4}; any
+        field of this class may stand in it. Raises TypeError or ValueError."""
+        if not isinstance(asked, Mapping):
+            raise TypeError(f"speculative_config={shown(asked)} must be a dict, as in {{'method': 'ngram'}}.")
+        ours = {name: value for name, value in asked.items() if value is not None}
+        for name in ("method", "model"):
+            if not isinstance(ours.get(name, ""), str):
+                raise TypeError(f"speculative_config: {name}={shown(ours[name])} must be a text.")
+        model, method = ours.pop("model", None), ours.pop("method", None)
+        if model in ("ngram", "[ngram]"):  # as older versions have it
+            model, method = None, "ngram"
+        method = "draft" if method == "draft_model" else method or ("draft" if model else "ngram")
+        if model is not None:
+            ours["heads" if method == "medusa" else "draft_model"] = model
+        size, options = ours.pop("draft_tensor_parallel_size", 1), ours.get("options", {})
+        if isinstance(options, Mapping) and not (isinstance(size, int) and size == 1):
+            ours["options"] = {**options, "draft_tensor_parallel_size": size}
+        if "prompt_lookup_min" in ours:  # alone it is the longest, too
+            ours.setdefault("prompt_lookup_max", ours["prompt_lookup_min"])
+        check_names(ours, cls)
+        return cls(method=method, **ours)
+
     @property
     def methods(self) -> tuple[str, ...]:
-        """Who guesses, first come first; nobody: ()."""
+        """The methods in the order in which they guess; () if none does."""
         return () if self.method == "none" else tuple(self.method.split("+"))
 
     @property
@@ -215,7 +202,6 @@ class EngineConfig:
             raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
 
 
-@forgiving
 @dataclass(frozen=True)
 class SamplingParams:
     """What one request asks for. The names and defaults are vLLM's.
@@ -238,8 +224,8 @@ class SamplingParams:
         repetition_penalty: divides the positive and multiplies the negative logits of tokens in
             prompt or output.
         logit_bias: token id -> number added to its logit.
-        response_format: what the output must be, {"type": "json_object"} say: JSON, JSON of a schema, a
-            regular expression, a grammar or one of several texts (`response_format.py`); None: any text.
+        response_format: what the output must be, {"type": "json_object"} say; None: any text. It is checked
+            when the request enters the engine.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, for this request alone; None
             is the engine's. 0 drafts do not speculate.
     """
@@ -278,8 +264,6 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             check_number("logit_bias: token", token, 0, _MAX_INT)
             self.logit_bias[token] = check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS, float)
-        if self.response_format is not None:
-            check_together(self)
 
     def _normalise(self) -> None:
         """Turn what may be given as any sequence, or as None, into tuples and a dict of our own."""
@@ -303,7 +287,6 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(as_token_id, ids)))
         object.__setattr__(self, "logit_bias", by_id)
-        object.__setattr__(self, "response_format", checked(self.response_format))
 
     @property
     def changes_logits(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from .config import EngineConfig, SamplingParams, SpecConfig
+from .config import ALIASES, EngineConfig, SamplingParams, SpecConfig, check_names
 from .device.devices import current, resolve_device
 from .device.out_of_memory import explained, in_a_step
 from .device.threads import use_threads
@@ -32,7 +32,6 @@ from .outputs import Completion, RequestOutput
 from .text.checks import shown
 from .text.prompts import Messages, Prompt, as_list, check_conversation, conversations, encode, text_and_ids
 from .text.tokenizer import Tokenizer
-from .vllm_names import in_our_words
 
 
 class LLM:
@@ -43,8 +42,7 @@ class LLM:
         spec: speculation; the default is n-gram lookup with an automatic number of drafts.
         drafter: who guesses in place of `spec.method`: a `Drafter`, or a list such as ["ngram", drafter], of
             which each guesses where those before it found nothing. It serves one `LLM` at a time.
-        options: the fields of `EngineConfig`, and what `vllm_names.py` knows of vLLM's; an unknown one is
-            a TypeError.
+        options: the fields of `EngineConfig`, and vLLM's `speculative_config`. An unknown one is a TypeError.
     """
 
     def __init__(
@@ -55,7 +53,13 @@ class LLM:
         drafter: Guessers | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig(**in_our_words(spec, options))
+        options = {ALIASES.get(name, name): value for name, value in options.items()}
+        if (asked := options.pop("speculative_config", None)) is not None:
+            if spec is not None:
+                raise TypeError("spec and speculative_config are the same in two words; give one of them.")
+            spec = SpecConfig.from_vllm(asked)
+        check_names(options, EngineConfig)
+        self.config = EngineConfig(spec=spec or SpecConfig(), **options)
         who_guesses(self.config.spec, drafter)  # bad ones are refused before the model is loaded
         folder = resolve_model(model)
         tokenizer = Tokenizer(folder)

@@ -53,8 +53,7 @@ def model() -> Any:
 
     def check(ids: Any, params: Any) -> None:
         check_request(ids, params, params.stop_token_ids, limits)
-        if params.response_format is not None:
-            grammars.check(params.response_format)
+        grammars.check(params)
 
     engine = SimpleNamespace(max_model_len=WINDOW, check=check)
     llm = SimpleNamespace(tokenizer=tokenizer, engine=engine, grammars=grammars)

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanospec.config import SamplingParams
 from nanospec.extras.grammar.grammar import Guide
+from nanospec.extras.grammar.response_format import checked
 
 from .mutation import mutate_json as mutate
 from .refusal import answer
@@ -50,10 +51,10 @@ def one(data: bytes) -> None:
 def follow(asked: Any) -> None:
     """Compile it, and take the first token that may come, some times."""
     params, llm = SamplingParams(response_format=asked), model()
-    if params.response_format is None:
-        return
     llm.engine.check([1], params)
-    guide: Guide = llm.grammars.guide(params.response_format)
+    if (wanted := checked(asked)) is None:
+        return
+    guide: Guide = llm.grammars.guide(wanted)
     for _ in range(8):
         mask = guide.plan([1, 2], 2, 1, 4).masks[0]
         allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]

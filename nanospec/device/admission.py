@@ -27,6 +27,7 @@ class Admission:
         max_len: the length at which it ends.
         blocks: its pages, of which the first `num_cached` hold the K/V of its text already.
         stop_ids: tokens that end it.
+        constrained: whether an extension constrains its output, and makes all its drafts.
     """
 
     row: int
@@ -38,6 +39,7 @@ class Admission:
     seed: int
     stop_ids: tuple[int, ...]
     params: SamplingParams
+    constrained: bool = False
 
 
 class HostWrites:
@@ -72,7 +74,6 @@ class HostWrites:
 def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecConfig) -> None:
     """Write everything about a request into its row, but what `write_history` does."""
     r, asked, own = request.row, request.params, request.params.num_speculative_tokens
-    guided = asked.response_format is not None  # the host guesses, as it must know the masks behind
     writes.put(table.tokens, r, request.tokens)
     write_blocks(writes, table, r, request.blocks)
     writes.put(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
@@ -80,11 +81,11 @@ def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecCo
         (table.num_tokens, len(request.tokens)),
         (table.max_len, request.max_len),
         (table.finished, RUNNING),
-        (table.limit, 0 if guided else spec.max_k if own is None else min(own, spec.max_k)),
+        (table.limit, 0 if request.constrained else spec.max_k if own is None else min(own, spec.max_k)),
         (table.min_n, spec.prompt_lookup_min),
         (table.max_n, spec.prompt_lookup_max),
         (table.width, min(asked.tree_width or spec.tree_width, spec.tree_width)),
-        (table.rule, EXACT if guided else RULES.index(asked.acceptance or spec.acceptance)),
+        (table.rule, EXACT if request.constrained else RULES.index(asked.acceptance or spec.acceptance)),
         (table.temperature, asked.temperature if asked.temperature >= GREEDY_BELOW else 0),
         (table.top_k, max(asked.top_k, 0)),
         (table.top_p, asked.top_p),

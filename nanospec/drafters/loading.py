@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -14,7 +16,9 @@ from ..models.decoder import Model
 from ..models.weights import load_model, resolve_dtype
 from ..text.checks import shown
 from ..text.tokenizer import Tokenizer
-from .base import Drafter, Target, registered
+from .base import Drafter, Target, method_names, registered
+
+OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 
 Guessers = Drafter | str | Sequence[Drafter | str]
 """Who guesses: a drafter or the name of a method, or several, first come first."""
@@ -23,6 +27,7 @@ Guessers = Drafter | str | Sequence[Drafter | str]
 def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str, ...]:
     """The drafters `given`, the methods of `spec` if None; ValueError if they do not fit together."""
     if given is None:
+        check_method(spec)
         return spec.methods
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
     known = registered()
@@ -48,6 +53,30 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
     if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
         raise ValueError(f"tree_width={spec.tree_width} is of no use to drafters that guess chains; use 1.")
     return found
+
+
+def check_method(spec: SpecConfig) -> None:
+    """Raise ValueError unless the method exists and has a use for what is set for it."""
+    names, known = method_names(), registered()
+    if spec.method not in names:
+        turned = [name for name in names if sorted(name.split("+")) == sorted(spec.method.split("+"))]
+        meant = [*turned, *get_close_matches(spec.method, names, 1)][:1]
+        hint = f"did you mean {meant[0]!r}? There are" if meant else "use one of"
+        raise ValueError(f"method={shown(spec.method)} is unknown; {hint} {', '.join(names)}.")
+    if fields_too := sorted(spec.options.keys() & {declared.name for declared in fields(spec)}):
+        raise ValueError(f"options={shown(spec.options)} holds the field {fields_too[0]!r}; set that.")
+    given = {name: value for name in OPTIONAL if (value := getattr(spec, name)) is not None}
+    for name, value in {**given, **spec.options}.items():
+        takes = [method for method in known if name in {option.name for option in known[method].options}]
+        if not set(takes) & set(spec.methods):
+            use = f"; use method={takes[0]!r}" if takes else ""
+            said = f"{name[:100]}={shown(value)}"
+            raise ValueError(f"{said} is of no use to method={spec.method!r}{use}.")
+        if name in OPTIONAL and value == "":
+            raise ValueError(f"{name}='' must be the name of a folder or file.")
+    if spec.tree_width > 1 and not any(known[method].makes_trees for method in spec.methods):
+        width, method = spec.tree_width, shown(spec.method)
+        raise ValueError(f"tree_width={width} is of no use to method={method}, which guesses chains.")
 
 
 def load_parts(

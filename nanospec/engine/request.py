@@ -132,6 +132,7 @@ class Request:
             seed=self.seed,
             stop_ids=self.stop_ids,
             params=self.params,
+            constrained=self.constraint is not None,
         )
 
     def hashes(self, block_size: int) -> list[bytes]:
@@ -283,8 +284,6 @@ def check_request(
             f"acceptance={params.acceptance!r} needs an engine started with SpecConfig(acceptance="
             f"{params.acceptance!r}): with 'exact', steps have no room for other rules."
         )
-    if params.response_format is not None and not has_text:
-        raise ValueError("response_format needs a tokenizer, which tells it the texts of tokens; load one.")
     if params.stop and not has_text:
         raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
 

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanospec.config import EngineConfig, SpecConfig
+from nanospec import LLM
+from nanospec.config import EngineConfig, SpecConfig, check_names
 from nanospec.device.devices import resolve_device
+from nanospec.drafters.loading import check_method
 
 BAD_SPEC = [
     ({"method": "draft+ngram"}, "'draft+ngram' is unknown; did you mean 'ngram+draft'? There are"),
@@ -67,7 +69,7 @@ def case_id(value: Any) -> str:
 @pytest.mark.parametrize(("options", "sentence"), BAD_SPEC, ids=case_id)
 def test_bad_speculation_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
-        SpecConfig(**options)
+        check_method(SpecConfig(**options))
     assert sentence in str(caught.value)
 
 
@@ -122,7 +124,7 @@ def test_what_may_be_set_needs_neither_torch_nor_triton() -> None:
     code = (
         "import sys; sys.modules.update(torch=None, triton=None)\n"
         "from nanospec import EngineConfig, SamplingParams, SpecConfig\n"
-        "SamplingParams(temperature=0)"  # a SpecConfig asks the drafters, which do need torch
+        "SamplingParams(temperature=0), EngineConfig(spec=SpecConfig(method='draft'))"
     )
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
@@ -136,3 +138,53 @@ def test_what_may_be_set_needs_neither_torch_nor_triton() -> None:
 )
 def test_memory_may_be_written_with_a_unit(text: str, size: int) -> None:
     assert EngineConfig(kv_cache_memory=text).kv_cache_memory == size  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours"),
+    [
+        (
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+            SpecConfig(num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4),
+        ),
+        ({"model": "[ngram]", "num_speculative_tokens": 4}, SpecConfig(num_speculative_tokens=4)),
+        (
+            {"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": None},
+            SpecConfig(prompt_lookup_min=9, prompt_lookup_max=9),
+        ),
+        (
+            {"method": "draft_model", "model": "small", "draft_tensor_parallel_size": 1},
+            SpecConfig(method="draft", draft_model="small"),
+        ),
+        (
+            {"method": "draft_model", "model": "small", "draft_tensor_parallel_size": 2},
+            SpecConfig(method="draft", draft_model="small", options={"draft_tensor_parallel_size": 2}),
+        ),
+        ({"model": "small"}, SpecConfig(method="draft", draft_model="small")),
+        ({"method": "medusa", "model": "file"}, SpecConfig(method="medusa", heads="file")),
+        (
+            {"method": "ngram+draft", "draft_model": "small", "tree_width": 2},
+            SpecConfig(method="ngram+draft", draft_model="small", tree_width=2),
+        ),
+    ],
+    ids=["ngram", "old-ngram", "shortest", "draft", "split", "model", "medusa", "ours"],
+)
+def test_speculative_config_of_vllm_is_read(asked: dict[str, Any], ours: SpecConfig) -> None:
+    assert SpecConfig.from_vllm(asked) == ours
+
+
+@pytest.mark.parametrize(
+    ("refused", "sentence"),
+    [
+        (lambda: SpecConfig.from_vllm("ngram"), "must be a dict"),  # type: ignore[arg-type]
+        (lambda: SpecConfig.from_vllm({"prompt_lookup": 3}), "the closest is prompt_lookup_m"),
+        (lambda: check_names({"max_seqs": 3}, EngineConfig), "'max_seqs' is no option of EngineConfig; the "),
+        (lambda: check_names({"xyzzy": 1}, EngineConfig), "known are async_scheduling, block_size"),
+        (lambda: LLM("x", spec=SpecConfig(), speculative_config={}), "the same in two words"),
+        (lambda: LLM("x", max_seqs=3), "the closest is max_num_seqs."),
+    ],
+)
+def test_unknown_names_are_a_type_error_that_names_the_closest(refused: Any, sentence: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        refused()
+    assert sentence in str(caught.value)

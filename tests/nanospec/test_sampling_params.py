@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,6 @@ from nanospec.config import SamplingParams
 from nanospec.kernels.codes import MAX_STOP_IDS
 
 BIG = 2**31 - 1
-ANY_JSON = {"type": "json_object"}
-DEEP: Any = []
-for _ in range(64):
-    DEEP = [DEEP]
-
-
-COMBINED = {"items": {"allOf": [{"type": "string", "pattern": f"x{i}.*y"} for i in range(13)]}}
-CHAINED = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}", "pattern": f"x{i}"} for i in range(13)}}
-
-
-def schema(of: Any, **more: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"schema": {"enum": of}, **more}}
-
-
-def grammar(of: Any) -> dict[str, Any]:
-    return {"type": "grammar", "grammar": f"start: A | B\nA: /a/\nB: %json {json.dumps(of)}"}
-
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n=0 must be an integer from 1 to 1024."),
@@ -80,30 +62,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {7: "x"}}, "logit_bias[7]='x' must be a number from -1000000 to 1000000."),
     ({"logit_bias": {7: float("inf")}}, "logit_bias[7]=inf must be a number"),
     ({"logit_bias": {"9" * 5000: 1}}, "must be an integer from 0 to"),
-    ({"response_format": "json"}, "response_format='json' must be an object whose 'type' is one of 'text'"),
-    ({"response_format": {"type": "xml"}}, "response_format={'type': 'xml'} must be an object whose 'type'"),
-    ({"response_format": {"type": "regex"}}, "must hold 'regex' and nothing else beside its type 'regex'."),
-    ({"response_format": {**ANY_JSON, "x": 1}}, "must hold nothing beside its type 'json_object'."),
-    ({"response_format": {"type": "regex", "regex": " "}}, "'regex' must be a text that is not empty."),
-    ({"response_format": {"type": "regex", "regex": "a" * 65536}}, "bytes as JSON; the limit is 65,536."),
-    ({"response_format": {"type": "choice", "choice": ["a", ""]}}, "a list of texts that are not empty."),
-    ({"response_format": {"type": "choice", "choice": "ab"}}, "a list of texts that are not empty."),
-    ({"response_format": {"type": "choice", "choice": ["\ud800"]}}, "must be plain data, as JSON has it"),
-    ({"response_format": schema({1, 2})}, "must be plain data, as JSON has it"),
-    ({"response_format": schema(float("nan"))}, "must be plain data, as JSON has it"),
-    ({"response_format": schema(DEEP)}, "must be at most 64 levels deep and 65,536 bytes long as JSON."),
-    ({"response_format": schema({}, strict=1)}, "'json_schema' has a bad 'strict': 1."),
-    ({"response_format": schema({}, shape=1)}, "'json_schema' holds 'shape'; known are 'name'"),
-    ({"response_format": schema([], schema=COMBINED)}, "may have at most 12 different patterns and formats"),
-    ({"response_format": schema([], schema=CHAINED)}, "may have at most 12 different patterns and formats"),
-    ({"response_format": schema([1 - 2**63])}, "a schema holds -9223372036854775807; the least number is"),
-    ({"response_format": schema([], schema={"minimum": -1e300})}, "a schema holds -1e+300; the least number"),
-    ({"response_format": grammar({"const": -(2**63)})}, "a schema holds -9223372036854775808; the least"),
-    ({"response_format": grammar(CHAINED)}, "may have at most 12 different patterns and formats"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "must be an object with a 'schema'"),
-    ({"response_format": ANY_JSON, "ignore_eos": True}, "ignore_eos=True does not go with response_format"),
-    ({"response_format": ANY_JSON, "min_tokens": 1}, "min_tokens=1 does not go with response_format"),
-    ({"response_format": ANY_JSON, "acceptance": "typical"}, "acceptance='typical' does not go with"),
     ({"num_speculative_tokens": 64}, "num_speculative_tokens=64 must be an integer from 0 to 63."),
     ({"num_speculative_tokens": "auto"}, "num_speculative_tokens='auto' must be an integer"),
     ({"tree_width": 9}, "tree_width=9 must be an integer from 1 to 8."),
@@ -124,7 +82,7 @@ def test_bad_values_are_refused(options: dict[str, Any], sentence: str) -> None:
 
 def test_every_field_with_a_limit_is_checked() -> None:
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert {name for options, _ in BAD for name in options} == fields
+    assert {name for options, _ in BAD for name in options} == fields - {"response_format"}
 
 
 def test_unknown_arguments_are_a_type_error() -> None:
@@ -171,19 +129,3 @@ def test_shorthands_and_limits_are_taken() -> None:
 def test_what_changes_logits_is_known_to(options: dict[str, Any]) -> None:
     assert SamplingParams(**options).changes_logits
     assert not SamplingParams(temperature=0.5, top_p=0.5, top_k=3, min_p=0.1).changes_logits
-
-
-def test_a_response_format_is_copied_and_text_asks_for_nothing() -> None:
-    asked: Any = schema(["a"], name="x", strict=None, description=None)
-    params = SamplingParams(response_format=asked)
-    assert params.response_format == asked
-    asked["json_schema"]["schema"]["enum"].append("b")
-    assert params.response_format != asked
-    wide: Any = []
-    for _ in range(50):
-        wide = [wide, wide]
-    with pytest.raises(ValueError, match="at most 64 levels deep and 65,536 bytes"):
-        SamplingParams(response_format={"type": "unknown", "wide": wide})
-    assert SamplingParams(response_format={"type": "text"}) == SamplingParams()
-    assert SamplingParams(response_format={"type": "text"}, min_tokens=3, ignore_eos=True).min_tokens == 3
-    assert SamplingParams(response_format={**ANY_JSON, "json_schema": None}).response_format == ANY_JSON

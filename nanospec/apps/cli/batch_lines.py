@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any, BinaryIO
 
 from ...config import SamplingParams
+from ...extras.grammar.response_format import checked
 from ...text.checks import shown
 from ...text.prompts import as_message, with_system
 from ...text.strict_json import plain
@@ -160,6 +161,8 @@ def ask(
         names = {"prompt", "messages", *known, *parameters}
         said = did_you_mean(unknown[0], names) or f"; known are {', '.join(sorted(names))}."
         raise ValueError(f"unknown field {shown(unknown[0])}{said}")
+    if "response_format" in options:
+        options["response_format"] = checked(options["response_format"])
     task = Task(0, replace(params, **options), request.get("prompt"), raw=raw)
     if "messages" in request:
         task.messages = with_system(conversation(request["messages"]), system)

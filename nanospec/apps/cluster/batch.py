@@ -96,8 +96,7 @@ def checks(folder: Path, config: EngineConfig, tokenizer: Tokenizer) -> Check:
     def check(ids: Sequence[int], params: SamplingParams) -> None:
         own = () if params.ignore_eos else tokenizer.eos_token_ids
         check_request(ids, params, tuple(dict.fromkeys((*params.stop_token_ids, *own))), limits)
-        if params.response_format is not None:
-            grammars.check(params.response_format)
+        grammars.check(params)
 
     return check
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ...extras.grammar.response_format import of_vllm
 from ...text.checks import shown
-from ...vllm_names import response_format
 
 if TYPE_CHECKING:
     from ...engine.request import Logprob
@@ -56,7 +56,7 @@ def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             quoted = f": {shown(value)}" if isinstance(value, str | int | float) else ""
             raise ValueError(f'"{name}" asks for what nanospec does not do{quoted}.')
         if name in CONSTRAINED:
-            request["response_format"] = response_format(name, value)
+            request["response_format"] = of_vllm(name, value)
         else:
             request[RENAMED.get(name) or name] = value
     if url == CHAT:

@@ -14,6 +14,7 @@ from ...kernels.batch import Batch
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
 from .grammar import PLAN_SECONDS, Draft, Grammars
+from .response_format import checked
 from .rows import METHOD, Guided, GuidedRows
 
 if TYPE_CHECKING:
@@ -69,11 +70,14 @@ class Grammar(Extension):
         return self.rows.of_others(proposal, batch)
 
     def check(self, params: SamplingParams) -> None:
-        if params.response_format is not None:
-            self._grammars.check(params.response_format)
+        if params.response_format is None:
+            return
+        if self._tokenizer is None:
+            raise ValueError("response_format needs a tokenizer, which has the texts of tokens; load one.")
+        self._grammars.check(params)
 
     def new(self, request: Request) -> None:
-        if (asked := request.params.response_format) is not None:
+        if (asked := checked(request.params.response_format)) is not None:
             request.constraint, request.stats.acceptance = self._grammars.guide(asked), "exact"
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> Any:

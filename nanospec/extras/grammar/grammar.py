@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...kernels.codes import GUESSED
 from ...text.files import brief, reason
+from .response_format import check_together, checked
 
 if TYPE_CHECKING:
+    from ...config import SamplingParams
     from ...text.tokenizer import Tokenizer
 
 PLAN_SECONDS = 0.02  # of a step, after which no more is guessed in it: some masks take milliseconds
@@ -145,12 +147,15 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled = lru_cache(CACHED)(self._compile)
 
-    def check(self, asked: Mapping[str, Any]) -> None:
-        """Raise ValueError, with a sentence, for what cannot be compiled."""
-        self._compiled(json.dumps(asked))
+    def check(self, params: SamplingParams) -> None:
+        """Raise ValueError with a sentence if the `response_format` is malformed, does not go with the other
+        parameters or cannot be compiled."""
+        if (asked := checked(params.response_format)) is not None:
+            check_together(params)
+            self._compiled(json.dumps(asked))
 
     def guide(self, asked: Mapping[str, Any]) -> Guide:
-        """For one output. `asked` as `response_format.checked` gives it."""
+        """Return the guide of one output; `asked` as `response_format.checked` gives it."""
         return Guide(self._compiled(json.dumps(asked)))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What `SamplingParams(response_format=...)` may be, checked without the library that compiles it.
+"""Check `SamplingParams(response_format=...)`, without the library that compiles it.
 
     {"type": "text"}                                      anything, as None
     {"type": "json_object"}                               a JSON object
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ...config import SamplingParams
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
+CONSTRAINTS = {"json": "json_schema"}  # what vLLM calls them: the type
+CONSTRAINTS |= {kind: kind for kind in ("json_object", "regex", "choice", "grammar")}
 BARE = ("text", "json_object")  # that have no field of their own
 MAX_BYTES, MAX_DEPTH = 64 << 10, 64  # of a grammar
 MAX_PATTERNS = 12  # that a schema may combine: each doubles what compiling takes, which is 8 GB for 30
@@ -52,6 +54,25 @@ def checked(asked: Any) -> dict[str, Any] | None:
     elif kind == "grammar":
         _check_grammar(found[kind])
     return None if kind == "text" else json.loads(json.dumps(found))
+
+
+def of_vllm(name: str, asked: Any) -> dict[str, Any]:
+    """Return the `response_format` for vLLM's structured outputs, a dict with one of `CONSTRAINTS`, given as
+    the field `name` of a request. Raises TypeError for anything else."""
+    given = dict(asked) if isinstance(asked, Mapping) else {}
+    given = {what: value for what, value in given.items() if value is not None and value is not False}
+    what, value = next(iter(given.items()), ("", None))
+    if len(given) != 1 or what not in CONSTRAINTS:
+        known = ", ".join(CONSTRAINTS)
+        raise TypeError(f"{name}={shown(asked)} must hold one of {known}; its name here is response_format.")
+    if what == "json" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise TypeError(f"{name}: json={shown(value)} is no JSON: {error}.") from None
+    if what == "json_object":
+        return {"type": what}
+    return {"type": CONSTRAINTS[what], CONSTRAINTS[what]: {"schema": value} if what == "json" else value}
 
 
 def check_together(params: SamplingParams) -> None:

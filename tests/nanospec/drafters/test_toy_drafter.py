@@ -12,6 +12,7 @@ from torch import Tensor
 from nanospec.apps.cli.options import parse, spec_config
 from nanospec.config import SpecConfig
 from nanospec.drafters.base import METHODS, Drafter, Option, Target, guesses, registered, room
+from nanospec.drafters.loading import check_method
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
@@ -61,19 +62,19 @@ def test_its_option_is_its_own(model: Model) -> None:
     engine = make_engine(model, 9, guess={"method": "toy", "options": {"toy_length": 2}})
     assert engine.worker.max_k == 2
     with pytest.raises(ValueError, match=r"toy_length=2 is of no use to method='ngram'"):
-        SpecConfig(method="ngram", options={"toy_length": 2})
+        check_method(SpecConfig(method="ngram", options={"toy_length": 2}))
     for options, what in (
         ({"toy_width": None}, r"toy_width=None is of no use"),
         ({"draft_model": "x"}, r"holds the field 'draft_model'"),
         (None, "options=None must map names to values"),
     ):
         with pytest.raises(ValueError, match=what):
-            SpecConfig(method="toy", options=options)  # type: ignore[arg-type]
+            check_method(SpecConfig(method="toy", options=options))  # type: ignore[arg-type]
     assert hash(SpecConfig(method="toy", options={"toy_length": 2})) is not None
     with pytest.raises(ValueError, match=r"tree_width=2 is of no use to method='toy'"):
-        SpecConfig(method="toy", tree_width=2)
+        check_method(SpecConfig(method="toy", tree_width=2))
     with pytest.raises(ValueError, match=r"method='toyy' is unknown; did you mean 'toy'\? .*ngram\+toy"):
-        SpecConfig(method="toyy")
+        check_method(SpecConfig(method="toyy"))
 
 
 def test_every_method_says_what_it_is() -> None:

@@ -162,7 +162,6 @@ def test_log_probabilities_by_token_begin_with_its_own_and_leave_out_what_cannot
         (1, 0, {"logit_bias": {4: 1.0}}, "logit_bias holds token id 4; ids are integers from 0 to 3"),
         (1, 0, {"acceptance": "exact"}, None),
         (1, 0, {"acceptance": "typical"}, "needs an engine started with"),
-        (1, 0, {"response_format": {"type": "json_object"}}, "response_format needs a tokenizer"),
         (1, 0, {"stop": "a"}, "stop strings need a tokenizer"),
     ],
 )

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
 from nanospec.apps.serve.settings import ServeConfig
+from nanospec.config import check_names
 from nanospec.device.memory import plan_cache
-from nanospec.drafters.loading import who_guesses
+from nanospec.drafters.loading import check_method, who_guesses
+from nanospec.extras.grammar.response_format import of_vllm
 from nanospec.text.tokenizer import Tokenizer
-from nanospec.vllm_names import in_our_words
 from tests.nanospec.test_llm import folder, make
 from tests.nanospec.text.test_checks import Silent, nested
 from tests.tiny import tiny_model
@@ -69,12 +70,11 @@ def test_fields_together_do(settings: type, data: st.DataObject) -> None:
 
 def test_words_of_others_do() -> None:
     for value in ODD:
-        for name in ("structured_outputs", "guided_decoding", "best_of", "bad_words", LONG):
-            said(SamplingParams, **{name: value})
-        for name in ("pipeline_parallel_size", "hf_overrides", "swap_space", "speculative_config", LONG):
-            said(in_our_words, None, {name: value})
+        said(of_vllm, "structured_outputs", value)
+        said(check_names, {"swap_space": value, LONG: value}, EngineConfig)
+        said(SpecConfig.from_vllm, value)
         for name in ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "options"):
-            said(in_our_words, None, {"speculative_config": {name: value}})
+            said(lambda name, value: check_method(SpecConfig.from_vllm({name: value})), name, value)
         said(who_guesses, SpecConfig(), value)
         if not isinstance(value, str) or value == LONG:
             assert said(LLM, value).startswith("model=")

@@ -141,7 +141,7 @@ def test_what_cannot_be_compiled_gets_one_sentence(
     grammars: Grammars, asked: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^response_format: .*{sentence}") as caught:
-        grammars.check(asked)
+        grammars.check(SamplingParams(response_format=asked))
     assert len(str(caught.value)) < 300
     assert "\n" not in str(caught.value)
 
@@ -205,14 +205,14 @@ def test_a_panic_while_a_grammar_is_compiled_is_an_error_of_the_grammar(
     panic.grammar_from_regex = str  # type: ignore[attr-defined]
     said = r"^response_format: this regex is no grammar: index out of bounds\.$"
     with pytest.raises(ValueError, match=said):
-        Grammars(tokenizer, VOCAB).check({"type": "regex", "regex": "a"})
+        Grammars(tokenizer, VOCAB).check(SamplingParams(response_format={"type": "regex", "regex": "a"}))
 
 
 def test_a_tokenizer_without_an_end_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="needs a model with a token that ends its texts"):
-        Grammars(Tokenizer(tmp_path), VOCAB).check(OBJECT)
+        Grammars(Tokenizer(tmp_path), VOCAB).check(SamplingParams(response_format=OBJECT))
 
 
 def test_the_real_tokenizer(smollm2: Path) -> None:
@@ -264,7 +264,7 @@ def test_many_choices_are_one_of_them(tokenizer: Tokenizer) -> None:
 def test_what_is_meant_to_hang_does_not(grammars: Grammars, asked: dict[str, Any]) -> None:
     said = ""
     try:
-        SamplingParams(response_format=asked)
+        grammars.check(SamplingParams(response_format=asked))
         guide = grammars.guide(asked)
         for _ in range(4):
             if not guide.ended and not guide.error:

@@ -1,0 +1,102 @@
+"""A bad `response_format` is refused with one sentence, and vLLM's words for it are read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from nanospec.config import SamplingParams
+from nanospec.extras.grammar.response_format import check_together, checked, of_vllm
+
+ANY_JSON = {"type": "json_object"}
+DEEP: Any = []
+for _ in range(64):
+    DEEP = [DEEP]
+COMBINED = {"items": {"allOf": [{"type": "string", "pattern": f"x{i}.*y"} for i in range(13)]}}
+CHAINED = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}", "pattern": f"x{i}"} for i in range(13)}}
+
+
+def schema(of: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": {"enum": of}, **more}}
+
+
+def grammar(of: Any) -> dict[str, Any]:
+    return {"type": "grammar", "grammar": f"start: A | B\nA: /a/\nB: %json {json.dumps(of)}"}
+
+
+BAD: list[tuple[Any, str]] = [
+    ("json", "response_format='json' must be an object whose 'type' is one of 'text'"),
+    ({"type": "xml"}, "response_format={'type': 'xml'} must be an object whose 'type'"),
+    ({"type": "regex"}, "must hold 'regex' and nothing else beside its type 'regex'."),
+    ({**ANY_JSON, "x": 1}, "must hold nothing beside its type 'json_object'."),
+    ({"type": "regex", "regex": " "}, "'regex' must be a text that is not empty."),
+    ({"type": "regex", "regex": "a" * 65536}, "bytes as JSON; the limit is 65,536."),
+    ({"type": "choice", "choice": ["a", ""]}, "a list of texts that are not empty."),
+    ({"type": "choice", "choice": "ab"}, "a list of texts that are not empty."),
+    ({"type": "choice", "choice": ["\ud800"]}, "must be plain data, as JSON has it"),
+    (schema({1, 2}), "must be plain data, as JSON has it"),
+    (schema(float("nan")), "must be plain data, as JSON has it"),
+    (schema(DEEP), "must be at most 64 levels deep and 65,536 bytes long as JSON."),
+    (schema({}, strict=1), "'json_schema' has a bad 'strict': 1."),
+    (schema({}, shape=1), "'json_schema' holds 'shape'; known are 'name'"),
+    (schema([], schema=COMBINED), "may have at most 12 different patterns and formats"),
+    (schema([], schema=CHAINED), "may have at most 12 different patterns and formats"),
+    (schema([1 - 2**63]), "a schema holds -9223372036854775807; the least number is"),
+    (schema([], schema={"minimum": -1e300}), "a schema holds -1e+300; the least number"),
+    (grammar({"const": -(2**63)}), "a schema holds -9223372036854775808; the least"),
+    (grammar(CHAINED), "may have at most 12 different patterns and formats"),
+    ({"type": "json_schema", "json_schema": {}}, "must be an object with a 'schema'"),
+]
+
+
+@pytest.mark.parametrize(("asked", "sentence"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_values_are_refused(asked: Any, sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        checked(asked)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 1}, {"acceptance": "typical"}])
+def test_what_a_grammar_excludes_is_refused(other: dict[str, Any]) -> None:
+    [(name, value)] = other.items()
+    with pytest.raises(ValueError, match=f"^{name}={value!r} does not go with response_format"):
+        check_together(SamplingParams(response_format=ANY_JSON, **other))
+
+
+def test_a_format_is_copied_and_text_asks_for_nothing() -> None:
+    asked: Any = schema(["a"], name="x", strict=None, description=None)
+    copied = checked(asked)
+    assert copied == asked
+    asked["json_schema"]["schema"]["enum"].append("b")
+    assert copied != asked
+    wide: Any = []
+    for _ in range(50):
+        wide = [wide, wide]
+    with pytest.raises(ValueError, match="at most 64 levels deep and 65,536 bytes"):
+        checked({"type": "unknown", "wide": wide})
+    assert checked({"type": "text"}) is None
+    assert checked({**ANY_JSON, "json_schema": None}) == ANY_JSON
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours"),
+    [
+        ({"json": {"a": 1}}, {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}),
+        ({"json": "{}", "regex": None}, {"type": "json_schema", "json_schema": {"schema": {}}}),
+        ({"json_object": True}, {"type": "json_object"}),
+        ({"regex": "a+", "disable_any_whitespace": False}, {"type": "regex", "regex": "a+"}),
+        ({"choice": ["a", "b"]}, {"type": "choice", "choice": ["a", "b"]}),
+        ({"grammar": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_structured_outputs_are_a_response_format(asked: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert of_vllm("structured_outputs", asked) == ours
+
+
+@pytest.mark.parametrize("bad", [{"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"json": "{"}, 5, {}])
+def test_other_structured_outputs_are_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match="^structured_outputs"):
+        of_vllm("structured_outputs", bad)
