@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -13,11 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from nanospec.apps.cli.batch_lines import Task
 from nanospec.apps.cli.batch_results import Batch, finished, head_of, results_file
-from nanospec.apps.cli.fetch import is_complete
 from nanospec.apps.cli.main import main
 from nanospec.apps.training import HeadsInTraining, Settings
 from nanospec.config import SamplingParams
@@ -90,28 +87,6 @@ def test_heads_are_whole_or_those_before(tmp_path: Path) -> None:
             heads.save(path, {})
         assert path.read_bytes() == b"those before"
         assert os.listdir(tmp_path) == ["heads"]
-
-
-def test_a_model_that_is_cut_off_is_not_complete(tmp_path: Path) -> None:
-    """Else `fetch`, which its error message names, would leave it as it is."""
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_text('{"a": 1}')
-    save_file({"a": torch.zeros(9), "b": torch.zeros(3)}, tmp_path / "model.safetensors", {"format": "pt"})
-    index = {"weight_map": {"a": "model.safetensors"}}
-    for more in (None, index):
-        if more is not None:
-            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(more))
-        assert is_complete(tmp_path)
-        for file in sorted(tmp_path.iterdir()):
-            whole = file.read_bytes()
-            for size in (*range(0, len(whole), 7), len(whole) - 1):
-                file.write_bytes(whole[:size])
-                assert not is_complete(tmp_path), (file, size)
-            file.write_bytes(b"[" * 10**5)
-            assert not is_complete(tmp_path), file
-            file.unlink()
-            assert not is_complete(tmp_path) or file.name.endswith("index.json")
-            file.write_bytes(whole)
 
 
 def test_standard_output_on_a_full_disk(

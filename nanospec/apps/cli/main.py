@@ -1,18 +1,14 @@
-"""The command line, from its words to an exit status.
+"""Run the command line and turn errors into exit statuses.
 
-The first words may name a command of `COMMANDS`, which has options of its own; without one the options of
-`options.py` say what to do. What a command does not need is not imported: torch takes seconds. What needs no
-model is checked before one is loaded.
+The first words may name a command of `COMMANDS`, which has its own options; without one the options of
+`options.py` apply. Imports are late, as torch takes seconds, and all that needs no model is checked before
+one is loaded. Bad input ends with one sentence; an unexpected error ends with Python's traceback.
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import shlex
 import sys
-import tempfile
-import traceback
 from codecs import BOM_UTF8
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,9 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import __version__
 from ...models.hub import program, resolve_model
-from ...text.checks import shown
 
 if TYPE_CHECKING:
     from ...llm import LLM
@@ -35,18 +29,17 @@ COMMANDS = {  # words -> the module whose main(argv) runs it
     "train heads": "nanospec.apps.training",
 }
 NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` says how they are installed
-EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 70, 130, 141  # 70: EX_SOFTWARE
-RAW = "NANOSPEC_TRACEBACK"  # in the environment: unexpected errors are raised, for a debugger
+EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command line; return its exit status. If it cannot be read, end the process, as argparse does."""
+    """Run a command line and return its exit status. A bad option ends the process, as in argparse."""
     try:
         try:
             return _run(list(argv))
         finally:
-            sys.stdout.flush()  # here, where it can be caught that the reader has gone
-    except BrokenPipeError:  # `| head` has seen enough
+            sys.stdout.flush()  # raises here if the reader has gone
+    except BrokenPipeError:  # as with `| head`
         _discard_output()
         return EXIT_BROKEN_PIPE
     except OSError as error:  # a full disk behind standard output
@@ -56,10 +49,6 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted{': ' if interrupt.args else ''}{interrupt}.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # a panic of a library in Rust is no Exception
-        return _report(error)
 
 
 def _run(argv: list[str]) -> int:
@@ -87,7 +76,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _generate(argv: list[str]) -> int:
-    """Do what the options say: answer a prompt, a chat or a batch, show the demo, or explain."""
+    """Run without a command: answer a prompt, a chat or a batch, show the demo, or explain."""
     from .options import parse, sampling_params
 
     args = parse(argv, COMMANDS)
@@ -112,8 +101,7 @@ def _generate(argv: list[str]) -> int:
 
 
 def _standard_input() -> str:
-    """Return all of standard input but the end of its last line, which echo and editors add. Raises
-    ValueError if it is no text."""
+    """Return standard input without its last line break. Raises ValueError if it is no text."""
     from .batch_lines import MAX_LINE, opened
 
     with opened("-") as file:
@@ -127,40 +115,19 @@ def _standard_input() -> str:
 
 
 def announce(name: str, folder: Path) -> None:
-    """On a terminal, say what is being loaded, before it takes seconds."""
+    """Print on a terminal which model is being loaded, and its size."""
     if sys.stderr.isatty():
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
 
 
 def announce_ranks(llm: LLM) -> None:
-    """Where a model is split, say what each rank needs."""
+    """Print the memory that each rank of a split model needs."""
     plans = llm.engine.worker.memory
     for rank, plan in enumerate(plans if len(plans) > 1 else ()):
         print(f"Rank {rank} takes {plan}.", file=sys.stderr)
 
 
 def _discard_output() -> None:
-    """Send standard output nowhere: Python would flush it again at the end, and complain."""
+    """Redirect standard output to /dev/null, or Python's last flush would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _report(error: BaseException) -> int:
-    """Report an unexpected error in one sentence, with the name of a file that holds its traceback; return
-    the exit status. Raises the error itself if the environment asks for it or a library is missing."""
-    if os.environ.get(RAW) or (isinstance(error, ModuleNotFoundError) and error.name in NEEDED):
-        raise error
-    said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    try:
-        handle, name = tempfile.mkstemp(prefix="nanospec-", suffix=".log")  # that its owner alone can read
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            torch = getattr(sys.modules.get("torch"), "__version__", "not loaded")
-            file.write(f"nanospec {__version__}, Python {platform.python_version()}, torch {torch}\n")
-            file.write(f"{platform.platform()}\n{shlex.join(sys.argv)}\n\n")
-            traceback.print_exception(error, file=file)
-        place = f"; {name} holds what a report should"
-    except OSError:  # a full disk, say
-        traceback.print_exception(error)
-        place = ""
-    print(f"{program()} failed, which it should not ({shown(said, 300)[1:-1]}){place}.", file=sys.stderr)
-    return EXIT_FAILED

@@ -1,9 +1,9 @@
-"""The options of the command line that generates, and the settings that are made of them.
+"""Define the options of the command line without a command, and make settings of them.
 
-The fields of `SpecConfig`, `SamplingParams` and `EngineConfig` are options by themselves: the name is the
-field's, how it is read follows from its type, and its help stands in the docstring of the class. A name that
-is taken (`--seed` by sampling, say) is not taken again. What the user does not give keeps the default of the
-class, unless `DEFAULTS` has another one. Nothing here needs torch but `add_further`.
+Each field of `SpecConfig`, `SamplingParams` and `EngineConfig` is an option: its name is the field's, its
+parser follows from the field's type, and its help is in the docstring of the class. The first class that has
+a name gets it (`--seed` is sampling's). An option that is not given keeps the default of the class, or of
+`DEFAULTS`. Only `add_further` imports torch.
 """
 
 from __future__ import annotations
@@ -58,34 +58,22 @@ def flag_of(name: str) -> str:
 
 
 def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> str:
-    """Return a message about these settings in the words of the command line: --max-model-len for
-    max_model_len."""
+    """Replace the names of settings in a message by options: --max-model-len for max_model_len."""
 
     def flag(match: re.Match[str]) -> str:
         name, equals = match.groups()
         return flag_of(name) + (" " if equals else "") if equals or "_" in name else match[0]
 
-    pattern = r"\b(?:SpecConfig|SamplingParams|EngineConfig)\(([^()]*)\)"  # which class needs no saying
+    pattern = r"\b(?:SpecConfig|SamplingParams|EngineConfig)\(([^()]*)\)"
     message = re.sub(pattern, lambda match: in_flags(match[1]), message)
     names = {field.name for each in settings for field in fields(each)}
     longest_first = "|".join(sorted(names, key=len, reverse=True))
     return re.sub(rf"(?<![-/.\w])({longest_first})\b(?![-/]|\.\w)(=?)", flag, message)  # no parts of paths
 
 
-def auto_or_int(text: str) -> int | str:
-    """Read a number of tokens, or "auto"."""
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{shown(text)} must be a whole number or 'auto'")
-    return text if text == "auto" else int(text)
-
-
-def whole_number(text: str) -> int | None:
-    """Read a whole number, or "none"."""
-    return None if text == "none" else int(text)
-
-
-def as_argument(read: Callable[[str], Any], wanted: str = "") -> Callable[[str], Any]:
-    """Return `read` for argparse. Its ValueErrors say what is `wanted`, else what stands behind "name="."""
+def typed(read: Callable[[str], Any], wanted: str, metavar: str) -> dict[str, Any]:
+    """Return argparse's arguments for an option that `read` parses. A ValueError becomes a message with what
+    is `wanted`, or, if that is "", with the text behind "name=" in the error."""
 
     def value(text: str) -> Any:
         try:
@@ -94,26 +82,23 @@ def as_argument(read: Callable[[str], Any], wanted: str = "") -> Callable[[str],
             said = f"{shown(text)} must be {wanted}" if wanted else str(error).partition("=")[2]
             raise argparse.ArgumentTypeError(said) from None
 
-    return value
+    return {"type": value, "metavar": metavar}
 
 
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
-
-
-NUMBERS = {"type": as_argument(_ints, "whole numbers with commas between them"), "metavar": "N,N"}
-OBJECT = {"type": as_argument(json.loads, "a JSON object"), "metavar": "JSON"}
-READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type -> how argparse reads it
+NUMBER = typed(int, "a whole number", "N")
+NUMBERS = typed(lambda text: tuple(map(int, text.split(","))), "whole numbers with commas", "N,N")
+OBJECT = typed(json.loads, "a JSON object", "JSON")
+READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type -> arguments for argparse
     ("bool", {"action": argparse.BooleanOptionalAction}),
-    ("auto", {"type": auto_or_int, "metavar": "N|auto"}),
+    ("auto", typed(lambda text: text if text == "auto" else int(text), "a whole number or 'auto'", "N|auto")),
     ("Mapping", OBJECT),
     ("dict", OBJECT),
     ("Sequence[str]", {"action": "append", "metavar": "TEXT"}),
     ("Sequence[int]", NUMBERS),
     ("tuple[int", NUMBERS),
-    ("int | None", {"type": whole_number, "metavar": "N"}),
-    ("int", {"type": int, "metavar": "N"}),
-    ("float", {"type": float, "metavar": "X"}),
+    ("int | None", typed(lambda text: None if text == "none" else int(text), "a whole number", "N")),
+    ("int", NUMBER),
+    ("float", typed(float, "a number", "X")),
     ("", {"metavar": "TEXT"}),
 )
 
@@ -134,7 +119,7 @@ def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, fu
             continue
         how = next(how for kind, how in READ_AS if kind in str(field.type))
         if "read" in field.metadata:
-            how = {"type": as_argument(field.metadata["read"]), "metavar": field.metadata["metavar"]}
+            how = typed(field.metadata["read"], "", field.metadata["metavar"])
         text = descriptions(settings).get(name, "").replace("`", "") + _default(field)
         text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
         flags = (flag, SHORT[name]) if name in SHORT else (flag,)
@@ -167,23 +152,23 @@ def add_further(parser: argparse.ArgumentParser) -> None:
 
 
 def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
-    """Return the fields of a class of settings that were given."""
+    """Return the fields of a class of settings that are on the command line."""
     prefix = settings + "."
     return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}
 
 
 def spec_config(args: argparse.Namespace) -> SpecConfig:
-    """Return the speculation that was asked for. Raises ValueError for what does not fit together."""
+    """Return the speculation. Raises ValueError for options that do not fit together."""
     return SpecConfig(**given(args, "SpecConfig"), options=given(args, "options"))
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return the parameters of requests that state none themselves."""
+    """Return the parameters of requests that set none."""
     return SamplingParams(**{**DEFAULTS, **given(args, "SamplingParams")})
 
 
 def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespace:
-    """Read a command line. One that does not say one thing to do ends the process, as argparse does."""
+    """Parse a command line. A bad one ends the process, as in argparse."""
     parser = build_parser()
     if argv and not argv[0].startswith("-"):
         words = " ".join(argv[: 2 if "train".startswith(argv[0][:2]) else 1])
@@ -204,7 +189,7 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
 
 
 def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
-    """Return what must not be so, with the sentence that says it."""
+    """Return conditions that are errors, each with its message."""
     tasks = (args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)
     traces, several = args.trace is not None, args.replicas is not None
     return (
@@ -222,7 +207,7 @@ def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
 
 
 def build_parser(full: bool = False) -> Parser:
-    """Return the parser of the command line that generates; `full`: its help names every option."""
+    """Return the parser. With `full` its help names every option."""
     parser = Parser(
         prog=program(),
         usage=f"{program()} [--model MODEL] WHAT-TO-DO [OPTIONS]",
@@ -242,7 +227,7 @@ def build_parser(full: bool = False) -> Parser:
     add("--demo", action="store_true", help="three requests with and without speculation")
     add("--explain", action="store_true", help="what a step costs by the number of tokens, and why")
     add = parser.add_argument_group("how").add_argument
-    add("--replicas", type=int, metavar="N", help="answer --input with so many engines, by Ray")
+    add("--replicas", **NUMBER, help="answer --input with so many engines, by Ray")
     add("--raw", action="store_true", help="continue the text of a prompt instead of chatting about it")
     add("--system", metavar="TEXT", help="the system message of chats that have none")
     add("--json", action="store_true", help="print statistics as JSON on standard output")

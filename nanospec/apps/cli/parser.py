@@ -1,4 +1,4 @@
-"""An argument parser that says in words what is wrong with a command line, and what was probably meant."""
+"""An argument parser whose errors are one sentence, with a suggestion for misspelt names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any, NoReturn
 
 from ...text.checks import shown
 
-WORDS = (  # what argparse says, and what it means
+WORDS = (  # argparse's messages -> ours
     (r"^argument ([^:]+): expected (?:one|at least one) argument$", r"\1 needs a value"),
     (r"^argument ([^:]+): ignored explicit argument (.*)$", r"\1 takes no value, but was given \2"),
-    (r"^argument ([^:]+): invalid (?:int|whole_number) value: (.*)$", r"\1 \2 must be a whole number"),
-    (r"^argument ([^:]+): invalid float value: (.*)$", r"\1 \2 must be a number"),
     (r"^argument ([^:]+): ", r"\1 "),
     (r"^the following arguments are required: ", "missing: "),
 )

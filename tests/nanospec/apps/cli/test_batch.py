@@ -75,6 +75,7 @@ def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (b'{"url": "' + b"y" * 10**5 + b'", "body": {}}', "must be .*not 'yyyy"),
         (b"{", "is no JSON: Expecting property name"),
         (b'{"prompt": "x", "messages": []}', 'either "prompt" or "messages"'),
+        (b'{"promt": "x"}', r"either .*; this has \['promt'\]"),
         (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; did you mean top_p"),
         (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known are acceptance, custom_id, "),
         (b'{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
@@ -102,7 +103,7 @@ def test_of_a_large_file_without_results_only_the_beginning_is_read(tmp_path: Pa
     path = tmp_path / "image"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(LineError, match=r"image ends with what is no result of this input"):
+    with pytest.raises(LineError, match=r"image line 1 is no result of this input"):
         finished(path, numbered(3))
     assert path.stat().st_size == 1 << 40
 
