@@ -1,7 +1,7 @@
-"""What a decoder looks like: one frozen `ModelConfig` for all models.
+"""Describe the shape of a decoder: one frozen `ModelConfig` for all families of models.
 
-Everything that `decoder.py` can vary is a field here, so that no other file asks which family it runs.
-`families/` translates each family's `config.json` into it.
+Everything that `decoder.py` can vary is a field, so that no other file depends on the family. `families/`
+translates each family's `config.json` into it.
 """
 
 from __future__ import annotations
@@ -66,18 +66,16 @@ class ModelConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        heads, kv, layers = self.num_heads, self.num_kv_heads, self.num_layers
+        heads, kv, rotated = self.num_heads, self.num_kv_heads, self.rope.rotated(self.head_dim)
         if heads % kv:
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, as RoPE rotates pairs.")
-        if self.rope.rotated(self.head_dim) % 2:
+        if rotated % 2:
             raise ValueError(f"partial_rotary_factor={self.rope.part} of {self.head_dim} must be even.")
         factors = {len(self.rope.short_factors), len(self.rope.long_factors)}
-        if factors != {pairs := self.rope.rotated(self.head_dim) // 2} and self.rope.kind == "longrope":
-            raise ValueError(f"longrope needs a short and a long factor for each of {pairs} pairs.")
-        if (given := len(self.windows)) != layers:
-            raise ValueError(f"There must be one attention window for each of {layers} layers, not {given}.")
+        if self.rope.kind == "longrope" and factors != {rotated // 2}:
+            raise ValueError(f"longrope needs a short and a long factor for each of {rotated // 2} pairs.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={shown(self.dtype)} is not one of {', '.join(DTYPES)}.")
 
@@ -106,8 +104,8 @@ class ModelConfig:
         return DTYPES[self.dtype]
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor by name, in order of use. The names are those of Llama's checkpoints, which most
-        families share; `families/` knows what others call them. Norms multiply by their weight as it is."""
+        """Return the shape of every tensor by name, in order of use. Names are those of Llama's checkpoints;
+        `families/` maps others to them. Norms multiply by their weight as it is."""
         H, I, D = self.hidden_size, self.intermediate_size, self.head_dim  # noqa: E741
         q, kv = self.num_heads * D, self.num_kv_heads * D
         head_norms = [("self_attn.q_norm", (D,), False), ("self_attn.k_norm", (D,), False)]
@@ -137,12 +135,12 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The RoPE of each layer."""
+        """RoPE of each layer."""
         return tuple(self.rope if w is None else self.local_rope or self.rope for w in self.windows)
 
     @property
     def attention_scale(self) -> float:
-        """The factor of q . k."""
+        """Factor of q . k."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
     @property

@@ -1,9 +1,7 @@
 """Convert a GGUF file into a model folder that nanospec, vLLM and transformers can load.
 
-* Quantized tensors are expanded. Nothing is gained in quality: a 4-bit model stays a 4-bit model, only
-  stored wide.
-* llama.cpp stores the q and k rows of the llama architecture reordered for interleaved RoPE.
-  `unpermute` puts them back into the order of Hugging Face ("rotate half"). qwen2 is not reordered.
+Quantized tensors are expanded, which does not change their quality. llama.cpp reorders the q and k rows of
+the llama architecture (not of qwen2) for interleaved RoPE; `unpermute` restores the order of Hugging Face.
 """
 
 from __future__ import annotations
@@ -54,17 +52,16 @@ PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "llama-bpe": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}"), "isolated"),
 }
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type`
-# A GGUF file names one end token; chat models usually have a second. As llama.cpp does, control tokens of
-# these names end the text too.
+# A GGUF file names one end token; as in llama.cpp, control tokens of these names end a text too.
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 
 
 class ConversionError(ValueError):
-    """The file cannot be converted; the message says what is wrong and what would help."""
+    """The file cannot be converted; the message says why."""
 
 
 class Reader(gguf.GGUFReader):
-    """The library's, which reads on behind the end of a file: nothing, as often as a broken length says."""
+    """The library's reader; that reads nothing beyond a file's end, as often as a broken length says."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **named: Any) -> Any:
         if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
@@ -73,7 +70,7 @@ class Reader(gguf.GGUFReader):
 
 
 class GGUFFile(dict[str, Any]):
-    """Metadata of a GGUF file by key, and its `tensors`, with errors a user understands."""
+    """Metadata of a GGUF file by key, and its `tensors`. Raises ConversionError."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
@@ -98,41 +95,38 @@ class GGUFFile(dict[str, Any]):
         raise ConversionError(f"the GGUF file lacks the field {key!r}, which is needed.")
 
     def hparam(self, key: str, default: Any = None) -> Any:
-        """Value of `ARCHITECTURE.key`, or `default`; without a default a missing key is an error."""
+        """Return `ARCHITECTURE.key`, or `default`; without a default a missing key is an error."""
         key = f"{self.architecture}.{key}"
         value = self[key] if default is None else self.get(key, default)
         # A float32 as the short decimal that it stands for: 9.99999974e-06 is 1e-05.
         return float(f"{value:.6g}") if isinstance(value, float) else value
 
     def token_id(self, name: str) -> int | None:
-        """The id of the special token `name`, such as "bos"."""
+        """Return the id of the special token `name`, such as "bos"."""
         return self.get(f"tokenizer.ggml.{name}_token_id")
 
     def vocabulary(self) -> list[tuple[str, int]]:
-        """All tokens with their types, by id."""
+        """Return all tokens with their types, by id."""
         tokens = self["tokenizer.ggml.tokens"]
         types = self.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
         return list(zip(tokens, types, strict=True))
 
     def end_ids(self) -> list[int]:
-        """Ids at which generation ends, the file's own end token first."""
+        """Return the ids at which generation ends, the file's own end token first."""
         ids = {token: i for i, (token, kind) in enumerate(self.vocabulary()) if kind == CONTROL}
         ends = [*map(self.token_id, ("eos", "eot", "eom")), *map(ids.get, END_TOKENS)]
         return list(dict.fromkeys(i for i in ends if i is not None))
 
 
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's reordering of q/k rows: interleaved RoPE pairs back to halves.
-
-    `rows` is [num_heads * head_dim, ...]; within a head, rows (0, 1, 2, 3, ...) of the file are
-    rows (0, D/2, 1, D/2 + 1, ...) of the Hugging Face layout.
-    """
+    """Undo llama.cpp's reordering of q/k rows [num_heads * D, ...]: within a head, rows (0, 1, 2, 3, ...) of
+    the file are rows (0, D/2, 1, D/2 + 1, ...) of the Hugging Face layout."""
     split = rows.reshape(num_heads, -1, 2, *rows.shape[1:])  # [H, D/2, 2, ...]
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSOR_NAMES:
         rope = " (it scales RoPE, which a GGUF file does not describe well enough to convert)"
@@ -143,7 +137,7 @@ def hf_name(name: str) -> str:
 
 
 def check_convertible(file: GGUFFile, head_dim: int) -> None:
-    """Raise ConversionError for what config.json could not say, or nanospec not run."""
+    """Raise ConversionError for a model that config.json or the decoder cannot express."""
     if file.hparam("expert_count", 0):
         raise ConversionError("mixture-of-experts models cannot be converted; use a dense one.")
     if (scaling := file.hparam("rope.scaling.type", "none")) != "none":
@@ -154,7 +148,7 @@ def check_convertible(file: GGUFFile, head_dim: int) -> None:
 
 
 def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
-    """The contents of `config.json`."""
+    """Return the contents of `config.json`."""
     num_heads, hidden_size = file.hparam("attention.head_count"), file.hparam("embedding_length")
     head_dim = file.hparam("attention.key_length", hidden_size // num_heads)
     check_convertible(file, head_dim)
@@ -187,7 +181,7 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
 
 
 def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
-    """The byte-level BPE tokenizer described by the file's metadata."""
+    """Return the byte-level BPE tokenizer that the metadata describe."""
     kind, pre = file["tokenizer.ggml.model"], file.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise ConversionError(
@@ -218,7 +212,7 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
 
 
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    """The contents of `tokenizer_config.json`."""
+    """Return the contents of `tokenizer_config.json`."""
     tokens = file["tokenizer.ggml.tokens"]
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {f"{name}_token": file.token_id(key) for name, key in special.items()}
@@ -231,10 +225,8 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
-    """Write all tensors into one safetensors file: a header of offsets, then the bytes in order.
-
-    One by one: the `safetensors` library wants all of them in memory at once; the format does not.
-    """
+    """Write all tensors into one safetensors file, one by one: a header of offsets, then the bytes in order.
+    The `safetensors` library would need all of them in memory at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in file.tensors:
@@ -252,7 +244,7 @@ def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
 
 
 def hf_values(file: GGUFFile, tensor: Any) -> np.ndarray:
-    """A tensor of the file in float32 and in the Hugging Face layout."""
+    """Return a tensor of the file in float32 and in the Hugging Face layout."""
     values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     num_heads, kind = file.hparam("attention.head_count"), tensor.name.split(".")[-2]
     heads = {"attn_q": num_heads, "attn_k": file.hparam("attention.head_count_kv", num_heads)}
@@ -268,36 +260,28 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
-    """Write the model in the GGUF file `source` into `folder`, which must not exist yet.
-
-    Raises ConversionError for a file that cannot be converted. What was written until an error
-    stays: callers give a scratch folder and rename it when `convert` returns.
-    """
+    """Write the model in the GGUF file `source` into `folder`, which must not exist yet. Raises
+    ConversionError. Callers give a scratch folder and rename it when `convert` returns."""
     if dtype not in STORED:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(STORED)}.")
     try:
-        _convert(GGUFFile(source), folder, dtype)
+        file = GGUFFile(source)
+        config, tokenizer = model_config(file, dtype), build_tokenizer(file)
+        ModelConfig.from_dict(config)  # refuses what could not be loaded
+        folder.mkdir(parents=True)
+        write_json(folder / "config.json", config)
+        ends = {"eos_token_id": file.end_ids(), "pad_token_id": file.token_id("padding")}
+        write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], **ends})
+        tokenizer.save(str(folder / "tokenizer.json"))
+        write_json(folder / "tokenizer_config.json", tokenizer_config(file))
+        if template := file.get("tokenizer.chat_template"):
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        write_safetensors(file, folder / "model.safetensors", dtype)
     except (OSError, MemoryError):
         raise
     except ConversionError as error:
         named = str(source) in str(error)
         raise ConversionError(str(error) if named else f"{source}: {error}") from None
     except Exception as error:  # fields of other types than they should be, sizes that contradict each other
-        raise ConversionError(
-            f"{source} cannot be converted ({type(error).__name__}: {reason(error)}): its fields are "
-            "damaged; fetch it again."
-        ) from error
-
-
-def _convert(file: GGUFFile, folder: Path, dtype: str) -> None:
-    config, tokenizer = model_config(file, dtype), build_tokenizer(file)
-    ModelConfig.from_dict(config)  # refuses what could not be loaded
-    folder.mkdir(parents=True)
-    write_json(folder / "config.json", config)
-    ends = {"eos_token_id": file.end_ids(), "pad_token_id": file.token_id("padding")}
-    write_json(folder / "generation_config.json", {"bos_token_id": config["bos_token_id"], **ends})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", tokenizer_config(file))
-    if template := file.get("tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    write_safetensors(file, folder / "model.safetensors", dtype)
+        said = f"{source} cannot be converted ({type(error).__name__}: {reason(error)})"
+        raise ConversionError(f"{said}: its fields are damaged; fetch it again.") from error

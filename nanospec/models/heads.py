@@ -21,8 +21,9 @@ vocabulary, L blocks per head; each name may begin with `medusa_head.`:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,36 +34,35 @@ from torch import Tensor
 from ..kernels.layer.linear import Weight, linear, num_bytes, pack
 from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
-from .weights import check_fit, listed, named, open_safetensors, other_formats
+from .weights import check_fit, listed, open_safetensors, other_formats
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 PREFIX = "medusa_head."
 
 
 class Layout(NamedTuple):
-    """How many heads a file has, of how many blocks each; from that, what its tensors are called."""
+    """The number of heads of a file, and of residual blocks in each head."""
 
     num_heads: int
     num_layers: int
 
-    def blocks(self) -> Iterator[str]:  # one by one: the numbers of a broken file may be huge
-        return (f"{head}.{layer}" for head in range(self.num_heads) for layer in range(self.num_layers))
-
     def projections(self) -> list[str]:
+        """Return the names of the projections to the vocabulary."""
         return [f"{head}.{self.num_layers}.weight" for head in range(self.num_heads)]
 
     def shapes(self, hidden: int, rows: int) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, for a target of that hidden size and projections to `rows` tokens."""
+        """Return the shapes of all tensors, for hidden states of that size and `rows` tokens to guess."""
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.projections(), (rows, hidden))
-        for block in self.blocks():
-            shapes |= {f"{block}.linear.weight": (hidden, hidden), f"{block}.linear.bias": (hidden,)}
+        for head, layer in product(range(self.num_heads), range(self.num_layers)):
+            shapes[f"{head}.{layer}.linear.weight"] = (hidden, hidden)
+            shapes[f"{head}.{layer}.linear.bias"] = (hidden,)
         return shapes
 
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block of every head, x + SiLU(W x + b), with possibly packed weights: a single
-    [num_heads * H, H] with its bias where all heads read the same input, else [H, H] for each head."""
+    """One residual block of every head, x + SiLU(W x + b), with possibly packed weights: one
+    [num_heads * H, H] with its bias in the first block, whose input all heads share, else [H, H] per head."""
 
     weights: tuple[Weight, ...]
     biases: tuple[Tensor, ...]
@@ -70,10 +70,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads in place on the target's device.
+    """Heads on the target's device.
 
     Attributes:
-        num_heads: how many tokens are guessed from one hidden state.
+        num_heads: number of tokens guessed from one hidden state.
         blocks: the residual blocks, first to last.
         projections: [Vd, H], possibly packed: a single one that all heads share, or one per head.
         token_map: [Vd] int64, the token of each row of the projections; None if it is its index.
@@ -86,12 +86,8 @@ class Heads:
 
     @classmethod
     def load(cls, path: str | Path, model: Model) -> Heads:
-        """The heads in a safetensors file, or in a folder with one of `FILES`, in the model's dtype.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is corrupt or does not fit the model.
-        """
+        """Load the heads of a safetensors file, or of a folder with one of `FILES`, in the model's dtype.
+        Raises FileNotFoundError, or ValueError for a file that is corrupt or does not fit the model."""
         file, hidden, rows = _find(Path(path)), model.config.hidden_size, model.config.vocab_size
         with open_safetensors(file) as handle:
             stored = {name.removeprefix(PREFIX): name for name in handle.keys()}  # noqa: SIM118
@@ -114,10 +110,8 @@ class Heads:
 
     @classmethod
     def random(cls, model: Model, num_heads: int, vocab: int | None = None, seed: int = 0) -> Heads:
-        """Heads of one block with random weights that share the target's lm_head, for tests.
-
-        `vocab` restricts the guesses to that many random tokens.
-        """
+        """Make heads of one block with random weights that share the target's lm_head, for tests. `vocab`
+        restricts the guesses to that many random tokens."""
         generator = torch.Generator().manual_seed(seed)
         size, hidden = model.config.vocab_size, model.config.hidden_size
         token_map = None
@@ -133,12 +127,12 @@ class Heads:
 
     @property
     def weight_bytes(self) -> int:
-        """What the blocks and projections take in memory, some of which may be the target's lm_head."""
+        """Bytes of the blocks and projections, of which one may be the target's lm_head."""
         own = [w for block in self.blocks for w in (*block.weights, *block.biases)]
         return sum(map(num_bytes, (*own, *self.projections)))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the guesses of each head: [N, H] -> [N, num_heads, Vd]."""
+        """Return the scores of the guesses of each head: [N, H] -> [N, num_heads, Vd]."""
         first, *later = self.blocks
         update = linear(hidden, first.weights[0], first.biases[0])  # [N, num_heads * H]
         x = hidden[:, None] + F.silu(update).unflatten(1, (self.num_heads, -1))  # [N, num_heads, H]
@@ -150,19 +144,14 @@ class Heads:
         return _each(x, self.projections, (None,) * self.num_heads)
 
     def top(self, hidden: Tensor, count: int) -> Tensor:
-        """The `count` likeliest tokens of each head, the likeliest first: [N, num_heads, count] int32."""
+        """Return the `count` likeliest tokens of each head, best first: [N, num_heads, count] int32."""
         logits = self.logits(hidden)
-        if count > logits.shape[-1]:
-            raise ValueError(
-                f"count={count} tokens per head are more than the {logits.shape[-1]} that the heads can "
-                "guess; ask for fewer."
-            )
         index = logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count).indices
         return (index if self.token_map is None else self.token_map[index]).int()
 
 
 def _each(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
-    """A matrix of its own for each head: [N, num_heads, K] -> [N, num_heads, M]."""
+    """Multiply by one matrix per head: [N, num_heads, K] -> [N, num_heads, M]."""
     columns = x.transpose(0, 1).contiguous()  # [num_heads, N, K]
     return torch.stack([linear(*parts) for parts in zip(columns, weights, biases, strict=True)], 1)
 
@@ -170,7 +159,7 @@ def _each(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, .
 def _assemble(
     model: Model, layout: Layout, token_map: Tensor | None, get: GetWeight, own: Collection[str] = ()
 ) -> Heads:
-    """Heads of the tensors that `get` gives by name; projections that are not in `own` are the target's."""
+    """Make heads of the tensors that `get` returns; projections that are not in `own` are the target's."""
     blocks = []
     for layer in range(layout.num_layers):
         names = [f"{head}.{layer}.linear" for head in range(layout.num_heads)]
@@ -196,20 +185,13 @@ def _find(path: Path) -> Path:
     raise FileNotFoundError(f"{path} holds neither {' nor '.join(FILES)}{other_formats(path)}.")
 
 
-def _layout(file: Path, names: Mapping[str, str]) -> Layout:
-    """The layout that the names of the tensors show; ValueError if there is none, or with a gap."""
-    found = [re.fullmatch(r"(([0-9]{1,9})\.([0-9]{1,9}))\.linear\.(?:weight|bias)", name) for name in names]
-    blocks = {match[1]: (int(match[2]), int(match[3])) for match in found if match}
+def _layout(file: Path, names: Collection[str]) -> Layout:
+    """Return the layout that the names of the tensors show. Raises ValueError if there is none."""
+    found = [re.fullmatch(r"([0-9]{1,2})\.([0-9]{1,2})\.linear\.(?:weight|bias)", name) for name in names]
+    blocks = [(int(match[1]), int(match[2])) for match in found if match]
     if not blocks:
         raise ValueError(
             f"{file} holds no heads: no tensor has a name such as '0.0.linear.weight' (it has "
-            f"{listed(map(named, names)) or 'no tensors'}); give a file of Medusa heads."
+            f"{listed(names) or 'no tensors'}); give a file of Medusa heads."
         )
-    layout = Layout(*(max(column) + 1 for column in zip(*blocks.values(), strict=True)))
-    gap = next((block for block in layout.blocks() if block not in blocks), None)
-    if gap is not None:
-        raise ValueError(
-            f"{file} lacks {gap}.linear.weight, although it has heads up to {layout.num_heads - 1} and "
-            f"blocks up to {layout.num_layers - 1}; download it again."
-        )
-    return layout
+    return Layout(*(max(column) + 1 for column in zip(*blocks, strict=True)))

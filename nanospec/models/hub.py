@@ -1,8 +1,7 @@
-"""Finding models: from what the user calls a model to the folder that holds it.
+"""Find the folder of a model by its name.
 
-A name is looked up, in this order, as a path, in `./weights`, in $NANOSPEC_WEIGHTS if that is set, in
-the checkout's `weights/` if this is one, in the user's cache ($XDG_CACHE_HOME or ~/.cache, /nanospec),
-and as an id of the Hugging Face hub.
+A name is looked up, in this order, as a path, in `./weights`, in $NANOSPEC_WEIGHTS, in the `weights/` of a
+checkout, in the user's cache ($XDG_CACHE_HOME or ~/.cache, /nanospec), and as an id of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def program() -> str:
-    """What the user types to run the command line, for messages."""
+    """Return the command that the user types, for messages."""
     typed = {"nanospec": "nanospec", "run.py": "python run.py"}
     return typed.get(Path(sys.argv[0]).name, "python -m nanospec")
 
 
 def cache_folder() -> Path:
-    """Where models lie that belong to no checkout."""
+    """Return the folder of models outside a checkout."""
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "nanospec"
 
 
 def weights_folders() -> list[Path]:
-    """Where named models are looked for, first come first."""
+    """Return the folders where named models are looked up, in order."""
     named, checkout = os.environ.get("NANOSPEC_WEIGHTS"), PACKAGE.parent
     folders = [Path("weights").absolute()]
     folders += [Path(named).expanduser()] if named else []
@@ -43,7 +42,7 @@ def weights_folders() -> list[Path]:
 
 
 def new_models_folder() -> Path:
-    """Where a new model is put: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
+    """Return the folder of a new model: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
     if Path("weights").is_dir():
         return Path("weights")
     named = os.environ.get("NANOSPEC_WEIGHTS")
@@ -51,7 +50,7 @@ def new_models_folder() -> Path:
 
 
 def available_models() -> list[str]:
-    """Names of the models that are there, `org/name` included, sorted."""
+    """Return the names of the models that are there, `org/name` included, sorted."""
     names: set[str] = set()
     for folder in weights_folders():
         found = (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
@@ -60,11 +59,8 @@ def available_models() -> list[str]:
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The folder of a model, given a folder, a name below one of `weights_folders()`, or a hub id.
-
-    A hub id is downloaded through huggingface_hub into its cache, or taken from there.
-    Raises FileNotFoundError with a sentence that says what is there and how to get the rest.
-    """
+    """Return the folder of a model, given a folder, a name below one of `weights_folders()`, or a hub id. The
+    last is downloaded into the cache of huggingface_hub. Raises FileNotFoundError."""
     if not isinstance(name_or_path, str | Path) or len(str(name_or_path)) > MAX_NAME:
         raise ValueError(f"model={shown(name_or_path)} must be a folder, or the name or hub id of a model.")
     name, path = str(name_or_path), Path(name_or_path).expanduser()
@@ -99,7 +95,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def default_heads(model_folder: Path) -> Path:
-    """The Medusa heads for a model: `heads/NAME.safetensors` beside the models, or of the package."""
+    """Return the Medusa heads of a model: `heads/NAME.safetensors` beside the models, or of the package."""
     for folder in (*weights_folders(), PACKAGE):
         path = folder / "heads" / f"{model_folder.name}.safetensors"
         if path.is_file():
@@ -111,7 +107,7 @@ def default_heads(model_folder: Path) -> Path:
 
 
 def download(hub_id: str) -> Path:
-    """Download a model of the Hugging Face hub into the cache; returns the folder there."""
+    """Download a model of the Hugging Face hub into the cache; return its folder."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(

@@ -1,8 +1,8 @@
-"""Guessing from a part of the vocabulary only (as in FR-Spec, Zhao et al., 2025).
+"""Guess from a part of the vocabulary only (as in FR-Spec, Zhao et al., 2025).
 
-For a small model the projection to the vocabulary is most of the work, and a few thousand tokens make up
-nearly all of a text. `token_map` [Vd] lists those that may be guessed; the target still draws from all.
-A draft model's lies beside it as `token_map.safetensors`; heads have theirs in their own file.
+The projection to the vocabulary is most of the work of a small model, and a few thousand tokens make up
+nearly all of a text. `token_map` [Vd] lists the tokens that may be guessed; the target draws from all. A
+draft model has it in `token_map.safetensors`, heads in their own file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIECE = 64  # columns of a packed lm_head that are read at once
 
 
 def load_token_map(folder: Path, vocab_size: int) -> Tensor | None:
-    """[Vd] int64, the tokens that the draft model in a folder guesses; None for all."""
+    """Return the tokens that the draft model in a folder guesses, [Vd] int64, or None for all."""
     file = folder / f"{TOKEN_MAP}.safetensors"
     if not file.is_file():
         return None
@@ -34,7 +34,7 @@ def load_token_map(folder: Path, vocab_size: int) -> Tensor | None:
 
 
 def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
-    """The list of token ids as int64; ValueError with a sentence if it is none."""
+    """Return the token ids as int64. Raises ValueError if they are not ids of the model, or not distinct."""
     if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or len(ids) == 0:
         raise ValueError(
             f"{TOKEN_MAP} in {file} must be a list of token ids, int32 or int64, not "
@@ -52,10 +52,8 @@ def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
 
 
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
-    """The rows of the target's lm_head for the tokens [n] int64, not packed: [n, H].
-
-    A packed lm_head cannot be read, but products with 0 and 1 are exact: the unit vectors give its columns.
-    """
+    """Return the rows of the target's lm_head for the tokens [n] int64, not packed: [n, H]. A packed lm_head
+    cannot be read, but products with 0 and 1 are exact: the unit vectors give its columns."""
     if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
         return model.embedding[tokens]
     if isinstance(model.lm_head, Tensor) and not model.lm_head.is_mkldnn:
@@ -70,8 +68,8 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
 
 
 def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None) -> Tensor:
-    """Logits [N, Vd] of a drafter over the target's vocabulary, [N, vocab_size], which may be padded to
-    another size; -inf for what it never guesses."""
+    """Return a drafter's logits [N, Vd] over the target's vocabulary, [N, vocab_size], with -inf for tokens
+    that it never guesses."""
     if token_map is not None:
         everything = logits.new_full((len(logits), vocab_size), float("-inf"))
         return everything.index_copy_(1, token_map, logits)

@@ -1,11 +1,10 @@
-"""From a folder of safetensors to a `Model`.
+"""Load a `Model` from a folder of safetensors.
 
     dtype = resolve_dtype("auto", ModelConfig.from_path(path), device)
     model = load_model(path, dtype, device)
 
-The files are memory-mapped and copied tensor by tensor, so loading takes little more memory than
-the weights. Names, shapes and dtypes of all tensors are checked before the first one is copied, and
-every mismatch is named in one error: a model is loaded right or not at all.
+The files are memory-mapped and copied tensor by tensor, so loading takes little more memory than the weights.
+Names, shapes and dtypes of all tensors are checked before the first copy; one error names every mismatch.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ MAX_ANGLES = 1 << 31  # numbers in a table of angles: 8 GB
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
-    """The dtype to compute in.
-
-    "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 where `fast_in_bfloat16`, else
-    float32. float16 on a CPU is a ValueError.
-    """
+    """Return the dtype to compute in. "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 if
+    `fast_in_bfloat16`, else float32. Raises ValueError for float16 on a CPU."""
     on_cpu = torch.device(device).type == "cpu"
     if name == "auto" and on_cpu:
         return torch.bfloat16 if fast_in_bfloat16() else torch.float32
@@ -54,11 +50,8 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) ->
 
 
 def fast_in_bfloat16() -> bool:
-    """Whether this CPU decodes faster in bfloat16 than in float32.
-
-    With AVX2 it does by our own C++ (with one request 3.6 times as fast, prompts as fast); by PyTorch only if
-    it multiplies bfloat16 matrices natively (avx512_bf16 or AMX). Other architectures have not been measured.
-    """
+    """Return whether this CPU decodes faster in bfloat16 than in float32. Our C++ does with AVX2 (3.6 times
+    with one request), PyTorch with avx512_bf16 or AMX. Other architectures were not measured."""
     wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if wide and use_native(torch.empty(0, dtype=torch.bfloat16)):
         return True
@@ -109,7 +102,8 @@ def load_model(
 
 
 def _within(config: ModelConfig, max_len: int | None, folder: Path) -> ModelConfig:
-    """For texts of up to so many tokens, which a table of angles must be possible for."""
+    """Return the config for texts of up to `max_len` tokens. Raises ValueError for too large a table of
+    angles."""
     if max_len is not None and max_len < config.max_position_embeddings:
         config = replace(config, max_position_embeddings=max_len)
     longest, most = config.max_position_embeddings, MAX_ANGLES // config.head_dim
@@ -122,25 +116,25 @@ def _within(config: ModelConfig, max_len: int | None, folder: Path) -> ModelConf
 
 
 def _opened(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """By the name of each tensor the file that has it, open as long as the stack is."""
+    """Return for the name of each tensor the file that has it, open as long as the stack is."""
     found: dict[str, Any] = {}
     for file in weight_files(folder):
         handle = stack.enter_context(open_safetensors(file))
         if twice := found.keys() & handle.keys():
-            raise ValueError(f"{file} holds what another shard of it holds too: {listed(map(named, twice))}.")
+            raise ValueError(f"{file} holds tensors of another shard too: {listed(twice)}.")
         found.update(dict.fromkeys(handle.keys(), handle))
     return found
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint in `folder`: `model.safetensors`, or the shards of
-    `model.safetensors.index.json`, or the only other one."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
+    """Return the safetensors files of a checkpoint: `model.safetensors`, the shards that
+    `model.safetensors.index.json` names, or the only file there is."""
+    index = folder / "model.safetensors.index.json"
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())  # not a pipe
+    if folder / "model.safetensors" in files:
+        return [folder / "model.safetensors"]
     if index.is_file():
         return _shards(index)
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())  # no pipe: it would wait
     if len(files) == 1:
         return files
     if files:
@@ -148,91 +142,71 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has {len(files)} safetensors files but neither model.safetensors nor "
             "model.safetensors.index.json, which says how they belong together."
         )
-    if lost := sorted(file for file in folder.glob("*.safetensors") if not file.exists()):
-        raise FileNotFoundError(f"{lost[0]} is a link to nothing; fetch the model again.")
-    instead = other_formats(folder) or "; fetch the model again"
-    raise FileNotFoundError(f"{folder} has no *.safetensors file{instead}.")
+    raise FileNotFoundError(f"{folder} has no *.safetensors file{other_formats(folder)}.")
 
 
 def other_formats(folder: Path) -> str:
-    """What to add to "not found" if a folder has weights in another format; else ""."""
+    """Return an addition to "not found" that names weights in another format."""
     found = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
-    return f" (found {listed(map(named, found))}; convert to safetensors first)" if found else ""
+    return f" (found {listed(found)}; convert to safetensors first)" if found else "; fetch the model again"
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names."""
+    """Return the files that an index names."""
     mapping = read_json(index).get("weight_map")
-    files = list(mapping.values()) if isinstance(mapping, dict) else []
-    if not files:
-        raise ValueError(f"{index} must have a 'weight_map' from tensors to files beside it.")
-    if wrong := [name for name in files if not _is_beside(name)]:
-        raise ValueError(
-            f"{index} must have a 'weight_map' from tensors to files beside it, and {shown(wrong[0])} is not "
-            "the bare name of one; download the model again."
-        )
-    names = sorted(set(files))
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
+    names = list(mapping.values()) if isinstance(mapping, dict) else []
+    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if wrong or not names:
+        said = f"{index} must have a 'weight_map' from tensors to files beside it"
+        raise ValueError(f"{said}, not to {shown(wrong[0])}." if wrong else f"{said}.")
+    files = [index.parent / name for name in sorted(set(names))]
+    if missing := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(
-            f"{index.parent} lacks {len(missing)} of the {len(names)} shards that {index.name} "
-            f"names: {listed(map(named, missing))}; download the model again."
+            f"{index.parent} lacks {len(missing)} of the {len(files)} shards that {index.name} names: "
+            f"{listed(missing)}; download the model again."
         )
-    return [index.parent / name for name in names]
-
-
-def _is_beside(name: object) -> bool:
-    """Whether it can be the name of a file of the same folder."""
-    if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-        return False
-    return "\0" not in name and len(name.encode()) <= 255
+    return files
 
 
 def open_safetensors(file: Path) -> Any:
-    """The open file, for tensor-wise reading; ValueError if it is corrupt."""
+    """Open a file for reading tensor by tensor. Raises ValueError if it is corrupt."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{file} is not a valid safetensors file ({reason(error)}); it may be truncated, "
-            "download it again."
-        ) from None
+        said = f"{file} is not a valid safetensors file ({reason(error)})"
+        raise ValueError(f"{said}; it may be truncated, download it again.") from None
 
 
 def check_fit(
     stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: str, optional: Sequence[str] = ()
 ) -> None:
-    """ValueError that begins with `what` and names every tensor that is missing, extra or unfit.
+    """Raise ValueError, beginning with `what`, that names every tensor that is missing, extra or unfit.
 
     Args:
-        stored: what a file's `get_slice` gives, by name.
+        stored: slices of a safetensors file (`get_slice`), by name.
         shapes: the shapes that are wanted; those of `optional` may be missing.
     """
-    misshapen, foreign = [], []
-    for name in shapes.keys() & stored.keys():
-        shape, dtype = tuple(stored[name].get_shape()), stored[name].get_dtype()
-        if shape != shapes[name]:
-            misshapen.append(f"{name} {shown(list(shape))} instead of {list(shapes[name])}")
-        if dtype not in STORED_DTYPES:
-            foreign.append(f"{name} {dtype}")
+    both = shapes.keys() & stored.keys()
+    found = {name: list(stored[name].get_shape()) for name in both}
     problems = {
         "missing": shapes.keys() - stored.keys() - set(optional),
-        "not expected": [named(name) for name in stored.keys() - shapes.keys()],
-        "of the wrong shape": misshapen,
-        f"stored as something else than {', '.join(STORED_DTYPES)}": foreign,
+        "not expected": stored.keys() - shapes.keys(),
+        "of the wrong shape": [
+            f"{name} {found[name]} instead of {list(shapes[name])}"
+            for name in both
+            if found[name] != list(shapes[name])
+        ],
+        f"stored as something else than {', '.join(STORED_DTYPES)}": [
+            f"{name} {dtype}" for name in both if (dtype := stored[name].get_dtype()) not in STORED_DTYPES
+        ],
     }
-    found = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
-    if found:
-        raise ValueError(f"{what}: {'; '.join(found)}.")
+    said = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    if said:
+        raise ValueError(f"{what}: {'; '.join(said)}.")
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few, sorted, and how many more there are."""
-    ordered = sorted(names)
+    """Return the first few names, sorted, and how many more there are. Unprintable names are quoted."""
+    ordered = [name if len(name) <= 200 and name.isprintable() else shown(name) for name in sorted(names)]
     more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
     return ", ".join(ordered[:MAX_NAMED]) + more
-
-
-def named(name: str) -> str:
-    """A name as messages have it: as it is, unless it is long or cannot be printed."""
-    return name if len(name) <= 100 and name.isprintable() else shown(name)

@@ -1,2 +1,2 @@
-"""Which models there are, one family a file: what its `config.json` means, and how its checkpoints name and
-store the weights. `base.py` is the interface. A file that is put here is found; nothing else names it."""
+"""Families of models, one file each: how to read its `config.json`, and how its checkpoints name and store
+weights. `base.py` is the interface. A file in this folder is found without being named elsewhere."""

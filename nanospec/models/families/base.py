@@ -1,12 +1,12 @@
-"""What a family of models is: its `config.json` as a `ModelConfig`, and its checkpoint as our tensors.
+"""Translate a family's `config.json` into a `ModelConfig`, and its checkpoint into our tensors.
 
     class Mine(Family, architectures=("MineForCausalLM",)):
         def config(self, raw):
             return read(raw, qkv_bias=True)
 
-is a whole one, if its maths is what `ModelConfig` can say and its tensors are called as
-`ModelConfig.parameter_shapes` calls them. Where they are not, `stored_name` says what they are called;
-several of ours with one stored name lie in it one below the other. `convert` makes ours of what is stored.
+is a complete family if `ModelConfig` can express it and its tensors have the names of
+`ModelConfig.parameter_shapes`. `stored_name` maps other names; several of our tensors with one stored name
+are its rows, one below the other. `convert` changes stored values into ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 class Place(NamedTuple):
-    """Where a tensor of ours lies in a checkpoint: rows `first` .. `first + rows - 1` of tensor `name`."""
+    """The place of one of our tensors in a checkpoint: rows `first` .. `first + rows - 1` of `name`."""
 
     name: str
     first: int
@@ -35,7 +35,7 @@ class Family:
     """Only `config` must be defined.
 
     Attributes:
-        ignored: how the names of tensors begin that a text does not need, such as an image encoder's.
+        ignored: prefixes of tensors that text does not need, such as an image encoder's.
     """
 
     ignored: ClassVar[tuple[str, ...]] = ()
@@ -45,19 +45,19 @@ class Family:
         FAMILIES.update(dict.fromkeys(architectures, cls()))
 
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """Translate the content of a `config.json`; ValueError for what the decoder cannot run."""
+        """Translate a `config.json`. Raises ValueError for what the decoder cannot run."""
         raise NotImplementedError
 
     def stored_name(self, name: str) -> str:
-        """What the checkpoint calls the tensor that has ours of `ModelConfig.parameter_shapes` in it."""
+        """Return the checkpoint's name of the tensor that holds ours of this name."""
         return name
 
     def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-        """Our tensor `name` from the stored rows, which are in the dtype to compute in, and a copy."""
+        """Return our tensor from its stored rows, a copy in the dtype to compute in."""
         return tensor
 
     def places(self, config: ModelConfig) -> dict[str, Place]:
-        """Where each of our tensors lies in a checkpoint."""
+        """Return the place of each of our tensors in a checkpoint."""
         filled: dict[str, int] = {}
         places = {}
         for name, (rows, *_) in config.parameter_shapes().items():
@@ -67,13 +67,13 @@ class Family:
         return places
 
     def is_ignored(self, name: str, config: ModelConfig) -> bool:
-        """Whether a stored tensor carries nothing: RoPE frequencies, a tied head, what texts do not need."""
+        """Return whether a stored tensor is not needed: RoPE frequencies, a tied head, `ignored` ones."""
         tied_head = name.endswith("lm_head.weight") and config.tie_word_embeddings
         return tied_head or name.endswith("rotary_emb.inv_freq") or name.startswith(self.ignored)
 
 
 def stored_shapes(config: ModelConfig, places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the checkpoint must have, by its own name."""
+    """Return the shape of every tensor that the checkpoint must have, by its own name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in config.parameter_shapes().items():
         place = places[name]
@@ -82,7 +82,7 @@ def stored_shapes(config: ModelConfig, places: Mapping[str, Place]) -> dict[str,
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family that the content of a `config.json` names; ValueError if there is none."""
+    """Return the family that a `config.json` names. Raises ValueError if there is none."""
     import_all(__package__)
     names, supported = raw.get("architectures"), ", ".join(sorted(FAMILIES))
     if not isinstance(names, list) or not names:

@@ -1,5 +1,5 @@
-"""Gemma 2 and Gemma 3 (text): norms that scale by 1 + w, before and behind both halves of a layer, GeGLU and
-scaled embeddings. Gemma 2 has soft caps; Gemma 3 has norms of q and k, its layers with windows another RoPE.
+"""Gemma 2 and Gemma 3 (text): norms that scale by 1 + w, before and after attention and MLP, GeGLU, scaled
+embeddings. Gemma 2 has soft caps; Gemma 3 has norms of q and k, and another RoPE on layers with windows.
 
 https://arxiv.org/abs/2408.00118, https://arxiv.org/abs/2503.19786
 """
@@ -14,15 +14,15 @@ from ...text.checks import shown
 from ..config import ModelConfig
 from ..rope import Rope
 from .base import Family
-from .values import Raw, Windows, layer_windows, optional, read, rope, value
+from .values import Raw, layer_windows, optional, read, rope, value
 
-# Llama's name for the norm before the MLP is Gemma's for the one behind attention.
+# Llama's name for the norm before the MLP is Gemma's for the one after attention.
 NORMS = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "self_attn.out_norm": "post_attention_layernorm",
     "mlp.out_norm": "post_feedforward_layernorm",
 }
-DEFAULTS: dict[str, Any] = {  # released files leave out what transformers' own defaults say
+DEFAULTS: dict[str, Any] = {  # of transformers; released files leave them out
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -38,13 +38,13 @@ class Gemma2(Family, architectures=("Gemma2ForCausalLM",)):
         raw = {**DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192, **_given(raw)}
         return _read(
             raw,
-            windows=_windows(raw, pattern=2),
+            windows=layer_windows(raw, value(raw, "sliding_window", int), lambda i: i % 2 == 0),
             attention_softcap=optional(raw, "attn_logit_softcapping", 50.0),
             logit_softcap=optional(raw, "final_logit_softcapping", 30.0),
         )
 
     def stored_name(self, name: str) -> str:
-        """The names change places, so each is looked up once."""
+        """Two names are swapped, so each name is replaced once."""
         ours = next((part for part in NORMS if part in name), None)
         return name if ours is None else name.replace(ours, NORMS[ours])
 
@@ -56,9 +56,10 @@ class Gemma3(Gemma2, architectures=("Gemma3ForCausalLM",)):
     def config(self, raw: Raw) -> ModelConfig:
         raw = {**DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, **_given(raw)}
         wide, local = _ropes(raw)
+        window, pattern = value(raw, "sliding_window", int), value(raw, "sliding_window_pattern", int, 6)
         return _read(
             raw,
-            windows=_windows(raw, pattern=value(raw, "sliding_window_pattern", int, 6)),
+            windows=layer_windows(raw, window, lambda i: (i + 1) % pattern != 0),
             rope=wide,
             local_rope=local,
             qk_norm=True,
@@ -67,7 +68,7 @@ class Gemma3(Gemma2, architectures=("Gemma3ForCausalLM",)):
 
 
 class Gemma3WithImages(Gemma3, architectures=("Gemma3ForConditionalGeneration",)):
-    """Its text model alone."""
+    """The text model of a model with images."""
 
     ignored = ("vision_tower.", "multi_modal_projector.")
 
@@ -83,13 +84,13 @@ class Gemma3WithImages(Gemma3, architectures=("Gemma3ForConditionalGeneration",)
 
 
 def _given(raw: Raw) -> dict[str, Any]:
-    """What is not null: but for soft caps, null means the default."""
+    """Return the values that are not null. Null means the default, except for soft caps."""
     return {k: v for k, v in raw.items() if v is not None or k.endswith("softcapping")}
 
 
 def _read(raw: Raw, **fields: Any) -> ModelConfig:
     if raw.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention is not supported; tokens see those before them.")
+        raise ValueError("use_bidirectional_attention is not supported; attention is causal.")
     bias = value(raw, "attention_bias", bool, False)
     return read(
         raw,
@@ -105,16 +106,8 @@ def _read(raw: Raw, **fields: Any) -> ModelConfig:
     )
 
 
-def _windows(raw: Raw, pattern: int) -> Windows:
-    """By `layer_types`; without them every `pattern`-th layer sees all tokens."""
-    window = value(raw, "sliding_window", int)
-    if raw.get("layer_types") is not None:
-        return layer_windows(raw, window)
-    return tuple(window if i % pattern else None for i in range(1, value(raw, "num_hidden_layers", int) + 1))
-
-
 def _ropes(raw: Raw) -> tuple[Rope, Rope]:
-    """Of layers that see all tokens and of those with a window: transformers 5 has an entry for each kind."""
+    """Return RoPE of layers without and with a window; transformers 5 has an entry for each kind."""
     nested = raw.get("rope_parameters") or {}
     if not isinstance(nested, dict):
         raise ValueError(f"rope_parameters={shown(nested)} must be an object.")

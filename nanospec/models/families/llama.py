@@ -15,11 +15,10 @@ class Llama(Family, architectures=("LlamaForCausalLM",)):
 
 class Mistral(Family, architectures=("MistralForCausalLM",)):
     def config(self, raw: Raw) -> ModelConfig:
-        num_layers = value(raw, "num_hidden_layers", int)
-        return read(raw, windows=(sliding_window(raw),) * num_layers)
+        return read(raw, windows=(sliding_window(raw),) * value(raw, "num_hidden_layers", int))
 
 
 def sliding_window(raw: Raw) -> int | None:
-    """`sliding_window`: null means none, absent means 4096."""
-    given = raw.get("sliding_window", 4096)
-    return None if given is None else value(raw, "sliding_window", int, 4096)
+    """Return `sliding_window`: null means none, absent means 4096."""
+    is_null = raw.get("sliding_window", 0) is None
+    return None if is_null else value(raw, "sliding_window", int, 4096)

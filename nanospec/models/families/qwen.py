@@ -17,19 +17,12 @@ class Qwen2(Family, architectures=("Qwen2ForCausalLM",)):
 class Qwen3(Family, architectures=("Qwen3ForCausalLM",)):
     def config(self, raw: Raw) -> ModelConfig:
         bias, head_dim = value(raw, "attention_bias", bool, False), value(raw, "head_dim", int, 128)
-        return read(
-            raw, windows=_windows(raw), head_dim=head_dim, qkv_bias=bias, o_bias=bias, qk_norm=True
-        )
+        return read(raw, windows=_windows(raw), head_dim=head_dim, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 def _windows(raw: Raw) -> Windows:
-    window = sliding_window(raw)
-    if not value(raw, "use_sliding_window", bool, False):
-        window = None
-    if raw.get("layer_types") is not None:
-        return layer_windows(raw, window)
+    window = sliding_window(raw) if value(raw, "use_sliding_window", bool, False) else None
     first = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+    if type(first) is not int or first < 0:
         raise ValueError(f"max_window_layers={shown(first)} must be an integer of at least 0.")
-    num_layers = value(raw, "num_hidden_layers", int)
-    return tuple(window if i >= first else None for i in range(num_layers))
+    return layer_windows(raw, window, lambda layer: layer >= first)

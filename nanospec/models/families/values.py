@@ -1,12 +1,12 @@
-"""Reading a `config.json`: what all families have in common, checked value by value.
+"""Read the values of a `config.json` that all families share, each with a check.
 
-Values that a file may leave out get the default of their family; what the decoder cannot run (a variant of
-RoPE, an activation, a quantized checkpoint) is refused with one sentence, never run approximately.
+Values that a file may leave out get the default of their family. What the decoder cannot run (a variant of
+RoPE, an activation, a quantized checkpoint) is refused with one sentence, never approximated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ...text.checks import shown
@@ -18,19 +18,15 @@ KINDS = {
     float: "a positive number from {least} to {most}",
     bool: "true or false",
 }
-# Indices are of 32 bits, and numbers float32. A tuple is made of as many layers before the weights are seen.
-MOST = {"num_hidden_layers": 4096, "head_dim": 65536}
-LEAST, LARGEST = 1e-30, 1e30
+MOST = {"num_hidden_layers": 4096, "head_dim": 65536}  # others fit 32 bits; tuples have an entry per layer
 T = TypeVar("T", bool, int, float)
 Raw = Mapping[str, Any]
 Windows = tuple[int | None, ...]
 
 
 def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **fields: Any) -> ModelConfig:
-    """The fields that all families give the same names, and `fields`, which come first.
-
-    `activation` is the one that `raw[act_key]` must name, in transformers' word.
-    """
+    """Return the config with the fields that all families name alike, and `fields`, which take precedence.
+    `raw[act_key]` must be `activation`, in the words of transformers."""
     if raw.get("quantization_config") is not None:
         raise ValueError(
             "Quantized checkpoints (with a quantization_config) are not supported; use the one "
@@ -61,11 +57,11 @@ def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **f
 
 
 def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
-    """The value of a key, which must be one of `KINDS`; where it is absent or null, the default."""
+    """Return the value of a key, of one of `KINDS`, or the default if it is absent or null."""
     found = default if raw.get(key) is None else raw[key]
     if found is None:
         raise ValueError(f"{key!r} is missing.")
-    least, most = (LEAST, LARGEST) if kind is float else (1, MOST.get(key, 2**31 - 1))
+    least, most = (1e-30, 1e30) if kind is float else (1, MOST.get(key, 2**31 - 1))
     fits = type(found) is bool if kind is bool else type(found) in (int, kind) and least <= found <= most
     if not fits:
         raise ValueError(f"{key}={shown(found)} must be {KINDS[kind].format(least=least, most=most)}.")
@@ -73,32 +69,34 @@ def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
 
 
 def optional(raw: Raw, key: str, default: float | None = None) -> float | None:
-    """A number that may be null: none. Where it is absent, the default."""
+    """Return a number, None if it is null, or the default if it is absent."""
     given = raw.get(key, default)
     return None if given is None else value({key: given}, key, float)
 
 
-def layer_windows(raw: Raw, window: int | None) -> Windows:
-    """The sliding window of each layer by `layer_types`."""
+def layer_windows(raw: Raw, window: int | None, has_window: Callable[[int], bool]) -> Windows:
+    """Return the sliding window of each layer, None for none: that of layer i by entry i of `layer_types`, or
+    without that list by `has_window(i)`."""
     num_layers, kinds = value(raw, "num_hidden_layers", int), raw.get("layer_types")
+    if kinds is None:
+        return tuple(window if has_window(i) else None for i in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ValueError(f"'layer_types' must be a list of {num_layers} entries, one per layer.")
-    sees = {"full_attention": None, "sliding_attention": window}
-    unknown = [kind for kind in kinds if kind not in list(sees)]
-    if unknown:
-        known = " and ".join(sees)
+    by_kind = {"full_attention": None, "sliding_attention": window}
+    if unknown := [kind for kind in kinds if kind not in list(by_kind)]:
+        known = " and ".join(by_kind)
         raise ValueError(f"Layer type {shown(unknown[0])} is not supported; supported are {known}.")
     if "sliding_attention" in kinds and window is None:
         raise ValueError(
             "'layer_types' has sliding_attention, but use_sliding_window or sliding_window is not set; set "
             "both, or make the layers full_attention."
         )
-    return tuple(sees[kind] for kind in kinds)
+    return tuple(by_kind[kind] for kind in kinds)
 
 
 def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
-    """RoPE from `rope_theta` with `rope_scaling`, or from `rope_parameters` (transformers 5). `partial`:
-    whether the family knows what to do with heads that are rotated in part."""
+    """Return RoPE from `rope_theta` with `rope_scaling`, or from `rope_parameters` (transformers 5).
+    `partial`: the family supports heads that are rotated in part."""
     given = rope_entry(raw)
     part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     part = 1.0 if part is None else part
@@ -108,6 +106,9 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
         raise ValueError(f"partial_rotary_factor={shown(part)} must be a number above 0 and at most 1.")
     theta = value(given, "rope_theta", float, value(raw, "rope_theta", float, theta))
     kind = given.get("rope_type", given.get("type", "default"))
+    # The context of pretraining, in Hugging Face's order: beside the RoPE entry, in it, or the longest.
+    longest, key = value(raw, "max_position_embeddings", int), "original_max_position_embeddings"
+    length = value(raw, key, int, value(given, key, int, longest))
     match kind:
         case "default":
             return Rope(theta=theta, part=float(part))
@@ -117,17 +118,14 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
             low, high = value(given, "low_freq_factor", float), value(given, "high_freq_factor", float)
             if low >= high:
                 raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}.")
-            factor, length = value(given, "factor", float), _original_max_len(raw, given)
-            return Rope("llama3", theta, factor, low, high, length, float(part))
+            return Rope("llama3", theta, value(given, "factor", float), low, high, length, float(part))
         case "longrope":
-            length = _original_max_len(raw, given)
             if length == 1:
-                raise ValueError("original_max_position_embeddings=1 of longrope must be at least 2.")
-            longer = value(raw, "max_position_embeddings", int) / length
+                raise ValueError(f"{key}=1 of longrope must be at least 2.")
             return Rope(
                 "longrope",
                 theta,
-                factor=value(given, "factor", float, longer),
+                factor=value(given, "factor", float, longest / length),
                 original_max_len=length,
                 part=float(part),
                 short_factors=_factors(given, "short_factor"),
@@ -138,7 +136,7 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
 
 
 def rope_entry(raw: Raw) -> dict[str, Any]:
-    """The object that says more of RoPE than its theta, {} if there is none."""
+    """Return the object that describes RoPE beyond its theta, {} if there is none."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(name) or {}
     if not isinstance(given, dict):
@@ -146,12 +144,6 @@ def rope_entry(raw: Raw) -> dict[str, Any]:
     if any(isinstance(entry, dict) for entry in given.values()):
         raise ValueError(f"{name} holds one RoPE per kind of layer; only one for all is supported.")
     return given
-
-
-def _original_max_len(raw: Raw, given: Raw) -> int:
-    """The context of pretraining, in Hugging Face's order: beside the RoPE entry, in it, or the longest."""
-    length, key = value(raw, "max_position_embeddings", int), "original_max_position_embeddings"
-    return value(raw, key, int, value(given, key, int, length))
 
 
 def _factors(given: Raw, key: str) -> tuple[float, ...]:

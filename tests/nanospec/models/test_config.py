@@ -13,7 +13,7 @@ import torch
 from nanospec.models.config import ModelConfig
 from nanospec.models.families.base import family_of, stored_shapes
 from nanospec.models.rope import Rope
-from tests.tiny import VARIANTS, checkpoint, tiny_config
+from tests.tiny import VARIANTS, checkpoint
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -128,8 +128,6 @@ def test_head_dim() -> None:
             "'GPT2LMHeadModel' is not supported.*Qwen3ForCausalLM",
         ),
         ({"architectures": None}, "'architectures' is missing"),
-        ({"architectures": []}, "'architectures' is missing"),
-        ({"architectures": [None]}, "None is not supported"),
         ({"architectures": [["a"]]}, r"\['a'\] is not supported"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
@@ -151,14 +149,10 @@ def test_head_dim() -> None:
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "only one for all"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported here"),
-        ({"partial_rotary_factor": 0}, "partial_rotary_factor=0 is not supported here"),
         ({"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 must be .* at most 4096"),
-        ({"num_hidden_layers": 10**500}, "num_hidden_layers=10000.* must be .* at most 4096"),
         ({"max_position_embeddings": 2**31}, "must be a positive integer of at most 2147483647"),
-        ({"head_dim": 2**31 - 2}, "head_dim=2147483646 must be .* at most 65536"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* must be a positive number from"),
         ({"rope_theta": 1e-45}, "rope_theta=1e-45 must be a positive number from 1e-30 to 1e.30"),
-        ({"torch_dtype": ["x" * 1000]}, r"dtype=.\['xxxx"),
         ({"hidden_act": "x" * 1000}, "hidden_act='xxxx"),
         ({"architectures": ["x" * 1000]}, "'xxx.* is not supported"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [], "long_factor": []}}, "each of 8 pairs"),
@@ -178,10 +172,9 @@ def test_refuses(changes: dict[str, Any], words: str) -> None:
     assert len(message) < 350
 
 
-@pytest.mark.parametrize("given", [3, "full_attention", ["full_attention"]], ids=str)
-def test_rope_parameters_of_gemma_must_be_an_object(given: Any) -> None:
+def test_rope_parameters_of_gemma_must_be_an_object() -> None:
     with pytest.raises(ValueError, match="rope_parameters=.* must be an object"):
-        parse("Gemma3", head_dim=16, query_pre_attn_scalar=16, sliding_window=8, rope_parameters=given)
+        parse("Gemma3", head_dim=16, query_pre_attn_scalar=16, sliding_window=8, rope_parameters="x")
 
 
 @pytest.mark.parametrize(
@@ -200,15 +193,9 @@ def test_refuses_windows(changes: dict[str, Any], words: str) -> None:
         parse("Qwen2", **changes)
 
 
-def test_windows_must_fit_the_layers() -> None:
-    with pytest.raises(ValueError, match=r"each of 2 layers, not 1\."):
-        tiny_config(windows=(None,))
-
-
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_dtype(key: str) -> None:
-    assert parse(**{key: "bfloat16"}).torch_dtype == torch.bfloat16
-    assert parse(**{key: "torch.float16"}).torch_dtype == torch.float16
+def test_dtype() -> None:
+    assert parse(dtype="bfloat16").torch_dtype == torch.bfloat16
+    assert parse(torch_dtype="torch.float16").torch_dtype == torch.float16
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
