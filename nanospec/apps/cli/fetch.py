@@ -70,9 +70,11 @@ def from_hub(hub_id: str, folder: Path) -> str:
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))  # read by the next import
     from huggingface_hub import snapshot_download
 
-    patterns = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_NOT_FILES}
+    wait, files, not_files = HUB_TIMEOUT, HUB_FILES, HUB_NOT_FILES
     try:
-        snapshot_download(hub_id, local_dir=folder, etag_timeout=HUB_TIMEOUT, **patterns)
+        snapshot_download(
+            hub_id, local_dir=folder, etag_timeout=wait, allow_patterns=files, ignore_patterns=not_files
+        )
     except Exception as error:  # the hub library raises those of several HTTP libraries
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
