@@ -1,97 +1,74 @@
-"""A batch answered by several engines: a Ray Data pipeline of replicas, and one writer, this process.
+"""A batch answered by several engines, which are actors of Ray, and written by one process, this one.
 
     nanospec --input requests.jsonl --output results.jsonl --replicas 2
 
-Lines, results and what an interrupted run leaves are those of `cli/batch.py`. Ray runs a line at least once:
-when a replica dies, what it had under way is run again, by the one that takes its place. Each line is written
-once, by its number.
+Lines, results and what an interrupted run leaves are those of `cli/batch.py`. Ray runs a line again if its
+replica dies, in the replica that takes its place, and hands over one result of each.
 """
 
 from __future__ import annotations
 
-import logging
-import pickle
+import os
 import sys
-import warnings
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, redirect_stdout
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from ...config import EngineConfig, SamplingParams, SpecConfig
 from ...engine.request import Limits, check_request
 from ...extras.grammar.grammar import Grammars
+from ...llm import LLM
 from ...models.config import ModelConfig
+from ...outputs import Completion, RequestOutput
 from ...text.tokenizer import Tokenizer
-from ..cli.batch import Check, prompt_ids, refused, say_how, seeded
-from ..cli.batch_results import Batch
-from .lines import Line, LineEngine, Result
-from .replica import Settings
-from .start import Share, need_ray, ray_for
+from ..cli.batch import Check, num_tokens, prompt_ids, refused, say_how, seeded
+from ..cli.batch_lines import Task
+from ..cli.batch_results import Batch, result_line
+from ..serve.jobs import JobFailed
+from ..serve.loop import EngineLoop
+from .start import Share, last_error, load, need_ray, ray_for
 
 QUEUED = 2  # lines that a replica has, for each of its rows: the next are there when one ends
-TASKS = 4000  # of Ray, which takes some ms for each: longer batches have several lines in one,
-MOST_LINES = 16  # whose results come together
 RETRIES = 3  # of a line whose replica died
 RESTARTS = 5  # of a replica
 
 
+Line = tuple[Task, list[int], SamplingParams]  # the prompt as token ids; the parameters have a seed
+
+
 def run_on_ray(
-    batch: Batch,
-    folder: Path,
-    model: str,
-    spec: SpecConfig,
-    options: dict[str, Any],
-    replicas: int,
+    batch: Batch, folder: Path, model: str, spec: SpecConfig, options: dict[str, Any], replicas: int
 ) -> dict[str, Any]:
-    """As `cli.batch.run_batch`, with so many engines. OSError with a sentence if they fail."""
+    """Run a batch like `cli.batch.run_batch`, on so many engines. Raises OSError with a sentence if they
+    fail."""
     config = EngineConfig(spec=spec, **options)
     todo, tokenizer = batch.todo, Tokenizer(folder)
     say_how(tokenizer, todo)
-    check, params = checks(folder, config, tokenizer), seeded(batch.tasks, config.seed)
-    window = longest(folder, config)
+    window = config.max_model_len or ModelConfig.from_path(folder).max_position_embeddings
+    check, params = checks(folder, config, window, tokenizer), seeded(batch.tasks, config.seed)
     prompts = [prompt_ids(tokenizer, check, window, task, batch.source) for task in todo]
-    lines = [Line(task, ids, params[task.index]) for task, ids in zip(todo, prompts, strict=True)]
+    lines = [(task, ids, params[task.index]) for task, ids in zip(todo, prompts, strict=True)]
     with batch.running():
         if lines:
-            need_ray("ray.data")
+            need_ray("ray.util")
             print(f"Starting Ray and {replicas} replicas ...", file=sys.stderr, flush=True)
-            with redirect_stdout(sys.stderr), ray_for(replicas, config) as share:  # Ray prints its messages
-                settings = Settings(
-                    str(folder.absolute()), model, spec, share.options(options), share.neighbours
-                )
-                # Closed while Ray is there: left to the garbage collector it would start another one.
-                with closing(stream(lines, settings, share, replicas, config.max_num_seqs)) as results:
-                    write_once(results, batch)
+            with redirect_stdout(StringIO()), ray_for(replicas, config) as share:  # Ray prints what it logs
+                own = partial(load, folder.absolute(), model, spec, share, options)
+                settings = own, model, batch.source
+                for result in answers(lines, settings, share, replicas, QUEUED * config.max_num_seqs):
+                    batch.write(*result)
     return {**batch.figures(), "replicas": replicas}
 
 
-def write_once(results: Iterator[Result], batch: Batch) -> None:
-    """Write each line once. Raises LineError for a line that the model cannot take, and ValueError if it
-    cannot be loaded."""
-    written: set[int] = set()
-    for result in results:
-        if result.failed:
-            raise ValueError(result.failed)
-        if result.refused:
-            raise refused(batch.source, result.number, result.refused)
-        if result.number not in written:
-            written.add(result.number)
-            batch.write(result.line, result.tokens)
-
-
-def longest(folder: Path, config: EngineConfig) -> int:
-    """The window of a model, as far as it is known without its weights."""
-    return config.max_model_len or ModelConfig.from_path(folder).max_position_embeddings
-
-
-def checks(folder: Path, config: EngineConfig, tokenizer: Tokenizer) -> Check:
-    """What an engine would refuse, without its weights. The window may still be found smaller in a replica,
-    where memory is short."""
-    model = ModelConfig.from_path(folder)
-    limits = Limits(model.vocab_size, longest(folder, config), True, config.spec.acceptance)
-    grammars = Grammars(tokenizer, model.vocab_size)
+def checks(folder: Path, config: EngineConfig, window: int, tokenizer: Tokenizer) -> Check:
+    """Return a function that raises what an engine would, without its weights. A replica may still have a
+    smaller window, where memory is short."""
+    vocab_size = ModelConfig.from_path(folder).vocab_size
+    limits = Limits(vocab_size, window, True, config.spec.acceptance)
+    grammars = Grammars(tokenizer, vocab_size)
 
     def check(ids: Sequence[int], params: SamplingParams) -> None:
         own = () if params.ignore_eos else tokenizer.eos_token_ids
@@ -101,66 +78,55 @@ def checks(folder: Path, config: EngineConfig, tokenizer: Tokenizer) -> Check:
     return check
 
 
-def stream(
-    lines: Sequence[Line], settings: Settings, share: Share, replicas: int, rows: int
-) -> Generator[Result, None, None]:
-    """The results, as they come."""
+def answers(
+    lines: Sequence[Line], settings: tuple[Any, ...], share: Share, replicas: int, at_once: int
+) -> Iterator[tuple[bytes, int]]:
+    """Yield results as lines end, of which each replica has `at_once`. Raises LineError for a line that the
+    model cannot take, ValueError if it cannot be loaded, and OSError if replicas die again and again."""
     import ray
-    from ray.data import ActorPoolStrategy, DataContext
+    from ray.util import ActorPool
 
-    context = DataContext.get_current()
-    context.enable_progress_bars, context.max_consecutive_actor_init_deaths = False, RETRIES
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    blocks = list(grouped(lines))
-    at_once = tasks_at_once(len(blocks), replicas, -(-QUEUED * rows // len(blocks[0])))
-    pool = ActorPoolStrategy(
-        size=replicas, max_tasks_in_flight_per_actor=at_once, max_concurrent_calls_per_actor=at_once
+    replica = ray.remote(LineEngine).options(
+        num_cpus=share.cpus,
+        num_gpus=share.gpus,
+        max_restarts=RESTARTS,
+        max_task_retries=RETRIES,
+        max_concurrency=at_once,
     )
-    data = ray.data.from_arrow([_block(block) for block in blocks])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the last argument: there is no other yet
-        data = data.map_batches(
-            LineEngine,
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=pool,
-            fn_constructor_args=(settings,),
-            num_cpus=share.cpus,
-            num_gpus=share.gpus,
-            ray_remote_args_fn=lambda: {"max_task_retries": RETRIES, "max_restarts": RESTARTS},
-        )
-    tables = iter(data.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"))
+    actors = [replica.remote(*settings) for _ in range(replicas)]
+    pool = ActorPool(actors * at_once)  # an actor is as often in it as it has lines at once
     try:
-        with closing(tables):
-            for table in tables:
-                yield from (Result(**row) for row in table.to_pylist())
-    except ray.exceptions.RayError as error:
-        raise OSError(f"{why(error)}; the same command goes on from there.") from None
+        yield from pool.map_unordered(lambda actor, line: actor.answer.remote(*line), lines)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayActorError as error:
+        if cause := last_error(str(error)):
+            raise ValueError(cause) from None
+        died = f"a replica has died {RESTARTS + 1} times, or {RETRIES + 1} with one line; see Ray's logs"
+        raise OSError(f"{died}; the same command goes on from there.") from None
 
 
-def why(error: BaseException) -> str:
-    """What Ray says of a replica that has failed, in one sentence."""
-    import ray
+class LineEngine:
+    """A replica: an engine that runs the lines it is given as one batch."""
 
-    if isinstance(error, ray.exceptions.RayActorError):
-        return f"a replica has died {RESTARTS + 1} times, or {RETRIES + 1} with one line; see Ray's logs"
-    last = [line for line in str(error).splitlines() if line.strip()][-1:]
-    return f"a replica has failed: {''.join(last).strip().rstrip('.')}"
+    def __init__(self, load: Callable[[], LLM], model: str, source: str) -> None:
+        self.llm, self.model, self.source = load(), model, source
+        self.loop = EngineLoop(self.llm, sys.maxsize)  # the pool limits the lines that wait
 
-
-def grouped(lines: Sequence[Line]) -> Iterator[list[Line]]:
-    """What is one task of Ray each: a line, or some where there are many thousands."""
-    size, rest = min(max(len(lines) // TASKS, 1), MOST_LINES), iter(lines)
-    while block := list(islice(rest, size)):
-        yield block
-
-
-def tasks_at_once(tasks: int, replicas: int, most: int) -> int:
-    """Of one replica: enough to keep it busy, but none of the others' part of a short batch."""
-    return max(min(most, -(-tasks // replicas)), 1)
-
-
-def _block(lines: Sequence[Line]) -> Any:
-    import pyarrow
-
-    return pyarrow.table({"line": [pickle.dumps(line) for line in lines]})
+    async def answer(self, task: Task, ids: list[int], params: SamplingParams) -> tuple[bytes, int]:
+        """Return the result of a line and its number of tokens. A step that fails ends the process."""
+        try:
+            self.llm.engine.check(ids, params)
+        except ValueError as error:
+            raise refused(self.source, task.index, str(error)) from None
+        self.loop.start()
+        done: list[Completion] = []
+        try:
+            async for delta in self.loop.submit([ids], params):
+                if delta is not None and delta.done is not None:
+                    done.append(delta.done)
+        except JobFailed:
+            os._exit(1)  # the device is in an unknown state
+        done.sort(key=lambda each: each.index)
+        output = RequestOutput(f"request-{task.index}", None, ids, done)
+        return result_line(task, output, self.model, self.llm.tokenizer.bytes_of), num_tokens(output)

@@ -1,7 +1,11 @@
-"""What clients connect to: it reads a request, chooses a replica by its beginning, and hands the answer on.
+"""The app that clients connect to: it reads a request, has a replica answer it and hands the answer on.
 
-Paths, answers and errors are those of the server in the replica (`serve/app.py`). Here is only what comes
-before, keys and log lines (`serve/gate.py`), and what is about all replicas, `/metrics`.
+Paths, answers and errors are those of the server in the replica (`serve/app.py`). The front has what comes
+before, keys and log lines (`serve/gate.py`), and `/metrics`, with the figures of all replicas.
+
+An answer comes through Ray as lists of messages, as Ray takes as long for a list as for a message. Ray
+queues what it is given without a limit, and what is sent faster than it carries would come later and later.
+So `Sender` pauses between the lists of an answer.
 """
 
 from __future__ import annotations
@@ -9,53 +13,55 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..serve.answers import event
-from ..serve.gate import Gate, HTTPError, draining
+from ..serve.gate import Gate, HTTPError, draining, read_body
 from ..serve.settings import ServeConfig
-from .figures import together
-from .routing import Balancer, pieces
+from .routing import pieces
 
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
-NOBODY = "No replica answers; try again in some seconds."
+NO_REPLICA = "No replica answers; try again in some seconds."
 LOST = "The replica ended before it could finish this request, which may be sent again."
 LINGER = 5.0  # seconds that it outlives its replicas, to say so
 LAST = 1.0  # seconds that the last bytes have to reach their clients
-LOOK = 4.0  # seconds that a replica has for its figures
+PAUSE = 0.002  # seconds, for each answer under way: 500 lists a second in all, of about 700 that Ray carries
 
 
 class Front:
-    """An ASGI app.
+    """Answers requests; `asgi` is the app.
 
     Args:
-        replicas: the names of those that are there.
-        ask: (scope, body, name of a replica or None) -> lists of messages as ASGI sends them, and last of all
-            what is to be logged, under "facts", with the name of the replica: another where that had died.
+        ask: (scope, body, names of its pieces) -> lists of messages as ASGI sends them, and last of all what
+            is to be logged, under "facts".
+        figures: returns the page of metrics of each replica by its name.
     """
 
     def __init__(
         self,
         config: ServeConfig,
-        slack: int,
-        replicas: Callable[[], Sequence[str]],
-        ask: Callable[[dict[str, Any], bytes, str | None], Any],
+        ask: Callable[[dict[str, Any], bytes, Sequence[bytes]], Any],
+        figures: Callable[[], Awaitable[Mapping[str, str]]],
     ) -> None:
-        self.config, self.balancer = config, Balancer(slack)
-        self._replicas, self._ask = replicas, ask
+        self.config, self._ask, self._figures = config, ask, figures
         self._answers: set[Any] = set()  # under way
         self._draining = self._is_over = False
 
     def asgi(self) -> ASGIApp:
-        """Behind the gate."""
-        return Gate(self, self.config, Counter(), ())
+        """Return the app behind the gate."""
+        return Gate(self._answer, self.config, Counter(), ())
 
     async def drain(self) -> None:
-        """Take no new requests, wait until those that run have ended, and end them when time is over."""
+        """Take no new requests, and wait until those that run have ended, or end them when time is over."""
         self._draining, end = True, time.monotonic() + self.config.drain_timeout
         while self._answers and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -64,97 +70,97 @@ class Front:
             answer.cancel()
         await asyncio.sleep(LAST)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if scope["path"] == "/metrics" and scope["method"] == "GET" and self._replicas():
-                await (await self._figures(scope))(scope, receive, send)
+            if scope["path"] == "/metrics" and scope["method"] == "GET":
+                if not (pages := await self._figures()):
+                    raise HTTPError(503, NO_REPLICA)
+                await Response(together(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
             else:
-                await self._pass_on(scope, await self._body(receive), send)
+                await self._pass_on(scope, await read_body(scope, receive, self.config), send)
         except HTTPError as error:
             await error.response()(scope, receive, send)
 
-    async def _body(self, receive: Receive) -> bytes:
-        """What the client sends; of a body that is too large only as much as shows it."""
-        data = bytearray()
-
-        async def read() -> None:
-            more = True
-            while more and len(data) <= self.config.max_body:
-                message = await receive()
-                data.extend(message.get("body", b""))
-                more = message.get("more_body", False)
-
-        try:
-            await asyncio.wait_for(read(), self.config.read_timeout)
-        except asyncio.TimeoutError:
-            raise HTTPError(408, "The body did not come in time.", headers={"connection": "close"}) from None
-        return bytes(data)
-
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
-        names = await asyncio.to_thread(pieces, body, scope["state"]["salt"]) if body else []
+        state = scope["state"]
+        names = await asyncio.to_thread(pieces, body, state["salt"]) if body else []
         if self._draining:
             raise draining(self.config.drain_timeout)
-        there = self._replicas()
-        to = self.balancer.choose(names, there) if there else None
-        more: bool | None = None  # to be sent; None: nothing was sent yet
-        with self.balancer.busy(to or ""):
-            answer = self._ask(self._plain(scope), body, to)
-            self._answers.add(answer)
-            try:
-                async for messages in answer:
-                    for message in messages:
-                        if "facts" in message:
-                            scope["state"]["facts"].update(message["facts"])
-                            return
-                        more = message.get("more_body", message["type"] == "http.response.start")
-                        await send(message)
-            except (Exception, asyncio.CancelledError) as error:
-                gone = isinstance(error, asyncio.CancelledError) and not self._is_over
-                why = "client gone" if gone else f"{type(error).__name__} of replica {to}"  # that has died
-                scope["state"]["facts"]["ended_by"] = why
-                if gone:
-                    raise
-                failure = HTTPError(503, LOST, headers={"retry-after": "5"})
-                if more is None:
-                    raise failure from None
-                if more:
-                    last = event(failure.body())  # of a stream: nothing else is sent in parts
-                    await send({"type": "http.response.body", "body": last, "more_body": False})
-            finally:
-                self._answers.discard(answer)
-                answer.cancel()  # nothing if it has ended
-
-    def _plain(self, scope: Scope) -> dict[str, Any]:
-        """What a process elsewhere can use of a scope, with the id that the gate has given the request."""
         headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
-        headers.append((b"x-request-id", scope["state"]["id"].encode()))
-        return {**{name: scope[name] for name in SCOPE if name in scope}, "headers": headers}
-
-    async def _figures(self, scope: Scope) -> Response:
-        found: dict[str, str] = {}
-        for replica in self._replicas():  # one after the other: to Ray, all calls of a request have one id
-            found.update(await self._figures_of(scope, replica))
-        if not found:
-            raise HTTPError(503, NOBODY)
-        page, kind = together(found)
-        return Response(page, media_type=kind)
-
-    async def _figures_of(self, scope: Scope, replica: str) -> dict[str, str]:
-        """By the name of who told them; nothing where none come."""
-        page, name = bytearray(), ""
-        answer = self._ask(self._plain(scope), b"", replica)
-
-        async def read() -> None:
-            nonlocal name
+        headers.append((b"x-request-id", state["id"].encode()))  # which the gate has given it
+        plain = {**{name: scope[name] for name in SCOPE if name in scope}, "headers": headers}
+        more: bool | None = None  # to be sent; None: nothing was sent yet
+        answer = self._ask(plain, body, names)
+        self._answers.add(answer)
+        try:
             async for messages in answer:
                 for message in messages:
-                    page.extend(message.get("body", b""))
-                    name = message.get("facts", {}).get("replica", name)
-
-        try:
-            await asyncio.wait_for(read(), LOOK)
-        except Exception:  # of Ray's, or it takes too long
-            return {}
+                    if "facts" in message:
+                        state["facts"].update(message["facts"])
+                        return
+                    more = message.get("more_body", message["type"] == "http.response.start")
+                    await send(message)
+        except (Exception, asyncio.CancelledError) as error:
+            gone = isinstance(error, asyncio.CancelledError) and not self._is_over
+            state["facts"]["ended_by"] = "client gone" if gone else type(error).__name__  # of Ray's
+            if gone:
+                raise
+            failure = HTTPError(503, LOST, headers={"retry-after": "5"})
+            if more is None:
+                raise failure from None
+            if more:
+                last = event(failure.body())  # of a stream: nothing else is sent in parts
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
-            answer.cancel()
-        return {name: page.decode()}
+            self._answers.discard(answer)
+            answer.cancel()  # nothing if it has ended
+
+
+class Sender:
+    """The replica's side: the answers of its app."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._under_way = app, 0
+
+    async def lists(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
+        """Yield the app's messages in answer to a request. Raises what the app raises. To the app, closing
+        the generator is a client that goes away."""
+        sent: asyncio.Queue[Message] = asyncio.Queue()  # and last of all an empty one
+        gone, received = asyncio.Event(), iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> Message:
+            if (request := next(received, None)) is not None:
+                return request
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        running: asyncio.Future[Any] = asyncio.ensure_future(self._app(scope, receive, sent.put))
+        running.add_done_callback(lambda _: sent.put_nowait({}))
+        self._under_way += 1
+        try:
+            last: Message | None = None
+            while last != {}:
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                last = messages[-1]
+                if found := [message for message in messages if message]:
+                    yield found
+                if "body" in last:  # no pause before the first token
+                    await asyncio.sleep(PAUSE * self._under_way)
+            await running
+        finally:
+            self._under_way -= 1
+            gone.set()  # an app without a client ends by itself
+
+
+def together(pages: Mapping[str, str]) -> bytes:
+    """Return pages of metrics, by replica, as one in which every figure has a label `replica`."""
+    found: dict[str, Metric] = {}
+    for replica, text in pages.items():
+        for family in text_string_to_metric_families(text):
+            whole = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                whole.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    registry: Any = SimpleNamespace(collect=found.values)
+    return generate_latest(registry)

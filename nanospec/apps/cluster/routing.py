@@ -1,8 +1,8 @@
-"""Which replica gets a request: one that has computed much of its beginning before, unless it has more to do.
+"""Choose the replica that has computed much of a prompt's beginning before, unless it has more to do.
 
 A prompt is cut into pieces of `PIECE` characters, and each piece is named by a hash of all text up to its
-end, so that two prompts have as many names in common as they begin alike. Where a piece was sent is
-remembered for the `MOST` latest. Nothing here knows Ray, nor what a replica still has in its cache.
+end, so that two prompts share as many names as they have pieces in common from the start. The balancer
+remembers where the `MOST` latest pieces were sent. It knows neither Ray nor what is still in a cache.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Collection, Sequence
 from math import ceil
 from typing import Any
 
@@ -20,44 +18,31 @@ PIECE = 128  # characters: about two pages of the KV cache
 MOST_PIECES = 512  # of one prompt
 MOST = 200_000  # pieces that are remembered
 SHARE = 1 / 3  # of a prompt that counts as known: to compute less of it again adds at most half to the rest
-_there: tuple[str, ...] = ()
-
-
-def replicas() -> tuple[str, ...]:
-    """The replicas that take requests, as far as this process has been told."""
-    return _there
-
-
-def tell(names: Iterable[str]) -> None:
-    """These are the replicas now."""
-    global _there
-    _there = tuple(sorted(names))
 
 
 def pieces(body: bytes, client: bytes = b"") -> list[bytes]:
-    """The names of a request's pieces, the shortest beginning first; none if it is no request. Requests of
-    another `client`, or with another cache_salt, have others, as they share no cached prefixes."""
+    """Return the names of a request's pieces, the shortest beginning first; none if the body is no request.
+    Names differ by `client` and cache_salt, as such requests share no cached prefixes."""
     try:
         asked: Any = json.loads(body)
         prompt = asked["messages"] if "messages" in asked else asked["prompt"]
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-        name = hashlib.blake2b(client + str(asked.get("cache_salt", "")).encode(), digest_size=12).digest()
-        data = [text[i : i + PIECE].encode() for i in range(0, len(text) - PIECE + 1, PIECE)]
+        digest, names = hashlib.blake2b(client, digest_size=12), []
+        digest.update(f"{asked.get('cache_salt', '')} ".encode())
+        for i in range(min(len(text) // PIECE, MOST_PIECES)):
+            digest.update(text[i * PIECE : (i + 1) * PIECE].encode())
+            names.append(digest.digest())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return []  # the replica says what is wrong with it
-    names = []
-    for piece in islice(data, MOST_PIECES):
-        name = hashlib.blake2b(name + piece, digest_size=12).digest()
-        names.append(name)
     return names
 
 
 class Balancer:
-    """Chooses among replicas, and knows what each of them has to do, as far as it was sent from here.
+    """Chooses among replicas.
 
     Attributes:
         slack: how many more requests than the idlest a replica may have and still be chosen for its cache.
-        running: requests by replica.
+        running: requests by replica, which the caller counts.
     """
 
     def __init__(self, slack: int, most: int = MOST) -> None:
@@ -67,37 +52,18 @@ class Balancer:
         self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
 
     def choose(self, names: Sequence[bytes], replicas: Collection[str]) -> str:
-        """The replica for a request with these pieces, which then counts as one that has them."""
+        """Return the replica for a request with these pieces, which then counts as one that has them."""
         least = min(self.running[replica] for replica in replicas)
-        holders = self._longest(names, replicas)
-        free = [replica for replica in holders if self.running[replica] <= least + self.slack]
+        # A small part, as of a system prompt that all share, is not looked for: the idlest replica gets the
+        # request, and soon all replicas hold that part.
+        longest = reversed(names[ceil(len(names) * SHARE) - 1 :])
+        holders = ([r for r in replicas if r in self._holders.get(name, ())] for name in longest)
+        free = [r for r in next(filter(None, holders), []) if self.running[r] <= least + self.slack]
         chosen = min(free or replicas, key=lambda r: (self.running[r], self._sent[r]))
         self._sent[chosen] += 1
-        self._remember(names, chosen)
-        return chosen
-
-    @contextmanager
-    def busy(self, replica: str) -> Iterator[None]:
-        """One more request of a replica, while the block runs."""
-        self.running[replica] += 1
-        try:
-            yield
-        finally:
-            self.running[replica] -= 1
-            if not self.running[replica]:
-                del self.running[replica]
-
-    def _longest(self, names: Sequence[bytes], replicas: Collection[str]) -> list[str]:
-        """Who of these was sent the longest beginning that anybody of them was sent. Nobody if it is a small
-        part, as of a system prompt that all share: the idlest then gets it, and soon all hold it."""
-        for name in reversed(names[ceil(len(names) * SHARE) - 1 :]):
-            if found := [replica for replica in replicas if replica in self._holders.get(name, ())]:
-                return found
-        return []
-
-    def _remember(self, names: Sequence[bytes], replica: str) -> None:
         for name in reversed(names):  # beginnings last, as they outlive what follows them
-            self._holders.setdefault(name, set()).add(replica)
+            self._holders.setdefault(name, set()).add(chosen)
             self._holders.move_to_end(name)
         while len(self._holders) > self._most:
             self._holders.popitem(last=False)
+        return chosen

@@ -3,144 +3,161 @@
     HTTP -> Ray's proxies -> Ingress (`front.py`) -> ServingEngine, N or MIN to MAX, each a whole server
 
 Run again with other options on the same Ray, the command replaces the replicas one after the other: those
-that go finish what they have begun. The command of before then ends, as what it has deployed is no more.
+that go finish what they have begun. The earlier command then ends, as what it has deployed is no more.
 """
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import io
 import logging
 import os
-import re
+import random
 import signal
 import sys
-import threading
-import uuid
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp, Message, Scope
 
 from ...config import EngineConfig, SpecConfig
+from ...llm import LLM
 from ..serve.app import App
 from ..serve.logs import log, log_to
-from ..serve.server import listen
+from ..serve.server import listen, say_ready
 from ..serve.settings import ServeConfig
-from .front import LINGER, Front
-from .messages import Sender
-from .replica import Settings, load
-from .router import ToReplica
-from .routing import replicas
-from .start import Share, ray_for
+from .front import LINGER, Front, Sender
+from .routing import Balancer
+from .start import Share, last_error, load, ray_for
 
 APP = "nanospec"
-ROOM = 32  # requests beside those that compute or wait: for figures, models, tokens
+ROOM = 32  # requests beside those that compute or wait: for models, tokens, pages
 TRIES = 2  # to start a replica
 LOOK = 2.0  # seconds between looks at what is deployed
+FIGURES = 4.0  # seconds that replicas have for their figures
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 class ServingEngine:
     """One replica: the server of `serve/app.py` without its sockets."""
 
-    def __init__(self, settings: Settings, config: ServeConfig, model: str) -> None:
-        log_to(level="warning")  # the ingress says what was asked
+    def __init__(self, load: Callable[..., LLM], config: ServeConfig, model: str) -> None:
+        log_to(level="warning")  # the ingress logs requests
         self._name = serve.get_replica_context().replica_id.unique_id
-        seed = settings.options.get("seed", 0) ^ int(hashlib.sha256(self._name.encode()).hexdigest()[:7], 16)
-        own = settings._replace(options={**settings.options, "seed": seed})  # unasked seeds are nobody else's
-        self._app = App(load(own), config, model)
-        self._sender, self._is_started = Sender(self._app.asgi()), False
+        llm = load(seed=random.getrandbits(28))  # no two replicas draw the same
+        self._app = App(llm, config, model)
+        self._sender = Sender(self._app.asgi())
 
-    async def ask(self, scope: Scope, body: bytes, to: str | None = None) -> AsyncIterator[list[Message]]:
-        """The answer to a request, as ASGI has it, and then what is to be logged. `to` is the router's."""
-        if not self._is_started:  # here, as it is the event loop's
-            self._is_started = True
-            self._app.engine.start()
+    async def ask(self, scope: Scope, body: bytes, names: Sequence[bytes]) -> AsyncIterator[list[Message]]:
+        """Yield the answer to a request, as ASGI has it, and then what is to be logged. `names` is for the
+        router."""
+        self._app.engine.start()
         scope["state"] = {}
         async with aclosing(self._sender.lists(scope, body)) as answer:
             async for messages in answer:
                 yield messages
         yield [{"facts": {**scope["state"].get("facts", {}), "replica": self._name}}]
 
-    def check_health(self) -> None:
-        """Ray replaces a replica for which this raises."""
+    async def figures(self) -> tuple[str, str]:
+        """Return the replica's name and its page of metrics."""
+        return self._name, (await asyncio.to_thread(self._app.metrics.text))[0].decode()
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError if Ray should replace this replica."""
         engine = self._app.engine
-        if engine.end is not None or (self._is_started and not engine.is_alive):
+        engine.start()
+        if not engine.is_alive:
             raise RuntimeError(engine.end or "the engine's steps fail one after the other")
 
 
-class Ingress:
-    """What the proxies pass requests to."""
+class ToReplica(RequestRouter):
+    """Sends a request to the replica that the balancer chooses for its argument `names`; where that is full,
+    to the one with the shortest queue."""
 
-    def __init__(self, engines: Any, config: ServeConfig, slack: int, level: str, stamp: str) -> None:
+    def initialize_state(self, slack: int) -> None:
+        self.balancer = Balancer(slack)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # all are asked, so then it waits
+        replicas, running = {r.replica_id.unique_id: r for r in candidate_replicas}, self.balancer.running
+        chosen = self.balancer.choose(pending_request.kwargs["names"], replicas)
+        running[chosen] += 1  # for the requests that are routed before this one is sent
+        pending_request.future.add_done_callback(lambda _: running.subtract([chosen]))
+        return [[replicas[chosen]], candidate_replicas]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self.balancer.running[replica_id.unique_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self.balancer.running[replica_id.unique_id] -= 1
+
+
+class Ingress(Front):
+    """The deployment that the proxies pass requests to."""
+
+    def __init__(self, engines: Any, config: ServeConfig, level: str) -> None:
         log_to(level=level)
-        self._stamp = stamp
         ask = engines.ask.options(stream=True)
-        self._front = Front(config, slack, replicas, lambda *asked: ask.remote(*asked[:2], to=asked[2]))
+
+        async def figures() -> dict[str, str]:
+            with suppress(Exception):  # Ray's, if there is no replica or one takes too long
+                found = engines.broadcast("figures").results_async(timeout_s=FIGURES, return_exceptions=True)
+                return dict(each for each in await found if isinstance(each, tuple))
+            return {}
+
+        super().__init__(config, lambda scope, body, names: ask.remote(scope, body, names=names), figures)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._front.asgi()
-
-    def stamp(self) -> str:
-        """Tells the command that has deployed this from others."""
-        return self._stamp
-
-    async def drain(self) -> None:
-        """As `Front.drain`."""
-        await self._front.drain()
+        return self.asgi()
 
 
 def application(
-    settings: Settings,
+    load: Callable[..., LLM],
     config: ServeConfig,
     model: str,
     share: Share,
+    rows: int,
     number: tuple[int, int],
     level: str,
-    stamp: str,
 ) -> serve.Application:
-    """What is deployed: an ingress, and as many engines as `number` (least, most) says."""
-    rows = EngineConfig(spec=settings.spec, **settings.options).max_num_seqs
-    most = rows + config.max_queue + ROOM
-    engines = (
-        serve.deployment(ServingEngine)
-        .options(
-            **scaling(number, rows),
-            max_ongoing_requests=most,
-            ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
-            placement_group_bundles=[{"CPU": share.cpus, **({"GPU": share.gpus} if share.gpus else {})}],
-            placement_group_strategy="STRICT_PACK",
-            request_router_config={"request_router_class": ToReplica},
-            graceful_shutdown_timeout_s=config.drain_timeout,
-            max_constructor_retry_count=TRIES,
-            logging_config=QUIET,
-        )
-        .bind(settings, config, model)
-    )
-    return (
-        serve.deployment(serve.ingress()(Ingress))
-        .options(
-            max_ongoing_requests=config.max_connections,
-            ray_actor_options={"num_cpus": 0},
-            graceful_shutdown_timeout_s=config.drain_timeout + LINGER,
-            logging_config=QUIET,
-        )
-        .bind(engines, config, max(rows // 4, 1), level, stamp)
-    )
-
-
-def scaling(number: tuple[int, int], rows: int) -> dict[str, Any]:
-    """How many engines: so many, or so many that each has as many requests as rows."""
+    """Return what is deployed: an ingress, and engines, of which Ray starts more, within `number` (least,
+    most), when each has more requests than rows."""
     least, most = number
-    if least == most:
-        return {"num_replicas": least}
-    bounds = {"min_replicas": least, "max_replicas": most, "initial_replicas": least}
-    return {"autoscaling_config": {**bounds, "target_ongoing_requests": rows}}
+    bounds = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": rows}
+    scaling: dict[str, Any] = {"autoscaling_config": bounds} if least < most else {"num_replicas": least}
+    engines = serve.deployment(
+        ServingEngine,
+        **scaling,
+        max_ongoing_requests=rows + config.max_queue + ROOM,
+        ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=ToReplica, request_router_kwargs={"slack": max(rows // 4, 1)}
+        ),
+        graceful_shutdown_timeout_s=config.drain_timeout,
+        max_constructor_retry_count=TRIES,
+        logging_config=QUIET,
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        max_ongoing_requests=config.max_connections,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=config.drain_timeout + LINGER,
+        logging_config=QUIET,
+    )
+    return ingress.bind(engines.bind(load, config, model), config, level)
 
 
 def run(
@@ -152,21 +169,18 @@ def run(
     number: tuple[int, int],
     level: str,
 ) -> int:
-    """Deploy, and wait until told to end, or replaced. Returns the exit status."""
+    """Deploy, and wait until told to end, or replaced. Return the exit status."""
     engine = EngineConfig(spec=spec, **options)
-    name, stamp = config.served_model_name or folder.name, uuid.uuid4().hex
-    how_many = {"replicas": ":".join(map(str, sorted(set(number))))}
-    log.info("starting", extra={"facts": how_many})
+    name, how_many = config.served_model_name or folder.name, ":".join(map(str, sorted(set(number))))
+    log.info("starting", extra={"facts": {"replicas": how_many}})
     with redirect_stdout(sys.stderr), ray_for(number[1], engine, log_to_driver=True) as share:
         config, ours = start_serve(config)
-        settings = Settings(str(folder.absolute()), model, spec, share.options(options), share.neighbours)
-        app = application(settings, config, name, share, number, level, stamp)
+        own = partial(load, folder.absolute(), model, spec, share, options)
+        app = application(own, config, name, share, engine.max_num_seqs, number, level)
         handle = deployed(app, ours)
-        where = f"http://{config.host}:{config.port}"
-        facts = {"page": f"{where}/", "api": f"{where}/v1", "model": name, "keys": len(config.api_key)}
-        log.info("ready", extra={"facts": {**facts, **how_many}})
-        if wait(lambda: current_stamp(handle) in (None, stamp)):
-            with suppress(Exception):  # of Ray's: there is no ingress just now
+        say_ready(config, (config.host, config.port), name, {"replicas": how_many})
+        if told_to_end():
+            with suppress(Exception):  # Ray's, if there is no ingress just now
                 handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)
             if "RAY_ADDRESS" in os.environ:  # a Ray of our own ends anyway
                 serve.delete(APP)
@@ -177,10 +191,9 @@ def run(
 
 
 def start_serve(config: ServeConfig) -> tuple[ServeConfig, bool]:
-    """Have Ray Serve listen, unless it does already: the settings with the port, and whether it did not.
-    OSError with a sentence if the address cannot be had."""
-    for name in ("ray", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """Have Ray Serve listen, unless it does already; return the settings with the port, and whether it did
+    not. Raises OSError with a sentence if the address cannot be had."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if serve.status().applications:
         return config, False
     with listen(config) as listener:
@@ -190,46 +203,31 @@ def start_serve(config: ServeConfig) -> tuple[ServeConfig, bool]:
 
 
 def deployed(app: serve.Application, ours: bool) -> Any:
-    """A handle of the ingress, when all replicas are there. ValueError with a sentence if they cannot be;
-    what Ray prints of it is in its logs."""
+    """Return a handle of the ingress, when all replicas are there. Raises ValueError with a sentence if they
+    cannot be; what Ray prints of it is in its logs."""
     try:
         with redirect_stdout(io.StringIO()) as nowhere, redirect_stderr(nowhere):
             return serve.run(app, name=APP, logging_config=QUIET)
     except RuntimeError:
         found = serve.status().applications[APP].deployments.values()
-        why = said("\n".join(each.message for each in found))
+        why = last_error("\n".join(each.message for each in found))
         if ours:
             serve.delete(APP)
-        raise ValueError(why) from None
+        raise ValueError(why or "the replicas could not start; Ray's logs say why.") from None
 
 
-def current_stamp(handle: Any) -> str | None:
-    """Of what is deployed now; None if nobody says so in time."""
+def told_to_end() -> bool:
+    """Wait for Ctrl-C or SIGTERM (a second one ends the process), or until another command has deployed.
+    Return whether it was a signal."""
+    deployed_at = serve.status().applications[APP].last_deployed_time_s
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return str(handle.stamp.remote().result(timeout_s=LOOK))
-    except Exception:  # of Ray's: it may be on its way from one to another
-        return None
-
-
-def wait(is_ours: Callable[[], bool]) -> bool:
-    """Until told to end, by Ctrl-C or SIGTERM (a second one is not waited for): True. Or until another
-    command has deployed: False."""
-    told = threading.Event()
-
-    def tell(*_: object) -> None:
-        told.set()
+        while True:
+            time.sleep(LOOK)
+            with suppress(Exception):  # Ray's, which may not know just now
+                if serve.status().applications[APP].last_deployed_time_s != deployed_at:
+                    return False
+    except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, tell)
-    while not told.wait(LOOK):
-        if not is_ours():
-            return False
-    return True
-
-
-def said(text: str) -> str:
-    """The sentence in what Ray says of a replica that could not start."""
-    found = re.findall(r"(?:ValueError|OSError|TypeError|RuntimeError): (.+)", text)
-    return found[-1] if found else "the replicas could not start; Ray's logs say why."
+        return True

@@ -1,27 +1,31 @@
-"""Ray, found or started, and what of its machines each replica gets.
+"""Start Ray or connect to it, and divide its machines among replicas.
 
 A replica is never spread over machines: its GPUs, or its threads, are all on one.
 """
 
 from __future__ import annotations
 
-import math
 import os
+import re
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...config import EngineConfig
+from ...config import EngineConfig, SpecConfig
+from ...device.devices import resolve_device
+from ...device.memory import spare_memory
 from ...device.threads import cpu_quota
+from ...llm import LLM
+from ...models.hub import resolve_model
 from ...text.checks import shown
 
 MISSING = "replicas need {}: pip install 'nanospec[ray]', or leave out --replicas."
 STORE = 256 << 20  # bytes of the object store of a Ray of our own: requests and results are small
 WAIT = 10.0  # seconds for the Ray of RAY_ADDRESS to answer
-QUIET = {  # of the environment; what it has already counts
+QUIET = {  # environment variables, unless they are set
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
@@ -30,26 +34,27 @@ QUIET = {  # of the environment; what it has already counts
 
 
 class Share(NamedTuple):
-    """What one replica gets.
-
-    Attributes:
-        cpus, gpus: of one machine.
-        threads: that compute, in each of its processes; None on a GPU, where they do not matter.
-        neighbours: replicas that share a machine, itself among them.
-    """
+    """The part of one of Ray's machines that a replica gets."""
 
     cpus: int
     gpus: int
-    threads: int | None
-    neighbours: int
+    threads: int | None  # in each process of the replica; None on a GPU, where they do not matter
+    neighbours: int  # replicas on one machine, itself among them
 
-    def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of `LLM`, for a replica."""
-        return options if self.threads is None else {**options, "threads": self.threads}
+
+def load(folder: Path, model: str, spec: SpecConfig, share: Share, given: dict[str, Any], **more: Any) -> LLM:
+    """Return the engine of a replica, in its process. On a machine without the command's `folder` the model
+    is found by the name that the user gave."""
+    options = {**given, **more} if share.threads is None else {**given, **more, "threads": share.threads}
+    device = resolve_device(options.get("device", "auto"))
+    if device.type == "cpu" and share.neighbours > 1:  # all start at once and see the same free memory
+        ranks = options.get("tensor_parallel_size", 1)
+        options.setdefault("kv_cache_memory", spare_memory(device, share.neighbours * ranks))
+    return LLM(folder if folder.is_dir() else resolve_model(model), spec=spec, **options)
 
 
 def need_ray(part: str) -> None:
-    """Import a part of it, quietly. ValueError if it, or what it needs, is not installed."""
+    """Import a part of Ray, quietly. Raises ValueError if it, or what it needs, is not installed."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -60,40 +65,33 @@ def need_ray(part: str) -> None:
 
 @contextmanager
 def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) -> Iterator[Share]:
-    """Ray with room for so many replicas: this process's if it has one, else that of RAY_ADDRESS, else one
-    of our own, which ends with the block. ValueError if it has no room, OSError if it is not there. After
-    `need_ray`."""
+    """Connect to the Ray of RAY_ADDRESS, or start one that ends with the block, and yield the share of each
+    replica. Raises ValueError if there is no room for them, OSError if there is no Ray. After `need_ray`."""
     import ray
 
-    ours = not ray.is_initialized()
-    if ours:
-        how: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": log_to_driver}
-        if not log_to_driver:  # else it would be told that this is set, once by each process
-            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        if "RAY_ADDRESS" in os.environ:
-            check_there(os.environ["RAY_ADDRESS"])
-        else:
-            cpus = max(own_cpus(), replicas * least_cpus(config))
-            how |= {"address": "local", "num_cpus": cpus, "object_store_memory": STORE}
-            how["include_dashboard"] = False
-        with no_chatter():
-            try:
-                ray.init(**how)
-            except ConnectionError:
-                raise OSError(
-                    f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: no Ray is found; `ray start --head` "
-                    "starts one, and without RAY_ADDRESS this command has its own."
-                ) from None
+    how: dict[str, Any] = {"logging_level": "CRITICAL", "log_to_driver": log_to_driver}
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:
+        cpus = int(max(min(len(os.sched_getaffinity(0)), cpu_quota()), replicas * _least_cpus(config)))
+        how |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+        how["object_store_memory"] = STORE
+    else:
+        check_there(address)
     try:
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        yield share(replicas, config, machines)
+        ray.init(**how)
+    except ConnectionError:
+        raise OSError(
+            f"RAY_ADDRESS={address}: no Ray is found; `ray start --head` starts one, and without RAY_ADDRESS "
+            "this command has its own."
+        ) from None
+    try:
+        yield share(replicas, config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     finally:
-        if ours:
-            ray.shutdown()
+        ray.shutdown()
 
 
 def check_there(address: str) -> None:
-    """OSError with a sentence if nobody listens at a host and port: Ray would try for some minutes."""
+    """Raise OSError if nothing listens at a host and port: Ray would try for some minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():
         return  # "auto", which Ray knows, or what it refuses
@@ -102,61 +100,43 @@ def check_there(address: str) -> None:
     except (OSError, UnicodeError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(
-            f"RAY_ADDRESS={address}: nobody answers there ({reason}); start Ray there, or unset RAY_ADDRESS, "
-            "which starts one here."
+            f"RAY_ADDRESS={address}: nothing answers there ({reason}); start Ray there, or unset "
+            "RAY_ADDRESS, which starts one here."
         ) from None
 
 
-@contextmanager
-def no_chatter() -> Iterator[None]:
-    """Ray's C++ writes past Python to standard error what nobody can use, such as its level of logs."""
-    sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
-
-
-def own_cpus() -> int:
-    """Processors that this process may use."""
-    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
-    return cores if math.isinf(quota) else min(cores, max(math.ceil(quota), 1))
-
-
-def least_cpus(config: EngineConfig) -> int:
-    """Processors that a replica takes at least, if it computes on them."""
-    return config.tensor_parallel_size * (1 if config.threads == "auto" else config.threads)
-
-
 def share(replicas: int, config: EngineConfig, machines: Sequence[dict[str, float]]) -> Share:
-    """What each of so many replicas gets of these machines: GPUs if there are any, else as many processors as
-    let all of them run. ValueError if there are too few."""
-    each = config.tensor_parallel_size
+    """Return the share of each replica: GPUs if the machines have any, else as many processors as leave room
+    for all replicas. Raises ValueError if there are too few."""
+    each, least = config.tensor_parallel_size, _least_cpus(config)
     if config.device.startswith("cuda:"):
         given = f"device={shown(config.device)}"
         raise ValueError(f"{given} is one GPU; with replicas it is 'cuda', 'cpu' or 'auto'.")
     gpus = [int(machine.get("GPU", 0)) for machine in machines]
-    if config.device == "cuda" or (config.device == "auto" and any(gpus)):
-        _check_room(replicas, each, gpus, "GPU")
+    cpus = [int(machine.get("CPU", 0)) for machine in machines]
+    on_gpus = config.device == "cuda" or (config.device == "auto" and any(gpus))
+    there, needed, what = (gpus, each, "GPU") if on_gpus else (cpus, least, "processor")
+
+    def room(size: int) -> int:
+        return sum(count // size for count in there)
+
+    if room(needed) < replicas:
+        what, has = f"{needed} {what}{'s' * (needed > 1)}", " + ".join(map(str, there)) or "none"
+        raise ValueError(
+            f"{replicas} replicas with {what} each do not fit: Ray has {has}, room for {room(needed)}; ask "
+            "for fewer or add machines."
+        )
+    if on_gpus:
         return Share(1, each, None, 1)
-    cpus, least = [int(machine.get("CPU", 0)) for machine in machines], least_cpus(config)
-    _check_room(replicas, least, cpus, "processor")
     most = max(cpus) if config.threads == "auto" else least
-    own = next(n for n in range(most, 0, -1) if n % each == 0 and _room(n, cpus) >= replicas)
+    own = next(n for n in range(most, 0, -1) if n % each == 0 and room(n) >= replicas)
     return Share(own, 0, own // each, min(max(cpus) // own, replicas))
 
 
-def _room(each: int, machines: Sequence[int]) -> int:
-    return sum(count // each for count in machines)
+def _least_cpus(config: EngineConfig) -> int:
+    return config.tensor_parallel_size * (1 if config.threads == "auto" else config.threads)
 
 
-def _check_room(replicas: int, each: int, machines: Sequence[int], what: str) -> None:
-    if (room := _room(each, machines)) < replicas:
-        raise ValueError(
-            f"{replicas} replicas with {each} {what}{'s' * (each > 1)} each do not fit: Ray has "
-            f"{' + '.join(map(str, machines)) or 'none'}, room for {room}; ask for fewer or add machines."
-        )
+def last_error(text: str) -> str:
+    """Return the message of the last exception that Ray reports, or an empty text if it reports none."""
+    return (re.findall(r"\w+Error: (.+)", text) or [""])[-1]

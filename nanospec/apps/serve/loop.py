@@ -61,9 +61,10 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin. Called in the event loop that will submit."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        """Begin, unless it has. Called in the event loop that will submit."""
+        if self._thread.ident is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
 
     async def stop(self) -> None:
         """End what runs, and the thread."""

@@ -1,34 +1,38 @@
-"""A batch on several engines: each line once, whatever dies; texts that do not depend on who wrote them.
+"""A batch on several engines: each line once, whatever dies; texts that do not depend on the replica.
 
 The last tests start Ray, and are left out where it is not installed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanospec import SamplingParams
+from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.apps.cli.batch import open_batch, run_batch, seeded
 from nanospec.apps.cli.batch_lines import LineError, Task
+from nanospec.apps.cli.batch_results import result_line
 from nanospec.apps.cli.main import main
 from nanospec.apps.cli.options import parse, sampling_params
-from nanospec.apps.cluster.batch import MOST_LINES, TASKS, grouped, tasks_at_once, write_once
-from nanospec.apps.cluster.lines import Result
+from nanospec.apps.cluster import start
+from nanospec.apps.cluster.batch import Line, LineEngine
+from nanospec.apps.cluster.start import Share, load
 from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
@@ -36,46 +40,76 @@ ROOT = Path(__file__).resolve().parents[4]
 SAME = ("--max-model-len", "512", "--dtype", "float32")  # or results would be those of others
 
 
-def written(*results: Result) -> list[tuple[bytes, int]]:
-    found: list[tuple[bytes, int]] = []
-    write = lambda line, tokens: found.append((line, tokens))  # noqa: E731
-    batch: Any = SimpleNamespace(source="requests.jsonl", write=write)
-    write_once(iter(results), batch)
-    return found
+OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128}
 
 
-def test_a_line_that_was_run_twice_is_written_once() -> None:
-    twice = [Result(1, b"one\n", 3), Result(0, b"zero\n", 2), Result(1, b"one again\n", 4)]
-    assert written(*twice) == [(b"one\n", 3), (b"zero\n", 2)]
+def engine_of(folder: Path) -> LineEngine:
+    spec, share = SpecConfig(num_speculative_tokens=5), Share(1, 0, 1, 1)
+    return LineEngine(partial(load, folder, "", spec, share, OPTIONS), "alphabet", "requests.jsonl")
 
 
-def test_what_is_wrong_is_said_in_the_words_of_the_command_line() -> None:
-    with pytest.raises(LineError, match=r"requests\.jsonl line 5: too long for --max-model-len 8\."):
-        written(Result(4, refused="too long for max_model_len=8."))
-    with pytest.raises(ValueError, match="no memory") as caught:
-        written(Result(0, failed="no memory"))
-    assert not isinstance(caught.value, LineError)
+def line(llm: LLM, number: int, prompt: str, **params: Any) -> Line:
+    asked = SamplingParams(**{"max_tokens": 40, "seed": number, **params})
+    return Task(number, asked, prompt, key=f"{number:016x}"), llm.tokenizer.encode(prompt), asked
 
 
-@given(count=st.integers(0, 3 * TASKS))
-def test_every_line_is_in_one_task(count: int) -> None:
-    every: list[Any] = list(range(count))
-    tasks = list(grouped(every))
-    assert [line for task in tasks for line in task] == every
-    assert {len(task) for task in tasks[:-1]} <= {max(count // TASKS, 1)}
+def answers(engine: LineEngine, *asked: Line) -> list[Any]:
+    async def run() -> list[Any]:
+        found = await asyncio.gather(*(engine.answer(*each) for each in asked), return_exceptions=True)
+        await engine.loop.stop()
+        return found
+
+    return asyncio.run(run())
 
 
-def test_no_result_waits_for_many_others() -> None:
-    lines: list[Any] = [None] * (TASKS * MOST_LINES * 2)
-    assert max(map(len, grouped(lines[: TASKS + 5]))) == 1
-    assert max(map(len, grouped(lines))) == MOST_LINES
+def test_results_are_those_of_one_engine_and_a_line_that_does_not_fit_is_told(folder: Path) -> None:
+    llm = make(folder)
+    asked = [line(llm, i, after("abc"[: i % 4]), temperature=i % 2, n=1 + i % 3 // 2) for i in range(9)]
+    *found, refused = answers(engine_of(folder), *asked, line(llm, 9, "a" * 200))
+    for (task, ids, params), (written, tokens) in zip(asked, found, strict=True):
+        [output] = llm.generate([ids], params)
+        assert written.split(b'"stats"')[0] == result_line(task, output, "alphabet").split(b'"stats"')[0]
+        assert tokens == sum(len(done.token_ids) for done in output.outputs) > 0
+    refused = pickle.loads(pickle.dumps(refused))  # as it comes through Ray
+    assert isinstance(refused, LineError)
+    assert str(refused).startswith(
+        "requests.jsonl line 10: The prompt has 200 tokens, but --max-model-len 128"
+    )
 
 
-@pytest.mark.parametrize(
-    ("tasks", "expected"), [(1, 1), (20, 10), (21, 11), (10**6, 128)], ids=["one", "half", "odd", "many"]
-)
-def test_a_short_batch_is_dealt_out(tasks: int, expected: int) -> None:
-    assert tasks_at_once(tasks, 2, 128) == expected
+def test_neighbours_share_the_memory_of_a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "nanospec.apps.cluster.start.spare_memory", lambda device, sharing=1: (1 << 20) // sharing
+    )
+    monkeypatch.setattr(start, "LLM", lambda folder, **options: options)
+    loaded: list[Any] = [
+        load(folder, "", SpecConfig(), Share(1, 0, 3, neighbours), {"tensor_parallel_size": ranks})
+        for neighbours in (1, 2)
+        for ranks in (1, 2)
+    ]
+    assert [each.get("kv_cache_memory") for each in loaded] == [None, None, 1 << 19, 1 << 18]
+    assert {each["threads"] for each in loaded} == {3}
+    on_a_gpu: Any = load(folder, "", SpecConfig(), Share(1, 1, None, 1), {"seed": 1}, seed=2)
+    assert on_a_gpu == {"seed": 2, "spec": SpecConfig()}
+
+
+def test_a_failed_step_ends_the_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that Ray runs its lines again elsewhere, and nothing of them is written."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(os, "_exit", end)
+    engine = engine_of(folder)
+    monkeypatch.setattr(engine.llm.engine, "step", fail)
+    [ended] = answers(engine, line(engine.llm, 0, "a"))
+    assert isinstance(ended, Ended)
 
 
 @given(
@@ -159,7 +193,7 @@ def test_lines_are_checked_before_ray_starts(
 
 
 def children(pid: int) -> Iterator[tuple[int, str]]:
-    """All processes that a process has started, they too, with their names."""
+    """Yield all processes below a process, with their names."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -218,7 +252,7 @@ def test_every_line_is_there_once_though_a_replica_is_killed(folder: Path, tmp_p
     (tmp_path / "results.jsonl").write_bytes(b"".join(before)[:-50])
     command = Command(folder, tmp_path, replicas=2)
     command.wait_for(5 + 3)
-    replicas = [pid for pid, name in children(command.process.pid) if name.startswith("ray::MapWorker")]
+    replicas = [pid for pid, name in children(command.process.pid) if name.startswith("ray::LineEngine")]
     assert len(replicas) == 2
     os.kill(replicas[0], signal.SIGKILL)
     assert command.target.read_bytes().count(b"\n") < len(LINES)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 
-from nanospec.apps.cluster.figures import together
-from nanospec.apps.cluster.front import LOST, NOBODY, Front
+from nanospec.apps.cluster.front import LOST, NO_REPLICA, Front, together
+from nanospec.apps.cluster.routing import pieces
 from nanospec.apps.serve.gate import draining
 from nanospec.apps.serve.settings import ServeConfig
 
-Ask = Callable[[dict[str, Any], bytes, str | None], AsyncIterator[dict[str, Any]]]
+Ask = Callable[[dict[str, Any], bytes, Sequence[bytes]], AsyncIterator[dict[str, Any]]]
 URL = "/v1/completions"
 
 
@@ -48,59 +49,54 @@ def part(data: bytes, more: bool = False) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def echo(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncIterator[dict[str, Any]]:
+async def echo(scope: dict[str, Any], body: bytes, names: Sequence[bytes]) -> AsyncIterator[dict[str, Any]]:
     yield begin()
-    told = {"to": to, "path": scope["path"], "body": body.decode(), "headers": dict(scope["headers"])}
+    told = {"names": names, "path": scope["path"], "body": body, "headers": dict(scope["headers"])}
     yield part(repr(told).encode())
     yield {"facts": {"prompt_tokens": 3}}
 
 
-def front(ask: Ask, names: tuple[str, ...] = ("a", "b"), **config: Any) -> tuple[httpx.AsyncClient, Front]:
+def front(ask: Ask, pages: Mapping[str, str] | None = None, **config: Any) -> tuple[httpx.AsyncClient, Front]:
     cancelled: list[bool] = []
-    made = Front(ServeConfig(**config), 1, lambda: names, lambda *asked: Answer(ask(*asked), cancelled))
+
+    async def figures() -> Mapping[str, str]:
+        return pages or {}
+
+    made = Front(ServeConfig(**config), lambda *asked: Answer(ask(*asked), cancelled), figures)
     transport = httpx.ASGITransport(made.asgi(), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost"), made
 
 
-def run(ask: Ask, *requests: tuple[str, str, Any], **options: Any) -> list[httpx.Response]:
-    """The answers to (method, path, body), one after the other."""
-
-    async def all_of_them() -> list[httpx.Response]:
+def run(ask: Ask, method: str, path: str, body: Any, **options: Any) -> httpx.Response:
+    async def one() -> httpx.Response:
         client, made = front(ask, **options)
         async with client:
-            found = [await client.request(method, path, content=body) for method, path, body in requests]
-        assert not made.balancer.running
+            found = await client.request(method, path, content=body)
+        assert not made._answers
         return found
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(one())
 
 
-def test_a_request_goes_where_its_beginning_is_known_and_the_answer_comes_back() -> None:
-    bodies = [json.dumps({"prompt": letter * 400}) for letter in "xyxyyx"]
-    found = run(echo, *(("POST", URL, body) for body in bodies))
-    told = [eval(response.text) for response in found]
-    homes = [each["to"] for each in told]
-    assert sorted(homes[:2]) == ["a", "b"]
-    assert homes[2:] == [homes[0], homes[1], homes[1], homes[0]]
-    assert [each["body"] for each in told] == bodies
-    assert [each["headers"][b"x-request-id"].decode() for each in told] == [
-        response.headers["x-request-id"] for response in found
-    ]
+def test_a_request_reaches_a_replica_with_its_id_and_pieces_and_the_answer_comes_back() -> None:
+    body = json.dumps({"prompt": "x" * 400}).encode()
+    response = run(echo, "POST", URL, body)
+    told = eval(response.text)
+    assert (told["path"], told["body"], told["names"]) == (URL, body, pieces(body))
+    assert told["headers"][b"x-request-id"].decode() == response.headers["x-request-id"]
 
 
 def test_keys_and_sizes_are_checked_before_a_replica_is_asked() -> None:
-    def nobody(*_: object) -> Any:
+    def nothing(*_: object) -> Any:
         raise AssertionError("a replica was asked")
 
-    [refused] = run(nobody, ("POST", URL, "{}"), api_key=("secret-key",))
-    assert refused.status_code == 401
+    assert run(nothing, "POST", URL, "{}", api_key=("secret-key",)).status_code == 401
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b"x" * 1000
 
-    [long] = run(echo, ("POST", URL, parts()), max_body=2500)
-    assert len(eval(long.text)["body"]) == 3000  # enough for the replica to see that it is too long
+    assert run(nothing, "POST", URL, parts(), max_body=2500).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -120,7 +116,7 @@ def test_a_replica_that_dies_is_an_error_in_words(sent: list[bytes], status: int
             yield part(data, more=data != b"")
         raise RuntimeError("ActorDiedError")
 
-    [response] = run(dies, ("POST", URL, "{}"))
+    response = run(dies, "POST", URL, "{}")
     assert response.status_code == status
     assert response.text.startswith(text)
     if sent[-1:] != [b""]:
@@ -129,19 +125,14 @@ def test_a_replica_that_dies_is_an_error_in_words(sent: list[bytes], status: int
         assert response.text == text
 
 
-def test_where_no_replica_is_known_ray_chooses() -> None:
-    [response] = run(echo, ("GET", "/health", b""), names=())
-    assert eval(response.text)["to"] is None
-
-
 def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
     async def never(*_: object) -> AsyncIterator[dict[str, Any]]:
         yield begin()
         await asyncio.sleep(60)
 
-    async def go_away() -> tuple[Any, list[bool]]:
+    async def go_away() -> list[bool]:
         cancelled: list[bool] = []
-        made = Front(ServeConfig(), 1, lambda: ("a",), lambda *asked: Answer(never(*asked), cancelled))
+        made = Front(ServeConfig(), lambda *asked: Answer(never(*asked), cancelled), AsyncMock())
         received: Iterator[dict[str, Any]] = iter([{"type": "http.request", "body": b"{}"}])
         scope = {"type": "http", "method": "POST", "path": URL, "headers": [(b"host", b"localhost")]}
 
@@ -153,13 +144,14 @@ def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
 
         task = asyncio.ensure_future(made.asgi()(scope, receive, send))
         await asyncio.sleep(0.05)
-        running = dict(made.balancer.running)
+        assert made._answers
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return (running, dict(made.balancer.running)), cancelled
+        assert not made._answers
+        return cancelled
 
-    assert asyncio.run(go_away()) == (({"a": 1}, {}), [True])
+    assert asyncio.run(go_away()) == [True]
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])
@@ -180,7 +172,7 @@ def test_what_runs_is_finished_and_new_requests_are_told_so(
         client, made = front(answer, drain_timeout=30.0 if ends else 0.1)
         async with client:
             running = asyncio.ensure_future(client.post(URL, content="{}"))
-            while not made.balancer.running:
+            while not made._answers:
                 await asyncio.sleep(0.01)
             draining = asyncio.ensure_future(made.drain())
             await asyncio.sleep(0.01)
@@ -198,30 +190,22 @@ def test_what_runs_is_finished_and_new_requests_are_told_so(
     assert last == "data: [DONE]" if ends else LOST in last
 
 
-async def counting(scope: dict[str, Any], body: bytes, to: str | None) -> AsyncIterator[dict[str, Any]]:
-    if to == "gone":
-        raise RuntimeError("ActorDiedError")
-    yield begin()
-    text = "# HELP nanospec:steps Steps\n# TYPE nanospec:steps counter\n"
-    yield part(f'{text}nanospec:steps_total{{model_name="m"}} {len(to or "")}\n'.encode())
-    yield {"facts": {"replica": "bb" if to == "dead" else to}}
-
-
 def test_figures_are_those_of_all_replicas() -> None:
-    [response] = run(counting, ("GET", "/metrics", b""), names=("a", "gone", "dead", "bb"))
+    text = "# HELP nanospec:steps Steps\n# TYPE nanospec:steps counter\n"
+    pages = {name: f'{text}nanospec:steps_total{{model_name="m"}} {len(name)}\n' for name in ("a", "bb")}
+    response = run(echo, "GET", "/metrics", b"", pages=pages)
     assert response.text.count("# TYPE nanospec:steps_total counter") == 1
     lines = [line for line in response.text.splitlines() if not line.startswith("#")]
     assert lines == [
         'nanospec:steps_total{model_name="m",replica="a"} 1.0',
         'nanospec:steps_total{model_name="m",replica="bb"} 2.0',
     ]
-    [response] = run(counting, ("GET", "/metrics", b""), names=("gone",))
-    assert (response.status_code, response.json()["error"]["message"]) == (503, NOBODY)
+    response = run(echo, "GET", "/metrics", b"")
+    assert (response.status_code, response.json()["error"]["message"]) == (503, NO_REPLICA)
 
 
 def test_histograms_keep_their_buckets() -> None:
     text = '# TYPE h histogram\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 5.0\n'
-    page, kind = together({"a": text, "b": text})
-    assert page.decode().count("# TYPE h histogram") == 1
-    assert page.decode().count('le="+Inf"') == 2
-    assert kind.startswith("text/plain")
+    page = together({"a": text, "b": text}).decode()
+    assert page.count("# TYPE h histogram") == 1
+    assert page.count('le="+Inf"') == 2

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanospec.apps.cluster import messages
-from nanospec.apps.cluster.messages import Sender
+from nanospec.apps.cluster import front
+from nanospec.apps.cluster.front import Sender
 
 
 def part(number: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def sender(pauses: Sequence[int]) -> ASGIApp:
 @given(pauses=st.lists(st.sampled_from([0, 1, 3, 30]), max_size=20))
 def test_every_message_comes_once_and_in_order(pauses: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "PAUSE", 1e-5)
+        patch.setattr(front, "PAUSE", 1e-5)
         found = asked(sender(pauses))
     assert [number for numbers in found for number in numbers] == list(range(len(pauses)))
     assert [] not in found
@@ -61,7 +61,7 @@ def test_every_message_comes_once_and_in_order(pauses: list[int]) -> None:
 def test_the_first_token_does_not_wait_and_what_follows_soon_comes_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(messages, "PAUSE", 0.1)
+    monkeypatch.setattr(front, "PAUSE", 0.1)
     begin = {"type": "http.response.start", "number": -1}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +73,7 @@ def test_the_first_token_does_not_wait_and_what_follows_soon_comes_together(
 
 def test_the_more_answers_there_are_the_longer_are_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray carries so many lists, whoever's they are."""
-    monkeypatch.setattr(messages, "PAUSE", 0.01)
+    monkeypatch.setattr(front, "PAUSE", 0.01)
     waited: list[float] = []
     sleep = asyncio.sleep
 

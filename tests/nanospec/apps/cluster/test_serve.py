@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,7 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from nanospec import SamplingParams
+from nanospec import LLM, SamplingParams
+from nanospec.apps.cluster.start import Share
 from nanospec.apps.serve.command import build_parser
 from nanospec.apps.serve.gate import draining
 from nanospec.apps.serve.server import listen
@@ -53,28 +55,28 @@ def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Pat
     assert "--kv-cache-memory of 1,024 bytes hold the K/V of 0 tokens, too few for" in line
 
 
-def test_a_replica_whose_device_is_gone_is_replaced_before_anybody_asks() -> None:
+def test_a_replica_whose_device_is_gone_is_replaced() -> None:
     serve = pytest.importorskip("nanospec.apps.cluster.serve")
-    engine = SimpleNamespace(end=None, is_alive=False)
+    engine = SimpleNamespace(end="Rank 1 is gone.", is_alive=False, start=lambda: None)
     replica = object.__new__(serve.ServingEngine)
-    replica._app, replica._is_started = SimpleNamespace(engine=engine), False
-    replica.check_health()
-    engine.end = "Rank 1 is gone, and the others with it."
+    replica._app = SimpleNamespace(engine=engine)
     with pytest.raises(RuntimeError, match="Rank 1 is gone"):
-        replica.check_health()
-    engine.end, replica._is_started = None, True
+        asyncio.run(replica.check_health())
+    engine.end = None
     with pytest.raises(RuntimeError, match="steps fail"):
-        replica.check_health()
+        asyncio.run(replica.check_health())
+    engine.is_alive = True
+    asyncio.run(replica.check_health())
 
 
 @needs_ray
-@pytest.mark.ray
 def test_replicas_are_added_when_each_has_more_requests_than_rows() -> None:
-    from nanospec.apps.cluster.serve import scaling
+    from nanospec.apps.cluster.serve import application
 
-    assert scaling((2, 2), 64) == {"num_replicas": 2}
-    found = scaling((1, 4), 64)["autoscaling_config"]
-    assert (found["min_replicas"], found["max_replicas"], found["target_ongoing_requests"]) == (1, 4, 64)
+    app = application(LLM, ServeConfig(), "m", Share(1, 0, 1, 1), 64, (1, 4), "info")
+    [engines, *_] = app._bound_deployment.init_args
+    found = engines._bound_deployment._deployment_config.autoscaling_config
+    assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (1, 4, 64)
 
 
 class Served:
