@@ -21,6 +21,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -77,7 +78,7 @@ class Front:
                     raise HTTPError(503, NO_REPLICA)
                 await Response(together(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
             else:
-                await self._pass_on(scope, await read_body(scope, receive, self.config), send)
+                await self._pass_on(scope, await read_body(Request(scope, receive), self.config), send)
         except HTTPError as error:
             await error.response()(scope, receive, send)
 

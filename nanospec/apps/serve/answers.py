@@ -22,17 +22,13 @@ from .requests import Asked
 
 QUIET = b": nothing yet\n\n"  # a comment, so that no proxy takes the connection for dead
 TOO_SLOW = "The request took longer than the server allows."
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(eq=False)
 class Answer:
     """The ASGI app that answers a request. Its outputs end when its client goes away, or after `timeout`
-    seconds.
-
-    Attributes:
-        facts: what the log is to say of it; never a text.
-        done: the outputs that have ended.
-    """
+    seconds. `facts` are what the log is to say of it; never a text."""
 
     asked: Asked
     job: Job
@@ -41,19 +37,14 @@ class Answer:
     bytes_of: Callable[[int], bytes]
     timeout: float
     facts: dict[str, Any]
-    done: list[Completion] = field(default_factory=list)
+    done: list[Completion] = field(default_factory=list)  # the outputs that have ended
 
     def __post_init__(self) -> None:
-        kind, prefix = ("text_completion", "cmpl")
+        kind, prefix = "text_completion", "cmpl"
         if self.asked.url == CHAT:
             kind, prefix = "chat.completion" + ".chunk" * self.asked.streams, "chatcmpl"
-        created = int(time.time())
-        self._head = {
-            "id": f"{prefix}-{self.request_id}",
-            "object": kind,
-            "created": created,
-            "model": self.model,
-        }
+        self._head: dict[str, Any] = {"id": f"{prefix}-{self.request_id}", "object": kind}
+        self._head |= {"created": int(time.time()), "model": self.model}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         write = self._stream if self.asked.streams else self._whole
@@ -72,14 +63,12 @@ class Answer:
                 each.cancel()
             self.facts["prompt_tokens"] = self.asked.num_prompt_tokens
             if self.done:
-                usage = self.usage()
+                usage, first = self._usage(), min(done.first_token_seconds for done in self.done)
                 self.facts["completion_tokens"] = usage["completion_tokens"]
                 self.facts["tokens_per_step"] = usage["speculation"]["tokens_per_step"]
-                first = min(done.first_token_seconds for done in self.done)
                 self.facts["first_token_ms"] = round(first * 1e3, 1)
 
-    def usage(self) -> dict[str, Any]:
-        """Return the usage of what has ended."""
+    def _usage(self) -> dict[str, Any]:
         return usage(self.asked.num_prompt_tokens, self.done, self.asked.params.n)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,22 +86,21 @@ class Answer:
         self.done.sort(key=lambda done: done.index)
         url, number = self.asked.url, self.asked.params.logprobs
         choices = [choice(url, done, number, self.bytes_of) for done in self.done]
-        return JSONResponse({**self._head, "choices": choices, "usage": self.usage()})
+        return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
-            async for data in self.events():
+            async for data in self._events():
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             last = b"data: [DONE]\n\n"
         except JobFailed as failure:
             last = event(self._failed(failure).body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncIterator[bytes]:
         """Yield the stream but for its end, as bytes of server-sent events. Raises JobFailed."""
-        include, is_chat = self.asked.include, self.asked.url == CHAT
+        include = self.asked.include
         num_tokens: Counter[int] = Counter()  # of each output so far
         num_chars: Counter[int] = Counter()
 
@@ -137,14 +125,22 @@ class Answer:
             text = "".join(piece.text for piece in delta.pieces)
             if text or delta.logprobs:
                 found = self._logprobs(delta, num_chars[i])
-                yield to_event([part(is_chat, i, {**role, "content": text}, found)], **told)
+                yield to_event([self._part(i, {**role, "content": text}, found)], **told)
                 num_chars[i] += len(text)
                 told, role = {}, {}
             if done is not None:
                 self._end(done)
-                yield to_event([part(is_chat, i, role, done=done)], **told)
+                yield to_event([self._part(i, role, done=done)], **told)
         if "include_usage" in include:
-            yield to_event([], usage=self.usage())
+            yield to_event([], usage=self._usage())
+
+    def _part(
+        self, index: int, delta: dict[str, Any], found: Any = None, done: Completion | None = None
+    ) -> dict[str, Any]:
+        """Return what an event tells of one output; `found`: its log-probabilities."""
+        content = {"delta": delta} if self.asked.url == CHAT else {"text": delta.get("content", "")}
+        reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
+        return {"index": index, **content, "logprobs": found, **reasons}
 
     def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any] | None:
         number, places = self.asked.params.logprobs, delta.logprobs
@@ -162,15 +158,6 @@ class Answer:
     def _failed(self, failure: JobFailed) -> HTTPError:
         self.facts["ended_by"] = str(failure)
         return HTTPError(failure.status, str(failure))
-
-
-def part(
-    is_chat: bool, index: int, delta: dict[str, Any], found: Any = None, done: Completion | None = None
-) -> dict[str, Any]:
-    """Return what an event tells of one output."""
-    content = {"delta": delta} if is_chat else {"text": delta.get("content", "")}
-    reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
-    return {"index": index, **content, "logprobs": found, **reasons}
 
 
 def event(data: Any) -> bytes:

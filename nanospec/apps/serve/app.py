@@ -32,9 +32,9 @@ from .settings import ServeConfig
 T = TypeVar("T")
 READERS = 2  # threads that read requests: templates and tokenizers take their time
 PAGE = Path(__file__).parent / "page"
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
 PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:",
+    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
@@ -43,11 +43,7 @@ PAGE_HEADERS = {
 
 
 class App:
-    """The server's answers.
-
-    Attributes:
-        answered: requests by path, one of the routes or "other", and status.
-    """
+    """The server's answers. `answered` counts them by path, one of the routes or "other", and status."""
 
     def __init__(self, llm: LLM, config: ServeConfig, model: str) -> None:
         self.llm, self.config, self.model = llm, config, model
@@ -60,20 +56,14 @@ class App:
 
     def asgi(self) -> ASGIApp:
         """Return all of it, behind the gate."""
-        routes = [
-            Route(CHAT, self.answer, methods=["POST"]),
-            Route(COMPLETIONS, self.answer, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/", self.page, methods=["GET"]),
-            Route("/page/{name}", self.page, methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/metrics", self.show_metrics, methods=["GET"]),
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.models, methods=["GET"]),
-        ]
-        handlers: Any = {HTTPException: _refused, Exception: _our_fault}
-        app = Starlette(routes=routes, exception_handlers=handlers)
+        posts = {CHAT: self.answer, COMPLETIONS: self.answer}
+        posts |= {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
+        gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
+        gets |= {"/metrics": self.show_metrics, "/v1/models": self.models}
+        gets["/v1/models/{name:path}"] = self.models
+        routes = [Route(path, function, methods=["POST"]) for path, function in posts.items()]
+        routes += [Route(path, function) for path, function in gets.items()]
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys((HTTPException, Exception), _refused))
         app.router.redirect_slashes = False
         return Gate(app, self.config, self.answered, {route.path for route in routes})
 
@@ -104,7 +94,7 @@ class App:
         """Return the JSON object that was sent, for this model; `only`: all fields that it may have."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
-        data = await read_body(request.scope, request.receive, self.config)
+        data = await read_body(request, self.config)
         body = await self._read(lambda: read_json(data))
         if only and (unknown := sorted(body.keys() - {"model", *only})):
             raise HTTPError(400, f"unknown field {shown(unknown[0])}.", unknown[0], "unknown_field")
@@ -151,6 +141,7 @@ class App:
         if (name := request.path_params.get("name")) is not None:
             self._check_model(name)
         engine, spec = self.llm.engine, self.llm.config.spec
+        guesses = {"method": spec.method, "max_tokens": engine.worker.max_k}
         entry = {
             "id": self.model,
             "object": "model",
@@ -158,11 +149,7 @@ class App:
             "owned_by": "nanospec",
             "max_model_len": engine.max_model_len,
             "structured_output": find_spec("llguidance") is not None,
-            "speculation": {
-                "method": spec.method,
-                "max_tokens": engine.worker.max_k,
-                "tokens": spec.num_speculative_tokens,
-            },
+            "speculation": {**guesses, "tokens": spec.num_speculative_tokens},
         }
         return JSONResponse(entry if name is not None else {"object": "list", "data": [entry]})
 
@@ -181,14 +168,12 @@ class App:
 
 
 async def _refused(request: Request, error: Any) -> Response:
-    """Answer with an error of ours, or of starlette's for a path or method that is not there."""
+    """Answer with an error of ours, of starlette's for a path or method that is not there, or of another."""
     if isinstance(error, HTTPError):
         return error.response()
+    if not isinstance(error, HTTPException):
+        return HTTPError(500, "The server failed on this request; its log says more.").response()
     message = "There is no such path; /v1/chat/completions and /v1/completions are there."
     if error.status_code == 405:
         message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
     return HTTPError(error.status_code, message, headers=error.headers).response()
-
-
-async def _our_fault(request: Request, error: Exception) -> Response:
-    return HTTPError(500, "The server failed on this request; its log says more.").response()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,38 +21,31 @@ SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig,
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C; return the exit status."""
-    args = _parse(argv)
-    try:
-        keys = filter(None, os.environ.get("NANOSPEC_API_KEY", "").split(","))
-        options = given(args, "ServeConfig")
-        config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
-        return _serve(args, config, resolve_model(args.model))
-    except ModuleNotFoundError as error:
-        if error.name not in NEEDS:
-            raise
-        text = f"serving needs {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
-    except (ValueError, TypeError, MemoryError) as error:
-        text = in_flags(str(error), [each for each, _ in SETTINGS])
-    except OSError as error:
-        text = str(error)
-    print(f"{program()}: {text}", file=sys.stderr)
-    return 2
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Serve until SIGTERM or Ctrl-C; return the exit status. Raises what is wrong, in the words of the
+    command line."""
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         add_further(parser)
         args = parser.parse_args(argv)
-    args.model = args.positional or args.model
     if args.help_all:
         build_parser(full=True).print_help()
-        parser.exit()
-    if args.replicas is not None and "write_timeout" in given(args, "ServeConfig"):
+        return 0
+    options = given(args, "ServeConfig")
+    if args.replicas is not None and "write_timeout" in options:
         parser.error("--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out")
-    return args
+    args.model = args.positional or args.model
+    keys = filter(None, os.environ.get("NANOSPEC_API_KEY", "").split(","))
+    try:
+        config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
+        return _serve(args, config, resolve_model(args.model))
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDS:
+            raise
+        needs = f"serving needs {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
+        raise ValueError(needs) from None
+    except (ValueError, TypeError, MemoryError) as error:
+        raise ValueError(in_flags(str(error), [each for each, _ in SETTINGS])) from None
 
 
 def build_parser(full: bool = False) -> Parser:

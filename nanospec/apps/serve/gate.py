@@ -10,11 +10,12 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,15 +29,9 @@ BAD_KEY = "The API key is missing or wrong; send it as 'Authorization: Bearer KE
 BAD_HOST = "This server answers its own machine alone, as localhost; --host and --api-key open it to others."
 MOST = 1500  # characters of a message, which may repeat what a client sent
 TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 class HTTPError(HTTPException):
@@ -48,7 +43,7 @@ class HTTPError(HTTPException):
         message: str,
         param: str | None = None,
         code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Any = None,
     ) -> None:
         message = message if len(message) <= MOST else message[:MOST] + "..."
         super().__init__(status, message, headers)
@@ -71,27 +66,24 @@ def draining(seconds: float) -> HTTPError:
     return HTTPError(503, message, headers={"retry-after": str(int(seconds) + 1), "connection": "close"})
 
 
-async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> bytes:
+async def read_body(request: Request, config: ServeConfig) -> bytes:
     """Return what the client sends. Raises HTTPError if it is too much, or takes too long."""
-    close = {"connection": "close"}
-    too_large = HTTPError(413, f"The body is larger than {config.max_body} bytes.", headers=close)
-    if int(Headers(scope=scope).get("content-length", 0)) > config.max_body:
-        raise too_large
-    data = bytearray()
+    data, close = bytearray(), {"connection": "close"}
+
+    def check(size: int) -> None:
+        if size > config.max_body:
+            raise HTTPError(413, f"The body is larger than {config.max_body} bytes.", headers=close)
 
     async def read() -> None:
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise HTTPError(499, "The client went away.")
-            data.extend(message.get("body", b""))
-            more = message.get("more_body", False)
-            if len(data) > config.max_body:
-                raise too_large
+        async for part in request.stream():
+            data.extend(part)
+            check(len(data))
 
+    check(int(request.headers.get("content-length", 0)))
     try:
         await asyncio.wait_for(read(), config.read_timeout)
+    except ClientDisconnect:
+        raise HTTPError(499, "The client went away.") from None
     except asyncio.TimeoutError:
         raise HTTPError(408, "The body did not come in time.", headers=close) from None
     return bytes(data)
@@ -103,7 +95,7 @@ class Gate:
     what clients may invent."""
 
     def __init__(
-        self, app: ASGIApp, config: ServeConfig, answered: Counter[tuple[str, int]], paths: Collection[str]
+        self, app: ASGIApp, config: ServeConfig, answered: Counter[Any], paths: Collection[str]
     ) -> None:
         self.app, self.config, self._paths, self._answered = app, config, paths, answered
         self._digests = [_digest(key) for key in config.api_key]

@@ -1,4 +1,4 @@
-"""What one client waits for, and what the engine hands over for it after each step."""
+"""A job: the outputs that one client waits for, and what the engine hands over for them after each step."""
 
 from __future__ import annotations
 
@@ -25,21 +25,13 @@ class JobFailed(Exception):
 
 
 class Delta(NamedTuple):
-    """What one output of a job got since the last one.
+    """What an output of a job got since the last delta."""
 
-    Attributes:
-        choice: the output's number in the job.
-        pieces: its new tokens as text; empty where the job does not stream.
-        logprobs: of these tokens, as far as they are of the text, if they were asked for.
-        speculation: the figures of the guesses among them, and in a traced engine the texts of rejected ones.
-        done: the whole output, when it has ended.
-    """
-
-    choice: int
-    pieces: list[Piece]
-    logprobs: list[dict[int, Logprob]]
-    speculation: dict[str, Any]
-    done: Completion | None
+    choice: int  # the output's number in the job
+    pieces: list[Piece]  # its new tokens as text; empty where the job does not stream
+    logprobs: list[dict[int, Logprob]]  # of these tokens, as far as they are of the text
+    speculation: dict[str, Any]  # figures of the guesses, and in a traced engine the texts of rejected ones
+    done: Completion | None  # the whole output, when it has ended
 
 
 class Job:
@@ -47,7 +39,6 @@ class Job:
 
     Attributes:
         left: how many have not ended, as far as the event loop knows; 0 when the job was aborted.
-        arrival: when it was asked for, on the clock of `time.perf_counter`.
         abort: ends what has not ended; nothing more comes.
     """
 
@@ -56,6 +47,7 @@ class Job:
         self.streams, self.arrival = streams, time.perf_counter()
         self.abort = lambda: abort(self)
         self._deltas: asyncio.Queue[Delta | JobFailed] = asyncio.Queue()
+        self.put = self._deltas.put_nowait
 
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
         """Yield what its outputs get, and None after a while without anything. Raises JobFailed."""
@@ -71,9 +63,6 @@ class Job:
                 raise delta
             left -= delta.done is not None
             yield delta
-
-    def put(self, delta: Delta | JobFailed) -> None:
-        self._deltas.put_nowait(delta)
 
 
 @dataclass(eq=False)

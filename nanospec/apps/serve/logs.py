@@ -23,8 +23,7 @@ class Lines(logging.Formatter):
         return json.dumps({**told, **error})
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """Return whether this is more than uvicorn's word of a request that was cancelled at the server's end."""
+def _is_news(record: logging.LogRecord) -> bool:  # not that the server's end has cancelled a request
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -32,7 +31,7 @@ def log_to(stream: TextIO | None = None, level: str = "info") -> None:
     """Have the server and uvicorn write their lines to a stream (default: standard error)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Lines())
-    handler.addFilter(is_news)
+    handler.addFilter(_is_news)
     for name, least in (("nanospec.apps.serve", level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -34,8 +34,6 @@ class QueueFull(Exception):
 class EngineLoop:
     """Runs the engine of an `LLM`, which nothing else may use meanwhile.
 
-    The event loop calls all methods but those that begin with an underscore.
-
     Attributes:
         num_outputs: accepted and not yet ended; at most `most`.
         gap_seconds: between steps while there was work; the host's own part of a step is in the stages.
@@ -44,12 +42,12 @@ class EngineLoop:
             the number of new ones, and with each ended output.
     """
 
+    on_tokens: Callable[[float, int], None] = staticmethod(lambda seconds, count: None)
+    on_done: Callable[[Completion, Request], None] = staticmethod(lambda done, request: None)
+
     def __init__(self, llm: LLM, most: int) -> None:
         self.llm, self.most = llm, most
-        self.num_outputs = self.failures = 0
-        self.gap_seconds = 0.0
-        self.on_tokens: Callable[[float, int], None] = lambda seconds, count: None
-        self.on_done: Callable[[Completion, Request], None] = lambda done, request: None
+        self.num_outputs, self.failures, self.gap_seconds = 0, 0, 0.0
         self._live: dict[Request, Live] = {}
         self._numbers = itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -85,11 +83,7 @@ class EngineLoop:
         return self.llm.engine.worker.failure or self._broken
 
     def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        streams: bool = False,
-        salt: bytes = b"",
+        self, prompts: Sequence[list[int]], params: SamplingParams, streams: bool = False, salt: bytes = b""
     ) -> Job:
         """Have prompts answered that have passed `Engine.check`. Jobs of equal `salt` share cached blocks.
         Raises QueueFull, or ValueError if there could never be room."""
@@ -134,16 +128,15 @@ class EngineLoop:
         self._deliver([(job, error) for job in self._jobs])
 
     def _deliver(self, found: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
-        """Hand over what a step gave."""
+        """Hand over what a step gave to the jobs that were not aborted meanwhile."""
         for job, delta in found:
-            over = job.left if isinstance(delta, JobFailed) else int(delta.done is not None)
-            if not job.left:
-                continue  # aborted meanwhile
-            job.left -= over
-            self.num_outputs -= over
-            if not job.left:
-                self._jobs.discard(job)
-            job.put(delta)
+            if job.left:
+                over = job.left if isinstance(delta, JobFailed) else int(delta.done is not None)
+                job.left -= over
+                self.num_outputs -= over
+                if not job.left:
+                    self._jobs.discard(job)
+                job.put(delta)
 
     # What follows runs in the engine's thread.
 
@@ -188,10 +181,15 @@ class EngineLoop:
         self.failures, now = 0, time.perf_counter()
         found: list[tuple[Job, Delta | JobFailed]] = []
         try:
-            for request in touched:
-                live = self._live.get(request)
-                if live is not None and (delta := self._told(live, now)) is not None:
+            for live in filter(None, map(self._live.get, touched)):
+                if live.num_tokens:
+                    self.on_tokens(now - live.last, live.request.stats.num_tokens - live.num_tokens)
+                live.last, live.num_tokens = now, live.request.stats.num_tokens
+                if (delta := live.delta(self.llm.tokenizer.text_of)) is not None:
                     found.append((live.job, delta))
+                    if delta.done is not None:
+                        self.on_done(delta.done, live.request)
+                        del self._live[live.request]
         finally:  # whatever happens to one, the others are told
             self._tell(found)
 
@@ -199,7 +197,7 @@ class EngineLoop:
         if found:
             self._loop.call_soon_threadsafe(self._deliver, found)
 
-    def _add(self, job: Job, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: bytes) -> None:
+    def _add(self, job: Job, prompts: Sequence[list[int]], params: SamplingParams, salt: bytes) -> None:
         if not self.llm.config.enable_prefix_caching:  # the outputs of one job share all the same
             salt = f"job-{next(self._numbers)}".encode()
         try:
@@ -225,15 +223,3 @@ class EngineLoop:
         self.llm.engine.abort_all()  # a failure may have left it inconsistent
         self._live.clear()
         self._tell([(job, error) for job in jobs])
-
-    def _told(self, live: Live, now: float) -> Delta | None:
-        """Return what is new of an output that a step touched, if it is to be told."""
-        request = live.request
-        if live.num_tokens:
-            self.on_tokens(now - live.last, request.stats.num_tokens - live.num_tokens)
-        live.last, live.num_tokens = now, request.stats.num_tokens
-        delta = live.delta(self.llm.tokenizer.text_of)
-        if delta is not None and delta.done is not None:
-            self.on_done(delta.done, request)
-            del self._live[request]
-        return delta

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -41,23 +34,22 @@ class ServerMetrics:
     for."""
 
     def __init__(self, engine: EngineLoop, model: str, answered: Mapping[tuple[str, int], int]) -> None:
-        disable_created_metrics()
-        self.registry = CollectorRegistry(auto_describe=True)
+        prometheus.disable_created_metrics()
+        self._loop, self._model, self._answered = engine, model, answered
+        self.registry = prometheus.CollectorRegistry(auto_describe=True)
         names: Any = {"labelnames": ["model_name"], "registry": self.registry}
         self._histograms = {
-            name: Histogram(f"nanospec:{name}", text, buckets=buckets, **names).labels(model)
+            name: prometheus.Histogram(f"nanospec:{name}", text, buckets=buckets, **names).labels(model)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        labels = ["model_name", "finished_reason"]
-        self._ended = Counter(
-            "nanospec:request_success", "Outputs by what ended them", labels, registry=self.registry
+        refused = prometheus.Counter(
+            "nanospec:requests_refused", "Requests that found the queue full", **names
         )
-        refused = Counter("nanospec:requests_refused", "Requests that found the queue full", **names)
         self.refused = refused.labels(model)
-        self._model = model
-        self.collector = EngineCollector(engine, model, answered)
-        self.registry.register(self.collector)
-        ProcessCollector(registry=self.registry)
+        names["labelnames"] = ["model_name", "finished_reason"]
+        self._ended = prometheus.Counter("nanospec:request_success", "Outputs by what ended them", **names)
+        self.registry.register(self)
+        prometheus.ProcessCollector(registry=self.registry)
         engine.on_tokens, engine.on_done = self.tokens, self.done
 
     def tokens(self, seconds: float, count: int) -> None:
@@ -82,14 +74,7 @@ class ServerMetrics:
 
     def text(self) -> tuple[bytes, str]:
         """Return all of it, and its media type. Waits for a step to end, so not for the event loop."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
-
-
-class EngineCollector:
-    """The engine's counters, and what the server has counted by itself."""
-
-    def __init__(self, loop: EngineLoop, model: str, answered: Mapping[tuple[str, int], int]) -> None:
-        self._loop, self._model, self._answered = loop, model, answered
+        return prometheus.generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def describe(self) -> list[Metric]:
         return []  # or registering would collect

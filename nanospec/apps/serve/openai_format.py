@@ -24,21 +24,12 @@ IGNORED = frozenset({  # they change no text; the model is the one that is loade
     "prompt_cache_retention", "prediction",
 })  # fmt: skip
 ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that do not ask for it
-    "stream": (False,),
-    "stream_options": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "skip_special_tokens": (True,),
-}
+    "stream": (False,), "stream_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
+    "functions": ([],), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "skip_special_tokens": (True,),
+}  # fmt: skip
+BytesOf = Callable[[int], bytes] | None  # what a token stands for, where that is not a whole character
 CONSTRAINED = ("structured_outputs", "guided_decoding")  # vLLM's names of response_format
 
 
@@ -99,9 +90,7 @@ def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
     return {"logprobs": top} if wanted else {}
 
 
-def choice(
-    url: str, done: Completion, number: int | None, bytes_of: Callable[[int], bytes] | None = None
-) -> dict[str, Any]:
+def choice(url: str, done: Completion, number: int | None, bytes_of: BytesOf = None) -> dict[str, Any]:
     """Return an output; `number`: of likeliest tokens to report, None for no log-probabilities."""
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
     found = None
@@ -119,10 +108,10 @@ def logprobs(
     places: Iterable[Mapping[int, Logprob]],
     number: int,
     offsets: Sequence[int],
-    bytes_of: Callable[[int], bytes] | None = None,
+    bytes_of: BytesOf = None,
 ) -> dict[str, Any]:
     """Return those of each of the tokens, and of the `number` likeliest. `offsets`: where in the output each
-    token's text begins; `bytes_of`: what a token stands for, where that is not a whole character."""
+    token's text begins."""
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         text = found.decoded_token or ""
@@ -147,25 +136,20 @@ def logprobs(
 def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, Any]:
     """Return tokens in and out, and what guessing did (`speculation`, which is ours). Each prompt has `n`
     outputs; what the others share with the first one is no find in the cache."""
-    num_output = sum(len(done.token_ids) for done in outputs)
     cached = sum(done.num_cached_tokens for done in outputs if done.index % n == 0)
-    stats = [done.stats for done in outputs]
-    drafted, accepted = sum(s.num_drafted for s in stats), sum(s.num_accepted for s in stats)
-    steps, tokens = sum(s.num_steps for s in stats), sum(s.num_tokens for s in stats)
+    names = ("num_steps", "num_tokens", "num_drafted", "num_accepted")
+    steps, tokens, drafted, accepted = (sum(getattr(done.stats, name) for done in outputs) for name in names)
+    guesses = {"num_steps": steps, "num_drafted": drafted, "num_accepted": accepted}
+    guesses |= {"tokens_per_step": round(tokens / max(steps, 1), 4)}
+    guesses |= {"acceptance_rate": round(accepted / max(drafted, 1), 4)}
     return {
-        **counts(num_prompt, num_output),
+        **counts(num_prompt, sum(len(done.token_ids) for done in outputs)),
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         },
-        "speculation": {
-            "num_steps": steps,
-            "num_drafted": drafted,
-            "num_accepted": accepted,
-            "tokens_per_step": round(tokens / max(steps, 1), 4),
-            "acceptance_rate": round(accepted / max(drafted, 1), 4),
-        },
+        "speculation": guesses,
     }
 
 

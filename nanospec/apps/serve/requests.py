@@ -28,22 +28,14 @@ NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages",
 
 @dataclass
 class Asked:
-    """A request.
+    """A request."""
 
-    Attributes:
-        url: `CHAT` or `COMPLETIONS`.
-        prompts: token ids, one list for each prompt.
-        streams: the answer is sent as it comes.
-        include: of `STREAM_OPTIONS`, what is sent with it.
-        salt: the client's own part of what shares cached prefixes.
-    """
-
-    url: str
-    prompts: list[list[int]]
+    url: str  # `CHAT` or `COMPLETIONS`
+    prompts: list[list[int]]  # token ids
     params: SamplingParams
     streams: bool
-    include: frozenset[str]
-    salt: bytes
+    include: frozenset[str]  # of `STREAM_OPTIONS`
+    salt: bytes  # the client's own part of what shares cached prefixes
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -134,8 +134,7 @@ async def run(app: App, listener: socket.socket) -> int:
 
 def say_ready(config: ServeConfig, address: Any, model: str, facts: dict[str, Any]) -> None:
     """Log where the server is, and a warning if anyone may use it."""
-    host, port = address[:2]
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    where = "http://{}:{}".format(f"[{address[0]}]" if ":" in address[0] else address[0], address[1])
     told = {"page": f"{where}/", "api": f"{where}/v1", "model": model, "keys": len(config.api_key)}
     log.info("ready", extra={"facts": {**told, **facts}})
     if not config.is_local and not config.api_key:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nanospec.apps.cli.main import main
 from nanospec.apps.serve import command
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
@@ -42,16 +43,16 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_in_use_and_a_host_that_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert command.main([str(folder), "--port", port]) == 2
+        assert main(["serve", str(folder), "--port", port]) == 2
         said = f"cannot listen at 127.0.0.1:{port}: Address already in use; --host and --port name another."
         assert said in capsys.readouterr().err
-    assert command.main(["--model", str(folder), "--host", "no.such.host.invalid", "--port", "0"]) == 2
+    assert main(["serve", "--model", str(folder), "--host", "no.such.host.invalid", "--port", "0"]) == 2
     assert "cannot listen at no.such.host.invalid:0: " in capsys.readouterr().err
 
 
 def test_replicas_refuse_what_would_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main(["--replicas", "2", "--write-timeout", "5"])
+        main(["serve", "--replicas", "2", "--write-timeout", "5"])
     assert "--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out." in (
         capsys.readouterr().err
     )
@@ -75,7 +76,7 @@ def test_bad_settings_are_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert command.main(["--model", str(folder), *options]) == 2
+    assert main(["serve", "--model", str(folder), *options]) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -89,7 +90,7 @@ def test_what_is_missing_is_named(
         raise missing
 
     monkeypatch.setattr(command, "_serve", serve)
-    assert command.main(["--model", str(folder)]) == 2
+    assert main(["serve", "--model", str(folder)]) == 2
     assert "serving needs starlette: pip install 'nanospec[serve]'" in capsys.readouterr().err
 
 
@@ -102,7 +103,7 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, fol
 
     monkeypatch.setattr(command, "_serve", serve)
     monkeypatch.setenv("NANOSPEC_API_KEY", "from-there-1,from-there-2")
-    assert command.main(["--model", str(folder), "--api-key", "from-here-3"]) == 0
+    assert main(["serve", "--model", str(folder), "--api-key", "from-here-3"]) == 0
     assert found[0].api_key == ("from-here-3", "from-there-1", "from-there-2")
 
 

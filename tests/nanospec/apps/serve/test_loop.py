@@ -135,7 +135,7 @@ def test_rows_and_waiting_outputs_are_shown_while_they_run(folder: Path) -> None
 
         def looking() -> Any:
             found = step()
-            figures = server.app.metrics.collector.figures()
+            figures = server.app.metrics.figures()
             shown.append({name: next(iter(values.values()), 0) for name, _, values, *_ in figures})
             return found
 
