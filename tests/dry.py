@@ -19,7 +19,6 @@ from nanospec.config import SpecConfig
 from nanospec.device.step import Step
 from nanospec.drafters.ngram import NgramDrafter
 from nanospec.engine.metrics import Stopwatch
-from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.kernels import dispatch
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
@@ -92,41 +91,11 @@ def meta_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Mode
         return Model(config, dtype, "meta", weight)
 
 
-class MetaGroup:
-    """Ranks of which there is but the first."""
-
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def gather(self, x: Tensor) -> Tensor:
-        return x.new_empty(self.size, *x.shape)
-
-    def exchange(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
-
-    def close(self) -> None:
-        pass
-
-
-def meta_part(config: ModelConfig, ranks: int, dtype: torch.dtype = torch.bfloat16) -> Model:
-    """The part of one of so many ranks of a model without weights."""
-    shapes, shard = config.parameter_shapes(), Shard(config, MetaGroup(ranks))
-
-    def weight(name: str) -> Tensor:
-        whole, part = torch.empty(shapes[name], dtype=dtype, device="meta"), shard.part(name)
-        return whole if part is None else part.filled(part.of(whole)).clone()
-
-    with dispatch.forced("triton"):
-        return shard.joined(Model(shard.config, dtype, "meta", weight))
-
-
-def dry_step(model: Model, spec: SpecConfig, num_rows: int, kind: type[Step] = Step) -> Step:
+def dry_step(model: Model, spec: SpecConfig, num_rows: int) -> Step:
     """A step of a `meta_model` whose texts reach as far as it does."""
     config, drafter = model.config, NgramDrafter(spec) if spec.method == "ngram" else None
     length = config.max_position_embeddings
     table = Table.empty(num_rows, length, 16, config.vocab_size, "meta")
     shape = model.kv_shape(num_rows * length // 16, 16)
     kv_cache = torch.empty(shape, dtype=model.dtype, device="meta")
-    return kind(model, kv_cache, table, drafter, spec.acceptance == "exact", Stopwatch())
+    return Step(model, kv_cache, table, drafter, spec.acceptance == "exact", Stopwatch())

@@ -36,7 +36,7 @@ from .admission import Admission, HostWrites
 from .devices import on_own_device
 from .extension import Extension
 from .graphs import StepGraphs
-from .memory import MemoryPlan, memory_plan, plan_cache, step_memory
+from .memory import MemoryPlan, plan_cache, row_bytes
 from .orders import Flight, RowResult, StepOrder
 from .step import Cut, Step
 from .threads import settle_threads
@@ -143,9 +143,16 @@ class Worker:
 
     @property
     def memory(self) -> list[MemoryPlan]:
-        """What this device needs; the same of each rank, where there are several."""
-        tokens = self.num_blocks * self.config.block_size
-        return [memory_plan(self.config, self.model, self.drafter, tokens, self.table)]
+        """The bytes that this device keeps; those of each rank, where there are several."""
+        tokens, drafter = self.num_blocks * self.config.block_size, self.drafter
+        plan = MemoryPlan(
+            weights=self.model.weight_bytes,
+            draft_weights=sum(part.weight_bytes for part in self.drafters),
+            kv_cache=tokens * self.model.config.kv_bytes_per_token(self.model.dtype),
+            draft_kv_cache=tokens * (0 if drafter is None else drafter.kv_bytes_per_token),
+            rows=row_bytes(self.table),
+        )
+        return [plan]
 
     def close(self) -> None:
         """Nothing needs to be ended where all is in this process."""
@@ -273,7 +280,6 @@ class Worker:
             "seconds": round(self.graphs.seconds, 3),
             "bytes": self.graphs.bytes,
             "fallbacks": self.graphs.fallbacks,
-            "planned_bytes": step_memory(self.config, self.model, self.max_model_len, self.drafter)._asdict(),
         }
         return {"runs": self.runs(), **memory, "recorded_steps": found}
 
