@@ -52,7 +52,7 @@ def oracle(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int, start
 
 def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> dict[str, Any]:
     """Speed-up over K = 0 of every fixed K, automatic and oracle."""
-    ks = costs.by_k(B) if costs.captured else KS
+    ks = costs.by_k(B, MAX_DRAFTS) if costs.captured else KS
     strategies: dict[str, Strategy] = {f"K={k}": Fixed(k, costs) for k in ks if k}
     strategies["auto"] = automatic(costs)
     plain = B / costs.cost(B, B)

@@ -7,6 +7,7 @@ gave is known one step late; see `simulate.py`.
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,21 +15,30 @@ from dataclasses import dataclass
 
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.drafters.costs import StepCosts
-from nanospec.drafters.policy import AutoPolicy, Policy
-from nanospec.kernels.codes import NOBODY
+from nanospec.drafters.policy import AutoPolicy, Offer, Policy
+from nanospec.kernels.codes import NOBODY, RUNNING
+from nanospec.kernels.speculation.report import RowReport
 
 NGRAM = 0  # the only drafter
 
 
 class Batch:
-    """The rows that run: each has a trace and a place in it."""
+    """The rows that run: each has a trace and a place in it.
+
+    Attributes:
+        rows, traces, at: row, trace and place of each request that runs.
+        waiting: whether requests wait for a row.
+    """
+
+    waiting = True
 
     def __init__(self, source: Sequence[Trace], size: int, seed: int = 0) -> None:
         if not any(len(trace) for trace in source):
             raise ValueError("There is no trace to run.")
         self._rng = random.Random(seed)
         self._requests = self._endless(source)
-        self.traces = [next(self._requests) for _ in range(size)]
+        self.rows = list(range(size))
+        self.traces = [next(self._requests) for _ in self.rows]
         self.at = [self._rng.randrange(len(trace)) for trace in self.traces]  # not in step
 
     def _endless(self, source: Sequence[Trace]) -> Iterator[Trace]:
@@ -50,13 +60,29 @@ class Batch:
         return [min(n, t.run[at]) for n, t, at in zip(self.offered(), self.traces, self.at)]
 
     def advance(self, emitted: Sequence[int]) -> list[int]:
-        """Returns the rows whose request ended, which the next one took."""
+        """Return the rows whose request ended, which the next one took."""
         ended = []
         for b, count in enumerate(emitted):
             self.at[b] += count
             if self.at[b] >= len(self.traces[b]):
                 self.traces[b], self.at[b] = next(self._requests), 0
                 ended.append(b)
+        return ended
+
+
+class Wave(Batch):
+    """Requests that begin together; none waits, so a row whose request ends stays empty."""
+
+    waiting = False
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        self.rows, self.traces, self.at = list(range(len(traces))), list(traces), [0] * len(traces)
+
+    def advance(self, emitted: Sequence[int]) -> list[int]:
+        found = zip(self.rows, self.traces, (at + n for at, n in zip(self.at, emitted)))
+        left = [(row, trace, at) for row, trace, at in found if at < len(trace)]
+        ended = [row for row in self.rows if all(row != other for other, _, _ in left)]
+        self.rows, self.traces, self.at = ([one[i] for one in left] for i in range(3))  # type: ignore
         return ended
 
 
@@ -67,8 +93,8 @@ class Strategy(ABC):
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         """Drafts verified per row, and ms."""
 
-    def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:  # noqa: B027
-        """What the step gave, by row. Not every strategy learns."""
+    def observe(self, drafted: list[int], accepted: list[int], ended: list[int]) -> None:  # noqa: B027
+        """Learn from what the step gave, by row. Not every strategy does."""
 
 
 def step_ms(costs: StepCosts, k: int, drafts: Sequence[int]) -> float:
@@ -91,25 +117,24 @@ class Auto(Strategy):
     def __init__(self, policy: Policy, costs: StepCosts) -> None:
         self.policy, self.costs = policy, costs
         self.lag = int(bool(costs.captured))
-        self.seen: list[tuple[int, list[int], list[int], list[int], list[int], list[int]]] = []
-        self.k = 0
-        self.drafter: list[int] = []
+        self.seen: list[tuple[int, list[Offer], list[int], list[int], list[int]]] = []
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
-        rows = range(len(batch))
-        self.k = self.policy.choose(rows, [MAX_DRAFTS] * len(batch))
+        self.k = self.policy.choose(dict.fromkeys(batch.rows, MAX_DRAFTS), waiting=batch.waiting)
         drafts = batch.offered(self.k)
-        self.drafter = [NGRAM if n else NOBODY for n in drafts]
+        drafter = (NGRAM if n else NOBODY for n in drafts)
+        self.offers = list(map(Offer, batch.rows, drafter, drafts, batch.match()))
         if self.costs.packed:
-            drafts = self.policy.cut(rows, self.drafter, drafts, batch.match())
+            drafts = self.policy.cut(self.offers)
         return drafts, step_ms(self.costs, self.k, drafts)
 
-    def observe(self, match: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:
-        self.seen.append((self.k, self.drafter, match, drafted, accepted, ended))
+    def observe(self, drafted: list[int], accepted: list[int], ended: list[int]) -> None:
+        self.seen.append((self.k, self.offers, drafted, accepted, ended))
         if len(self.seen) > self.lag:
-            k, *columns, ended = self.seen.pop(0)
-            for row, seen in enumerate(zip(*columns, strict=True) if k else ()):
-                self.policy.observe(row, *seen)
+            k, offers, drafted, accepted, ended = self.seen.pop(0)
+            for offer, n, right in zip(offers, drafted, accepted, strict=True) if k else ():
+                seen = RowReport([], n, right, offer.drafter, offer.match_len, RUNNING, [])
+                self.policy.observe(offer.row, seen)
             for row in ended:
                 self.policy.reset(row)
 
@@ -140,7 +165,7 @@ class Oracle(Strategy):
         return drafts, step[number]
 
     def _recorded(self, batch: Batch) -> tuple[list[int], float]:
-        right, ms = batch.right(), self.costs.by_k(len(batch))
+        right, ms = batch.right(), self.costs.by_k(len(batch), MAX_DRAFTS)
         k = max(ms, key=lambda k: sum(min(n, k) for n in right) - self.rate * ms[k])
         return batch.offered(k), ms[k]
 
@@ -163,13 +188,23 @@ class Outcome:
 
 def simulate(source: Sequence[Trace], B: int, strategy: Strategy, tokens: int) -> Outcome:
     """Run B requests at once until so many tokens are out."""
-    batch, ms = Batch(source, B), 0.0
+    return run(Batch(source, B), strategy, tokens)
+
+
+def last_done(source: Sequence[Trace], B: int, strategy: Strategy) -> float:
+    """Return the ms that all of the source takes in waves of B requests, each until its last one has ended."""
+    return sum(run(Wave(source[i : i + B]), strategy).ms for i in range(0, len(source), B))
+
+
+def run(batch: Batch, strategy: Strategy, tokens: float = math.inf) -> Outcome:
+    """Step until so many tokens are out, or no request runs."""
+    ms = 0.0
     out = steps = drafted = accepted = 0
-    while out < tokens:
-        match, right = batch.match(), batch.right()
+    while batch.rows and out < tokens:
+        right, count = batch.right(), len(batch)
         drafts, cost = strategy.plan(batch)
         taken = [min(a, b) for a, b in zip(drafts, right)]
-        strategy.observe(match, drafts, taken, batch.advance([n + 1 for n in taken]))
-        out, steps, ms = out + B + sum(taken), steps + 1, ms + cost
+        strategy.observe(drafts, taken, batch.advance([n + 1 for n in taken]))
+        out, steps, ms = out + count + sum(taken), steps + 1, ms + cost
         drafted, accepted = drafted + sum(drafts), accepted + sum(taken)
     return Outcome(out, ms, steps, drafted, accepted)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.base import Drafter, nothing
+from ..drafters.policy import Offer
 from ..engine.metrics import Stopwatch
 from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept
@@ -36,8 +37,8 @@ from ..kernels.transfer import to_host
 from ..models.decoder import Model
 from .extension import Extension
 
-Cut = Callable[[list[int], list[int], list[int], list[int]], list[int]]
-"""`Policy.cut`: how many drafts of each row to verify."""
+Cut = Callable[[list[Offer]], list[int]]
+"""`Policy.cut`: returns how many drafts of each row to verify."""
 
 
 class StepResult(NamedTuple):
@@ -144,9 +145,7 @@ class Step:
 
 
 def _cut(rows: Tensor, proposal: Proposal, cut: Cut) -> Proposal:
-    """The proposal with fewer drafts, as the policy has it."""
-    rows_on_host, drafter, num_drafts, match_len = (
-        part.tolist() for part in (rows, proposal.drafter, proposal.num_drafts, proposal.match_len)
-    )
-    kept = cut(rows_on_host, drafter, num_drafts, match_len)
+    """Return the proposal with as many drafts of each row as the policy takes."""
+    columns = rows, proposal.drafter, proposal.num_drafts, proposal.match_len
+    kept = cut(list(map(Offer, *(column.tolist() for column in columns))))
     return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..drafters.costs import Attention, StepCosts
+from ..drafters.costs import StepCosts
 from ..kernels.batch import Batch
 from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
@@ -62,8 +62,9 @@ def forward_ms(model: Model, kv_cache: Tensor, table: Table, most: int = SIZES[-
 
 
 @torch.inference_mode()
-def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> Attention:
-    """What attention adds to the times `by_tokens` of `forward_ms`, from passes over rows with a context.
+def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> tuple[float, float]:
+    """Return what attention adds to the times `by_tokens` of `forward_ms`: ms for each cached position of a
+    row, and ms for each token that is scored there.
 
     They read a cache of their own: pages that nobody has written to yet are one page of zeros for the system,
     and three times as fast. To be called while the table is empty.
@@ -73,7 +74,7 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
     pages = min(max(ATTENTION_BYTES // per_page, 1), table.max_blocks)
     context = min(pages * size, table.max_context) - max(ATTENTION_TOKENS)
     if context < 1:
-        return Attention()
+        return 0.0, 0.0
     kv_cache = torch.empty(model.kv_shape(B * pages, size), dtype=model.dtype, device=device).zero_()
     block_table = torch.arange(B * pages, dtype=torch.int32, device=device).view(B, pages)
     table = table._replace(block_table=block_table, max_blocks=pages)
@@ -84,7 +85,10 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
         for q in ATTENTION_TOKENS
     }
     times, costs = _least_ms(model, kv_cache, table, batches), StepCosts(packed=by_tokens)
-    return Attention.fit({q: (ms - costs.cost(B, B * q)) / (B * context) for q, ms in times.items()})
+    few, many = ATTENTION_TOKENS
+    low, high = ((times[q] - costs.cost(B, B * q)) / (B * context) for q in ATTENTION_TOKENS)
+    query = min(max((high - low) / (many - few), 0.0), max(high, 0.0) / many)
+    return max(low - few * query, 0.0), query
 
 
 def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int, Batch]) -> dict[int, float]:

@@ -21,7 +21,7 @@ import torch
 
 from ..config import EngineConfig, SamplingParams
 from ..drafters.base import Drafter
-from ..drafters.costs import StepCosts, lookup_ms
+from ..drafters.costs import StepCosts
 from ..engine.metrics import Stopwatch
 from ..engine.request import as_dict
 from ..kernels.batch import Batch, Chunk
@@ -257,7 +257,7 @@ class Worker:
                 part.measure()
             most = self.table.num_rows * (self.max_k + 1)
             packed = forward_ms(self.model, self.kv_cache, self.table, most)
-            propose = lookup_ms if self.drafter is None else self.drafter.ms
+            propose = None if self.drafter is None else self.drafter.ms
             return StepCosts(None, packed, propose, attention_ms(self.model, self.table, packed))
         if self.config.lazy_capture:  # what costs are to be known of must be captured
             self.graphs.capture_all()

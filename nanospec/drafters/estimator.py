@@ -1,140 +1,113 @@
 """How likely drafts are right.
 
-Text alternates between what drafters do not find and stretches that they copy, so what a step gives depends
-on the one before. A row's first draft is right with probability `miss` after a step that was not accepted
-in full, and with probability `full` after one that was; every further draft is right with probability `on`
-after a right one. The three are counted with decay for each row and drafter, and mixed with those of all
-rows in the same *situation*: the drafter and the length of its match, or UNKNOWN while there are no drafts
-yet (then a row that gets none counts as a wrong one).
+Two shares are counted: of first drafts that are right, and of those behind a right one. Both depend most on
+how many tokens matched where a draft was looked up, so they are kept by drafter and length of the match, of
+all requests together; a new request starts from them. A text may repeat itself more or less than others: by
+what factor a row's first drafts are right more often than expected is counted for each row.
 
-The three make a chain of two states, whose long run is a row's tokens per step. A small K so gets its due:
-the drafts that it leaves are right in the next step too. Counting only what is accepted within a step takes
-too large a K and up to 15 % longer.
+Where nothing has matched (a model guesses, or K is chosen before there are drafts) the row's last step tells
+most: whether it was accepted in full takes the place of the length. A row is then a chain of two states, and
+`tokens_per_step` is its long run. It gives a small K its due: what that leaves is right in the next step too.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import lru_cache
-from itertools import repeat
 
-from ..kernels.codes import NOBODY
-
-DECAY, COMMON_DECAY = 0.9, 0.995  # weight of the past at each observation: of a row, of all rows
-# How many of a row's own trials the common record counts for: first drafts in the situation UNKNOWN and in
-# others, which tell more than the row does, and further drafts.
-PRIOR_BEFORE, PRIOR_AFTER, PRIOR_ON = 4.0, 12.0, 16.0
-COARSE, FINE = 64, 256  # miss and full, on are rounded to such parts: small hopes to 0, few curves to compute
-
-Situation = tuple[int, int]  # drafter, length of its match (0 for a model)
-UNKNOWN = (NOBODY, 0)
-Chances = tuple[float, float, float]  # miss, full, on
+DECAY, ROW_DECAY = 0.995, 0.95  # weight of the past at each observation: of all rows, of a row
+PRIOR, ROW_PRIOR = 8.0, 6.0  # how many observations the first values below, and a factor of 1, count for
+MISS, FULL = 0, -1  # in place of the length of a match: whether the last step was accepted in full
+# First values by that length, up to 8: about the shares of SmolLM2's greedy answers to questions and code
+# edits.
+FIRST = {FULL: 0.7, MISS: 0.3, 1: 0.2, 2: 0.5, 3: 0.6, 4: 0.7, 5: 0.75, 6: 0.8, 7: 0.85, 8: 0.9}
+NEXT = {MISS: 0.75, 1: 0.65, 2: 0.75, 3: 0.8, 4: 0.8, 5: 0.85, 6: 0.85, 7: 0.9, 8: 0.95}
 
 
-@dataclass(slots=True)
-class _Rate:
-    """How often something was right, with decay."""
+class Rate:
+    """How often something happened over how often it could have, or was expected to; the past fades."""
 
-    right: float = 0.0
-    tried: float = 0.0
+    __slots__ = ("expected", "right")
 
-    def add(self, right: int, tried: int, decay: float) -> None:
-        self.right = self.right * decay + right
-        self.tried = self.tried * decay + tried
+    def __init__(self, value: float, weight: float) -> None:
+        self.right, self.expected = value * weight, weight
 
-    def over(self, prior: _Rate, weight: float, parts: int) -> float:
-        """The rate, with `prior`'s counted as so many trials, rounded to 1 / `parts`."""
-        rate = (self.right + weight * prior.right / prior.tried) / (self.tried + weight)
-        return round(rate * parts) / parts
+    def add(self, right: float, expected: float, decay: float) -> None:
+        self.right = decay * self.right + right
+        self.expected = decay * self.expected + expected
+
+    @property
+    def value(self) -> float:
+        return self.right / self.expected
 
 
-@dataclass(slots=True)
-class _Record:
-    """What is known of the drafts of a row, or of all rows."""
-
-    miss: _Rate = field(default_factory=_Rate)
-    full: _Rate = field(default_factory=_Rate)
-    on: _Rate = field(default_factory=_Rate)
-    weight: float = 0.0  # of a common record: how many of a row's first drafts it counts for
-    chances: Chances | None = None  # of a row when it was last observed, without a match
-
-    def add(self, copying: bool, drafted: int, accepted: int, decay: float) -> None:
-        (self.full if copying else self.miss).add(accepted > 0, 1, decay)
-        if accepted and drafted > 1:
-            self.on.add(accepted - 1, min(accepted, drafted - 1), decay)
-
-    def over(self, common: _Record) -> Chances:
-        """The chances of a row with this record, those of all rows mixed in."""
-        miss = self.miss.over(common.miss, common.weight, COARSE)
-        full = self.full.over(common.full, common.weight, COARSE)
-        return miss, full, self.on.over(common.on, PRIOR_ON, FINE)
+Key = tuple[int, int]  # drafter or row, and length of the match
 
 
 class Estimator:
-    """How likely drafts are right; see the module docstring."""
-
     def __init__(self) -> None:
-        self._common = {UNKNOWN: _Record(_Rate(1, 2), _Rate(3, 4), _Rate(3, 4), PRIOR_BEFORE)}
-        self._own: defaultdict[tuple[int, int], _Record] = defaultdict(_Record)  # by row and drafter
-        self._copying: set[int] = set()  # rows whose last step was accepted in full
+        self._first: dict[Key, Rate] = {}  # by drafter
+        self._next: dict[Key, Rate] = {}
+        self._factor: dict[Key, Rate] = {}  # by row, for all lengths from 1 on together
+        self._state: dict[int, int] = {}  # MISS or FULL, by row
 
-    def chances(self, row: int, situation: Situation) -> tuple[float, float]:
-        """Of the row's first draft in this step, and of every further one after a right one."""
-        own, common = self._own[row, situation[0]], self._of_all(situation)
-        if row in self._copying:
-            first = own.full.over(common.full, common.weight, COARSE)
-        else:
-            first = own.miss.over(common.miss, common.weight, COARSE)
-        return first, own.on.over(common.on, PRIOR_ON, FINE)
-
-    def of_drafts(self, row: int, situation: Situation, n: int, least: float) -> list[float]:
-        """Of the first n drafts of a row: that each and all before it are right, down to `least`."""
-        (gain, on), gains = self.chances(row, situation), list[float]()
-        while len(gains) < n and gain >= least:
+    def gains(self, row: int, drafter: int, num_drafts: int, match_len: int, least: float = 0) -> list[float]:
+        """For each of a row's drafts the chance that it and all before it are right, down to `least`."""
+        gain, gains = self._chance(row, drafter, match_len or self._state.get(row, MISS)), list[float]()
+        further = self._of(self._next, NEXT, drafter, match_len).value
+        while len(gains) < num_drafts and gain >= least:
             gains.append(gain)
-            gain *= on
+            gain *= further
         return gains
 
-    def tokens(
-        self, rows: Sequence[int], limits: Sequence[int], situation: Situation, ks: tuple[int, ...]
-    ) -> list[float]:
-        """What all rows together give per step, for each K."""
-        drafter, own, new = situation[0], self._own, _Record().over(self._of_all(situation))
-        chances = [own[row, drafter].chances or new for row in rows]
-        return [sum(tokens) for tokens in zip(*map(tokens_per_step, chances, repeat(ks), limits))]
+    def tokens(self, limits: Mapping[int, int], drafter: int, ks: tuple[int, ...]) -> list[float]:
+        """What rows give per step together for each K, without a match. `limits`: the most drafts by row."""
+        further, total = round(self._of(self._next, NEXT, drafter, MISS).value, 3), [0.0] * len(ks)
+        for row, limit in limits.items():  # rounded, so that few curves are computed
+            miss, full = (round(self._chance(row, drafter, state), 2) for state in (MISS, FULL))
+            total = [a + b for a, b in zip(total, tokens_per_step(miss, full, further, ks, limit))]
+        return total
 
-    def observe(self, row: int, situation: Situation, drafted: int, accepted: int) -> None:
-        own, common, copying = self._own[row, situation[0]], self._of_all(situation), row in self._copying
-        own.add(copying, drafted, accepted, DECAY)
-        common.add(copying, drafted, accepted, COMMON_DECAY)
-        if not situation[1]:  # of others nobody asks for `tokens`
-            own.chances = own.over(common)
-        (self._copying.add if 0 < drafted == accepted else self._copying.discard)(row)
+    def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
+        """Count what became of a row's drafts in a step; none are a miss."""
+        state = match_len or self._state.get(row, MISS)
+        first = self._of(self._first, FIRST, drafter, state)
+        self._of_row(row, state).add(accepted > 0, first.value, ROW_DECAY)
+        first.add(accepted > 0, 1.0, DECAY)
+        right, tried = accepted - 1, min(accepted, drafted - 1)
+        if state == FULL:  # the first draft goes on from right ones, too
+            right, tried = right + 1, tried + 1
+        if tried > 0:
+            self._of(self._next, NEXT, drafter, match_len).add(right, tried, DECAY**tried)
+        self._state[row] = FULL if 0 < drafted == accepted else MISS
 
     def reset(self, row: int) -> None:
-        self._copying.discard(row)
-        for key in [key for key in self._own if key[0] == row]:
-            del self._own[key]
+        """Forget the text of a row."""
+        self._state.pop(row, None)
+        for state in (FULL, MISS, 1):
+            self._factor.pop((row, state), None)
 
-    def _of_all(self, situation: Situation) -> _Record:
-        if situation not in self._common:
-            n = situation[1]  # a priori n tokens go on with (n + 1) / (n + 2); accepted drafts make them more
-            first, further = _Rate((n + 1) / (n + 2), 1), (n + 3) / (n + 4)
-            self._common[situation] = _Record(first, _Rate(further, 1), _Rate(further, 1), PRIOR_AFTER)
-        return self._common[situation]
+    def _chance(self, row: int, drafter: int, state: int) -> float:
+        """That the row's first draft is right."""
+        return min(self._of(self._first, FIRST, drafter, state).value * self._of_row(row, state).value, 1.0)
+
+    def _of(self, rates: dict[Key, Rate], start: Mapping[int, float], drafter: int, state: int) -> Rate:
+        return rates.setdefault((drafter, state), Rate(start[min(state, 8)], PRIOR))
+
+    def _of_row(self, row: int, state: int) -> Rate:
+        return self._factor.setdefault((row, min(state, 1)), Rate(1.0, ROW_PRIOR))
 
 
 @lru_cache(maxsize=1 << 16)
-def tokens_per_step(chances: Chances, ks: tuple[int, ...], limit: int) -> tuple[float, ...]:
-    """A row's tokens per step in the long run for each K, of which it drafts at most `limit`."""
-    miss, full, on = chances
+def tokens_per_step(miss: float, full: float, further: float, ks: tuple[int, ...], limit: int) -> list[float]:
+    """A row's tokens per step in the long run for each K, of which it drafts at most `limit`. Its first draft
+    is right with probability `miss`, or `full` after a step that was accepted in full; one behind a right one
+    with `further`."""
 
     def tokens(k: int) -> float:
-        stay = on ** (k - 1) if k else 0.0  # a step goes on to be accepted in full
+        stay = further ** (k - 1) if k else 0.0  # a step that begins right is accepted in full
         share = miss * stay / (1 - full * stay + miss * stay) if miss else 0.0  # of steps after full ones
-        run = k if on == 1 else (1 - on**k) / (1 - on)
+        run = k if further == 1 else (1 - further**k) / (1 - further)
         return 1 + ((1 - share) * miss + share * full) * run
 
-    return tuple(tokens(min(k, limit)) for k in ks)
+    return [tokens(min(k, limit)) for k in ks]

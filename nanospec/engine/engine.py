@@ -29,12 +29,13 @@ from .scheduler import Plan, Scheduler
 
 
 class Queued(NamedTuple):
-    """A step that has not been collected: its requests, their rows at that time, its K, and what each
-    extension keeps of it."""
+    """A step that has not been collected: its requests, their rows at that time, its K, what it promised (see
+    `Policy`), and what each extension keeps of it."""
 
     requests: list[Request]
     rows: list[int]
     k: int
+    promised: float | None
     flight: Flight
     kept: list[Any]
 
@@ -219,18 +220,20 @@ class Engine:
         own = [request.params.num_speculative_tokens for request in requests]
         limits = [most_k if n is None else min(n, most_k) for n in own]
         context = sum(request.num_tokens for request in requests)
-        k = passes = self.policy.choose(rows, limits, context, bool(self.scheduler.waiting))
         asked = [n if r.constraint is None else 0 for r, n in zip(requests, limits, strict=True)]
-        if k and self.worker.weighs_passes:
-            drafting = [r.row for r, n in zip(requests, asked, strict=True) if n]
-            passes = self.policy.passes(drafting, len(rows) - len(drafting), k) if drafting else 0
+        weighs_passes = self.worker.weighs_passes
+        by_row = dict(zip(rows, asked if weighs_passes else limits, strict=True))
+        k = passes = self.policy.choose(by_row, context, bool(self.scheduler.waiting))
+        if weighs_passes:  # only how many drafts a model makes is chosen beforehand
+            k = max(limits)
         grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items()]
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
         extra = [each.plan(requests, [min(n, k) for n in limits]) for each in self.extensions]
         order = StepOrder(rows, asked, k, passes, grown, logprobs, extra)
         self.metrics.num_forward_steps += 1
         flight = self.worker.step(order, self.policy.cut)
-        return Queued(requests, rows, k, flight, [each.queued(rows) for each in self.extensions])
+        kept = [each.queued(rows) for each in self.extensions]
+        return Queued(requests, rows, k, self.policy.promised, flight, kept)
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""
@@ -241,8 +244,7 @@ class Engine:
             touched.append(request)
             report = result.report
             if queued.k and request.params.num_speculative_tokens != 0:
-                seen = report.drafter, report.match_len, report.num_drafted, report.num_accepted
-                self.policy.observe(row, *seen)
+                self.policy.observe(row, report)
             before = request.num_tokens
             method = self.worker.methods[report.drafter] if report.num_drafted else ""
             ended = request.append(report, method, result.logprobs)

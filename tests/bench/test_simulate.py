@@ -128,10 +128,10 @@ def run_trace(trace: Trace, strategy: Strategy) -> list[tuple[int, int]]:
     batch, steps, left = Batch([trace], 1), [], len(trace)
     batch.at = [0]
     while left > 0:
-        match, right, at = batch.match(), batch.right(), batch.at[0]
+        right, at = batch.right(), batch.at[0]
         drafts, _ = strategy.plan(batch)
         taken = [min(drafts[0], right[0])]
-        strategy.observe(match, drafts, taken, batch.advance([taken[0] + 1]))
+        strategy.observe(drafts, taken, batch.advance([taken[0] + 1]))
         steps.append((at, drafts[0]))
         left -= taken[0] + 1
     return steps

@@ -117,7 +117,8 @@ def explain(llm: LLM, console: Console) -> None:
     rows = [(one.name, *one.cells(machine), *more.cells(machine)) for one, more in zip(*counts)]
     console.table(("", *("MB", "GFLOP", "least ms") * 2), rows)
     console.line("\nMeasured, without a text before it:")
-    ms = (engine.policy.costs or engine.worker.measure()).of_one_row()
+    costs = engine.policy.costs or engine.worker.measure()
+    ms = costs.packed or {1 + k: took for k, took in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
     for tokens, took in ms.items():
         least = sum(part.ms(machine) for part in parts(model.config, tokens, 1, itemsize))

@@ -16,7 +16,6 @@ from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
 from ...text.tokenizer import Tokenizer
 from .drafts import DraftLines, Guesses
-from .reasons import Rates, WatchedPolicy, Weighed
 
 if TYPE_CHECKING:
     from ...device.admission import HostWrites
@@ -44,7 +43,8 @@ class StepRecord:
         accepted: the places (from 1 on) of those among `tokens`.
         reason: why so many: "off", "end" (the last token), "no match", "fixed", "pays", "does not pay",
             "probe".
-        rates: tokens per ms that each number of drafts promised; empty where nothing was weighed.
+        promised: by estimate, the tokens per ms of the whole step over those of one without drafts; None
+            where nothing was weighed.
         plain_ms: what the step would have taken without guesses, by estimate: its own time, scaled by the
             times of such steps at the start.
     """
@@ -61,7 +61,7 @@ class StepRecord:
     verified: int
     accepted: list[int]
     reason: str
-    rates: Rates
+    promised: float | None
     plain_ms: float
 
 
@@ -88,13 +88,6 @@ class Record:
     def add(self, step: StepRecord) -> None:
         self.steps.append(step)
         self.num_tokens += len(step.tokens)
-
-
-class Kept(NamedTuple):
-    """What is known of a step when it is queued: what was weighed, and a wait for what was guessed."""
-
-    weighed: Weighed
-    guesses: Callable[[], list[Guesses]] | None
 
 
 class Recorder(Extension):
@@ -128,10 +121,8 @@ class Recorder(Extension):
         return proposal
 
     def start(self, engine: Engine) -> None:
-        """The policy of the engine becomes a watched one."""
         worker, tokenizer = self._worker, engine.tokenizer
-        costs = engine.policy.costs or worker.measure()
-        engine.policy = self._policy = WatchedPolicy(engine.policy, costs)
+        self._costs = engine.policy.costs or worker.measure()
         spec, runs = worker.config.spec, worker.runs()
         about = {name: str(value) for name, value in runs.items()}
         about |= {"model": tokenizer.name if tokenizer else "", "method": spec.method}
@@ -143,18 +134,21 @@ class Recorder(Extension):
         self.requests.append(request)
         self.num_requests += 1
 
-    def queued(self, rows: Sequence[int]) -> Kept:
+    def queued(self, rows: Sequence[int]) -> Callable[[], list[Guesses]] | None:
+        if self._lines is None:
+            return None
         with current(self._worker.device):
-            return Kept(self._policy.weighed, None if self._lines is None else self._lines.fetch(rows))
+            return self._lines.fetch(rows)
 
-    def collected(self, step: Queued, results: Sequence[RowResult], kept: Kept) -> None:
+    def collected(
+        self, step: Queued, results: Sequence[RowResult], kept: Callable[[], list[Guesses]] | None
+    ) -> None:
         seconds = dict(self._worker.stages.seconds)
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
-        weighed = kept.weighed
-        found: list[Guesses | None] = [*kept.guesses()] if kept.guesses is not None else [None] * len(results)
-        plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * weighed.plain_ms / weighed.ms
-        for request, row, result, made in zip(step.requests, step.rows, results, found, strict=True):
+        found: list[Guesses | None] = [None] * len(results) if kept is None else [*kept()]
+        plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * self._plain_share(step, results)
+        for request, result, made in zip(step.requests, results, found, strict=True):
             record: Record | None = request.kept
             if record is None or request.num_tokens == record.num_tokens:
                 continue  # it had ended before
@@ -175,38 +169,36 @@ class Recorder(Extension):
                     parents=made.parents,
                     verified=report.num_drafted,
                     accepted=walk(tokens, made, report.num_drafted),
-                    reason=self._reason(request, step.k, row, weighed, made, report.num_drafted),
-                    rates=weighed.rates(row),
+                    reason=self._reason(request, step, made, report.num_drafted),
+                    promised=step.promised,
                     plain_ms=plain_ms,
                 )
             )
 
-    def _reason(
-        self, request: Request, k: int, row: int, weighed: Weighed, made: Guesses, verified: int
-    ) -> str:
-        auto = self._policy.is_auto
+    def _plain_share(self, step: Queued, results: Sequence[RowResult]) -> float:
+        """Return the share of a step's time that it would take without drafts, as steps were timed."""
+        B, context = len(step.rows), sum(request.num_tokens for request in step.requests)
+        captured = bool(self._costs.captured)
+        tokens = B * (1 + step.k) if captured else B + sum(result.report.num_drafted for result in results)
+        return self._costs.cost(B, B, context) / self._costs.cost(B, tokens, context)
+
+    def _reason(self, request: Request, step: Queued, made: Guesses, verified: int) -> str:
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
         if request.max_len - made.length <= 1:
             return "end"
         if not made.drafts:
-            spared = auto and (k == 0 or _best(weighed.common) == 0)
-            return "does not pay" if spared else "no match"
-        if not auto:
+            return "does not pay" if step.k == 0 else "no match"
+        if step.promised is None:
             return "fixed"
-        if verified and row in weighed.probes:
-            return "probe"
-        return "pays" if verified else "does not pay"
+        if not verified:
+            return "does not pay"
+        return "pays" if step.promised > 1 else "probe"
 
 
 def recorder_of(extensions: Sequence[Extension]) -> Recorder | None:
     """Return the recorder among extensions, if there is one."""
     return next((each for each in extensions if isinstance(each, Recorder)), None)
-
-
-def _best(rates: Rates) -> int | None:
-    """The number of drafts that promised most."""
-    return max(rates, key=rates.__getitem__, default=None)
 
 
 def walk(tokens: list[int], made: Guesses, verified: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import pytest
 
@@ -55,8 +55,8 @@ def test_steps_without_drafts_teach_nothing(model: Model) -> None:
     engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=False)
     seen: list[int] = []
     policy = engine.policy
-    policy.observe = lambda *seen_: seen.append(seen_[3])  # type: ignore[method-assign]
-    policy.choose = lambda rows, limits, context=0, queue=True: 0  # type: ignore[method-assign]
+    policy.observe = lambda row, report: seen.append(row)  # type: ignore[method-assign]
+    policy.choose = lambda limits, context=0, waiting=True: 0  # type: ignore[method-assign]
     run(engine, [Job([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=8))])
     assert not seen
 
@@ -78,10 +78,10 @@ def test_the_policy_is_told_how_long_the_texts_are_and_who_waits(model: Model) -
     waited: list[bool] = []
     choose = engine.policy.choose
 
-    def note(rows: Sequence[int], limits: Sequence[int], context: int = 0, queue: bool = True) -> int:
+    def note(limits: Mapping[int, int], context: int = 0, waiting: bool = True) -> int:
         seen.append(context)
-        waited.append(queue)
-        return choose(rows, limits, context, queue)
+        waited.append(waiting)
+        return choose(limits, context, waiting)
 
     engine.policy.choose = note  # type: ignore[method-assign]
     use(engine, junk(model.config.vocab_size))

@@ -18,6 +18,7 @@ from torch import Tensor
 from nanospec.config import SamplingParams
 from nanospec.drafters.policy import Policy
 from nanospec.engine.request import Request, Status
+from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
 from tests.drive import (
     Guess,
@@ -269,8 +270,8 @@ def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the
     events: list[tuple[Any, ...]] = []
 
     class Spy(Policy):
-        def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
-            events.append((row, drafted, accepted))
+        def observe(self, row: int, report: RowReport) -> None:
+            events.append((row, report.num_drafted, report.num_accepted))
 
         def reset(self, row: int) -> None:
             events.append((row,))

@@ -43,9 +43,9 @@ function lookedUp(lane, step) {
 }
 
 function whyBriefly(step) {
-  const box = make("span", "why"), promised = step.rates[step.verified] / step.rates[0];
+  const box = make("span", "why");
   if (!step.drafts.length) return box;
-  box.append(`K ${step.verified}, ${REASONS[step.reason] ?? (promised ? `promised ${few(promised)} ×` : "chosen")}`);
+  box.append(`K ${step.verified}, ${REASONS[step.reason] ?? `promised ${few(step.promised)} ×`}`);
   box.title = why(step);
   return box;
 }
@@ -94,13 +94,10 @@ const NOTHING = {
 
 /** Why so many guesses were checked, in words. */
 function why(step) {
-  const rates = Object.entries(step.rates), plain = step.rates[0], promised = step.rates[step.verified];
+  if (!step.drafts.length || !step.verified) return "";
   if (step.reason === "fixed") return `K is fixed: all ${step.verified} guesses are checked.`;
   if (step.reason === "probe") return "Checked only to learn whether guesses have become better: a probe.";
-  if (rates.length < 2 || promised === undefined) return "";
-  const rate = (x) => x.toPrecision(2);
-  if (step.verified === 0) return `Without guesses ${rate(plain)} tokens per ms were promised; no number of guesses promised more.`;
-  return `${count(step.verified, "guess", "guesses")} promised ${rate(promised)} tokens per ms, none ${rate(plain)}.`;
+  return `The step promised ${few(step.promised)} times the tokens per ms of one without guesses.`;
 }
 
 /** What is shown of the selected step beside its row. */
@@ -110,38 +107,5 @@ function drawDetail(lane, step) {
     if (ms >= 0.05) bars.append(make("b", "", make("i", `s-${stage}`), `${STAGES[stage] ?? stage} ${few(ms)} ms`));
   }
   const shared = step.batch > 1 ? ` This step was shared by ${step.batch} requests.` : "";
-  const detail = make("div", "detail", make("p", "story", `${story(lane, step)}${shared} ${why(step)}`.trim()), bars);
-  if (Object.keys(step.rates).length > 2) detail.append(drawCurve(step));
-  return detail;
-}
-
-/** Tokens per ms that each number of guesses promised, the one taken marked. */
-function drawCurve(step) {
-  const points = Object.entries(step.rates).map(([k, rate]) => [Number(k), rate]);
-  const most = Math.max(...points.map(([k]) => k)), top = Math.max(...points.map(([, rate]) => rate));
-  const W = 240, H = 64, at = ([k, rate]) => [12 + (k / most) * (W - 24), 16 + (1 - rate / top) * H];
-  const svg = svgElement("svg", { viewBox: `0 0 ${W} ${H + 48}`, role: "img" });
-  svg.setAttribute("aria-label", `tokens per ms by number of guesses; ${step.verified} taken`);
-  const [x0, y0] = at(points[0]);
-  svg.append(svgElement("line", { class: "axis", x1: 12, x2: W - 12, y1: H + 16, y2: H + 16 }));
-  svg.append(svgElement("line", { class: "plain-line", x1: x0, x2: W - 12, y1: y0, y2: y0 }));
-  svg.append(svgElement("polyline", { class: "curve", points: points.map(at).join(" ") }));
-  for (const point of points) {
-    const [x, y] = at(point), isChosen = point[0] === step.verified;
-    svg.append(svgElement("circle", { class: isChosen ? "chosen" : "dot", cx: x, cy: y, r: isChosen ? 4.5 : 1.8 }));
-    if (!isChosen && point[0] !== 0 && point[0] !== most) continue;
-    const label = svgElement("text", { class: isChosen ? "chosen" : "", x, y: H + 30, "text-anchor": "middle" });
-    label.textContent = point[0];
-    if (isChosen || Math.abs(point[0] - step.verified) / most > 0.08) svg.append(label);
-  }
-  const title = svgElement("text", { x: W / 2, y: H + 45, "text-anchor": "middle" });
-  title.textContent = "guesses checked → promised tokens per ms";
-  svg.append(title);
-  return svg;
-}
-
-function svgElement(tag, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  return element;
+  return make("div", "detail", make("p", "story", `${story(lane, step)}${shared} ${why(step)}`.trim()), bars);
 }

@@ -24,7 +24,7 @@ def step(
         "match_len": 2 if K else 0, "drafts": list(drafts), "sources": list(range(3, 3 + K)),
         "parents": list(range(K)), "verified": K, "accepted": list(accepted),
         "reason": "pays" if K else "no match",
-        "rates": {k: 0.1 + 0.01 * k for k in range(K + 1)} if K else {}, "plain_ms": 10.0,
+        "promised": 1.0 + 0.1 * K, "plain_ms": 10.0,
     }  # fmt: skip
     return StepRecord(**{**found, **fields})
 
@@ -35,7 +35,7 @@ def steps() -> list[StepRecord]:
         step([3, 4, 5], [3, 4, 9, 9], [1, 2]),
         step([6]),
         step([1, 2, 7], [0, 1, 2, 8], [2, 3], parents=[0, 0, 2, 1]),
-        step([8, 9], [8, 3], [1], method="medusa", match_len=0, sources=[-2, -2], reason="fixed", rates={}),
+        step([8, 9], [8, 3], [1], method="medusa", match_len=0, sources=[-2, -2], reason="fixed"),
         step([0], [5, 5, 5], verified=0, reason="does not pay"),
         step([1, 2], [1, 2, 3], [1, 2], verified=2, reason="probe"),
     ]

@@ -98,8 +98,7 @@ def test_keys_move_through_steps_and_guesses(show: Open) -> None:
     page.keyboard.press("Home")
     assert selected() == "step-0"
     assert "The first 2 were what the model would have written" in page.inner_text("#step-0 .story")
-    assert "4 guesses promised 0.14 tokens per ms, none 0.10" in page.inner_text("#step-0 .story")
-    assert page.locator("#step-0 .detail svg .chosen").count() == 2
+    assert "promised 1.4 times the tokens per ms of one without guesses" in page.inner_text("#step-0 .story")
     page.keyboard.press("ArrowDown")
     assert selected() == "step-1"
     assert page.locator(".detail").count() == 1

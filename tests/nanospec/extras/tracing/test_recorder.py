@@ -121,7 +121,7 @@ def test_a_step_without_guesses_does_not_show_those_of_the_one_before(
 ) -> None:
     engine = make_engine(cycle_model(), 2, trace=True, **MODES[mode])
     ks = itertools.cycle((2, 0))
-    monkeypatch.setattr(Policy, "choose", lambda self, rows, limits, context, queue: next(ks))
+    monkeypatch.setattr(Policy, "choose", lambda self, limits, context, waiting: next(ks))
     [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=12))])
     check(request)
     assert [len(step.drafts) for step in record_of(request).steps] == [2, 0] * 3
