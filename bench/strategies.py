@@ -192,7 +192,7 @@ def simulate(source: Sequence[Trace], B: int, strategy: Strategy, tokens: int) -
 
 
 def last_done(source: Sequence[Trace], B: int, strategy: Strategy) -> float:
-    """Return the ms that all of the source takes in waves of B requests, each until its last one has ended."""
+    """Return the ms that the source takes in waves of B requests, each until its last has ended."""
     return sum(run(Wave(source[i : i + B]), strategy).ms for i in range(0, len(source), B))
 
 

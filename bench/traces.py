@@ -8,7 +8,7 @@ accepted. Synthetic traces accept each draft with a given probability instead.
 Workloads: the answer of a code edit after its instruction and code; a passage of Shakespeare after the
 request to repeat it (short and long); the last quarter of a news article or of retrieved passages after
 the first three quarters, and of a scene of Shakespeare. The last three are text that people wrote on,
-which repeats words and names and hardly any phrase: the worst case.
+which repeats words and names and hardly any phrase: the worst case. `answers` are a model's own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from bench import common
+from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.kernels.speculation import ngram
 from nanospec.kernels.table import Table
 from nanospec.text.tokenizer import Tokenizer
@@ -129,6 +130,17 @@ def workloads(tokenizer: Tokenizer, count: int = 40) -> dict[str, list[Text]]:
         "news": [rest(p) for p in common.spec_bench(count, "summarization")],
         "Shakespeare": [rest(p) for p in passages[-count:]],
     }
+
+
+def answers(name: str, count: int, max_tokens: int = 96) -> dict[str, list[Text]]:
+    """A model's own greedy answers by workload: what the engine would really write."""
+    llm = LLM(name, spec=SpecConfig(method="none"), max_num_seqs=16, max_model_len=2048)
+    params, found = SamplingParams(temperature=0, max_tokens=max_tokens), {}
+    for kind, group in {"answers, code": "coding", "answers, maths": "math_reasoning"}.items():
+        prompts = [common.chat_prompt(llm.tokenizer, text) for text in common.spec_bench(count, group)]
+        outputs = llm.generate(prompts, params)
+        found[kind] = [(prompt, out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)]
+    return found
 
 
 # ---- synthetic ---------------------------------------------------------------------------------
