@@ -135,7 +135,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        check_conversation(messages, template_options)
+        check_conversation(messages)
         text = self.tokenizer.apply_chat_template(messages, **template_options)
         return encode(self.tokenizer, text, self.engine.max_model_len, add_special_tokens=False)
 

@@ -104,7 +104,7 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
         try:
             value: Any = plain(line)
             if isinstance(value, dict) and "messages" in value:
-                check_conversation(value["messages"], {})
+                check_conversation(value["messages"])
                 text = tokenizer.apply_chat_template(value["messages"], add_generation_prompt=False)
                 ids = tokenizer.encode(text, add_special_tokens=False)
             elif isinstance(value, dict) and isinstance(value.get("text"), str):

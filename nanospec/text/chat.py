@@ -1,7 +1,7 @@
-"""Chat templates: from the messages of a conversation to the text of a prompt.
+"""Render chat templates: from the messages of a conversation to the text of a prompt.
 
 Templates are Jinja programs that come with the model. As in transformers they run in Jinja's sandbox, which
-keeps them from Python's internals; it does not bound their running time.
+keeps them from Python's internals but does not limit their running time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .files import read_text, reason
 
 MAX_TEMPLATE = 1 << 16  # characters of a template
 MAX_PROMPT = 1 << 24  # characters that a template may write
-COMMON = re.compile("add_generation_prompt|.*_token")  # variables that all templates get, used or not
+COMMON = re.compile("add_generation_prompt|.*_token")  # variables that any template gets
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -49,10 +49,15 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
 
     `variables` are those of the template, such as `tools`. `chat_template` among them is a template or the
     name of one; the default is "tool_use" for a conversation with tools, then "default". Raises ValueError
-    if there is no template, it fails on the messages, or it has no use for one of the variables.
+    if there is no template, it fails on the messages, or it does not use one of the variables.
     """
-    variables.update(variables.pop("chat_template_kwargs", None) or {})
-    name = variables.pop("chat_template", None) or ("tool_use" if variables.get("tools") else "default")
+    more, name = variables.pop("chat_template_kwargs", None), variables.pop("chat_template", None)
+    has_tools = isinstance(tools := variables.get("tools"), list | tuple) and tools
+    name = ("tool_use" if has_tools else "default") if name is None else name
+    if not isinstance(more, dict | None) or not isinstance(name, str):
+        said = f"chat_template_kwargs={shown(more)} must be a dict, chat_template={shown(name)} a text."
+        raise ValueError(said)
+    variables.update(more or {})
     source = name if "{" in name else templates.get(name, templates.get("default"))
     if source is None:
         raise ValueError(
@@ -94,9 +99,9 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training; only its body matters here."""
+    """`{% generation %}...{% endgeneration %}`, which marks text for training: render its body."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja's own way)
+    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
     def parse(self, parser: Any) -> list[nodes.Node]:
         next(parser.stream)
@@ -105,7 +110,7 @@ class GenerationTag(Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
-    """Not HTML-escaped, unlike Jinja's own."""
+    """Return JSON that is not HTML-escaped, unlike Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **style)
 
 

@@ -1,31 +1,23 @@
-"""Incremental detokenization: a growing list of ids becomes a growing text.
+"""Detokenize incrementally, at a cost per token that does not depend on the length of the text.
 
-The cost per token does not depend on how much came before.
-
-`tokenizers.DecodeStream` does the same but for tokenizers with byte tokens (as Llama 2's), where it breaks on
-bytes that are no UTF-8, which sampling may draw (tokenizers 0.23): `<0x3D> <0xAA> ▁` raises an exception, as
-the first byte reads otherwise alone than in its run; `<0x41> <0x80>` gives "A" where `decode` gives U+FFFD
-twice. Nor has it a `flush` for what it holds back.
+`tokenizers.DecodeStream` does the same, but with byte tokens (as in Llama 2) it fails on bytes that are not
+UTF-8, which sampling may draw (tokenizers 0.23): `<0x3D> <0xAA> ▁` raises an exception, `<0x41> <0x80>` gives
+"A" where `decode` gives U+FFFD twice. It also has no `flush`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .tokenizer import Tokenizer
-
-REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8, or not yet
+from .tokenizer import REPLACEMENT, Tokenizer
 
 
 class Detokenizer:
-    """Decodes one output while its tokens arrive.
+    """Decode one output while its tokens arrive.
 
-    The texts returned by `push` and the final `flush`, joined, equal `decode` of all ids. A piece
-    never ends inside a character: bytes that may still become one are held back. `push([id])`
-    token by token gives the text that each token completes.
-
-    How: only a short window of the latest ids is decoded again at each call. The window is cut
-    where decoding its two halves apart gives the same text as decoding it whole.
+    The texts returned by `push` and the final `flush`, joined, equal `decode` of all ids. A piece never ends
+    inside a character: bytes that may still become one are held back. Each call decodes a short window of the
+    latest ids, which is cut where decoding its two halves apart gives the same text as decoding it whole.
     """
 
     MAX_WINDOW = 16  # ids after which the window is cut
@@ -64,12 +56,11 @@ class Detokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _cut(self, text: str) -> None:
-        """Forget all but the last ids of the window, whose text is `text`.
+        """Drop all but the last ids of the window, whose text is `text`.
 
-        A character has at most 4 bytes, so of 4 neighbouring places between tokens at least one
-        lies between characters. Halves of a character decode to more than one U+FFFD, which the
-        comparison notices. A tokenizer of the SentencePiece kind drops the first space of whatever
-        it decodes, hence the comparison with and without it.
+        A character has at most 4 bytes, so of 4 neighbouring places between tokens at least one lies between
+        characters. Halves of a character decode to more than one U+FFFD, which the comparison notices. A
+        SentencePiece tokenizer drops the first space, hence the comparison with and without it.
         """
         for kept in range(self.KEPT, self.KEPT + 4):
             head, tail = self._decode(self._window[:-kept]), self._decode(self._window[-kept:])

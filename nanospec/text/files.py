@@ -1,4 +1,4 @@
-"""Reading the texts of a model folder: whole and right, or refused with one sentence that names the file."""
+"""Read the text files of a model folder; errors are one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -10,39 +10,35 @@ LARGEST = 256 << 20  # bytes; large vocabularies take some 40 MB
 
 
 def reason(error: BaseException, most: int = 200) -> str:
-    """What another library's exception says, for a message; see `brief`."""
+    """Return the text of another library's exception for a message; see `brief`."""
     try:
         text = brief(str(error), most)
-    except Exception:  # somebody's own class
+    except Exception:  # of a class with a broken __str__
         text = ""
     return text or type(error).__name__
 
 
 def brief(text: str, most: int = 200) -> str:
-    """A text of another library as part of a sentence: on one line, at most so many characters, and no more
-    than 100 of a word, which may be quoted."""
+    """Return a text on one line, cut to `most` characters and to 100 of each word."""
     words = text[: 4 * most].rstrip(".: \n").split()
     text = " ".join(word if len(word) <= 100 else word[:97] + "..." for word in words)
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; ValueError if it is none in UTF-8."""
+    """Return the text of a file. Raises ValueError if it is too large or not UTF-8."""
+    check_size(path)
     try:
-        return _content(path).decode()
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8, at byte {error.start}; fetch it again.") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; anything else is a ValueError."""
-    stored = _content(path)
+    """Return the JSON object in a file. Raises ValueError for anything else."""
+    text = read_text(path)
     try:
-        content = json.loads(text := stored.decode())
-        if "\\ud" in text.lower():  # half of a pair cannot be written anywhere
-            json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{path} holds half of a surrogate pair, no text; fetch it again.") from None
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:  # malformed, or nested without end
         raise ValueError(f"{path} is not valid JSON ({reason(error)}); fetch it again.") from None
     if not isinstance(content, dict):
@@ -51,11 +47,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_size(path: Path) -> None:
-    """ValueError if a file is too large to be read at once."""
+    """Raise ValueError if a file is too large to be read at once."""
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} has more than {LARGEST >> 20} MB, too much for a file of its kind.")
-
-
-def _content(path: Path) -> bytes:
-    check_size(path)
-    return path.read_bytes()

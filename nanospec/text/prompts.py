@@ -1,4 +1,4 @@
-"""Prompts as users give them: texts, token ids in lists, arrays or tensors, one or several, conversations.
+"""Take prompts in all forms: texts, token ids in lists, arrays or tensors, one or several, conversations.
 Anything else, and texts too long for the window, are refused before they are encoded.
 """
 
@@ -14,12 +14,6 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-TEMPLATE_OPTIONS: dict[str, tuple[Any, str]] = {
-    "chat_template": (str, "a text"),
-    "chat_template_kwargs": (dict, "a dict"),
-    "tools": (list | tuple, "a list"),
-    "documents": (list | tuple, "a list"),
-}
 
 
 def as_list(prompts: Any) -> list[Any]:
@@ -53,15 +47,10 @@ def conversations(messages: Any) -> list[Any]:
     return list(messages) if isinstance(messages, list | tuple) and not is_one else [messages]
 
 
-def check_conversation(messages: Any, options: Mapping[str, Any]) -> None:
-    """Raise ValueError unless these can be a list of messages and options of a chat template."""
+def check_conversation(messages: Any) -> None:
+    """Raise ValueError unless this is a list of messages."""
     if not isinstance(messages, list | tuple) or not all(isinstance(each, Mapping) for each in messages):
         raise ValueError(f"messages={shown(messages)} must be a list of {{'role': ..., 'content': ...}}.")
-    for name, (kind, what) in TEMPLATE_OPTIONS.items():
-        if not isinstance(given := options.get(name), kind | None):
-            raise ValueError(f"{name}={shown(given)} must be {what}.")
-    if not all(isinstance(name, str) for name in options.get("chat_template_kwargs") or ()):
-        raise ValueError("chat_template_kwargs must map names to values.")
 
 
 def as_message(prompt: str) -> list[dict[str, Any]]:
@@ -83,7 +72,7 @@ def encode(tokenizer: Tokenizer, text: str, max_model_len: int, add_special_toke
 
 
 def check_length(tokenizer: Tokenizer, length: int, max_model_len: int) -> None:
-    """Raise ValueError for a text of so many characters that it cannot fit: encoding it would take long."""
+    """Raise ValueError for a text of so many characters that it cannot fit, before encoding takes long."""
     if length > max_model_len * tokenizer.longest_token:
         raise ValueError(f"The prompt has {length} characters, too many for max_model_len={max_model_len}.")
 

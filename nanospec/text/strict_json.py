@@ -1,5 +1,5 @@
-"""JSON from users: Python's reader, without what it accepts beyond JSON (NaN, a name twice in one object) and
-with a limit on nesting."""
+"""Read JSON from users with Python's reader, but refuse NaN, infinity, deep nesting, and a name that is twice
+in one object."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def plain(text: bytes | str) -> Any:
-    """Return the value of a JSON text in UTF-8. Raises ValueError, which follows "... is no JSON: "."""
+    """Return the value of a JSON text in UTF-8. Raises ValueError, whose text follows "... is no JSON: "."""
     decoded = text if isinstance(text, str) else text.decode()  # UnicodeDecodeError is a ValueError
     try:
         found = json.loads(decoded, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    level = [found] if isinstance(found, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        inner = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
+    level = [found]
+    for _ in range(MAX_DEPTH + 1):
+        nested = (part for part in level if isinstance(part, dict | list))
+        level = [each for part in nested for each in (part.values() if isinstance(part, dict) else part)]
     if level:
         raise ValueError(TOO_DEEP)
     return found

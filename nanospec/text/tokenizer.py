@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the `tokenizers` library and the files of a Hugging Face model folder."""
+"""Encode and decode text with the `tokenizers` library and the files of a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Tokenizer:
         name: the folder's.
         vocab_size: number of tokens, added ones included. A model may have more rows (padding).
         bos_token_id: the token that begins a text, None if the model has none.
-        eos_token_ids: every token that ends an output, the usual one first: those that
-            generation_config.json names, then config.json, then tokenizer_config.json.
-        special_token_ids: tokens that are no text, such as `<|im_end|>`.
-        byte_token_ids: tokens that stand for single bytes (as in Llama 2), mostly none.
+        eos_token_ids: every token that ends an output: those of generation_config.json, then of config.json,
+            then of tokenizer_config.json.
+        special_token_ids: tokens that are not text, such as `<|im_end|>`.
+        byte_token_ids: tokens of single bytes (as in Llama 2), mostly none.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -59,11 +59,8 @@ class Tokenizer:
         return bool(self._templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text. Special tokens written out in it, such as `<|im_end|>`, count as such.
-
-        `add_special_tokens` adds what the model wants around a text, usually a BOS. Pass False for a
-        rendered chat: its template has written the BOS already.
-        """
+        """Return the ids of a text; special tokens written out in it, such as `<|im_end|>`, are recognized.
+        `add_special_tokens` adds the model's own, usually a BOS, which a rendered chat has already."""
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # no str, or what broken JSON escapes produce
@@ -106,10 +103,8 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """Return the prompt of a conversation as text; encode it with `add_special_tokens=False`.
-
-        `messages` are dicts with `role` and `content`; for `kwargs` and errors see `chat.render`.
-        """
+        """Return the prompt of a conversation as text, to encode with `add_special_tokens=False`. `messages`
+        are dicts with `role` and `content`; for `kwargs` and errors see `chat.render`."""
         variables = {**self._named_tokens, **kwargs}
         return render(self._templates, messages, add_generation_prompt=add_generation_prompt, **variables)
 
@@ -139,8 +134,7 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raise ValueError, naming the first difference, unless both give every token the same id."""
     ours, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (target, draft))
-    either = theirs | ours
-    different = [(i, token) for token, i in either.items() if ours.get(token) != theirs.get(token)]
+    different = [(i, t) for t, i in (theirs | ours).items() if ours.get(t) != theirs.get(t)]
     if different:
         _, token = min(different)
         one, other = (vocab.get(token, "missing") for vocab in (ours, theirs))

@@ -35,17 +35,9 @@ def byte_fallback() -> tokenizers.Tokenizer:
     merges = [("▁", "▁"), ("▁", "a"), ("a", "b"), ("▁", "ab")]
     vocab = {text: i for i, text in enumerate(texts)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence(list(parts))
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return backend
 
