@@ -101,11 +101,21 @@ wheels:  ## try the wheel under each of PYTHONS; ALSO="torch==2.8.0 triton==3.4.
 wheel: $(DONE)supply  ## the wheel in dist, built twice: the same bytes
 	@$(BIN)/python tests/install.py --twice dist
 
-sbom: $(DONE)supply  ## dist/sbom.json, in CycloneDX's format
-	@$(BIN)/python -m bench.sbom dist/sbom.json
+sbom: $(DONE)supply  ## dist/sbom.json, in CycloneDX's format, of nanospec without extras
+	@mkdir -p dist && $(BIN)/python -m venv --clear --without-pip $(VENV)/core
+	@$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/core.txt
+	@$(BIN)/python -m pip --quiet --python $(VENV)/core/bin/python install -c $(VENV)/core.txt .
+	@$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --mc-type library \
+	  --output-file dist/sbom.json $(VENV)/core/bin/python
 
-lock: | $(BIN)/python  ## locks/ anew, for each of PYTHONS
-	@$(BIN)/python -m bench.lock $(PYTHONS)
+UV = $(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --generate-hashes --only-binary :all: \
+  --torch-backend cpu --python-platform x86_64-manylinux_2_28
+lock: | $(BIN)/python  ## locks/ anew, for Linux on x86-64; torch apart, from its index of builds for CPUs
+	@$(PIP) uv
+	@sed -nE 's/^ *"(torch[^"]*)".*/\1/p' pyproject.toml | $(UV) --no-deps --output-file locks/torch.txt -
+	@for version in 3.10 3.11 3.12 3.13; do $(UV) --python-version $$version --constraint locks/torch.txt \
+	  --no-emit-package torch --extra test --extra lint --extra supply pyproject.toml \
+	  --output-file locks/python$$version.txt || exit 1; done
 
 # Databases do not know builds such as 2.13.0+cpu.
 audit: $(DONE)supply  ## known weaknesses of what locks/ names
