@@ -58,7 +58,7 @@ class Trace:
 
 
 def replay(text: Text, min_n: int, max_n: int) -> Trace:
-    """The engine's matcher over a text: the longest match, the latest of several."""
+    """Run the engine's matcher over a text: the longest match, the latest of several."""
     reference = text[1]
     table = after_each_token(text, MAX_DRAFTS, min_n=min_n, max_n=max_n)
     found = ngram.naive(table, torch.arange(len(reference)), MAX_DRAFTS, max_n)
@@ -80,26 +80,6 @@ def after_each_token(text: Text, k: int, **rows: int) -> Table:
         getattr(table, name).fill_(value)
     lengths = torch.arange(len(prompt), tokens.shape[1], dtype=torch.int32)
     return table._replace(tokens=tokens.expand(count, -1), num_tokens=lengths, max_context=tokens.shape[1])
-
-
-def replay_earliest(text: Text, min_n: int, max_n: int) -> Trace:
-    """Like `replay`, but of several longest matches the earliest wins."""
-    prompt, reference = text
-    tokens = prompt + reference
-    first: dict[tuple[int, ...], int] = {}  # where the text goes on after the first of equal n-grams
-    matches, runs, known = [], [], 1
-    for length in range(len(prompt), len(tokens)):
-        for end in range(known, length):
-            for n in range(1, min(max_n, end) + 1):
-                first.setdefault(tuple(tokens[end - n : end]), end)
-        known = length
-        suffixes = (tuple(tokens[length - n : length]) for n in range(min(max_n, length), min_n - 1, -1))
-        best = next((suffix for suffix in suffixes if suffix in first), ())
-        matches.append(len(best))
-        copied = tokens[first[best] : length] if best else [-1]
-        drafts = [copied[i % len(copied)] for i in range(MAX_DRAFTS)]
-        runs.append(common_prefix(drafts, tokens[length : length + MAX_DRAFTS]))
-    return Trace(matches, runs)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -65,6 +65,7 @@ def cases() -> Iterator[Case]:
     yield from rope_cases()
     yield from gemma_cases()
     yield from move_cases()
+    yield from sum_cases()
 
 
 def norm_cases() -> Iterator[Case]:
@@ -332,3 +333,17 @@ def move_case(shape: Shape, layers: int, B: int) -> Case:
 
     moved = B * (kept - 1) * layers * 2 * shape.kv_heads * shape.head_dim * 2 * 2
     return Case("kv_move", f"{shape.name}-B{B}", build, bytes=moved)
+
+
+def sum_cases() -> Iterator[Case]:
+    """Where weights are split among ranks: the sums of a product's parts, added to the residual stream."""
+    for ranks in (2, 4, 8):
+        for name, hidden in (("llama-3.2-1b", 2048), ("qwen3-8b", 4096), ("llama-3.3-70b", 8192)):
+            for T in (1, 64):
+
+                def build(device: str, ranks: int = ranks, hidden: int = hidden, T: int = T) -> Built:
+                    parts = torch.randn(ranks, T, hidden, device=device, dtype=BF16)
+                    norm = Norm(torch.randn(hidden, device=device), 1e-6)
+                    return Built(lambda: residual_add(parts, parts[0], norm))
+
+                yield Case("residual_add", f"{name}-R{ranks}-T{T}", build, bytes=2 * T * hidden * (ranks + 3))

@@ -1,4 +1,5 @@
-"""The kernels of speculation: propose, sample, verify, commit, log-probabilities, and masks of grammars."""
+"""The kernels of speculation: propose, sample, verify, commit, log-probabilities, masks of grammars, the
+layout of a batch, and what the host sends."""
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ import torch
 from torch import Tensor
 
 from bench.cases import Built, Case
+from nanospec.config import SamplingParams, SpecConfig
+from nanospec.device.admission import Admission, HostWrites, write_blocks, write_row
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import REJECTION, RULES, TYPICAL
+from nanospec.kernels.sampling import across
 from nanospec.kernels.sampling.accept import accept
 from nanospec.kernels.sampling.logprobs import logprobs
 from nanospec.kernels.sampling.mask import mask
 from nanospec.kernels.sampling.sample import sample
 from nanospec.kernels.speculation import ngram, ngram_tree
+from nanospec.kernels.speculation.layout import lay_out, lay_out_text
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.verify import commit
 from nanospec.kernels.table import Table
@@ -43,6 +48,9 @@ def cases() -> Iterator[Case]:
     yield from verify_cases()
     yield from logprobs_cases()
     yield from mask_cases()
+    yield from layout_cases()
+    yield from host_cases()
+    yield from best_cases()
 
 
 def make_batch(B: int, Q: int, device: str, tree: bool = False) -> Batch:
@@ -230,3 +238,56 @@ def mask_cases() -> Iterator[Case]:
                 return Built(lambda: mask(logits, allowed, at))
 
             yield Case("mask", f"{model}-T{T}", build, bytes=T * V * 2)
+
+
+def layout_cases() -> Iterator[Case]:
+    """Laying out a step's batch, and those of a drafter that writes ahead."""
+    for B, K in ((1, 4), (64, 4), (64, 16), (256, 0)):
+        for text in (False, True):
+
+            def build(device: str, B: int = B, K: int = K, text: bool = text) -> Built:
+                table, batch = make_table(B, 1, device, 32768, num_tokens=4000), make_batch(B, K + 1, device)
+                if text:
+                    given = table, batch.rows, batch.base_len, batch.q_len, K + 1
+                    return Built(lambda: lay_out_text(*given))
+                proposal = proposed(B, K, device)
+                return Built(lambda: lay_out(table, batch.rows, proposal))
+
+            yield Case("layout", f"B{B}-K{K}{'-text' if text else ''}", build)
+
+
+def host_cases() -> Iterator[Case]:
+    """Requests that get their rows, and block tables that grow."""
+    for B in (1, 64):
+        for what in ("admission", "growth"):
+
+            def build(device: str, B: int = B, what: str = what) -> Built:
+                table, writes, spec = make_table(B, 1, device), HostWrites(), SpecConfig()
+                tokens, blocks = list(range(1000)), list(range(63))
+
+                def run() -> None:
+                    for row in range(B):
+                        if what == "growth":
+                            write_blocks(writes, table, row, blocks, len(blocks) - 1)
+                            continue
+                        request = Admission(row, tokens, 1000, 2000, blocks, 0, row, (0,), SamplingParams())
+                        write_row(writes, table, request, spec)
+                    writes.flush()
+
+                return Built(run)
+
+            yield Case("host_writes", f"B{B}-{what}", build, timed=False)  # most of it is the host's
+
+
+def best_cases() -> Iterator[Case]:
+    """A rank's candidates for requests that draw with temperature, where the vocabulary is split."""
+    B, K = 8, 4
+    for ranks, (model, vocab) in itertools.product((2, 4, 8), VOCABS.items()):
+
+        def build(device: str, vocab: int = vocab, part: int = -(-vocab // ranks)) -> Built:
+            table = make_table(B, vocab, device, **REQUESTS["temperature"])
+            batch = make_batch(B, K + 1, device)
+            logits = torch.randn(batch.num_tokens, part, device=device, dtype=torch.bfloat16)
+            return Built(lambda: across.best(logits, part, part, table, batch))
+
+        yield Case("best", f"{model}-R{ranks}", build, bytes=2 * B * (K + 1) * -(-vocab // ranks))

@@ -11,7 +11,7 @@ from bench import simulate, traces
 from bench.roofline import Machine
 from bench.simulate import compare
 from bench.strategies import Batch, Fixed, Strategy, automatic
-from bench.traces import MAX_DRAFTS, Text, Trace, replay, replay_earliest, synthetic
+from bench.traces import MAX_DRAFTS, Text, Trace, replay, synthetic
 from nanospec.drafters.costs import StepCosts
 
 H200 = Machine()
@@ -51,21 +51,6 @@ def test_a_trace_by_hand() -> None:
     assert trace.match == [2, 3, 3, 0, 0, 2]
     assert trace.run == [2, 1, 0, 0, 0, 1]
     assert [trace.drafts(i, 4) for i in range(6)] == [4, 4, 3, 0, 0, 0]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_earliest_match_is_as_long_as_the_latest(seed: int) -> None:
-    for low, high in ((1, 1), (1, 4), (2, 3)):
-        latest, earliest = replay(text(seed), low, high), replay_earliest(text(seed), low, high)
-        assert latest.match == earliest.match
-        assert latest.run != earliest.run
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_earliest_and_latest_agree_where_there_is_one_match_only(seed: int) -> None:
-    prompt, _ = text(seed, vocabulary=10_000)
-    once = (prompt, prompt[3:17])
-    assert replay(once, 1, 4) == replay_earliest(once, 1, 4)
 
 
 def test_periodic_text_drafts_in_full() -> None:
