@@ -2,7 +2,7 @@
 
     x + h, or x + RMSNorm(h) with a norm of its own (Gemma);  h = the sum of `parts` [N, T, H]
 
-Parts are what N ranks computed of one product (`split.py`). They are added in their order in float32 and h is
+Parts are what N ranks computed of one product. They are added in their order in float32 and h is
 rounded once, so its bits depend neither on which rank adds nor on how many tokens there are. A norm needs
 whole rows, of which the programs of a product have parts; for it N may be 1.
 
