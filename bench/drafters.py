@@ -29,7 +29,7 @@ from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.loading import load_drafters
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.models.heads import Heads
@@ -97,8 +97,8 @@ class Makers:
             ready["draft"] = ModelDrafter(config.spec, self.draft, model.config.vocab_size, self.token_map)
         if "medusa" in config.spec.methods:
             ready["medusa"] = MedusaDrafter(config.spec, self.heads, model)
-        drafter = load_drafter(config.spec, Target(model), ready)
-        return Engine(config, Worker(config, model, drafter), self.llm.engine.tokenizer)
+        drafters = load_drafters(config.spec, Target(model), ready)
+        return Engine(config, Worker(config, model, drafters), self.llm.engine.tokenizer)
 
 
 def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Run:

@@ -77,7 +77,7 @@ def make_engine(
 ) -> Engine:
     window = args.prompt + args.max_tokens + 32
     config = engine_config(model, max(args.batches), window, k, lazy=k != "auto")
-    return Engine(config, ReplayWorker(config, model, NgramDrafter(config.spec), references))
+    return Engine(config, ReplayWorker(config, model, [NgramDrafter(config.spec)], references))
 
 
 def compare(

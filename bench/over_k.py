@@ -30,7 +30,7 @@ from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
-from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.loading import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.models.hub import resolve_model
 from nanospec.models.weights import load_model
@@ -58,8 +58,8 @@ def make_engines(model_name: str, ks: Sequence[str]) -> tuple[dict[str, Engine],
             spec=SpecConfig(num_speculative_tokens=k), max_num_seqs=64, enable_prefix_caching=False,
             max_model_len=2048, kv_cache_memory=CACHE,
         )  # fmt: skip
-        drafter = load_drafter(config.spec, Target(model, folder, tokenizer))
-        engines[name] = Engine(config, Worker(config, model, drafter), tokenizer)
+        drafters = load_drafters(config.spec, Target(model, folder, tokenizer))
+        engines[name] = Engine(config, Worker(config, model, drafters), tokenizer)
         engines[name].worker.kv_cache.zero_()  # a system may take 5 ms for a page's first use, once
     return engines, tokenizer
 

@@ -60,12 +60,12 @@ class ReplayWorker(SimulatedWorker):
         self,
         config: EngineConfig,
         model: Model,
-        drafter: Drafter | None,
+        drafters: Sequence[Drafter],
         references: Mapping[tuple[int, ...], Sequence[int]],
     ) -> None:
         """`references`: prompt ids -> the output's ids."""
         self.references = references
-        super().__init__(config, model, drafter)
+        super().__init__(config, model, drafters)
 
     def make_step(self, kind: type[Step] = Step) -> Step:
         self._texts = torch.zeros_like(self.table.tokens)  # prompt and output
@@ -90,8 +90,6 @@ class ReplayWorker(SimulatedWorker):
 class SyntheticDrafter(Drafter):
     """Always drafts as many tokens as the limits allow; which ones does not matter."""
 
-    method = "synthetic"
-
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         start = table.num_tokens[rows.clamp(min=0)]
         drafts = (start[:, None] + torch.arange(k, device=rows.device)).int() % TOKENS
@@ -106,7 +104,7 @@ class SyntheticWorker(SimulatedWorker):
             raise ValueError(f"acceptance={acceptance} must be between 0 and 1.")
         self.simulated = f"synthetic acceptance {acceptance:g}"
         self._threshold = int(acceptance * 2**32)
-        super().__init__(config, model, SyntheticDrafter())
+        super().__init__(config, model, [SyntheticDrafter()])
 
     def targets(self, drawn: Tensor, batch: Batch) -> Tensor:
         draft = batch.input_ids.roll(-1)  # what follows each token in its row; the bonus may be anything

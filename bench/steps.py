@@ -88,7 +88,7 @@ def one_batch(
 ) -> None:
     """Write a row for each K and mode."""
     config = engine_config(model, batch, context + ROOM, max(args.ks))
-    worker = Worker(config, model, NgramDrafter(config.spec))
+    worker = Worker(config, model, [NgramDrafter(config.spec)])
     worker.kv_cache.normal_()  # zeros take less power, and so less time
     graphs, base = worker.graphs, dict[str, float]()
     assert graphs is not None

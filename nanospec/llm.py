@@ -259,6 +259,6 @@ def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokeni
         use_threads(config.threads)
     smaller = "use a device with more, a narrower dtype or a smaller model"
     with current(device), explained(f"the weights on {device}", smaller):
-        model, made = load_parts(config, folder, drafter, tokenizer, device)
+        model, drafters = load_parts(config, folder, drafter, tokenizer, device)
     with explained(f"the engine beside the weights on {device}", in_a_step(config)):
-        return Worker(config, model, made, wanted(config, tokenizer))
+        return Worker(config, model, drafters, wanted(config, tokenizer))

@@ -15,7 +15,7 @@ from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target, guesses
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import Guessers, load_drafter
+from nanospec.drafters.loading import Guessers, load_drafters
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Logprob, Request, Status
@@ -83,7 +83,7 @@ def make_engine(
         ready["draft"] = ModelDrafter(spec, draft_model, model.config.vocab_size, token_map)
     if heads is not None:
         ready["medusa"] = MedusaDrafter(spec, heads, model)
-    made = load_drafter(spec, Target(model), ready, drafter)
+    made = load_drafters(spec, Target(model), ready, drafter)
     return Engine(config, Worker(config, model, made, extras.wanted(config, tokenizer)), tokenizer)
 
 
@@ -98,8 +98,7 @@ def make_spec(k: K, min_n: int = 1, **guess: Any) -> SpecConfig:
 def use(engine: Engine, drafter: Drafter | None) -> None:
     """Let somebody else guess in an engine that has not run yet."""
     worker = engine.worker
-    worker.drafter = worker._step.drafter = drafter
-    worker.drafters = () if drafter is None else drafter.parts
+    worker.drafters = worker._step.drafters = () if drafter is None else (drafter,)
     for part in worker.drafters:
         part.attach(worker.table, worker.num_blocks, 2048, may_wait=worker.graphs is None)
 

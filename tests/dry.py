@@ -93,9 +93,9 @@ def meta_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Mode
 
 def dry_step(model: Model, spec: SpecConfig, num_rows: int) -> Step:
     """A step of a `meta_model` whose texts reach as far as it does."""
-    config, drafter = model.config, NgramDrafter(spec) if spec.method == "ngram" else None
+    config, drafters = model.config, [NgramDrafter(spec)] if spec.method == "ngram" else []
     length = config.max_position_embeddings
     table = Table.empty(num_rows, length, 16, config.vocab_size, "meta")
     shape = model.kv_shape(num_rows * length // 16, 16)
     kv_cache = torch.empty(shape, dtype=model.dtype, device="meta")
-    return Step(model, kv_cache, table, drafter, spec.acceptance == "exact", Stopwatch())
+    return Step(model, kv_cache, table, drafters, spec.acceptance == "exact", Stopwatch())

@@ -8,7 +8,7 @@ The leader is the engine's worker, in the thread of the test; the others follow 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanospec.config import EngineConfig
 from nanospec.drafters.base import Drafter, Target
-from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.loading import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.extras import wanted
 from nanospec.extras.tensor_parallel.group import Group
@@ -31,7 +31,7 @@ from nanospec.models.decoder import Model
 from nanospec.models.random_weights import random_weights
 
 Weights = dict[str, Tensor]
-MakeDrafter = Callable[[Model, Group], Drafter | None]
+MakeDrafter = Callable[[Model, Group], Sequence[Drafter]]
 PATIENCE = 60.0  # seconds
 
 
@@ -141,9 +141,9 @@ def split_engine(
     inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in groups[1:]]
     team, workers = ThreadTeam(inboxes), dict[int, Rank]()
 
-    def parts(rank: int) -> tuple[EngineConfig, Model, Drafter | None, Group]:
+    def parts(rank: int) -> tuple[EngineConfig, Model, Sequence[Drafter], Group]:
         model = part_of(config, weights, groups[rank])
-        made = load_drafter(options.spec, Target(model)) if drafter is None else drafter(model, groups[rank])
+        made = load_drafters(options.spec, Target(model)) if drafter is None else drafter(model, groups[rank])
         return options, model, made, groups[rank]
 
     def be(rank: int) -> None:

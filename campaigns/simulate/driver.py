@@ -88,8 +88,8 @@ class Simulation:
         self.faults = Faults(self.scenario.faults, self.seen, self._act)
         for name in CALLS:
             self.faults.watch(self.engine.worker, name)
-        if self.engine.worker.drafter is not None:
-            self.faults.watch(self.engine.worker.drafter, "propose")
+        for drafter in self.engine.worker.drafters:
+            self.faults.watch(drafter, "propose")
         self._engine_step = self.engine.step
         self.engine.step = self._step  # type: ignore[method-assign]
 

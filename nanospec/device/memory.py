@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,25 +39,31 @@ class MemoryPlan(NamedTuple):
         return f"{sum(self) / 1e6:,.1f} MB: " + ", ".join(f"{name} {mb:,.1f}" for name, mb in sizes.items())
 
 
-def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> tuple[int, int]:
+def most_drafts(drafters: Sequence[Drafter]) -> int:
+    """Return the most drafts that a row may get."""
+    return max((drafter.max_drafts for drafter in drafters), default=0)
+
+
+def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] = ()) -> tuple[int, int]:
     """Return (number of KV blocks, max_model_len) for this model on this machine. A block has room for the
-    same tokens in the drafter's cache, if it has one.
+    same tokens in the caches of drafters.
 
     Raises ValueError when the window is longer than a model's, or the memory too small for it.
     """
     own, whose = model.config.max_position_embeddings, "model"
-    if drafter is not None and drafter.max_context is not None and drafter.max_context < own:
-        own, whose = drafter.max_context, "draft model"
+    for drafter in drafters:
+        if drafter.memory.max_context is not None and drafter.memory.max_context < own:
+            own, whose = drafter.memory.max_context, "draft model"
     window = config.max_model_len or own
     if window > own:
         raise ValueError(f"max_model_len={window} is beyond the {whose}'s own window of {own} tokens.")
     size = config.block_size
     per_token = model.config.kv_bytes_per_token(model.dtype)
-    per_block = size * (per_token + (drafter.kv_bytes_per_token if drafter is not None else 0))
+    per_block = size * (per_token + sum(drafter.memory.kv_per_token for drafter in drafters))
     if config.kv_cache_memory:
         budget, source = config.kv_cache_memory, f"kv_cache_memory of {config.kv_cache_memory:,} bytes"
     else:
-        needed = step_bytes(config, model, drafter, window) if model.device.type == "cuda" else 0
+        needed = step_bytes(config, model, drafters, window) if model.device.type == "cuda" else 0
         budget = max(spare_memory(model.device, model.num_ranks) - needed, 0)
         source = f"{budget:,} spare bytes" + f", beside {needed:,} for steps," * (needed > 0)
     num_blocks = min(budget // per_block, config.max_num_seqs * -(-window // size))
@@ -85,7 +91,7 @@ def row_bytes(table: Table) -> int:
 
 
 @torch.inference_mode()
-def step_bytes(config: EngineConfig, model: Model, drafter: Drafter | None, window: int) -> int:
+def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], window: int) -> int:
     """Return the bytes that request rows, steps and prefills take on a GPU beside weights and K/V, measured
     by running the largest ones at the end of a full window, on a cache of one block.
 
@@ -108,13 +114,13 @@ def step_bytes(config: EngineConfig, model: Model, drafter: Drafter | None, wind
 
         return peak_bytes(model.device, score)
 
-    k = 0 if drafter is None else min(config.spec.max_k, drafter.max_drafts, window - 1)
+    k = min(config.spec.max_k, most_drafts(drafters), window - 1)
     drafting = max(min(MAX_STEP_TOKENS // (k + 1), most), 1)  # rows of the largest captured step with drafts
     step = max(run(max(rows // part, 1), q) for rows, q in ((most, 1), (drafting, k + 1)) for part in PARTS)
     tokens = min(config.max_num_batched_tokens, most * window)
     prompts = -(-tokens // window)
     prefill = max(run(prompts, -(-tokens // prompts // part), prefill=True) for part in PARTS)
-    if drafter is not None and drafter.runs_model:  # its logits, and once more while they are put together
+    if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are put together
         step += 2 * max(most, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize
     return row_bytes(table) + int(MARGIN * (step + max(step, prefill)))
 

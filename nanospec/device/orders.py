@@ -12,9 +12,11 @@ from ..kernels.speculation.report import RowReport
 
 
 class Pages(NamedTuple):
-    """The pages of a request row, of which those from `num_kept` on are new to it."""
+    """The pages of a request row, of which those from `num_kept` on are new to it; its text has at least
+    `num_tokens` tokens."""
 
     row: int
+    num_tokens: int
     blocks: list[int]
     num_kept: int
 
@@ -24,7 +26,7 @@ class StepOrder(NamedTuple):
 
     Attributes:
         rows, limits: [B] who takes part, and for how many drafts of each drafters are asked at most.
-        k, passes: the most drafts of a row; for how many of them a model is run at most.
+        k, last_k: the most drafts of a row; the most that the last drafter makes, if steps are not captured.
         grown: rows whose pages have become more.
         logprobs: [B] how many likeliest tokens are to be reported for each row, -1: none at all.
         extra: for each extension, what its `plan` gave.
@@ -33,7 +35,7 @@ class StepOrder(NamedTuple):
     rows: list[int]
     limits: list[int]
     k: int
-    passes: int
+    last_k: int
     grown: list[Pages]
     logprobs: list[int]
     extra: Sequence[Any] = ()
@@ -47,10 +49,8 @@ class RowResult(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A step that has been queued: waits for its reports, tells the drafters, and what else was asked. A
-    ticket for `fetch`; nobody else looks inside."""
+    """A step that has been queued: waits for its reports, and what else was asked. A ticket for `fetch`."""
 
     reports: Callable[[], list[RowReport]]
-    follow: list[Callable[[], None]]
     logprobs: Logprobs | None
     wanted: list[int]

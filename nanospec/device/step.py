@@ -20,7 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafters.base import Drafter, nothing
+from ..drafters import first_match
+from ..drafters.base import Drafter
+from ..drafters.first_match import DraftTimes
 from ..drafters.policy import Offer
 from ..engine.metrics import Stopwatch
 from ..kernels.batch import Batch
@@ -79,20 +81,21 @@ class StepResult(NamedTuple):
 
 
 class Step:
-    """The step of one model with its cache, rows and drafter."""
+    """The step of one model with its cache, rows and drafters."""
 
     def __init__(
         self,
         model: Model,
         kv_cache: Tensor,
         table: Table,
-        drafter: Drafter | None,
+        drafters: Sequence[Drafter],
         exact: bool,
         stages: Stopwatch,
     ) -> None:
         """`exact`: no row asks for another rule of acceptance, so that steps need not look."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
-        self.drafter, self.exact, self.stages = drafter, exact, stages
+        self.drafters, self.exact, self.stages = drafters, exact, stages
+        self.draft_times = DraftTimes()
         self._logits = torch.empty(0)
         self.extensions: Sequence[Extension] = ()  # those that take part in this step
 
@@ -104,12 +107,16 @@ class Step:
         self._logits = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()
-    def __call__(self, rows: Tensor, k: int, cut: Cut | None = None) -> StepResult:
-        """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each: padded, or
-        packed if there is somebody to `cut` the drafts."""
-        model, table, drafter, extensions = self.model, self.table, self.drafter, self.extensions
+    def __call__(
+        self, rows: Tensor, k: int, cut: Cut | None = None, last_k: int | None = None
+    ) -> StepResult:
+        """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each: padded, or packed
+        if `cut` is given; then the last drafter makes at most `last_k`."""
+        model, table, extensions = self.model, self.table, self.extensions
         with self.stages("propose"):
-            proposal = drafter.propose(table, rows, k) if drafter and k else nothing(rows, 0)
+            times = None if cut is None else self.draft_times
+            most = k if last_k is None else last_k
+            proposal = first_match.propose(self.drafters, table, rows, k, most, times)
             for extension in extensions if k else ():
                 proposal = extension.propose(table, rows, proposal)
             if cut is not None and k:
@@ -125,10 +132,9 @@ class Step:
             verdict = commit(targets, batch, table, proposal)
             if batch.parents is not None:
                 kv_move(self.kv_cache, verdict, batch)
-            if drafter is not None:
-                for extension in extensions:
-                    proposal, batch = extension.for_drafters(proposal, batch)
-                drafter.learn(table, proposal, batch, verdict, hidden, logits)
+            for extension in extensions if self.drafters else ():
+                proposal, batch = extension.for_drafters(proposal, batch)
+            first_match.learn(self.drafters, table, proposal, batch, verdict, hidden)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def score(self, hidden: Tensor) -> Tensor:

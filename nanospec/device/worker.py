@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from .admission import Admission, HostWrites
 from .devices import on_own_device
 from .extension import Extension
 from .graphs import StepGraphs
-from .memory import MemoryPlan, plan_cache, row_bytes
+from .memory import MemoryPlan, most_drafts, plan_cache, row_bytes
 from .orders import Flight, RowResult, StepOrder
 from .step import Cut, Step
 from .threads import settle_threads
@@ -46,9 +47,9 @@ TIMED_CONTEXT = 1024  # tokens per row when captured steps are timed
 NOTHING = RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
 
 
-def captures_steps(config: EngineConfig, model: Model, drafter: Drafter | None) -> bool:
-    """Whether steps are captured. Raises ValueError if they are to be and the drafter cannot."""
-    on_host = drafter is not None and drafter.reads_on_host
+def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafter]) -> bool:
+    """Return whether steps are captured. Raises ValueError if they are to be and a drafter cannot."""
+    on_host = any(drafter.reads_on_host for drafter in drafters)
     if on_host and config.enforce_eager is False:
         raise ValueError(
             "enforce_eager=False asks for captured steps, in which no drafter can read texts on the host; "
@@ -78,28 +79,27 @@ class Worker:
         self,
         config: EngineConfig,
         model: Model,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
         extensions: Sequence[Extension] = (),
     ) -> None:
         self.config, self.model, self.device = config, model, model.device
-        self.drafter, self.extensions = drafter, extensions
+        self.drafters, self.extensions = drafters, extensions
         self._build()
 
     @on_own_device
     def _build(self) -> None:
         """Allocate and capture."""
-        config, model, drafter = self.config, self.model, self.drafter
-        self.max_k = 0 if drafter is None else min(config.spec.max_k, drafter.max_drafts)
+        config, model = self.config, self.model
+        self.max_k = min(config.spec.max_k, most_drafts(self.drafters))
         self.num_blocks, self.max_model_len = self.plan_cache()
         self.stages, self.writes = Stopwatch(), HostWrites()
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
         )
         self.kv_cache = empty_cache(model, self.num_blocks, config.block_size)
-        captured = captures_steps(config, model, drafter)
-        self.drafters = () if drafter is None else drafter.parts
-        for part in self.drafters:
-            part.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
+        captured = captures_steps(config, model, self.drafters)
+        for drafter in self.drafters:
+            drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
         self.graphs: StepGraphs | None = None
         for extension in self.extensions:
             extension.attach(self)
@@ -118,38 +118,38 @@ class Worker:
 
     def plan_cache(self) -> tuple[int, int]:
         """(number of KV blocks, max_model_len)."""
-        return plan_cache(self.config, self.model, self.drafter)
+        return plan_cache(self.config, self.model, self.drafters)
 
     def make_step(self, kind: type[Step] = Step) -> Step:
         """The step, before it is captured."""
         exact = self.config.spec.acceptance == "exact"
-        return kind(self.model, self.kv_cache, self.table, self.drafter, exact, self.stages)
+        return kind(self.model, self.kv_cache, self.table, self.drafters, exact, self.stages)
 
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that `RowReport.drafter` tells apart."""
-        own = self.drafter.names if self.drafter is not None else ()
+        own = (drafter.name for drafter in self.drafters)
         return *own, *(each.method for each in self.extensions if each.method is not None)
 
     @property
     def model_code(self) -> int:
         """The place in `methods` of the drafter that runs a model, the last drafter if any."""
-        return len(self.drafter.names) - 1 if self.drafter is not None and self.drafter.runs_model else NOBODY
+        return len(self.drafters) - 1 if self.drafters and self.drafters[-1].runs_model else NOBODY
 
     @property
-    def weighs_passes(self) -> bool:
-        """Whether it is for the host to say for how many drafts a model is run: in steps without graphs."""
+    def weighs_model(self) -> bool:
+        """Whether the host chooses how many drafts a model makes: in steps without graphs."""
         return self.graphs is None and self.model_code != NOBODY
 
     @property
     def memory(self) -> list[MemoryPlan]:
         """The bytes that this device keeps; those of each rank, where there are several."""
-        tokens, drafter = self.num_blocks * self.config.block_size, self.drafter
+        tokens = self.num_blocks * self.config.block_size
         plan = MemoryPlan(
             weights=self.model.weight_bytes,
-            draft_weights=sum(part.weight_bytes for part in self.drafters),
+            draft_weights=sum(drafter.memory.weights for drafter in self.drafters),
             kv_cache=tokens * self.model.config.kv_bytes_per_token(self.model.dtype),
-            draft_kv_cache=tokens * (0 if drafter is None else drafter.kv_bytes_per_token),
+            draft_kv_cache=tokens * sum(drafter.memory.kv_per_token for drafter in self.drafters),
             rows=row_bytes(self.table),
         )
         return [plan]
@@ -171,8 +171,8 @@ class Worker:
             for extension in self.extensions:
                 extension.admit(self.writes, request.row)
             zero_blocks(self.kv_cache, request.blocks[request.num_cached :])
-            for part in self.drafters:
-                part.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
+            for drafter in self.drafters:
+                drafter.admit(request.row, len(request.tokens), request.blocks, request.num_cached)
         if penalized := [request for request in requests if request.params.changes_logits]:
             self.writes.flush()
             for request in penalized:
@@ -191,11 +191,11 @@ class Worker:
     @torch.inference_mode()
     def step(self, order: StepOrder, cut: Cut) -> Flight:
         """Queue a step. `cut` is asked for how many of each row's drafts to verify if it is not captured."""
-        for row, blocks, num_kept in order.grown:
+        for row, num_tokens, blocks, num_kept in order.grown:
             admission.write_blocks(self.writes, self.table, row, blocks, num_kept)
             zero_blocks(self.kv_cache, blocks[num_kept:])
-            for part in self.drafters:
-                part.grow(row, blocks[num_kept:])
+            for drafter in self.drafters:
+                drafter.admit(row, num_tokens, blocks, num_kept)
         k = order.k if self.graphs is None else self.graphs.bucket_for(len(order.rows), order.k).k
         for extension, value in zip(self.extensions, order.extra, strict=True):
             if value is not None:
@@ -205,21 +205,18 @@ class Worker:
         if self.graphs is not None:
             drafting = [row for row, n in zip(order.rows, order.limits, strict=True) if n and order.k]
             with self.stages("propose"):
-                for part in self.drafters:
-                    part.catch_up(drafting)
+                for drafter in self.drafters:
+                    drafter.catch_up(drafting)
             result = self.graphs.run(order.rows, order.k, variant)
         else:
             codes = self.table.finished.tolist()
             if all(codes[row] != RUNNING for row in order.rows):  # the host will soon know
-                return Flight(lambda: [NOTHING] * len(order.rows), [], None, order.logprobs)
-            for part in self.drafters:
-                part.passes = order.passes
+                return Flight(lambda: [NOTHING] * len(order.rows), None, order.logprobs)
             if order.rows != self._rows.tolist():
                 self._rows = torch.tensor(order.rows, dtype=torch.int32, device=self.device)
-            result = self._step(self._rows, order.k, cut)
+            result = self._step(self._rows, order.k, cut, order.last_k)
         logprobs = result.logprobs(order.logprobs) if max(order.logprobs) >= 0 else None
-        follow = [part.follow(order.rows) for part in self.drafters]
-        return Flight(result.fetch(), follow, logprobs, order.logprobs)
+        return Flight(result.fetch(), logprobs, order.logprobs)
 
     def prepare(self, order: StepOrder) -> Hashable:
         """Have the step do what its rows ask. What tells its captures from others; None for plain steps."""
@@ -233,8 +230,6 @@ class Worker:
         """Wait for a step: a result for each of its rows."""
         with self.stages("wait"):
             reports = flight.reports()
-            for take_in in flight.follow:
-                take_in()
         columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
         entries: Iterator[Any] = zip(*columns, strict=True)
         return [
@@ -246,22 +241,23 @@ class Worker:
     def release(self, row: int) -> None:
         """The request of a row has ended or was preempted; its pages may be another's."""
         self.writes.set(self.table.finished, row, STOPPED)
-        for part in self.drafters:
-            part.release(row)
+        for drafter in self.drafters:
+            drafter.release(row)
 
     @on_own_device
     def measure(self) -> StepCosts:
         """Time steps by their size. To be called before the first request."""
         if self.graphs is None:
-            for part in self.drafters:
-                part.measure()
             most = self.table.num_rows * (self.max_k + 1)
             packed = forward_ms(self.model, self.kv_cache, self.table, most)
-            propose = None if self.drafter is None else self.drafter.ms
-            return StepCosts(None, packed, propose, attention_ms(self.model, self.table, packed))
+            attention = attention_ms(self.model, self.table, packed)
+            return StepCosts(None, packed, self._step.draft_times, attention)
         if self.config.lazy_capture:  # what costs are to be known of must be captured
             self.graphs.capture_all()
-        return StepCosts(captured=captured_ms(self.graphs, self.rehearsal, self.meet))
+        found = captured_ms(self.graphs, self.rehearsal, self.meet)
+        for row, drafter in product(range(self.table.num_rows), self.drafters):
+            drafter.release(row)  # what it remembers of the rehearsal
+        return StepCosts(captured=found)
 
     def runs(self) -> dict[str, str | int]:
         """How the model is computed."""
@@ -288,8 +284,6 @@ class Worker:
         """Fill the first `count` rows with requests of up to `context` tokens that draft, for timing."""
         context = min(context, self.max_model_len // 2)
         with admission.rehearsal(self.table, count, context, self.num_blocks):
-            for part in self.drafters:
-                part.rehearse(count)
             yield
         if self.graphs is not None:
             self.graphs.forget_rows()

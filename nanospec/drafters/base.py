@@ -1,12 +1,10 @@
-"""What every way of guessing has in common: its interface, and the register of methods.
+"""The interface of drafters, and the register of methods.
 
-One step:   propose -> lay out, forward, sample, commit (`step.py`) -> learn
+A step calls `propose`, verifies the drafts, and calls `learn`. Both calls may be captured, so they must not
+wait for the device unless `attach` said that they may. What a drafter remembers of requests lies in device
+rows of its own, one per request row, and a last one that padding rows may write to.
 
-Both run inside the captured step, so nothing in them waits for the device unless `may_wait` allows it.
-What a drafter remembers of a request lies in device rows of its own, one per request row, and a last one
-that padding rows may write to.
-
-A new way of guessing is a subclass of `Drafter`, or of `SimpleDrafter` (`simple.py`) for plain Python:
+A drafter is a subclass of `Drafter`, or of `SimpleDrafter` (`simple.py`) for plain Python:
 
     class Echo(Drafter):
         def propose(self, table, rows, k):
@@ -24,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +43,8 @@ if TYPE_CHECKING:
 
 
 class Option(NamedTuple):
-    """Something that a method lets the user set: `--some-name` on the command line, and a field of
-    `SpecConfig` or, if it has none of that name, an entry of `SpecConfig.options`."""
+    """A setting of a method: `--some-name` on the command line, and a field of `SpecConfig` or, if there is
+    none of that name, an entry of `SpecConfig.options`."""
 
     name: str
     help: str
@@ -55,7 +53,7 @@ class Option(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The model to guess for, where it was loaded from, and the ranks that it is split among, if it is."""
+    """The model to draft for, its folder, and the ranks that it is split among, if it is."""
 
     model: Model
     folder: Path | None = None
@@ -63,115 +61,91 @@ class Target(NamedTuple):
     group: Group | None = None
 
 
+class Memory(NamedTuple):
+    """Bytes of a drafter's weights, bytes of its own KV cache per token, and the tokens of its window, None
+    for any number."""
+
+    weights: int = 0
+    kv_per_token: int = 0
+    max_context: int | None = None
+
+
 class Drafter:
-    """Guesses tokens from the request rows. Only `propose` must be defined.
+    """Drafts tokens for request rows. Only `propose` must be defined.
 
     Attributes:
-        method, help, options: what the user knows it by; for statistics and the command line.
-        names: the methods that `Proposal.drafter` tells apart.
-        makes_trees: whether a tree width above 1 means anything to it.
-        reads_logits: whether `learn` needs the logits of all tokens.
-        max_drafts: the most it ever guesses for a row.
-        runs_model: whether its guesses cost time before it is known what they are worth.
-        passes: for how many drafts its model is run in the next step without a graph; None: for all.
-        weight_bytes: what its weights take.
-        kv_bytes_per_token, max_context: what a cache of its own takes, and how far it reaches.
+        name: for statistics; the method, or the name of the class.
+        max_drafts: the most drafts that it makes for a row.
+        runs_model: whether drafting takes time that must pay; such a drafter comes last.
         reads_on_host: whether it must wait for the device, so that steps with it cannot be captured.
-        may_wait: whether steps are not captured, so that it may wait for the device.
+        makes_trees: whether it has a use for a tree width above 1.
+        memory: what it takes, see `Memory`.
     """
 
-    method: ClassVar[str] = ""
-    help: ClassVar[str] = ""
-    options: ClassVar[tuple[Option, ...]] = ()
-    makes_trees: ClassVar[bool] = False
-    reads_logits: bool = False
+    name: str
+    max_drafts: int = MAX_DRAFTS
     runs_model: bool = False
     reads_on_host: bool = False
-    max_drafts: int = MAX_DRAFTS
-    passes: int | None = None
-    weight_bytes: int = 0
-    kv_bytes_per_token: int = 0
-    max_context: int | None = None
-    may_wait: bool = False
+    makes_trees: bool = False
+    memory: Memory = Memory()
 
-    def __init_subclass__(cls, method: str = "", help: str = "", **further: Any) -> None:
+    def __init_subclass__(
+        cls, method: str = "", help: str = "", options: Sequence[Option] = (), **further: Any
+    ) -> None:
         super().__init_subclass__(**further)
+        cls.name = method or cls.__name__
         if method:
-            cls.method, cls.help = method, help
-            METHODS[method] = cls
+            METHODS[method] = Method(cls, help, tuple(options))
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> Drafter:
-        """The drafter with its weights in place; ValueError or FileNotFoundError if something is missing."""
+        """Return the drafter with its weights. Raises ValueError or FileNotFoundError if something is
+        missing."""
         return cls()
 
-    @property
-    def parts(self) -> tuple[Drafter, ...]:
-        """Itself, or the drafters that it is made of. The worker speaks to each of them, but for `propose`,
-        `learn` and `ms`."""
-        return (self,)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.method or type(self).__name__,)
-
-    def behind(self, first: Drafter) -> Drafter:
-        """Both, for a method "first+this": this one guesses where `first` has no drafts."""
-        from .first_match import FirstMatch
-
-        return FirstMatch(first, self)
-
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        """Make device rows and caches, at addresses that stay. `max_tokens`: the most to compute before a
-        step."""
-        self.may_wait = may_wait
+        """Allocate device rows and caches, whose addresses must not change. `max_tokens`: the most that
+        `catch_up` may compute at once. `may_wait`: steps are not captured, so `propose` may wait."""
+
+    # Called by the host between steps.
+
+    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
+        """Take in the pages of a row whose text has at least `num_tokens` tokens: when a request took the
+        row, and when it got further pages. Those behind the first `num_kept` hold nothing yet."""
+
+    def release(self, row: int) -> None:
+        """Forget the request of a row, which has left it and its pages."""
+
+    def catch_up(self, rows: Sequence[int]) -> None:
+        """Compute what is missing of the texts of rows that are to draft next."""
+
+    # Called in a step.
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        """Up to `k` drafts, in k columns, for each of the request rows [B] int32; none for -1, none beyond
-        `room`. Ids must lie within the vocabulary: on a GPU nobody looks."""
+        """Return up to `k` >= 1 drafts, in k columns, for each of the request rows [B] int32: none for -1,
+        none beyond `room`. Token ids must lie within the vocabulary; on a GPU they are not checked."""
         raise NotImplementedError
 
     def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
     ) -> None:
-        """See what the target made of the drafts: its hidden states [T, H], logits [T, V] (of a split model
-        only with `reads_logits`) and its verdict over `batch`, which is committed already.
-        `proposal.drafter` is NOBODY for rows that others drafted for."""
-
-    # What the host tells, between steps. Blocks are the request's pages, in order.
-
-    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
-        """A request of so many tokens took the row; its first `num_cached` blocks hold the target's K/V."""
-
-    def grow(self, row: int, blocks: Sequence[int]) -> None:
-        """The request of a row got further blocks."""
-
-    def release(self, row: int) -> None:
-        """The request of a row has left it, and its blocks."""
-
-    def catch_up(self, rows: Sequence[int]) -> None:
-        """Before a step that may not wait: compute what is missing of these rows' texts."""
-
-    def follow(self, rows: Sequence[int]) -> Callable[[], None]:
-        """Behind a step: start copying what the host must know of these rows; the result takes it in."""
-        return lambda: None
-
-    def rehearse(self, count: int) -> None:
-        """Make the first `count` rows draft, as the table has them now, while a step is timed."""
-
-    def measure(self) -> None:
-        """Time what `ms` tells."""
-
-    def ms(self, batch: int, passes: int) -> float:
-        """Milliseconds that so many passes for `batch` rows take, beyond what the step takes."""
-        return 0.0
+        """Take in the target's hidden states [T, H] and its verdict over `batch`, which is committed already.
+        `proposal.drafter` is NOBODY for rows without drafts of this drafter."""
 
 
-METHODS: dict[str, type[Drafter]] = {}
+class Method(NamedTuple):
+    """A registered drafter: its help and options for the command line."""
+
+    drafter: type[Drafter]
+    help: str
+    options: tuple[Option, ...]
 
 
-def registered() -> Mapping[str, type[Drafter]]:
-    """All methods in the order of their names, those of this folder included."""
+METHODS: dict[str, Method] = {}
+
+
+def registered() -> Mapping[str, Method]:
+    """Return all methods in the order of their names, those of this folder included."""
     import_all(__package__)
     return dict(sorted(METHODS.items()))
 
@@ -179,19 +153,19 @@ def registered() -> Mapping[str, type[Drafter]]:
 def method_names() -> list[str]:
     """Return the values of `SpecConfig.method`: each method, pairs whose first costs nothing, and "none"."""
     known = registered()
-    pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].runs_model]
+    pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].drafter.runs_model]
     return [*known, *pairs, "none"]
 
 
 def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
-    """A proposal of a model: drafts [B, K] int32, of which the first `num_drafts` [B] int32 count."""
+    """Return the proposal of a model: drafts [B, K], of which the first `num_drafts` [B] count."""
     source, zeros = _constants(*drafts.shape, drafts.device)
     drafter = num_drafts.clamp(max=1) - 1  # 0, or NOBODY without drafts
     return Proposal(drafts.int().contiguous(), num_drafts.int(), source, zeros, drafter.int(), parents)
 
 
 def nothing(rows: Tensor, k: int) -> Proposal:
-    """No drafts for any of the rows [B]. Launches nothing but the first time, and is not to be changed."""
+    """Return no drafts for the rows [B]. Launches kernels at its first call only; not to be changed."""
     return _nothing(rows.shape[0], k, rows.device)
 
 
@@ -203,19 +177,7 @@ def _nothing(B: int, k: int, device: torch.device) -> Proposal:
 
 @cache
 def _constants(B: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The source [B, k] of a model's drafts, and the length [B] of their matches. Made outside of graph
-    capture, at the first call."""
+    """Return the source [B, k] of a model's drafts, and the length [B] of their matches. Made at the first
+    call, which is not captured."""
     source = torch.full((B, k), GUESSED, dtype=torch.int32, device=device)
     return source, torch.zeros(B, dtype=torch.int32, device=device)
-
-
-def scatter(part: Proposal, chosen: Tensor, rows: Tensor) -> Proposal:
-    """A proposal for the `chosen` [C] of the rows [B] as one for all of them."""
-    whole = Proposal(*(tensor.clone() for tensor in nothing(rows, part.drafts.shape[1])[:5]))
-    for all_rows, own in zip(whole[:5], part[:5], strict=True):
-        all_rows[chosen] = own
-    if part.logits is not None:
-        logits = part.logits.new_zeros(len(rows), *part.logits.shape[1:])
-        logits[chosen] = part.logits
-        whole = whole._replace(logits=logits)
-    return whole

@@ -6,15 +6,13 @@ the two distributions agree, so do the draws. Its cache and how it keeps up with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..device.timing import forward_ms
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
 from ..kernels.layer.linear import pack
@@ -28,28 +26,31 @@ from ..models.hub import resolve_model
 from ..models.token_map import lm_head_rows, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
-from .base import Drafter, Option, Target, guesses, nothing, room, scatter
-from .costs import StepCosts
+from .base import Drafter, Memory, Option, Target, guesses, nothing, room
 from .draft_cache import DraftCache
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
 
 
-class ModelDrafter(Drafter, method="draft", help="a small model with the same vocabulary writes ahead"):
+class ModelDrafter(
+    Drafter,
+    method="draft",
+    help="a small model with the same vocabulary writes ahead",
+    options=[
+        Option("draft_model", "a small model, same vocabulary", str, "MODEL"),
+        Option("draft_tensor_parallel_size", "devices it is split among: 1 (all have it) or all", int, "N"),
+    ],
+):
     """A draft model with its cache.
 
     Attributes:
         first_pass: how many tokens of a text the first pass of a step computes; rows that miss more do not
-            draft. After a step that it drafted for one is missing or, if all was accepted, two; behind
-            lookup more.
+            draft. After a step that it drafted for one is missing or, if all was accepted, two; in a captured
+            step behind lookup more.
     """
 
     runs_model = True
-    options = (
-        Option("draft_model", "a small model, same vocabulary", str, "MODEL"),
-        Option("draft_tensor_parallel_size", "devices it is split among: 1 (all have it) or all", int, "N"),
-    )
 
     def __init__(
         self, spec: SpecConfig, model: Model, vocab_size: int, token_map: Tensor | None = None
@@ -61,10 +62,8 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         self._lm_head = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
         self._keep_logits = spec.acceptance != "exact"
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
-        self.weight_bytes = model.weight_bytes
-        self.kv_bytes_per_token = model.config.kv_bytes_per_token(model.dtype)
-        self.max_context = model.config.max_position_embeddings
-        self._costs: StepCosts | None = None
+        per_token, window = model.config.kv_bytes_per_token(model.dtype), model.config.max_position_embeddings
+        self.memory = Memory(model.weight_bytes, per_token, window)
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
@@ -81,51 +80,36 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
         return cls(spec, model, vocab_size, token_map)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        super().attach(table, num_blocks, max_tokens, may_wait)
-        self.cache = DraftCache(self.model, table, num_blocks, max_tokens)
+        self.may_wait = may_wait
+        if may_wait:  # `catch_up` knows what is missing
+            self.first_pass = 2
+        self.cache = DraftCache(self.model, table, num_blocks, max_tokens, may_wait)
 
-    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
-        self.cache.admit(row, num_tokens, blocks, num_cached)
-
-    def grow(self, row: int, blocks: Sequence[int]) -> None:
-        self.cache.grow(row, blocks)
+    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
+        self.cache.admit(row, num_tokens, blocks, num_kept)
 
     def release(self, row: int) -> None:
         self.cache.release(row)
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        self.cache.catch_up(rows, self.first_pass, may_wait=False)
-
-    def follow(self, rows: Sequence[int]) -> Callable[[], None]:
-        return self.cache.follow(rows)
+        self.cache.catch_up(rows, self.first_pass)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        passes = k if self.passes is None else min(k, self.passes)
-        wanted = room(table, rows, passes)
-        if not self.may_wait:
-            ready = self.cache.missing(rows) <= self.first_pass
-            return self._write_ahead(table, rows, torch.where(ready, wanted, 0), k)
-        chosen = wanted.nonzero().squeeze(1)
-        if len(chosen):
-            self.cache.catch_up(rows[chosen].tolist(), 2, may_wait=True)
-            chosen = chosen[self.cache.missing(rows[chosen]) <= 2]
-        if not len(chosen):
-            return nothing(rows, k)
-        return scatter(self._write_ahead(table, rows[chosen], wanted[chosen], k), chosen, rows)
-
-    def _write_ahead(self, table: Table, rows: Tensor, wanted: Tensor, k: int) -> Proposal:
-        """`wanted` [B] drafts for each of the rows, all but the first few tokens of which are computed."""
+        ready = self.cache.missing(rows) <= self.first_pass
+        wanted = torch.where(ready, room(table, rows, k), 0)
         num_tokens, width, bound = table.num_tokens[rows.clamp(min=0)], self.first_pass, None
-        first = self.cache.computed[rows]
+        last = num_tokens - 1
+        first = torch.minimum(self.cache.computed[rows], last)
         count = torch.where(wanted > 0, num_tokens - first, 0)
         if self.may_wait:
             width, bound = int(count.max()), int(num_tokens.max()) + k
+            if not width:
+                return nothing(rows, k)
         batch = lay_out_text(table, rows, first, count, width, bound)
         hidden = self.cache.forward(batch)[(batch.q_start + batch.q_len - 1).clamp(min=0)]
-        last = num_tokens - 1
         drafts: list[Tensor] = []
         logits: list[Tensor] = []
-        for j in range(k if self.passes is None else min(k, self.passes)):
+        for j in range(k):
             active = (wanted - j).clamp(0, 1)
             batch = lay_out_text(table, rows, last + j if j else last, active, 1, bound)
             if j:
@@ -134,23 +118,13 @@ class ModelDrafter(Drafter, method="draft", help="a small model with the same vo
             scores = self.model.logits(hidden, head=self._lm_head)
             logits.append(over_vocabulary(scores, self.vocab_size, self.token_map))
             drafts.append(sample(logits[-1], table, batch).clamp(min=0) * active)
-        tokens = F.pad(torch.stack(drafts, 1), (0, k - len(drafts)))
-        proposal = guesses(tokens, wanted)
+        proposal = guesses(torch.stack(drafts, 1), wanted)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
 
     def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
     ) -> None:
         # The last draft was never fed to the model.
         right = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1
         drafted = (batch.rows >= 0) & (proposal.drafter != NOBODY)
-        self.cache.advance(torch.where(drafted, batch.rows, -1), batch.base_len + 1 + right)
-
-    def rehearse(self, count: int) -> None:
-        self.cache.rehearse(count)
-
-    def measure(self) -> None:
-        self._costs = StepCosts(packed=forward_ms(self.model, self.cache.kv, self.cache.table))
-
-    def ms(self, batch: int, passes: int) -> float:
-        return passes * self._costs.cost(batch, batch) if self._costs else 0.0
+        self.cache.computed[torch.where(drafted, batch.rows, -1)] = batch.base_len + 1 + right

@@ -1,76 +1,141 @@
-"""Two drafters, decided for each row on the device: the second guesses where the first found nothing."""
+"""Several drafters, of which each drafts for the rows for which those before it have nothing.
+
+Lookup takes no time and is right where it matches; a model always has something to say. Only the last drafter
+may take time that must pay (`Drafter.runs_model`). In steps that are not captured that time is measured, and
+the policy decides for how many drafts the last drafter is asked.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from statistics import median
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.codes import NOBODY
-from ..kernels.speculation.proposal import Proposal
+from ..kernels.speculation.proposal import Proposal, room
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
-from .base import Drafter
+from ..kernels.transfer import synchronize
+from .base import Drafter, nothing
+
+LATEST, ENOUGH = 32, 3  # calls that tell what one takes, and the fewest that do
 
 
-class FirstMatch(Drafter):
-    """`second` for the rows that `first` has no drafts for: n-gram lookup costs nothing and is right
-    where it matches, a model always has something to say."""
+class DraftTimes:
+    """ms that a drafter takes, from its latest calls, by the rows of the step and the drafts of each."""
 
-    def __init__(self, first: Drafter, second: Drafter) -> None:
-        self.first, self.second = first, second
-        both = first, second
-        self.max_drafts = max(part.max_drafts for part in both)
-        self.runs_model = any(part.runs_model for part in both)
-        self.reads_on_host = any(part.reads_on_host for part in both)
-        self.kv_bytes_per_token = sum(part.kv_bytes_per_token for part in both)
-        self.max_context = min((part.max_context for part in both if part.max_context), default=None)
+    def __init__(self) -> None:
+        self._calls: defaultdict[tuple[int, int], deque[tuple[float, float]]]
+        self._calls = defaultdict(lambda: deque(maxlen=LATEST))
+        self._ms: dict[tuple[int, int], float] = {}
 
-    @property
-    def parts(self) -> tuple[Drafter, ...]:
-        return *self.first.parts, *self.second.parts
+    def add(self, rows: int, k: int, ms: float, share: float) -> None:
+        """Count a call that made drafts for a `share` of the rows that it was asked for."""
+        key = rows.bit_length(), k
+        self._calls[key].append((ms, share))
+        times, shares = zip(*self._calls[key])
+        if len(times) >= ENOUGH:  # calls without drafts count to those with some
+            self._ms[key] = median(times) * (len(shares) + 1) / (sum(shares) + 1)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for part in self.parts for name in part.names)
+    def __call__(self, rows: int, k: int) -> float:
+        """Return the ms of a call; where too few were made, what others show it to take at least."""
+        size = rows.bit_length()
+        least = [ms * min(k / n, 1.0) for (s, n), ms in self._ms.items() if s <= size]
+        return self._ms.get((size, k), max(least, default=0.0))
 
-    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        first, second = self.first, self.second
-        found = first.propose(table, rows, k)
-        done = found.num_drafts > 0
-        other = second.propose(table, torch.where(done, -1, rows), k)
-        parents = None
-        if found.parents is not None or other.parents is not None:
-            parents = torch.where(done[:, None], _parents(found), _parents(other))
-        behind = torch.where(other.drafter == NOBODY, NOBODY, other.drafter + len(first.names))
-        logits, sampled = (found.logits, done) if other.logits is None else (other.logits, ~done)
-        return Proposal(
-            torch.where(done[:, None], found.drafts, other.drafts),
-            torch.where(done, found.num_drafts, other.num_drafts),
-            torch.where(done[:, None], found.source, other.source),
-            torch.where(done, found.match_len, other.match_len),
-            torch.where(done, found.drafter, behind),
-            parents,
-            logits,
-            sampled,
-        )
 
-    def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
-    ) -> None:
-        offset = 0
-        for part in self.parts:
-            code = proposal.drafter - offset
-            own = torch.where((code >= 0) & (code < len(part.names)), code, NOBODY)
-            part.learn(table, proposal._replace(drafter=own), batch, verdict, hidden, logits)
-            offset += len(part.names)
+def propose(
+    drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, last_k: int, times: DraftTimes | None
+) -> Proposal:
+    """Return up to `k` drafts for each of the rows [B], in k columns, of the last drafter up to `last_k`.
+    `times`: what to tell the time of the last one if it runs a model; None in captured steps."""
+    found: Proposal | None = None
+    for code, drafter in enumerate(drafters):
+        most = last_k if drafter is drafters[-1] else k
+        if not most:
+            continue
+        left = rows if found is None else torch.where(found.num_drafts > 0, -1, rows)
+        if times is None or not drafter.runs_model:
+            made = drafter.propose(table, left, most)
+        else:
+            made = _timed(drafter, table, left, most, times)
+        if most < k:
+            made = made._replace(**{
+                name: F.pad(part, (0, k - most))
+                for name in ("drafts", "source", "parents")
+                if (part := getattr(made, name)) is not None
+            })  # fmt: skip
+        found = made if found is None else _merged(found, made, code)
+    return nothing(rows, k) if found is None else found
 
-    def ms(self, batch: int, passes: int) -> float:
-        return sum(part.ms(batch, passes) for part in self.parts)
+
+def learn(
+    drafters: Sequence[Drafter],
+    table: Table,
+    proposal: Proposal,
+    batch: Batch,
+    verdict: Verdict,
+    hidden: Tensor,
+) -> None:
+    """Have each drafter learn, with the rows that it drafted for."""
+    for code, drafter in enumerate(drafters):
+        own = proposal
+        if len(drafters) > 1:
+            own = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NOBODY))
+        drafter.learn(table, own, batch, verdict, hidden)
+
+
+def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
+    """Return what a drafter proposes for those of the rows [B] that have room, which it is timed for."""
+    chosen = room(table, rows, k).nonzero().squeeze(1)
+    if not len(chosen):
+        return nothing(rows, k)
+    asked = rows[chosen]
+    drafter.catch_up(asked.tolist())
+    start = time.perf_counter()
+    made = drafter.propose(table, asked, k)
+    synchronize(rows.device)
+    share = int(made.num_drafts.count_nonzero()) / len(chosen)
+    times.add(len(rows), k, (time.perf_counter() - start) * 1e3, share)
+    if len(chosen) == len(rows):
+        return made
+
+    def scattered(part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return None
+        return part.new_zeros(len(rows), *part.shape[1:]).index_copy(0, chosen, part)
+
+    found = Proposal._make(map(scattered, made))
+    return found._replace(drafter=torch.where(found.num_drafts > 0, found.drafter, NOBODY))
+
+
+def _merged(first: Proposal, second: Proposal, code: int) -> Proposal:
+    """Return the drafts of `first` where it has some, else those of `second`, the drafter `code`."""
+    done, parents = first.num_drafts > 0, None
+    if first.parents is not None or second.parents is not None:
+        parents = torch.where(done[:, None], _parents(first), _parents(second))
+    behind = torch.where(second.drafter == NOBODY, NOBODY, code)
+    logits, sampled = (first.logits, done) if second.logits is None else (second.logits, ~done)
+    return Proposal(
+        torch.where(done[:, None], first.drafts, second.drafts),
+        torch.where(done, first.num_drafts, second.num_drafts),
+        torch.where(done[:, None], first.source, second.source),
+        torch.where(done, first.match_len, second.match_len),
+        torch.where(done, first.drafter, behind).int(),
+        parents,
+        logits,
+        sampled,
+    )
 
 
 def _parents(proposal: Proposal) -> Tensor:
-    """A chain is a tree as well."""
+    """Return the parents of a proposal; a chain is a tree as well."""
     if proposal.parents is not None:
         return proposal.parents
     B, k = proposal.drafts.shape

@@ -41,15 +41,14 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
             f"drafter={shown(given)} and method={spec.method!r} do not go together: leave the method out and "
             'name all who guess, as in drafter=["ngram", MyDrafter()].'
         )
-    if loaded := [who for who in found if isinstance(who, str) and known[who].runs_model]:
+    if loaded := [who for who in found if isinstance(who, str) and known[who].drafter.runs_model]:
         raise ValueError(
             f"drafter={shown(given)} names {loaded[0]!r}, which has weights of its own; only method=... "
             'loads them. What goes with a drafter of yours is "ngram" before it.'
         )
-    kinds = [known[who] if isinstance(who, str) else who for who in found]
+    kinds = [known[who].drafter if isinstance(who, str) else who for who in found]
     if costly := [kind for kind in kinds[:-1] if kind.runs_model]:
-        name = costly[0].method or type(costly[0]).__name__
-        raise ValueError(f"{name} takes time to guess, so it must come last.")
+        raise ValueError(f"{costly[0].name} takes time to guess, so it must come last.")
     if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
         raise ValueError(f"tree_width={spec.tree_width} is of no use to drafters that guess chains; use 1.")
     return found
@@ -74,7 +73,7 @@ def check_method(spec: SpecConfig) -> None:
             raise ValueError(f"{said} is of no use to method={spec.method!r}{use}.")
         if name in OPTIONAL and value == "":
             raise ValueError(f"{name}='' must be the name of a folder or file.")
-    if spec.tree_width > 1 and not any(known[method].makes_trees for method in spec.methods):
+    if spec.tree_width > 1 and not any(known[method].drafter.makes_trees for method in spec.methods):
         width, method = spec.tree_width, shown(spec.method)
         raise ValueError(f"tree_width={width} is of no use to method={method}, which guesses chains.")
 
@@ -86,26 +85,27 @@ def load_parts(
     tokenizer: Tokenizer,
     device: torch.device,
     group: Group | None = None,
-) -> tuple[Model, Drafter | None]:
-    """The model in a folder, with a `group` this rank's part of it, and who guesses: `given`, or by
-    `config.spec`."""
+) -> tuple[Model, tuple[Drafter, ...]]:
+    """Return the model in a folder, with a `group` this rank's part of it, and the drafters, `given` or those
+    of `config.spec`."""
     dtype = resolve_dtype(config.dtype, ModelConfig.from_path(folder), device)
     model = load_model(folder, dtype, device, config.max_model_len, group)
-    return model, load_drafter(config.spec, Target(model, folder, tokenizer, group), given=given)
+    return model, load_drafters(config.spec, Target(model, folder, tokenizer, group), given=given)
 
 
-def load_drafter(
+def load_drafters(
     spec: SpecConfig,
     target: Target,
     ready: Mapping[str, Drafter] | None = None,
     given: Guessers | None = None,
-) -> Drafter | None:
-    """The drafter of `spec.method`, or `given` ones in its place; None if it never drafts. ValueError or
-    FileNotFoundError if what it needs is missing or does not fit. `ready`: by method, those that need no
-    loading."""
-    guessers = who_guesses(spec, given)
-    drafter: Drafter | None = None
-    for who in guessers if spec.max_k else ():
-        made = (ready or {}).get(who) or registered()[who].load(spec, target) if isinstance(who, str) else who
-        drafter = made if drafter is None else made.behind(drafter)
-    return drafter
+) -> tuple[Drafter, ...]:
+    """Return the drafters of `spec.method`, or `given` ones in their place; none if nothing is ever drafted.
+    `ready`: by method, those that need no loading. Raises ValueError or FileNotFoundError if something is
+    missing or does not fit."""
+    found, ready = who_guesses(spec, given), ready or {}
+    if not spec.max_k:
+        return ()
+    return tuple(
+        who if isinstance(who, Drafter) else ready.get(who) or registered()[who].drafter.load(spec, target)
+        for who in found
+    )

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,11 +26,10 @@ from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
-from ..kernels.transfer import synchronize
 from ..models.heads import Heads
 from ..models.hub import default_heads
 from ..models.token_map import over_vocabulary
-from .base import Drafter, Option, Target, guesses, nothing, room
+from .base import Drafter, Memory, Option, Target, guesses, nothing, room
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
@@ -41,21 +38,30 @@ if TYPE_CHECKING:
 CONTENDERS = 16  # tokens of a head that are looked at where not all are
 
 
-class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target's last hidden state"):
-    """Medusa heads and the hidden states they start from."""
+class MedusaDrafter(
+    Drafter,
+    method="medusa",
+    help="heads guess from the target's last hidden state",
+    options=[Option("heads", "Medusa heads (default: those found for the model)", str, "FILE")],
+):
+    """Medusa heads and the hidden states they start from.
+
+    Attributes:
+        hidden: [S + 1, H] the hidden state that each row's last token was drawn from; the last row is written
+            for padding.
+        ready: [S + 1] bool, whether `hidden` has it.
+    """
 
     runs_model = True
     makes_trees = True
-    options = (Option("heads", "Medusa heads (default: those found for the model)", str, "FILE"),)
 
     def __init__(self, spec: SpecConfig, heads: Heads, target: Model) -> None:
         check_heads(heads, target, spec.tree_width)
         self.heads, self.width, self._target = heads, spec.tree_width, target
         if self.width == 1:
             self.max_drafts = heads.num_heads
-        self.weight_bytes = heads.weight_bytes
+        self.memory = Memory(heads.weight_bytes)
         self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._ms: dict[int, float] = {}
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> MedusaDrafter:
@@ -66,19 +72,18 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         return cls(spec, heads, target.model)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        super().attach(table, num_blocks, max_tokens, may_wait)
-        size, device = self._target.config.hidden_size, table.device
-        self._table, self._num_rows = table, table.num_rows
-        self.hidden = torch.zeros(table.num_rows + 1, size, dtype=self._target.dtype, device=device)
-        self.drawn_at = torch.zeros(table.num_rows + 1, dtype=torch.int32, device=device)
+        rows, size = table.num_rows + 1, self._target.config.hidden_size
+        self.may_wait = may_wait
+        self.hidden = torch.zeros(rows, size, dtype=self._target.dtype, device=table.device)
+        self.ready = torch.zeros(rows, dtype=torch.bool, device=table.device)
 
-    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_cached: int) -> None:
-        self.drawn_at[row].zero_()
+    def release(self, row: int) -> None:
+        self.ready[row].fill_(False)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)
-        wanted = torch.where(self.drawn_at[index] == table.num_tokens[index], room(table, rows, k), 0)
-        if self.passes == 0 or (self.may_wait and not bool(wanted.any())):
+        wanted = torch.where(self.ready[index], room(table, rows, k), 0)
+        if self.may_wait and not bool(wanted.any()):
             return nothing(rows, k)
         if self.width == 1:
             wanted = wanted.clamp(max=self.heads.num_heads)
@@ -138,31 +143,13 @@ class MedusaDrafter(Drafter, method="medusa", help="heads guess from the target'
         return self._trees[k]
 
     def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor, logits: Tensor
+        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
     ) -> None:
         last = (verdict.num_emitted - 1).clamp(min=0).long()
         query = batch.q_start + verdict.path.gather(1, last[:, None]).squeeze(1)
-        takes_part = (batch.rows >= 0) & (verdict.num_emitted > 0)
-        row = torch.where(takes_part, batch.rows, self._num_rows)
+        row = torch.where((batch.rows >= 0) & (verdict.num_emitted > 0), batch.rows, -1)
         self.hidden[row] = hidden[query.clamp(max=len(hidden) - 1)]
-        self.drawn_at[row] = table.num_tokens[batch.rows.clamp(min=0)]
-
-    def rehearse(self, count: int) -> None:
-        self.drawn_at[:count] = self._table.num_tokens[:count]
-
-    def measure(self) -> None:
-        for batch in (1, 8, 64):
-            hidden, times = self.hidden[:1].expand(batch, -1).contiguous(), []
-            for _ in range(4):
-                start = time.perf_counter()
-                self.heads.top(hidden, self.width)
-                synchronize(hidden.device)
-                times.append((time.perf_counter() - start) * 1e3)
-            self._ms[batch] = min(times)
-
-    def ms(self, batch: int, passes: int) -> float:
-        size = next((size for size in self._ms if size >= batch), 64)
-        return self._ms.get(size, 0.0) if passes else 0.0
+        self.ready[row] = True
 
 
 def tree_paths(num_heads: int, width: int, k: int) -> list[tuple[int, ...]]:

@@ -18,14 +18,18 @@ if TYPE_CHECKING:
     from ..config import SpecConfig
 
 
-class NgramDrafter(Drafter, method="ngram", help="what followed the last tokens where they occurred before"):
+class NgramDrafter(
+    Drafter,
+    method="ngram",
+    help="what followed the last tokens where they occurred before",
+    options=[
+        Option("prompt_lookup_min", "shortest text to look up (default: 1 token)", int, "N"),
+        Option("prompt_lookup_max", "longest text to look up (default: 8 tokens)", int, "N"),
+    ],
+):
     """Prompt lookup over the device-side history. Has no parameters and remembers nothing."""
 
     makes_trees = True
-    options = (
-        Option("prompt_lookup_min", "shortest text to look up (default: 1 token)", int, "N"),
-        Option("prompt_lookup_max", "longest text to look up (default: 8 tokens)", int, "N"),
-    )
 
     def __init__(self, spec: SpecConfig) -> None:
         self.max_n, self.width = spec.prompt_lookup_max, spec.tree_width

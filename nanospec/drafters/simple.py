@@ -15,11 +15,8 @@ Invariant: `_texts[row]` begins the row's committed text; what is missing is rea
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from statistics import median
 from typing import Any
 
 import torch
@@ -29,8 +26,6 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from ..text.checks import as_token_id, shown
 from .base import Drafter, guesses, nothing, room
-
-TIMED, ENOUGH = 32, 3  # of the latest calls tell what one takes; with fewer than some it counts as nothing
 
 
 class SimpleDrafter(Drafter):
@@ -42,7 +37,7 @@ class SimpleDrafter(Drafter):
             begins, or begins again after it had to make room for others.
     """
 
-    runs_model = True  # time passes before it is known what the guesses are worth
+    runs_model = True  # drafting takes time
     reads_on_host = True
     notes: dict[str, Any]
 
@@ -50,23 +45,20 @@ class SimpleDrafter(Drafter):
         """Up to `k` >= 1 tokens that may follow `tokens`, prompt and output so far; [] if it has no guess.
 
         Any iterable of integers will do; what is beyond k is not read. With an automatic number of drafts it
-        is not asked in every step, and seldom if asking takes longer than it saves.
+        is not called in every step, and seldom if a call takes longer than it saves.
         """
         raise NotImplementedError(f"{type(self).__name__} must define guess(self, tokens, k).")
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        super().attach(table, num_blocks, max_tokens, may_wait)
         self._texts: dict[int, list[int]] = {}
         self._notes: dict[int, dict[str, Any]] = {}
-        self._calls: deque[tuple[float, bool]] = deque(maxlen=TIMED)  # ms, and whether it had a guess
 
     def release(self, row: int) -> None:
         self._texts.pop(row, None)
         self._notes.pop(row, None)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        most = k if self.passes is None else min(k, self.passes)
-        wanted = room(table, rows, min(most, self.max_drafts)).tolist()
+        wanted = room(table, rows, min(k, self.max_drafts)).tolist()
         if not any(wanted):
             return nothing(rows, k)
         found = [self._ask(table, row, n) if n else [] for row, n in zip(rows.tolist(), wanted, strict=True)]
@@ -76,7 +68,6 @@ class SimpleDrafter(Drafter):
 
     def _ask(self, table: Table, row: int, most: int) -> list[int]:
         """The guesses for one row, checked."""
-        start = time.perf_counter()
         text, self.notes = self._texts.setdefault(row, []), self._notes.setdefault(row, {})
         text += table.tokens[row, len(text) : int(table.num_tokens[row])].tolist()
         name = type(self).__name__
@@ -93,12 +84,4 @@ class SimpleDrafter(Drafter):
                 last = table.vocab_size - 1
                 said = f"{name}.guess gave {shown(token)}"
                 raise ValueError(f"{said}; token ids are integers from 0 to {last}.")
-        self._calls.append(((time.perf_counter() - start) * 1e3, bool(found)))
         return found
-
-    def ms(self, batch: int, passes: int) -> float:
-        """As measured of the latest calls; those that had no guess count to those that had."""
-        if not passes or len(self._calls) < ENOUGH:
-            return 0.0
-        times, had = zip(*self._calls, strict=True)
-        return batch * median(times) * (len(had) + 1) / (sum(had) + 1)

@@ -50,7 +50,7 @@ class Engine:
         self.limits = Limits(vocab_size, worker.max_model_len, tokenizer is not None, rule)
         self.metrics = Metrics(worker.stages, simulated=worker.simulated)
         self.metrics.spec.acceptance = config.spec.acceptance
-        auto = worker.drafter is not None and config.spec.num_speculative_tokens == "auto"
+        auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
         on_gpu = worker.model.device.type == "cuda"
         self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
@@ -221,15 +221,15 @@ class Engine:
         limits = [most_k if n is None else min(n, most_k) for n in own]
         context = sum(request.num_tokens for request in requests)
         asked = [n if r.constraint is None else 0 for r, n in zip(requests, limits, strict=True)]
-        weighs_passes = self.worker.weighs_passes
-        by_row = dict(zip(rows, asked if weighs_passes else limits, strict=True))
-        k = passes = self.policy.choose(by_row, context, bool(self.scheduler.waiting))
-        if weighs_passes:  # only how many drafts a model makes is chosen beforehand
+        weighs_model = self.worker.weighs_model
+        by_row = dict(zip(rows, asked if weighs_model else limits, strict=True))
+        k = last_k = self.policy.choose(by_row, context, bool(self.scheduler.waiting))
+        if weighs_model:  # only how many drafts a model makes is chosen beforehand
             k = max(limits)
-        grown = [Pages(r.row, r.blocks, n) for r, n in plan.grown.items()]
+        grown = [Pages(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()]
         logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
         extra = [each.plan(requests, [min(n, k) for n in limits]) for each in self.extensions]
-        order = StepOrder(rows, asked, k, passes, grown, logprobs, extra)
+        order = StepOrder(rows, asked, k, last_k, grown, logprobs, extra)
         self.metrics.num_forward_steps += 1
         flight = self.worker.step(order, self.policy.cut)
         kept = [each.queued(rows) for each in self.extensions]

@@ -12,7 +12,7 @@ from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device import graphs
 from nanospec.drafters.base import Target
-from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.loading import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.kernels import dispatch
 from nanospec.outputs import Completion
@@ -32,8 +32,8 @@ def config_of(k: int, eager: bool, **options: Any) -> EngineConfig:
 
 def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shape: Any) -> Engine:
     model = tiny_model(**shape)
-    drafter = load_drafter(config.spec, Target(model))
-    return Engine(config, ReplayWorker(config, model, drafter, texts))
+    drafters = load_drafters(config.spec, Target(model))
+    return Engine(config, ReplayWorker(config, model, drafters, texts))
 
 
 def synthetic(acceptance: float, eager: bool) -> Engine:

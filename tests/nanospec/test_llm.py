@@ -26,7 +26,7 @@ from nanospec import LLM, RequestOutput, SamplingParams, SimpleDrafter, SpecConf
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.loading import load_drafters
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
@@ -529,7 +529,7 @@ def with_k(
     other.config = type(llm.config)(**{**vars(llm.config), "spec": spec, **options})
     target = Target(llm.engine.worker.model, tokenizer=llm.tokenizer)
     made = {name: make(spec) for name, make in (parts or {}).items()}
-    worker = Worker(other.config, target.model, load_drafter(spec, target, made))
+    worker = Worker(other.config, target.model, load_drafters(spec, target, made))
     other.engine = Engine(other.config, worker, llm.tokenizer)
     other.shared = SharedEngine(other.engine)
     return other

@@ -141,13 +141,13 @@ def add_further(parser: argparse.ArgumentParser) -> None:
     from ...drafters.base import registered
 
     spec = parser._option_string_actions["--spec"]
-    for method in registered().values():
-        if spec.help and f'"{method.method}"' not in spec.help:
-            spec.help = spec.help.replace(" (default", f' "{method.method}": {method.help}. (default')
+    for name, method in registered().items():
+        if spec.help and f'"{name}"' not in spec.help:
+            spec.help = spec.help.replace(" (default", f' "{name}": {method.help}. (default')
         for option in method.options:
             if (flag := flag_of(option.name)) not in parser._option_string_actions:
                 how: dict[str, Any] = {"type": option.kind, "metavar": option.metavar}
-                how["help"] = f"for --spec {method.method}: {option.help}"
+                how["help"] = f"for --spec {name}: {option.help}"
                 parser.add_argument(flag, dest=f"options.{option.name}", default=argparse.SUPPRESS, **how)
 
 

@@ -25,15 +25,8 @@ class Elsewhere(Drafter):
     reads_on_host = True
 
     def __init__(self, drafter: Drafter) -> None:
-        self.max_drafts, self.runs_model = drafter.max_drafts, drafter.runs_model
-        self.max_context = drafter.max_context
-        self.reads_logits = drafter.reads_logits
-        self.makes_trees = drafter.makes_trees  # type: ignore[misc]
-        self._names = drafter.names
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._names
+        self.name, self.max_drafts, self.runs_model = drafter.name, drafter.max_drafts, drafter.runs_model
+        self.makes_trees, self.memory = drafter.makes_trees, drafter.memory
 
 
 def for_others(given: Guessers | None) -> Guessers | None:
@@ -72,5 +65,4 @@ def hear(drafters: Iterable[Drafter], messages: Iterator[Any], device: torch.dev
 
 
 def _on_host(drafters: Iterable[Drafter]) -> list[Drafter]:
-    """Those who guess themselves."""
-    return [drafter for drafter in drafters if drafter.reads_on_host and drafter.parts == (drafter,)]
+    return [drafter for drafter in drafters if drafter.reads_on_host]

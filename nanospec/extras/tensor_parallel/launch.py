@@ -120,7 +120,7 @@ def _modules(parts: Parts) -> tuple[str, ...]:
     """Those that add drafters. ValueError if other ranks could not make a drafter."""
     given = for_others(parts.drafter)
     for who in who_guesses(parts.config.spec, given):
-        kind = methods()[who] if isinstance(who, str) else type(who)
+        kind = methods()[who].drafter if isinstance(who, str) else type(who)
         if kind.__module__ == "__main__":
             raise ValueError(
                 f"{kind.__name__} is defined in the script, which other ranks do not run: define it in a "
@@ -130,7 +130,7 @@ def _modules(parts: Parts) -> tuple[str, ...]:
         pickle.dumps(given)
     except Exception as error:
         raise ValueError(f"drafter={shown(given)} cannot be sent to the other ranks: {error}") from None
-    modules = {kind.__module__ for kind in methods().values()} - {"__main__"}
+    modules = {method.drafter.__module__ for method in methods().values()} - {"__main__"}
     return tuple(sorted(name for name in modules if not name.startswith("nanospec.")))
 
 
@@ -198,8 +198,8 @@ def _lead(
         with team.together():
             device = _device(place, parts.config)
             group = Processes(device, 0, place.size, store, parts.config.distributed_timeout)
-            target, drafter = _load(parts, tokenizer, group)
-        return Leader(parts.config, target, drafter, group, team, wanted(parts.config, tokenizer))
+            target, drafters = _load(parts, tokenizer, group)
+        return Leader(parts.config, target, drafters, group, team, wanted(parts.config, tokenizer))
     except RankFailed as error:
         team.close()
         if group is not None:
@@ -221,8 +221,8 @@ def serve(place: Place) -> int:
         connection.send((READY, None))
         messages = messages_of(connection)
         group = Processes(device, place.rank, place.size, store, parts.config.distributed_timeout)
-        target, drafter = _load(parts, Tokenizer(parts.folder), group)
-        rank = Rank(parts.config, target, drafter, group, wanted(parts.config))
+        target, drafters = _load(parts, Tokenizer(parts.folder), group)
+        rank = Rank(parts.config, target, drafters, group, wanted(parts.config))
         follow(rank, messages)
     except Exception as error:
         connection.send((told(error), is_asked_for(error)))
@@ -251,6 +251,6 @@ def gpu_of(place: Place) -> int:
     return 0 if os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0 else place.local
 
 
-def _load(parts: Parts, tokenizer: Tokenizer, group: Processes) -> tuple[Model, Drafter | None]:
+def _load(parts: Parts, tokenizer: Tokenizer, group: Processes) -> tuple[Model, tuple[Drafter, ...]]:
     with current(group.device):
         return load_parts(parts.config, parts.folder, parts.drafter, tokenizer, group.device, group)

@@ -80,23 +80,16 @@ class Rank(Worker):
         self,
         config: EngineConfig,
         model: Model,
-        drafter: Drafter | None,
+        drafters: Sequence[Drafter],
         group: Group,
         extensions: Sequence[Extension] = (),
     ) -> None:
         self.group = group
         self._whole: set[int] = set()  # rows whose requests need the logits of all tokens
-        super().__init__(config, model, drafter, extensions)
+        super().__init__(config, model, drafters, extensions)
 
     def make_step(self, kind: type[Step] = SplitStep) -> Step:
-        step = super().make_step(kind)
-        step.whole = self._always_whole  # type: ignore[attr-defined]
-        return step
-
-    @property
-    def _always_whole(self) -> bool:
-        parts = () if self.drafter is None else self.drafter.parts
-        return any(part.reads_logits for part in parts)
+        return super().make_step(kind)
 
     def plan_cache(self) -> tuple[int, int]:
         """As much as fits on all ranks."""
@@ -108,7 +101,7 @@ class Rank(Worker):
     def _build(self) -> None:
         super()._build()
         # Else the first request that needs it would wait.
-        if self.graphs is not None and not (self.graphs.lazy or self._always_whole):
+        if self.graphs is not None and not self.graphs.lazy:
             self._step.whole = True
             self.graphs.capture_all((WHOLE, None))
             self._step.whole = False
@@ -127,8 +120,6 @@ class Rank(Worker):
 
     def prepare(self, order: StepOrder) -> Hashable:
         variant = super().prepare(order)
-        if self._always_whole:
-            return variant
         asked = max(order.logprobs) >= 0 or not self._whole.isdisjoint(order.rows)
         whole = variant is not None or asked
         self._step.whole = whole
@@ -156,7 +147,7 @@ class Leader(Rank):
         self,
         config: EngineConfig,
         model: Model,
-        drafter: Drafter | None,
+        drafters: Sequence[Drafter],
         group: Group,
         team: Team,
         extensions: Sequence[Extension] = (),
@@ -165,7 +156,7 @@ class Leader(Rank):
         self._flights: deque[Flight] = deque()
         team.give_up = group.close
         with team.together():
-            super().__init__(config, model, drafter, group, extensions)
+            super().__init__(config, model, drafters, group, extensions)
         self._end = weakref.finalize(self, _end, team, group, self.graphs)
         guesses.tell(self.drafters, team.tell)
 

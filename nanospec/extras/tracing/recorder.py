@@ -108,8 +108,8 @@ class Recorder(Extension):
 
     def attach(self, worker: Worker) -> None:
         self._worker = worker
-        if worker.drafter is not None:
-            self._lines = DraftLines(worker.table, worker.drafter.max_drafts)
+        if worker.max_k:
+            self._lines = DraftLines(worker.table, worker.max_k)
 
     def admit(self, writes: HostWrites, row: int) -> None:
         if self._lines is not None:

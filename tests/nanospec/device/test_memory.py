@@ -137,7 +137,7 @@ def test_what_is_measured_holds_all_captured_steps_and_prefills(
             model.forward(replace(prompt, prefill=True), step.kv_cache)
         prefill = max(prefill, run.peak)
     needed = memory.row_bytes(step.table) + step._logits.nbytes + largest + max(largest, prefill)
-    measured = step_bytes(config, model, step.drafter, model.config.max_position_embeddings)
+    measured = step_bytes(config, model, step.drafters, model.config.max_position_embeddings)
     assert needed <= measured <= 5 * needed
 
 

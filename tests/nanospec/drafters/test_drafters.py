@@ -188,8 +188,7 @@ def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
     draft = tiny_model(num_layers=1)
     engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=draft, num_blocks=20)
     assert engine.scheduler.pool.num_blocks == 20
-    drafter = engine.worker.drafter
-    assert drafter is not None
+    [drafter] = engine.worker.drafters
     assert drafter.cache.kv.shape[3] == engine.worker.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
     short = tiny_model(num_layers=1, max_position_embeddings=100)
     with pytest.raises(ValueError, match="draft model's own window of 100"):
@@ -252,7 +251,7 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool) -
         getattr(table, name).fill_(value)
     table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
     table.max_len[2] = 12  # of the three drafts there is room for two
-    drafter.drawn_at.fill_(9)
+    drafter.ready.fill_(True)
     found = drafter.propose(table, torch.arange(3, dtype=torch.int32), 4)
     assert found.num_drafts.tolist() == [3, 3, 2]
     logits = heads.logits(drafter.hidden[:3]).float()
@@ -303,26 +302,23 @@ def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
 
 
 def test_heads_start_where_the_last_token_was_drawn(model: Model) -> None:
-    """At the end of the path that was accepted; not after a preemption, nor behind others' tokens."""
+    """At the end of the path that was accepted; not after a preemption."""
     drafter, table = medusa_of(model, 3)
     rows, hidden = torch.arange(3, dtype=torch.int32), torch.randn(12, model.config.hidden_size)
     batch = make_batch([6, 6], parents=[0, 0, 1, 0, 3, 3] + [0] * 6, rows=torch.tensor([2, -1]).int())
     path = torch.tensor([[0, 3, 5, 0, 0, 0], [0] * 6], dtype=torch.int32)
     verdict = Verdict(path, torch.tensor([3, 0], dtype=torch.int32), path)
-    drafter.learn(table, guessed(batch), batch, verdict, hidden, hidden)
+    drafter.learn(table, guessed(batch), batch, verdict, hidden)
     assert torch.equal(drafter.hidden[:3], torch.stack([0 * hidden[0], 0 * hidden[0], hidden[5]]))
     assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 8]
-    table.num_tokens[2] += 1
-    assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 0]
-    table.num_tokens[2] -= 1
-    drafter.admit(2, 9, [], 0)
+    drafter.release(2)
     assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 0]
 
 
 def test_a_request_has_a_tree_of_its_own_width(model: Model) -> None:
     drafter, table = medusa_of(model, 3)
     table.width[:] = torch.tensor([1, 2, 9])
-    drafter.drawn_at.fill_(9)
+    drafter.ready.fill_(True)
     found = drafter.propose(table, torch.arange(3, dtype=torch.int32), 8)
     assert found.parents is not None
     assert found.num_drafts.tolist() == [3, 8, 8]

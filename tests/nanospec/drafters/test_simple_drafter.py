@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
 from nanospec.drafters.base import METHODS, guesses, room
+from nanospec.drafters.first_match import DraftTimes
 from nanospec.drafters.loading import Guessers, who_guesses
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
@@ -192,7 +193,7 @@ def test_it_is_asked_for_what_can_be_used() -> None:
 
 
 def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for() -> None:
-    """Neither if it is always right; nor for the few guesses of many calls, all of which take time."""
+    """Though it is always right."""
     calls = []
 
     def slow(tokens: list[int], k: int) -> list[int]:
@@ -204,11 +205,16 @@ def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for() -> None:
     request = run(engine, [Job([1, 2], SamplingParams(temperature=0, max_tokens=120))])[0]
     assert request.output_ids == cycle(3, 120)
     assert 3 <= len(calls) <= 6
-    drafter = Says(lambda tokens, k: [])
-    make_engine(cycle_model(), 4, drafter=drafter)
-    drafter._calls.extend([(2.0, False)] * 9 + [(2.0, True)])
-    assert drafter.ms(3, 4) == pytest.approx(3 * 2.0 * 11 / 2)
-    assert drafter.ms(3, 0) == 0
+
+
+def test_the_time_of_calls_without_drafts_counts_to_those_with_some() -> None:
+    times = DraftTimes()
+    assert times(4, 4) == 0
+    for share in (0.0,) * 9 + (1.0,):
+        times.add(4, 4, 2.0, share)
+    assert times(5, 4) == pytest.approx(2.0 * 11 / 2)
+    assert [times(4, k) for k in (0, 2, 8)] == pytest.approx([0, 5.5, 11]), "at least"
+    assert times(1, 4) == 0, "fewer rows may take less"
 
 
 def test_who_guesses_is_checked(model: Model) -> None:

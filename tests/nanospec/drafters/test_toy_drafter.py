@@ -24,9 +24,9 @@ from tests.tiny import tiny_model
 def toy() -> Iterator[type[Drafter]]:
     """What a file in `nanospec/drafters` would hold."""
 
-    class Toy(Drafter, method="toy", help="the last token again"):
-        options = (Option("toy_length", "how often the last token is guessed (default: 3)", int, "N"),)
+    length = Option("toy_length", "how often the last token is guessed (default: 3)", int, "N")
 
+    class Toy(Drafter, method="toy", help="the last token again", options=[length]):
         def __init__(self, length: int) -> None:
             self.max_drafts = length
 
@@ -79,7 +79,7 @@ def test_its_option_is_its_own(model: Model) -> None:
 
 def test_every_method_says_what_it_is() -> None:
     for name, method in registered().items():
-        assert method.method == name
+        assert method.drafter.name == name
         assert method.help
         assert all(option.help for option in method.options)
 

@@ -217,8 +217,7 @@ def test_one_request_without_match_does_not_switch_off_the_others() -> None:
 def test_the_truth_of_a_plain_python_lookup_is_drafted(model: Model) -> None:
     """Drafts of a run equal those of an n-gram search written as simply as possible."""
     engine = make_engine(model, 5, min_n=2)
-    drafter, seen = engine.worker.drafter, 0
-    assert drafter is not None
+    [drafter], seen = engine.worker.drafters, 0
 
     def reference(text: list[int], wanted: int) -> list[int]:
         for n in (4, 3, 2):
@@ -395,10 +394,10 @@ def test_schedules_change_nothing(data: st.DataObject, model: Model) -> None:
         lazy_capture=True,
         num_blocks=draw(st.integers(least, 3 * least), label="blocks"),
     )
-    if engine.worker.drafter is not None:
+    if engine.worker.drafters:
         texts = [job.prompt + e.token_ids for job, e in zip(jobs, expected, strict=True)]
         guess = DRAFTERS[draw(st.sampled_from(sorted(DRAFTERS)), label="drafter")](texts)
-        use(engine, guess or engine.worker.drafter)
+        use(engine, guess or engine.worker.drafters[0])
     arrivals = [draw(st.integers(0, 12), label="arrival") for _ in jobs]
     aborts = {i: draw(st.integers(0, 20)) for i in draw(st.sets(st.sampled_from(range(len(jobs)))))}
     requests: dict[int, Request] = {}

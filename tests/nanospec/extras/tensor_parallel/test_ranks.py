@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.first_match import FirstMatch
-from nanospec.drafters.loading import load_drafter
+from nanospec.drafters.loading import load_drafters
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.ngram import NgramDrafter
 from nanospec.drafters.simple import SimpleDrafter
@@ -81,7 +81,7 @@ class Drafters:
     def __init__(self, options: EngineConfig) -> None:
         self.spec = options.spec
 
-    def __call__(self, model: Model, group: Group) -> Drafter | None:
+    def __call__(self, model: Model, group: Group) -> Sequence[Drafter]:
         config, ready = tiny_config(num_layers=1), dict[str, Drafter]()
         if "draft" in self.spec.methods:
             split = "draft_tensor_parallel_size" in self.spec.options
@@ -89,7 +89,7 @@ class Drafters:
             ready["draft"] = ModelDrafter(self.spec, draft, VOCAB)
         if "medusa" in self.spec.methods:
             ready["medusa"] = MedusaDrafter(self.spec, Heads.random(model, 3, vocab=50), model)
-        return load_drafter(self.spec, Target(model, group=group), ready)
+        return load_drafters(self.spec, Target(model, group=group), ready)
 
 
 def options_of(
@@ -140,9 +140,9 @@ class Whim(SimpleDrafter):
 def test_ranks_that_would_guess_differently_verify_the_same(lookup: bool) -> None:
     of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
 
-    def make(model: Model, group: Group) -> Drafter:
+    def make(model: Model, group: Group) -> Sequence[Drafter]:
         whim = Whim(group.rank)
-        return FirstMatch(NgramDrafter(options.spec), whim) if lookup else whim
+        return (NgramDrafter(options.spec), whim) if lookup else (whim,)
 
     options = options_of(2, of, "ngram", 4, trace=True)
     with split_engine(2, of.config, of.weights, options, make) as split:
@@ -311,7 +311,7 @@ def test_ranks_with_less_memory_decide_for_all() -> None:
         local = Shard(of.config, group).config.kv_bytes_per_token(torch.float32)
         memory = 16 * local * given[group.rank]
         options = EngineConfig(spec=make_spec(None), kv_cache_memory=memory, max_num_seqs=4)
-        worker = Rank(options, part_of(of.config, of.weights, group), None, group)
+        worker = Rank(options, part_of(of.config, of.weights, group), (), group)
         return worker.num_blocks, worker.max_model_len
 
     assert together(2, plan) == [(20, 320)] * 2
