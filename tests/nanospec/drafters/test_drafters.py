@@ -12,6 +12,7 @@ import torch
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
 from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.loading import check_method
 from nanospec.drafters.medusa import CONTENDERS, MedusaDrafter, tree_paths
 from nanospec.drafters.policy import StepCosts
 from nanospec.engine.engine import Engine
@@ -385,7 +386,7 @@ def test_a_method_says_what_it_lacks(model: Model, method: str) -> None:
 )
 def test_bad_settings_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        SpecConfig(**options)
+        check_method(SpecConfig(**options))
 
 
 def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
