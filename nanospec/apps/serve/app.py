@@ -6,11 +6,10 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,7 +28,6 @@ from .openai_format import CHAT, COMPLETIONS, conversation
 from .requests import bad_request, chat_prompt, read_json, read_request
 from .settings import ServeConfig
 
-T = TypeVar("T")
 READERS = 2  # threads that read requests: templates and tokenizers take their time
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
@@ -77,7 +75,7 @@ class App:
         try:
             self.engine.check_room()
             body = await self._body(request)
-            asked = await self._read(lambda: read_request(self.llm, request.url.path, body))
+            asked = await self._read(read_request, self.llm, request.url.path, body)
             salt = request.state.salt + asked.salt
             salt = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
             job = self.engine.submit(asked.prompts, asked.params, asked.streams, salt)
@@ -95,7 +93,7 @@ class App:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
         data = await read_body(request, self.config)
-        body = await self._read(lambda: read_json(data))
+        body: dict[str, Any] = await self._read(read_json, data)
         if only and (unknown := sorted(body.keys() - {"model", *only})):
             raise HTTPError(400, f"unknown field {shown(unknown[0])}.", unknown[0], "unknown_field")
         self._check_model(body.get("model") or self.model)
@@ -106,8 +104,8 @@ class App:
             message = f"There is no model {shown(name)} here; there is {self.model!r}."
             raise HTTPError(404, message, "model", "model_not_found")
 
-    async def _read(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, function)
+    async def _read(self, *function: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, *function)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, ("prompt", "messages", "chat_template_kwargs"))

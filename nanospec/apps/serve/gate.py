@@ -38,18 +38,13 @@ class HTTPError(HTTPException):
     """A request that is refused: its status, one sentence, and the field that is to blame, if one is."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Any = None,
+        self, status: int, message: str, param: str = "", code: str = "", headers: Any = None
     ) -> None:
         message = message if len(message) <= MOST else message[:MOST] + "..."
         super().__init__(status, message, headers)
         # A client's own word may be long, or half of a surrogate pair, which cannot be sent.
-        self.param = None if param is None else param[:100].encode(errors="replace").decode()
-        self.code = code
+        self.param = param[:100].encode(errors="replace").decode() or None
+        self.code = code or None
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's shape."""

@@ -100,9 +100,10 @@ def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:
     message = str(error)
     named = re.match(r"unknown field '([^']*)'", message)
     words = [named[1]] if named else re.findall(r"[A-Za-z_]+", message)
-    param = next((word for word in words if word in body), None)
-    param = "chat_template_kwargs" if param is None and message.startswith("the chat template") else param
-    return HTTPError(400, message, param, "unknown_field" if named else None)
+    param = next((word for word in words if word in body), "")
+    if not param and message.startswith("the chat template"):
+        param = "chat_template_kwargs"
+    return HTTPError(400, message, param, "unknown_field" if named else "")
 
 
 def _streaming(own: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 from types import FrameType
@@ -26,8 +27,7 @@ class Protocol(H11Protocol):
     """One connection. `scope["state"]["connections"]` of its requests are all there are."""
 
     limits = ServeConfig()
-    _reading: asyncio.TimerHandle | None = None
-    _writing: asyncio.TimerHandle | None = None
+    reading = writing = math.inf  # seconds of the loop's clock, at which the server aborts it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,19 +40,13 @@ class Protocol(H11Protocol):
         super().data_received(data)
         self._limit_reading()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in filter(None, (self._reading, self._writing)):
-            timer.cancel()
-        super().connection_lost(exc)
-
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._writing = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
+        self.writing = self.loop.time() + self.limits.write_timeout
 
     def resume_writing(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
         super().resume_writing()
+        self.writing = math.inf
 
     def send_400_response(self, msg: str) -> None:
         try:
@@ -64,11 +58,8 @@ class Protocol(H11Protocol):
         """Limit the time from a connection's first moment, or the first byte of headers, to their last one.
         (The body has a limit of its own, and so has an unused connection behind its first request.)"""
         reads = self.cycle is None or (self.cycle.response_complete and self.timeout_keep_alive_task is None)
-        if not reads and self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-        elif reads and self._reading is None:
-            self._reading = self.loop.call_later(self.limits.read_timeout, self.transport.abort)
+        latest = self.loop.time() + self.limits.read_timeout
+        self.reading = min(self.reading, latest) if reads else math.inf
 
 
 class Server(uvicorn.Server):
@@ -97,7 +88,11 @@ class Server(uvicorn.Server):
         asyncio.get_event_loop().call_later(self._app.config.drain_timeout, self._app.engine.end_all)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to end; uvicorn asks ten times a second."""
+        """Abort late connections, and return whether to end; uvicorn asks ten times a second."""
+        now = asyncio.get_running_loop().time()
+        connections: set[Any] = self.server_state.connections
+        for each in [each for each in connections if min(each.reading, each.writing) < now]:
+            each.transport.abort()
         return await super().on_tick(counter) or self._app.engine.end is not None
 
 

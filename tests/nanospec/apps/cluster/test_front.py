@@ -1,18 +1,21 @@
-"""What clients connect to, with replicas that are functions."""
+"""The front, with replicas that are functions, and the way of an answer to it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 from unittest.mock import AsyncMock
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanospec.apps.cluster.front import LOST, NO_REPLICA, Front, together
+from nanospec.apps.cluster.front import LOST, NO_REPLICA, Front, Sender, together
 from nanospec.apps.cluster.routing import pieces
 from nanospec.apps.serve.gate import draining
 from nanospec.apps.serve.settings import ServeConfig
@@ -209,3 +212,111 @@ def test_histograms_keep_their_buckets() -> None:
     page = together({"a": text, "b": text}).decode()
     assert page.count("# TYPE h histogram") == 1
     assert page.count('le="+Inf"') == 2
+
+
+def numbered(number: int) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"", "number": number}
+
+
+def asked(app: ASGIApp, most: int = 1000) -> list[list[int]]:
+    """The numbers in each list."""
+
+    async def ask() -> list[list[int]]:
+        found: list[list[int]] = []
+        async with aclosing(Sender(app).lists({}, b"body")) as answer:
+            async for several in answer:
+                found.append([message["number"] for message in several])
+                if len(found) == most:
+                    break
+        await asyncio.sleep(0.001)
+        return found
+
+    return asyncio.run(ask())
+
+
+def sender(pauses: Sequence[int]) -> ASGIApp:
+    """An app that sends 0, 1, 2, ..., after so many rounds of the event loop each."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for number, pause in enumerate(pauses):
+            for _ in range(pause):
+                await asyncio.sleep(0)
+            await send(numbered(number))
+
+    return app
+
+
+@settings(max_examples=30)
+@given(pauses=st.lists(st.sampled_from([0, 1, 3, 30]), max_size=20))
+def test_every_message_comes_once_and_in_order(pauses: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanospec.apps.cluster.front.PAUSE", 1e-5)
+        found = asked(sender(pauses))
+    assert [number for numbers in found for number in numbers] == list(range(len(pauses)))
+    assert [] not in found
+
+
+def test_the_first_token_does_not_wait_and_what_follows_soon_comes_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nanospec.apps.cluster.front.PAUSE", 0.1)
+    begin = {"type": "http.response.start", "number": -1}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(begin)
+        await sender([1] * 10)(scope, receive, send)
+
+    assert asked(app) == [[-1], [0], list(range(1, 10))]
+
+
+def test_the_more_answers_there_are_the_longer_are_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray carries so many lists, whoever's they are."""
+    monkeypatch.setattr("nanospec.apps.cluster.front.PAUSE", 0.01)
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def wait(seconds: float) -> None:
+        waited.append(seconds)
+        await sleep(0)
+
+    async def ask(count: int) -> None:
+        sends = Sender(sender([0]))
+        found = [sends.lists({}, b"") for _ in range(count)]
+        assert [await anext(each) for each in found] == [[numbered(0)]] * count
+        waited.clear()
+        with suppress(StopAsyncIteration):
+            await anext(found[0])
+        for each in found:
+            await each.aclose()
+        assert waited == [0.01 * count]
+
+    monkeypatch.setattr(asyncio, "sleep", wait)
+    for count in (1, 3):
+        asyncio.run(ask(count))
+
+
+def test_what_goes_wrong_is_raised_after_what_was_sent() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["body"] == b"body"
+        await send(numbered(0))
+        raise OSError("no such thing")
+
+    async def ask() -> None:
+        answer = Sender(app).lists({}, b"body")
+        assert await anext(answer) == [numbered(0)]
+        await anext(answer)
+
+    with pytest.raises(OSError, match="no such thing"):
+        asyncio.run(ask())
+
+
+def test_an_app_is_told_when_its_client_has_gone() -> None:
+    told: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send(numbered(0))
+        told.append((await receive())["type"])
+
+    assert asked(app, most=1) == [[0]]
+    assert told == ["http.disconnect"]

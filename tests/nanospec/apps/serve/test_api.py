@@ -23,11 +23,8 @@ CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
 
 
 def test_a_completion_is_what_the_model_says_offline(server: Served, offline: LLM) -> None:
-    for options in (
-        {"temperature": 0},
-        {"temperature": 30, "seed": 7},
-        {"temperature": 30, "seed": -3, "n": 3},
-    ):
+    drawn = {"temperature": 30, "seed": -3, "n": 3}
+    for options in {"temperature": 0}, {"temperature": 30, "seed": 7}, drawn:
         given = server.client().completions.create(model=MODEL, prompt=PROMPT, max_tokens=40, **options)  # type: ignore
         [expected] = offline.generate(PROMPT, SamplingParams(max_tokens=40, **options))  # type: ignore
         assert [choice.text for choice in given.choices] == [done.text for done in expected.outputs]
@@ -44,17 +41,13 @@ def test_a_chat_goes_through_the_template(server: Served) -> None:
     several: list[Any] = [{"role": "system", "content": PROMPT[:3]}, {"role": "user", "content": PROMPT[3:]}]
     conversations: list[Any] = [CHAT, [{"role": "user", "content": parts}], several]
     for messages in conversations:
-        for limit, reason in (
-            ({}, "stop"),
-            ({"max_tokens": 5}, "length"),
-            ({"max_completion_tokens": 5}, "length"),
-        ):
+        for limit in ({}, {"max_tokens": 5}, {"max_completion_tokens": 5}):
             given = server.client().chat.completions.create(  # type: ignore[call-overload]
                 model=MODEL, messages=messages, temperature=0, **limit
             )
             assert given.choices[0].message.content == ALPHABET[4 : 9 if limit else None]
             assert given.choices[0].message.role == "assistant"
-            assert given.choices[0].finish_reason == reason
+            assert given.choices[0].finish_reason == ("length" if limit else "stop")
             assert given.object == "chat.completion"
 
 
@@ -256,13 +249,8 @@ def test_models_health_and_tokens(server: Served, offline: LLM) -> None:
         found = server.post("/tokenize", asked).json()
         assert found == {"tokens": ids, "count": len(ids), "max_model_len": 128}
     assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": PROMPT}  # with special tokens
-    bodies: list[Any] = [
-        {"tokens": [99]},
-        {"tokens": "a"},
-        {"tokens": [True]},
-        {"tokens": [1], "model": "other"},
-    ]
-    for bad in bodies:
+    bodies: list[Any] = [{"tokens": [99]}, {"tokens": "a"}, {"tokens": [True]}]
+    for bad in [*bodies, {"tokens": [1], "model": "other"}]:
         assert server.post("/detokenize", bad).status_code in (400, 404)
     bodies = [{"messages": [1]}, {"messages": []}, {"messages": [{"role": "user"}]}, {"prompt": "a", "x": 1}]
     for bad in bodies:
@@ -360,40 +348,18 @@ def test_who_speaks_is_said_with_the_first_text_and_not_before(server: Served) -
         assert '"role":"assistant"' in first
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_are_those_of_the_text_and_lie_where_it_does(server: Served, stream: bool) -> None:
-    """A stop string is no part of them, nor is the end; parts of a character are told as bytes."""
-    for stop, text in ((["xyz"], "uvw"), (None, "uvwxyz .!é")):
-        body = {"prompt": after("st"), "temperature": 0, "max_tokens": 20, "logprobs": 0, "stop": stop}
-        if stream:
-            chunks = events(server.post("/v1/completions", {**body, "stream": True}).text)[:-1]
-            found = [part for chunk in chunks if (part := chunk["choices"][0]["logprobs"])]
-            tokens = [token for part in found for token in part["tokens"]]
-            offsets = [offset for part in found for offset in part["text_offset"]]
-        else:
-            logprobs = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
-            tokens, offsets = logprobs["tokens"], logprobs["text_offset"]
-            assert logprobs["top_logprobs"] is None
-        assert offsets[:3] == [0, 1, 2]
-        assert offsets == sorted(offsets)
-        assert len(tokens) == len(offsets) == (3 if stop else 10)
-        assert offsets[-1] < len(text)
-    messages = [{"role": "user", "content": after("yz")}]
-    chat = {"messages": messages, "temperature": 0, "max_tokens": 9, "logprobs": True}
-    content = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
-    assert b"".join(bytes(place["bytes"]) for place in content).decode() == " .!é"
-
-
 @pytest.mark.parametrize(
     ("first", "params", "tokens"),
     [
+        ("t", {"stop": ["xyz"]}, ["u", "v", "w"]),  # a stop string is no part of them
         ("!", {"stop_token_ids": [TOKENS.index("a")]}, ["\ufffd"]),  # half of a character, then the end
         ("©", {"ignore_eos": True, "stop_token_ids": [TOKENS.index(EOS) + 1]}, [EOS]),  # no text, but a token
         ("!", {"max_tokens": 1, "stop": ["\ufffd"]}, ["\ufffd"]),  # a stop string in what is left at the end
         ("s", {"stop": ["vw"]}, ["t", "u"]),
+        ("w", {}, ["x", "y", "z", " ", ".", "!\ufffd", "\ufffd"]),  # the end is no part of them
     ],
 )
-def test_logprobs_are_of_the_same_tokens_whole_and_streamed(
+def test_logprobs_are_of_the_tokens_of_the_text_whole_and_streamed(
     server: Served, first: str, params: dict[str, Any], tokens: list[str]
 ) -> None:
     ask = {"prompt": [TOKENS.index(first)], "temperature": 0, "max_tokens": 9, "logprobs": 0, **params}
@@ -405,14 +371,24 @@ def test_logprobs_are_of_the_same_tokens_whole_and_streamed(
         joined = [value for choice in streamed for value in (choice["logprobs"] or {}).get(field, [])]
         assert whole["logprobs"][field] == joined
     assert whole["logprobs"]["tokens"] == tokens
+    assert whole["logprobs"]["top_logprobs"] is None
+    offsets = whole["logprobs"]["text_offset"]
+    assert offsets[:3] == [0, 1, 2][: len(offsets)]
+    assert offsets == sorted(offsets)
+    assert offsets[-1] < max(len(whole["text"]), 1)
+
+
+def test_parts_of_a_character_are_told_as_bytes(server: Served) -> None:
+    messages = [{"role": "user", "content": after("yz")}]
+    chat = {"messages": messages, "temperature": 0, "max_tokens": 9, "logprobs": True}
+    content = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(place["bytes"]) for place in content).decode() == " .!é"
 
 
 def test_cached_tokens_are_those_of_earlier_requests(server: Served) -> None:
     body = {"prompt": after("abcd"), "n": 4, "max_tokens": 1, "cache_salt": "cold"}
-    details = [
-        server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"] for _ in range(2)
-    ]
-    assert [each["cached_tokens"] for each in details] == [0, 32]
+    usages = [server.post("/v1/completions", body).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 32]
 
 
 def test_the_client_raises_its_own_errors(server: Served) -> None:
@@ -457,11 +433,8 @@ def test_names_that_cannot_be_sent_back_are_refused(server: Served) -> None:
 
 
 def test_other_paths_and_methods(server: Served) -> None:
-    for method, path, status in (
-        ("GET", "/v1/nothing", 404),
-        ("GET", "/v1/completions", 405),
-        ("POST", "/", 405),
-    ):
+    for asked, status in ("GET /v1/nothing", 404), ("GET /v1/completions", 405), ("POST /", 405):
+        method, path = asked.split()
         response = httpx.request(method, server.url + path)
         assert response.status_code == status
         assert response.json()["error"]["message"]

@@ -142,7 +142,7 @@ def test_the_page_may_load_nothing_from_elsewhere(server: Served) -> None:
     assert "http" not in policy
 
 
-def test_logs_hold_neither_texts_nor_keys(guarded: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_hold_neither_texts_nor_keys(guarded: Served) -> None:
     logger = logging.getLogger("nanospec.apps.serve")
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
@@ -184,13 +184,9 @@ def test_settings_that_cannot_be(options: dict[str, Any], sentence: str) -> None
 @pytest.mark.parametrize(
     ("host", "local"),
     [
-        ("127.0.0.1", True),
-        ("127.3.2.1", True),
-        ("::1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
+        ("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False),
         ("me", False),
     ],
-)
+)  # fmt: skip
 def test_what_is_reached_from_this_machine_alone(host: str, local: bool) -> None:
     assert ServeConfig(host=host).is_local is local
