@@ -37,12 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"hidden_size": 96, "head_dim": 32},
     "odd-sizes": {"hidden_size": 50, "vocab_size": 61, "head_dim": 34, "num_heads": 3, "num_kv_heads": 1},
     "mqa-d80-biases": {
-        "num_heads": 8,
-        "num_kv_heads": 1,
-        "head_dim": 80,
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
+        "num_heads": 8, "num_kv_heads": 1, "head_dim": 80, "qkv_bias": True, "o_bias": True, "mlp_bias": True
     },
     "qk-norm-window9": {"qk_norm": True, "windows": (9, None), "head_dim": 64, "num_heads": 2},
     "group16-window20": {"windows": (20, 20), "num_heads": 16, "num_kv_heads": 1, "head_dim": 32},
@@ -50,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rows-4-kb-apart": {"hidden_size": 2048, "intermediate_size": 2048, "head_dim": 32},
     **GEMMA,
     "group20-d256": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 256, "num_layers": 1},
-}
+}  # fmt: skip
 Change = Callable[[str, Tensor], Tensor]
 
 

@@ -14,16 +14,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nanospec.models.gguf import ConversionError, convert, unpermute
-from tests.gguf_file import HEAD_DIM, VOCAB, permute, write_gguf
-
-
-@pytest.mark.parametrize("num_heads", [1, 3, 4])
-def test_unpermute_undoes_permute(num_heads: int) -> None:
-    rows = np.arange(num_heads * HEAD_DIM * 5, dtype=np.float32).reshape(-1, 5)
-    for values in (rows, rows[:, 0]):  # a weight and a bias
-        assert np.array_equal(unpermute(permute(values, num_heads), num_heads), values)
-    assert not np.array_equal(permute(rows, num_heads), rows)
+from nanospec.models.gguf import ConversionError, convert
+from tests.gguf_file import VOCAB, write_gguf
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -108,15 +100,19 @@ def test_pre_tokenizers(tmp_path: Path, pre: str, tokens: list[str]) -> None:
         (lambda w: w.add_rope_dimension_count(4), "RoPE covers 4 of 8 dimensions"),
         (lambda w: w.add_tensor("rope_freqs.weight", np.ones(4)), "'rope_freqs.weight' .* RoPE"),
         (lambda w: w.add_tensor("blk.0.ssm.weight", np.ones(4)), "'blk.0.ssm.weight' of unknown"),
+        (lambda w: w.add_head_count(0), "ZeroDivisionError: .* its fields are damaged; fetch it again"),
+        (lambda w: w.add_string("llama.embedding_length", "x" * 1000), "its fields are damaged; fetch it"),
+        (lambda w: w.add_block_count(2**31), "num_hidden_layers=2147483648 must be"),
     ],
-    ids=["pre", "tokenizer", "rope-scaling", "moe", "partial-rope", "rope-freqs", "tensor"],
+    ids=["pre", "tokenizer", "rope-scaling", "moe", "part", "freqs", "tensor", "zero", "type", "huge"],
 )
 def test_what_cannot_be_converted_is_refused(
     tmp_path: Path, edit: Callable[[gguf.GGUFWriter], Any], message: str
 ) -> None:
     write_gguf(tmp_path / "m.gguf", edit=lambda writer: edit_again(writer, edit))
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(ConversionError, match=message) as caught:
         convert(tmp_path / "m.gguf", tmp_path / "m")
+    assert len(str(caught.value)) < 600
 
 
 def test_a_length_beyond_the_file_is_one_sentence(tmp_path: Path) -> None:
@@ -129,25 +125,6 @@ def test_a_length_beyond_the_file_is_one_sentence(tmp_path: Path) -> None:
     path.write_bytes(data[:at] + (2**62).to_bytes(8, "little") + data[at + 8 :])
     with pytest.raises(ConversionError, match="it ends too early.* fetch it again"):
         convert(path, tmp_path / "m")
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda w: w.add_head_count(0), "ZeroDivisionError: .* its fields are damaged; fetch it again"),
-        (lambda w: w.add_bos_token_id(10**6), "IndexError: .* its fields are damaged; fetch it again"),
-        (lambda w: w.add_string("llama.embedding_length", "x" * 1000), "its fields are damaged; fetch it"),
-        (lambda w: w.add_block_count(2**31), "num_hidden_layers=2147483648 must be"),
-    ],
-    ids=["zero", "range", "type", "huge"],
-)
-def test_damaged_fields_are_one_sentence(
-    tmp_path: Path, edit: Callable[[gguf.GGUFWriter], Any], message: str
-) -> None:
-    write_gguf(tmp_path / "m.gguf", edit=lambda writer: edit_again(writer, edit))
-    with pytest.raises(ConversionError, match=message) as caught:
-        convert(tmp_path / "m.gguf", tmp_path / "m")
-    assert len(str(caught.value)) < 600
 
 
 def edit_again(writer: gguf.GGUFWriter, edit: Callable[[gguf.GGUFWriter], Any]) -> None:
@@ -167,11 +144,11 @@ def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
         convert(tmp_path / "m.gguf", tmp_path / "m")
 
 
-@pytest.mark.parametrize("kept", [0, 3, 100, 0.3, 0.9, 0.999])
-def test_truncated_file_is_one_sentence(tmp_path: Path, kept: float) -> None:
+def test_truncated_file_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path)
     data = path.read_bytes()
-    path.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
-    with pytest.raises(ConversionError, match="download is incomplete; fetch it again"):
-        convert(path, tmp_path / "m")
+    for kept in (0, 3, 100, len(data) // 3, len(data) - 1):
+        path.write_bytes(data[:kept])
+        with pytest.raises(ConversionError, match="download is incomplete; fetch it again"):
+            convert(path, tmp_path / "m")

@@ -114,15 +114,6 @@ def test_a_folder_is_searched(tmp_path: Path, name: str) -> None:
     assert Heads.load(str(tmp_path), model).num_heads == 2
 
 
-def test_heads_of_zeros_are_the_targets_own(tmp_path: Path) -> None:
-    model, _ = target()
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors(num_layers=2).items()}
-    save_file(zeros, tmp_path / "heads.safetensors")
-    logits = Heads.load(tmp_path / "heads.safetensors", model).logits(states(5))
-    for head in range(3):
-        assert_close(logits[:, head], model.logits(states(5)), 1e-6)
-
-
 @pytest.mark.parametrize("vocab", [None, 10], ids=["all", "map"])
 def test_top_gives_token_ids_in_order(vocab: int | None) -> None:
     heads = Heads.random(target()[0], 4, vocab, seed=1)
@@ -132,13 +123,6 @@ def test_top_gives_token_ids_in_order(vocab: int | None) -> None:
         top = heads.top(states(9), count)
         assert top.dtype == torch.int32
         assert torch.equal(top.long(), scores.topk(count).indices)
-
-
-def test_random_heads_depend_on_the_seed_alone() -> None:
-    model, _ = target()
-    first, again, other = (Heads.random(model, 2, 9, seed).logits(states(3)) for seed in (4, 4, 5))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("layout", ["shared-map", "published-2-blocks"])
@@ -157,10 +141,6 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
 
 ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "no heads": (lambda found: found.clear(), r"holds no heads: .* \(it has no tensors\)"),
-    "another file": (
-        lambda found: [found.pop(name) for name in list(found)] and found.update(norm=torch.ones(4)),
-        r"holds no heads: .*\(it has norm\)",
-    ),
     "hidden size": (
         put("1.0.linear.weight", torch.zeros(48, 48)),
         r"hidden size 32, 64 tokens.*wrong shape: 1.0.linear.weight \[48, 48\] instead of \[32, 32\]",
@@ -178,20 +158,15 @@ ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "a gap of many": (put("99.0.linear.bias", torch.zeros(H)), "missing: 10.0.linear.bias, .* more"),
     "a number of many digits": (put(f"{'9' * 5000}.0.linear.bias", torch.zeros(H)), "not expected: '999"),
     "unknown": (put("lm_head.weight", torch.zeros(V, H)), "not expected: lm_head.weight"),
-    "unknown projection": (put("0.7.weight", torch.zeros(V, H)), "not expected: 0.7.weight"),
     "integers": (
         put("0.0.linear.bias", torch.zeros(H, dtype=torch.int32)),
         "something else than F32, BF16, F16: 0.0.linear.bias I32",
     ),
-    "token too high": (
-        put("token_map", torch.tensor([1, 64])),
-        "names token 64, but the model's tokens are 0 to 63",
-    ),
+    "token too high": (put("token_map", torch.tensor([1, 64])), "names token 64, but .* are 0 to 63"),
     "token negative": (put("token_map", torch.tensor([-2, 5])), "names token -2"),
     "token twice": (put("token_map", torch.tensor([5, 5])), "names a token twice"),
     "map of floats": (put("token_map", torch.ones(3)), r"must be a list of token ids, .* not float32 \[3\]"),
     "map of pairs": (put("token_map", torch.ones(3, 2).int()), r"not int32 \[3, 2\]"),
-    "empty map": (put("token_map", torch.zeros(0).int()), r"not int32 \[0\]"),
 }
 
 
