@@ -31,10 +31,9 @@ def parse(architecture: str = "Llama", **changes: Any) -> ModelConfig:
 
 
 def test_llama_with_defaults() -> None:
-    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4, "num_heads": 4}
-    more = {"num_kv_heads": 4, "head_dim": 16, "max_position_embeddings": 128, "windows": (None,) * 4}
-    rope = Rope("default", 10000.0)
-    assert parse() == ModelConfig(**sizes, **more, rms_norm_eps=1e-5, rope=rope, dtype="float32")
+    expected = ModelConfig(100, 64, 96, 4, 4, 4, 16, 128, (None,) * 4, 1e-5, Rope("default", 10000.0))
+    assert parse() == expected
+    assert expected.dtype == "float32"
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
