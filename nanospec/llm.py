@@ -106,7 +106,7 @@ class LLM:
         outputs: list[RequestOutput | None] = [None] * len(ready)
         groups: list[list[Request]] = []
         bar = tqdm(total=len(ready), unit="prompt", disable=not use_tqdm)
-        with bar, self.shared.owning(groups, leave=True):
+        with bar, self.shared.owning(groups):
             self._queue(ready, groups)
             pending = {r: i for i, group in enumerate(groups) for r in group}
             while pending:

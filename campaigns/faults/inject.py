@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,12 +41,17 @@ class Injector:
         return place not in self._within
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event != "line" or self._leaves_with(frame):
+        # `locking.py` holds against signals alone.
+        spared = self.error is not KeyboardInterrupt and frame.f_code.co_filename.endswith("locking.py")
+        if event != "line" or self._leaves_with(frame) or spared:
             return self._line
         self.lines += 1
         if self.lines == self.at:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-            raise self.error()
+            if self.error is KeyboardInterrupt:  # raised now, or behind a block that defers it
+                signal.raise_signal(signal.SIGINT)
+            else:
+                raise self.error()
         return self._line
 
 

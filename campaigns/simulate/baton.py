@@ -59,32 +59,26 @@ class Baton:
 
 
 class Turns:
-    """In place of `Lock` and, `reentrant`, of `RLock`."""
+    """In place of `Lock`."""
 
     owner: int | None = None
-    depth = 0
 
-    def __init__(self, baton: Baton, reentrant: bool) -> None:
-        self.baton, self.reentrant = baton, reentrant
+    def __init__(self, baton: Baton) -> None:
+        self.baton = baton
 
     def acquire(self, blocking: bool = True) -> bool:
         self.baton.pause()
-        while self.owner is not None and not (self.reentrant and self._is_owned()):
+        while self.owner is not None:
             if not blocking:
                 return False
             self.baton.pause(self)
-        self.owner, self.depth = threading.get_ident(), self.depth + 1
+        self.owner = threading.get_ident()
         return True
 
     def release(self) -> None:
-        assert self._is_owned(), "a lock is given back by who has not got it"
-        self.depth -= 1
-        if not self.depth:
-            self.owner = None
+        assert self.owner == threading.get_ident(), "a lock is given back by who has not got it"
+        self.owner = None
         self.baton.pause()
-
-    def _is_owned(self) -> bool:
-        return self.owner == threading.get_ident()
 
     __enter__ = acquire
 

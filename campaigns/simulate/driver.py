@@ -190,8 +190,8 @@ class Simulation:
     # Threads that each run some of the jobs, as callers of `LLM.generate` do
 
     def _run_threads(self) -> None:
-        self.shared._next = Turns(self.baton, reentrant=False)  # type: ignore[assignment]
-        self.shared._lock = Turns(self.baton, reentrant=True)  # type: ignore[assignment]
+        self.shared._next = Turns(self.baton)  # type: ignore[assignment]
+        self.shared._lock = Turns(self.baton)  # type: ignore[assignment]
         count, threads = len(self.scenario.jobs), self.scenario.threads
         parts = [range(first, count, threads) for first in range(threads)]
         self.baton.run([lambda part=part: self._thread(part) for part in parts])  # type: ignore[misc]

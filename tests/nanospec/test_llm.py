@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from copy import copy
 from itertools import zip_longest
@@ -381,26 +382,31 @@ def test_unknown_options_are_a_type_error(folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_an_interrupted_step_leaves_a_usable_model(
-    folder: Path, step: int, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True], ids=["ctrl-c", "failure"])
+def test_a_model_is_usable_behind_ctrl_c_and_a_failed_step(
+    folder: Path, step: int, mode: dict[str, Any], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ctrl-C waits for the end of the step and ends the requests of the call; a failure ends all."""
     llm = make(folder, **mode)
     forward, calls = llm.engine.worker.model.forward, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal calls
         calls += 1
+        if calls == step and fails:
+            raise RuntimeError
         if calls == step:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return forward(*args)
 
     other = llm.stream(after("abc"), greedy())
     begin = next(other)
     monkeypatch.setattr(llm.engine.worker.model, "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError if fails else KeyboardInterrupt):
         llm.generate([after("a"), after("ab")], greedy())
+    text = begin + "".join(other)
+    assert ALPHABET[3:].startswith(text) if fails else text == ALPHABET[3:]
     assert_idle(llm.engine)
-    assert ALPHABET[3:].startswith(begin + "".join(other))  # which ends, since its request has
     assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
 
 
