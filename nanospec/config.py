@@ -49,7 +49,7 @@ class SpecConfig:
             the same vocabulary write ahead; "medusa" has heads guess from the target's last hidden state.
             "ngram+draft", "ngram+medusa": a model where lookup finds nothing; "none" does not speculate.
         draft_model: for "draft": a folder, a name under `weights/`, or a hub id.
-        heads: for "medusa": a file or folder; None takes the one under `weights/heads/` that is named
+        heads: for "medusa": a file; None takes the one under `weights/heads/` that is named
             like the target.
         tree_width: most continuations guessed for a request in one step; 1 guesses chains. K stays the
             number of all drafts, however they branch.

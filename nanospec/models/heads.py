@@ -34,9 +34,8 @@ from torch import Tensor
 from ..kernels.layer.linear import Weight, linear, num_bytes, pack
 from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
-from .weights import check_fit, listed, open_safetensors, other_formats
+from .weights import check_fit, listed, open_safetensors
 
-FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 PREFIX = "medusa_head."
 
 
@@ -86,9 +85,11 @@ class Heads:
 
     @classmethod
     def load(cls, path: str | Path, model: Model) -> Heads:
-        """Load the heads of a safetensors file, or of a folder with one of `FILES`, in the model's dtype.
-        Raises FileNotFoundError, or ValueError for a file that is corrupt or does not fit the model."""
-        file, hidden, rows = _find(Path(path)), model.config.hidden_size, model.config.vocab_size
+        """Load the heads of a safetensors file in the model's dtype. Raises FileNotFoundError, or ValueError
+        for a file that is corrupt or does not fit the model."""
+        file, hidden, rows = Path(path), model.config.hidden_size, model.config.vocab_size
+        if not file.is_file():
+            raise FileNotFoundError(f"there are no heads at {file}; give a .safetensors file of heads.")
         with open_safetensors(file) as handle:
             stored = {name.removeprefix(PREFIX): name for name in handle.keys()}  # noqa: SIM118
             layout = _layout(file, stored)
@@ -174,15 +175,6 @@ def _assemble(
         shared: Weight = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
         projections = tuple(found.get(name, shared) for name in names) if found else (shared,)
     return Heads(layout.num_heads, tuple(blocks), projections, token_map)
-
-
-def _find(path: Path) -> Path:
-    for file in (path, *(path / name for name in FILES)):
-        if file.is_file():
-            return file
-    if not path.is_dir():
-        raise FileNotFoundError(f"there are no heads at {path}; give a .safetensors file or its folder.")
-    raise FileNotFoundError(f"{path} holds neither {' nor '.join(FILES)}{other_formats(path)}.")
 
 
 def _layout(file: Path, names: Collection[str]) -> Layout:

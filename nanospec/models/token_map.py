@@ -35,19 +35,11 @@ def load_token_map(folder: Path, vocab_size: int) -> Tensor | None:
 
 def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
     """Return the token ids as int64. Raises ValueError if they are not ids of the model, or not distinct."""
-    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or len(ids) == 0:
-        raise ValueError(
-            f"{TOKEN_MAP} in {file} must be a list of token ids, int32 or int64, not "
-            f"{str(ids.dtype).removeprefix('torch.')} {shown(list(ids.shape))}."
-        )
-    bad = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(bad):
-        raise ValueError(
-            f"{TOKEN_MAP} in {file} names token {bad[0]}, but the model's tokens are 0 to {vocab_size - 1}; "
-            "it belongs to another model."
-        )
-    if len(ids.unique()) < len(ids):
-        raise ValueError(f"{TOKEN_MAP} in {file} names a token twice; its {len(ids)} ids must differ.")
+    said, dtype = f"{TOKEN_MAP} in {file}", str(ids.dtype).removeprefix("torch.")
+    if dtype not in ("int32", "int64") or ids.dim() != 1 or len(ids) == 0:
+        raise ValueError(f"{said} must be a list of int32 or int64, not {dtype} {shown(list(ids.shape))}.")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+        raise ValueError(f"{said} must hold different ids from 0 to {vocab_size - 1}; it fits another model.")
     return ids.long()
 
 

@@ -142,14 +142,9 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has {len(files)} safetensors files but neither model.safetensors nor "
             "model.safetensors.index.json, which says how they belong together."
         )
-    instead = other_formats(folder) or "; fetch the model again"
-    raise FileNotFoundError(f"{folder} has no *.safetensors file{instead}.")
-
-
-def other_formats(folder: Path) -> str:
-    """Return an addition to "not found" that names weights in another format."""
-    found = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
-    return f" (found {listed(found)}; convert to safetensors first)" if found else ""
+    others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
+    end = f" (found {listed(others)}; convert to safetensors first)" if others else "; fetch the model again"
+    raise FileNotFoundError(f"{folder} has no *.safetensors file{end}.")
 
 
 def _shards(index: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanospec.kernels.dispatch import forced
 from nanospec.models.decoder import Model
-from nanospec.models.heads import FILES, Heads
+from nanospec.models.heads import Heads
 from nanospec.models.token_map import lm_head_rows
 from tests.tiny import tiny_config
 from tests.util import assert_close
@@ -107,13 +107,6 @@ def test_rows_of_a_packed_lm_head_are_read_exactly(dtype: torch.dtype) -> None:
         assert torch.equal(lm_head_rows(model, MAP.long()), lm_head[MAP.long()]), (tied, hidden)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_folder_is_searched(tmp_path: Path, name: str) -> None:
-    model, _ = target()
-    save_file(tensors(num_heads=2), tmp_path / name)
-    assert Heads.load(str(tmp_path), model).num_heads == 2
-
-
 @pytest.mark.parametrize("vocab", [None, 10], ids=["all", "map"])
 def test_top_gives_token_ids_in_order(vocab: int | None) -> None:
     heads = Heads.random(target()[0], 4, vocab, seed=1)
@@ -162,10 +155,10 @@ ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         put("0.0.linear.bias", torch.zeros(H, dtype=torch.int32)),
         "something else than F32, BF16, F16: 0.0.linear.bias I32",
     ),
-    "token too high": (put("token_map", torch.tensor([1, 64])), "names token 64, but .* are 0 to 63"),
-    "token negative": (put("token_map", torch.tensor([-2, 5])), "names token -2"),
-    "token twice": (put("token_map", torch.tensor([5, 5])), "names a token twice"),
-    "map of floats": (put("token_map", torch.ones(3)), r"must be a list of token ids, .* not float32 \[3\]"),
+    "token too high": (put("token_map", torch.tensor([1, 64])), "different ids from 0 to 63"),
+    "token negative": (put("token_map", torch.tensor([-2, 5])), "different ids from 0"),
+    "token twice": (put("token_map", torch.tensor([5, 5])), "different ids from 0"),
+    "map of floats": (put("token_map", torch.ones(3)), r"a list of int32 or int64, not float32 \[3\]"),
     "map of pairs": (put("token_map", torch.ones(3, 2).int()), r"not int32 \[3, 2\]"),
 }
 
@@ -192,6 +185,3 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     model, _ = target()
     with pytest.raises(FileNotFoundError, match="there are no heads at .*nowhere"):
         Heads.load(tmp_path / "nowhere", model)
-    (tmp_path / "medusa_lm_head.pt").touch()
-    with pytest.raises(FileNotFoundError, match=r"neither .* \(found medusa_lm_head.pt; convert"):
-        Heads.load(tmp_path, model)
