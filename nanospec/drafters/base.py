@@ -4,17 +4,9 @@ A step calls `propose`, verifies the drafts, and calls `learn`. Both calls may b
 wait for the device unless `attach` said that they may. What a drafter remembers of requests lies in device
 rows of its own, one per request row, and a last one that padding rows may write to.
 
-A drafter is a subclass of `Drafter`, or of `SimpleDrafter` (`simple.py`) for plain Python:
-
-    class Echo(Drafter):
-        def propose(self, table, rows, k):
-            index = rows.clamp(min=0)
-            last = table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]
-            return guesses(last[:, None].repeat(1, k), room(table, rows, k))
-
-`LLM(model, drafter=Echo())` uses it, `drafter=["ngram", Echo()]` only where lookup finds nothing. In a file
-of this folder, as `class Echo(Drafter, method="echo", help="the last token again")`, it is a method like the
-others: `--spec echo`, `SpecConfig(method="ngram+echo")`.
+A drafter is a subclass of `Drafter`, or of `SimpleDrafter` (`simple.py`) for plain Python; see
+`docs/extend-drafter.md`. `LLM(model, drafter=Echo())` uses an object. A class in a file of this folder with a
+method, as in `class Echo(Drafter, method="echo")`, is also known by that name: `--spec echo`.
 """
 
 from __future__ import annotations
@@ -150,18 +142,11 @@ def registered() -> Mapping[str, Method]:
     return dict(sorted(METHODS.items()))
 
 
-def method_names() -> list[str]:
-    """Return the values of `SpecConfig.method`: each method, pairs whose first costs nothing, and "none"."""
-    known = registered()
-    pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].drafter.runs_model]
-    return [*known, *pairs, "none"]
-
-
 def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
     """Return the proposal of a model: drafts [B, K], of which the first `num_drafts` [B] count."""
-    source, zeros = _constants(*drafts.shape, drafts.device)
-    drafter = num_drafts.clamp(max=1) - 1  # 0, or NOBODY without drafts
-    return Proposal(drafts.int().contiguous(), num_drafts.int(), source, zeros, drafter.int(), parents)
+    none, drafter = nothing(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NOBODY
+    drafts, num_drafts = drafts.int().contiguous(), num_drafts.int()
+    return Proposal(drafts, num_drafts, none.source, none.match_len, drafter.int(), parents)
 
 
 def nothing(rows: Tensor, k: int) -> Proposal:
@@ -171,13 +156,6 @@ def nothing(rows: Tensor, k: int) -> Proposal:
 
 @cache
 def _nothing(B: int, k: int, device: torch.device) -> Proposal:
-    source, zeros = _constants(B, k, device)
-    return Proposal(torch.zeros_like(source), zeros, source, zeros, torch.full_like(zeros, NOBODY))
-
-
-@cache
-def _constants(B: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the source [B, k] of a model's drafts, and the length [B] of their matches. Made at the first
-    call, which is not captured."""
+    zeros = torch.zeros(B, dtype=torch.int32, device=device)
     source = torch.full((B, k), GUESSED, dtype=torch.int32, device=device)
-    return source, torch.zeros(B, dtype=torch.int32, device=device)
+    return Proposal(torch.zeros_like(source), zeros, source, zeros, torch.full_like(zeros, NOBODY))

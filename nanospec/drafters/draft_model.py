@@ -73,9 +73,9 @@ class ModelDrafter(
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
         split = spec.options.get("draft_tensor_parallel_size", 1) > 1
-        group = target.group if split else None
-        model = load_model(folder, target.model.dtype, target.model.device, group=group)
-        vocab_size = target.model.config.vocab_size
+        group, own = target.group if split else None, target.model
+        model = load_model(folder, own.dtype, own.device, group=group)
+        vocab_size = own.config.vocab_size
         token_map = load_token_map(folder, min(vocab_size, model.config.vocab_size))
         return cls(spec, model, vocab_size, token_map)
 

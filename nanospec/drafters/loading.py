@@ -16,7 +16,7 @@ from ..models.decoder import Model
 from ..models.weights import load_model, resolve_dtype
 from ..text.checks import shown
 from ..text.tokenizer import Tokenizer
-from .base import Drafter, Target, method_names, registered
+from .base import Drafter, Target, registered
 
 OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
 
@@ -25,38 +25,46 @@ Guessers = Drafter | str | Sequence[Drafter | str]
 
 
 def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str, ...]:
-    """The drafters `given`, the methods of `spec` if None; ValueError if they do not fit together."""
+    """Return the drafters `given`, or the methods of `spec` if None. Raises ValueError if they do not fit
+    together, or have no use for what is set."""
+    known = registered()
     if given is None:
         check_method(spec)
-        return spec.methods
-    found = tuple(given) if isinstance(given, list | tuple) else (given,)
-    known = registered()
-    for who in found:
-        if isinstance(who, type):
-            raise ValueError(f"drafter={who.__name__} is a class; make one of it: {who.__name__}().")
-        if not isinstance(who, Drafter) and not (isinstance(who, str) and who in known):
-            raise ValueError(f"drafter={shown(who)} is neither a Drafter nor one of {', '.join(known)}.")
-    if not found or spec.method != SpecConfig.method:
-        raise ValueError(
-            f"drafter={shown(given)} and method={spec.method!r} do not go together: leave the method out and "
-            'name all who guess, as in drafter=["ngram", MyDrafter()].'
-        )
-    if loaded := [who for who in found if isinstance(who, str) and known[who].drafter.runs_model]:
-        raise ValueError(
-            f"drafter={shown(given)} names {loaded[0]!r}, which has weights of its own; only method=... "
-            'loads them. What goes with a drafter of yours is "ngram" before it.'
-        )
+        found: tuple[Drafter | str, ...] = spec.methods
+    else:
+        found = tuple(given) if isinstance(given, list | tuple) else (given,)  # type: ignore[assignment]
+        check_given(spec, found)
     kinds = [known[who].drafter if isinstance(who, str) else who for who in found]
     if costly := [kind for kind in kinds[:-1] if kind.runs_model]:
         raise ValueError(f"{costly[0].name} takes time to guess, so it must come last.")
     if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
-        raise ValueError(f"tree_width={spec.tree_width} is of no use to drafters that guess chains; use 1.")
+        names = "+".join(kind.name for kind in kinds) or "none"
+        raise ValueError(f"tree_width={spec.tree_width} is of no use to {names}, which guesses chains.")
     return found
 
 
+def check_given(spec: SpecConfig, given: Sequence[Drafter | str]) -> None:
+    """Raise ValueError unless all that is given are drafters, or methods without weights."""
+    known = registered()
+    for who in given:
+        if isinstance(who, type):
+            raise ValueError(f"drafter={who.__name__} is a class; make one of it: {who.__name__}().")
+        if not isinstance(who, Drafter) and not (isinstance(who, str) and who in known):
+            raise ValueError(f"drafter={shown(who)} is neither a Drafter nor one of {', '.join(known)}.")
+        if isinstance(who, str) and known[who].drafter.runs_model:
+            raise ValueError(f"{who!r} has weights of its own, so only method=... loads it; give drafters.")
+    if not given or spec.method != SpecConfig.method:
+        raise ValueError(
+            f"drafter={shown([*given])} and method={spec.method!r} do not go together: leave the method out "
+            'and name all drafters, as in drafter=["ngram", MyDrafter()].'
+        )
+
+
 def check_method(spec: SpecConfig) -> None:
-    """Raise ValueError unless the method exists and has a use for what is set for it."""
-    names, known = method_names(), registered()
+    """Raise ValueError unless the method exists and has a use for its options."""
+    known = registered()
+    pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].drafter.runs_model]
+    names = [*known, *pairs, "none"]
     if spec.method not in names:
         turned = [name for name in names if sorted(name.split("+")) == sorted(spec.method.split("+"))]
         meant = [*turned, *get_close_matches(spec.method, names, 1)][:1]
@@ -73,9 +81,6 @@ def check_method(spec: SpecConfig) -> None:
             raise ValueError(f"{said} is of no use to method={spec.method!r}{use}.")
         if name in OPTIONAL and value == "":
             raise ValueError(f"{name}='' must be the name of a folder or file.")
-    if spec.tree_width > 1 and not any(known[method].drafter.makes_trees for method in spec.methods):
-        width, method = spec.tree_width, shown(spec.method)
-        raise ValueError(f"tree_width={width} is of no use to method={method}, which guesses chains.")
 
 
 def load_parts(

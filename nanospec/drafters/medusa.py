@@ -13,29 +13,26 @@ from __future__ import annotations
 
 import heapq
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..kernels.batch import Batch
 from ..kernels.sampling import noise
-from ..kernels.sampling.sample import sample
-from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.heads import Heads
 from ..models.hub import default_heads
-from ..models.token_map import over_vocabulary
 from .base import Drafter, Memory, Option, Target, guesses, nothing, room
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
     from ..models.decoder import Model
 
-CONTENDERS = 16  # tokens of a head that are looked at where not all are
+CONTENDERS = 16  # tokens of a head among which it draws
 
 
 class MedusaDrafter(
@@ -85,39 +82,23 @@ class MedusaDrafter(
         wanted = torch.where(self.ready[index], room(table, rows, k), 0)
         if self.may_wait and not bool(wanted.any()):
             return nothing(rows, k)
-        if self.width == 1:
-            wanted = wanted.clamp(max=self.heads.num_heads)
-            return guesses(F.pad(self._likely(table, rows, wanted).flatten(1), (0, k))[:, :k], wanted)
         candidate, parents, sizes = self._tree(k)
         width = (table.width[index] - 1).clamp(0, self.width - 1).long()
-        tops = self._likely(table, rows, wanted).flatten(1)  # [B, num_heads * W]
-        drafts = tops.gather(1, candidate[width])
+        drafts = self._likely(table, index).flatten(1).gather(1, candidate[width])
         wanted = torch.minimum(wanted, sizes[width])
-        return guesses(drafts, wanted, parents[width])
+        return guesses(drafts, wanted, parents[width] if self.width > 1 else None)
 
-    def _likely(self, table: Table, rows: Tensor, wanted: Tensor) -> Tensor:
-        """[B, num_heads, W] int32: what each head finds likeliest; where a request samples, what it draws
-        with the noise that the target will have there, so that they agree where their probabilities do."""
-        index, heads = rows.clamp(min=0), self.heads
+    def _likely(self, table: Table, index: Tensor) -> Tensor:
+        """Return what each head finds likeliest, [B, num_heads, W] int32. Where a request samples it is what
+        the head draws of its CONTENDERS likeliest tokens with the noise that the target will have there, so
+        that they agree where their probabilities do."""
+        hidden, heads = self.hidden[index], self.heads
         if self.may_wait and not bool((table.temperature[index] > 0).any()):
-            return heads.top(self.hidden[index], self.width)
-        scores = heads.logits(self.hidden[index])
-        if self.may_wait or self.width > 1:
-            return self._drawn(scores.float(), table, index)
-        logits = over_vocabulary(scores.flatten(0, 1), table.vocab_size, heads.token_map)
-        head = torch.arange(heads.num_heads, dtype=torch.int32, device=rows.device)
-        active = (head < wanted[:, None]).int()
-        position = table.num_tokens[index, None] - 1 + head
-        of_each = rows.repeat_interleave(len(head))  # a batch row for each head: all of them are wanted
-        batch = lay_out_text(table, of_each, position.flatten(), active.flatten(), 1)
-        return (sample(logits, table, batch).view(active.shape).clamp(min=0) * active)[..., None]
-
-    def _drawn(self, scores: Tensor, table: Table, index: Tensor) -> Tensor:
-        """The same for trees, and on a CPU, where noise takes time: among the likeliest of each head."""
+            return heads.top(hidden, self.width)
+        scores = heads.logits(hidden).float()
         likely, place = scores.topk(min(max(CONTENDERS, self.width), scores.shape[2]))
-        ids = place if self.heads.token_map is None else self.heads.token_map[place]
-        head = torch.arange(scores.shape[1], device=scores.device)
-        position = table.num_tokens[index, None] + head
+        ids = place if heads.token_map is None else heads.token_map[place]
+        position = table.num_tokens[index, None] + torch.arange(heads.num_heads, device=index.device)
         luck = noise.naive(table.seed[index, None], position, ids)
         best = (likely - table.temperature[index, None, None] * luck).topk(self.width).indices
         return ids.gather(2, best).int()
@@ -134,12 +115,8 @@ class MedusaDrafter(
                 candidate.append([(len(p) - 1) * self.width + p[-1] for p in paths] + fill)
                 parents.append([place[p[:-1]] for p in paths] + fill)
                 sizes.append(len(paths))
-            i32, device = torch.int32, self.hidden.device
-            self._trees[k] = (
-                torch.tensor(candidate, device=device),
-                torch.tensor(parents, dtype=i32, device=device),
-                torch.tensor(sizes, dtype=i32, device=device),
-            )
+            tensor = partial(torch.tensor, dtype=torch.int32, device=self.hidden.device)
+            self._trees[k] = tensor(candidate).long(), tensor(parents), tensor(sizes)
         return self._trees[k]
 
     def learn(

@@ -7,10 +7,8 @@
     llm = LLM(model, drafter=Again())          # or behind lookup: drafter=["ngram", Again()]
 
 It reads texts on the host, so steps with it are not captured: natural on a CPU, on a GPU slower than a
-`Drafter` that proposes on the device. What it does wrong costs speed or gives an error, never another
-output: guesses are checked here, and verified as everybody's.
-
-Invariant: `_texts[row]` begins the row's committed text; what is missing is read before it is asked.
+`Drafter` that proposes on the device. A wrong guess costs speed or gives an error, never another output:
+guesses are checked here, and verified as those of other drafters.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from .base import Drafter, guesses, nothing, room
 
 
 class SimpleDrafter(Drafter):
-    """Guesses on the host. Only `guess` must be defined; `__init__` is the subclass's own.
+    """Drafts on the host. Only `guess` must be defined; `__init__` is the subclass's own.
 
     Attributes:
         max_drafts: the most it ever guesses; may be set lower by the subclass.
@@ -42,7 +40,7 @@ class SimpleDrafter(Drafter):
     notes: dict[str, Any]
 
     def guess(self, tokens: list[int], k: int) -> Iterable[int]:
-        """Up to `k` >= 1 tokens that may follow `tokens`, prompt and output so far; [] if it has no guess.
+        """Return up to `k` >= 1 tokens that may follow `tokens`, prompt and output so far; [] for no guess.
 
         Any iterable of integers will do; what is beyond k is not read. With an automatic number of drafts it
         is not called in every step, and seldom if a call takes longer than it saves.
@@ -50,11 +48,9 @@ class SimpleDrafter(Drafter):
         raise NotImplementedError(f"{type(self).__name__} must define guess(self, tokens, k).")
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        self._texts: dict[int, list[int]] = {}
         self._notes: dict[int, dict[str, Any]] = {}
 
     def release(self, row: int) -> None:
-        self._texts.pop(row, None)
         self._notes.pop(row, None)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
@@ -67,21 +63,19 @@ class SimpleDrafter(Drafter):
         return guesses(torch.tensor(padded, dtype=torch.int32, device=rows.device), counts)
 
     def _ask(self, table: Table, row: int, most: int) -> list[int]:
-        """The guesses for one row, checked."""
-        text, self.notes = self._texts.setdefault(row, []), self._notes.setdefault(row, {})
-        text += table.tokens[row, len(text) : int(table.num_tokens[row])].tolist()
-        name = type(self).__name__
+        """Return the guesses for one row, checked."""
+        text, name = table.tokens[row, : int(table.num_tokens[row])].tolist(), type(self).__name__
+        length, self.notes = len(text), self._notes.setdefault(row, {})
         try:
-            given = self.guess(text.copy(), most)
+            given = self.guess(text, most)
             found: list[Any] = [as_token_id(token) for token in islice(given, most)]
         except NotImplementedError:
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"{name}.guess failed on {len(text)} tokens, k={most}: {what}") from error
+            raise RuntimeError(f"{name}.guess failed on {length} tokens, k={most}: {what}") from error
         for token in found:
             if type(token) is not int or not 0 <= token < table.vocab_size:
-                last = table.vocab_size - 1
-                said = f"{name}.guess gave {shown(token)}"
-                raise ValueError(f"{said}; token ids are integers from 0 to {last}.")
+                ids = f"token ids are integers from 0 to {table.vocab_size - 1}"
+                raise ValueError(f"{name}.guess gave {shown(token)}; {ids}.")
         return found

@@ -15,7 +15,7 @@ import torch
 from nanospec import LLM
 from nanospec.config import EngineConfig, SpecConfig, check_names
 from nanospec.device.devices import resolve_device
-from nanospec.drafters.loading import check_method
+from nanospec.drafters.loading import who_guesses
 
 BAD_SPEC = [
     ({"method": "draft+ngram"}, "'draft+ngram' is unknown; did you mean 'ngram+draft'? There are"),
@@ -69,7 +69,7 @@ def case_id(value: Any) -> str:
 @pytest.mark.parametrize(("options", "sentence"), BAD_SPEC, ids=case_id)
 def test_bad_speculation_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
-        check_method(SpecConfig(**options))
+        who_guesses(SpecConfig(**options), None)
     assert sentence in str(caught.value)
 
 

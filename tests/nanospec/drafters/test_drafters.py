@@ -12,7 +12,7 @@ import torch
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import check_method
+from nanospec.drafters.loading import who_guesses
 from nanospec.drafters.medusa import CONTENDERS, MedusaDrafter, tree_paths
 from nanospec.drafters.policy import StepCosts
 from nanospec.engine.engine import Engine
@@ -239,8 +239,8 @@ def test_heads_are_right_for_every_row_of_a_batch() -> None:
 
 @pytest.mark.parametrize("may_wait", [False, True])
 def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool) -> None:
-    """Head i guesses argmax(score - T log E) of the position that its token will have; of the likeliest only
-    where noise takes time."""
+    """Head i guesses argmax(score - T log E) of its likeliest tokens, at the position that its token will
+    have."""
     heads = Heads.random(model, 3, vocab=50)
     engine = make_engine(model, 4, guess=WAYS["medusa"], heads=heads, max_num_seqs=3)
     drafter, table = engine.worker.drafters[0], engine.worker.table
@@ -260,7 +260,7 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool) -
     for b, n in enumerate(found.num_drafts.tolist()):
         for i in range(n):
             luck = noise.naive(7, 9 + i, heads.token_map.int())
-            few = may_wait & (logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1])
+            few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
             best = int((logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).argmax())
             assert int(found.drafts[b, i]) == int(heads.token_map[best])
     assert drafter.propose(table, torch.tensor([0], dtype=torch.int32), 4).drafts.tolist() == [
@@ -281,7 +281,7 @@ def test_the_trees_of_heads_branch_into_what_the_noise_favours(model: Model, may
     drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
     table.num_tokens[:], table.seed[:], table.width[:] = 9, -(2**40) - 3, 3
     table.temperature[:] = torch.tensor([0.0, 1.5])
-    found = drafter._likely(table, torch.arange(2, dtype=torch.int32), torch.full((2,), 8)).tolist()
+    found = drafter._likely(table, torch.arange(2)).tolist()
     logits = heads.logits(drafter.hidden[:2]).float()
     for b in range(2):
         for i in range(3):
@@ -386,7 +386,7 @@ def test_a_method_says_what_it_lacks(model: Model, method: str) -> None:
 )
 def test_bad_settings_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        check_method(SpecConfig(**options))
+        who_guesses(SpecConfig(**options), None)
 
 
 def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -225,7 +225,7 @@ def test_who_guesses_is_checked(model: Model) -> None:
         ([], r"drafter=\[\] and method='ngram' do not go together"),
         ([Learner(), "ngram"], "Learner takes time to guess, so it must come last"),
         (7, "drafter=7 is neither"),
-        (["ngram", "draft"], r"names 'draft', which has weights of its own; only method=\.\.\. loads them"),
+        (["ngram", "draft"], r"'draft' has weights of its own, so only method=\.\.\. loads it"),
     ):
         with pytest.raises(ValueError, match=what):
             who_guesses(spec, guessers)  # type: ignore[arg-type]

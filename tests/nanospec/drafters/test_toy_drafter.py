@@ -12,7 +12,7 @@ from torch import Tensor
 from nanospec.apps.cli.options import parse, spec_config
 from nanospec.config import SpecConfig
 from nanospec.drafters.base import METHODS, Drafter, Option, Target, guesses, registered, room
-from nanospec.drafters.loading import check_method
+from nanospec.drafters.loading import who_guesses
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
@@ -62,19 +62,19 @@ def test_its_option_is_its_own(model: Model) -> None:
     engine = make_engine(model, 9, guess={"method": "toy", "options": {"toy_length": 2}})
     assert engine.worker.max_k == 2
     with pytest.raises(ValueError, match=r"toy_length=2 is of no use to method='ngram'"):
-        check_method(SpecConfig(method="ngram", options={"toy_length": 2}))
+        who_guesses(SpecConfig(method="ngram", options={"toy_length": 2}), None)
     for options, what in (
         ({"toy_width": None}, r"toy_width=None is of no use"),
         ({"draft_model": "x"}, r"holds the field 'draft_model'"),
         (None, "options=None must map names to values"),
     ):
         with pytest.raises(ValueError, match=what):
-            check_method(SpecConfig(method="toy", options=options))  # type: ignore[arg-type]
+            who_guesses(SpecConfig(method="toy", options=options), None)  # type: ignore[arg-type]
     assert hash(SpecConfig(method="toy", options={"toy_length": 2})) is not None
-    with pytest.raises(ValueError, match=r"tree_width=2 is of no use to method='toy'"):
-        check_method(SpecConfig(method="toy", tree_width=2))
+    with pytest.raises(ValueError, match=r"tree_width=2 is of no use to toy, which"):
+        who_guesses(SpecConfig(method="toy", tree_width=2), None)
     with pytest.raises(ValueError, match=r"method='toyy' is unknown; did you mean 'toy'\? .*ngram\+toy"):
-        check_method(SpecConfig(method="toyy"))
+        who_guesses(SpecConfig(method="toyy"), None)
 
 
 def test_every_method_says_what_it_is() -> None:
