@@ -93,7 +93,7 @@ def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
     def find() -> int:
         for pid in sandbox.alive():
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if pid != leader and b"nanospec.extras.tensor_parallel.rank" in command:
+            if pid != leader and b"nanospec.extras.tensor_parallel.launch" in command:
                 return pid
         raise ProcessLookupError
 

@@ -29,8 +29,9 @@ from ..models.plugins import import_all
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
-    from ..extras.tensor_parallel.group import Group
+    from ..models.config import ModelConfig
     from ..models.decoder import Model
+    from ..models.weights import Split
     from ..text.tokenizer import Tokenizer
 
 
@@ -45,12 +46,12 @@ class Option(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The model to draft for, its folder, and the ranks that it is split among, if it is."""
+    """The model to guess for, where it was loaded from, and how it is split among devices, if it is."""
 
     model: Model
     folder: Path | None = None
     tokenizer: Tokenizer | None = None
-    group: Group | None = None
+    split: Callable[[ModelConfig], Split] | None = None
 
 
 class Memory(NamedTuple):

@@ -72,9 +72,9 @@ class ModelDrafter(
         folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
-        split = spec.options.get("draft_tensor_parallel_size", 1) > 1
-        group, own = target.group if split else None, target.model
-        model = load_model(folder, own.dtype, own.device, group=group)
+        split = target.split if spec.options.get("draft_tensor_parallel_size", 1) > 1 else None
+        own = target.model
+        model = load_model(folder, own.dtype, own.device, split=split)
         vocab_size = own.config.vocab_size
         token_map = load_token_map(folder, min(vocab_size, model.config.vocab_size))
         return cls(spec, model, vocab_size, token_map)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig, SpecConfig
-from ..extras.tensor_parallel.group import Group
 from ..models.config import ModelConfig
 from ..models.decoder import Model
-from ..models.weights import load_model, resolve_dtype
+from ..models.weights import Split, load_model, resolve_dtype
 from ..text.checks import shown
 from ..text.tokenizer import Tokenizer
 from .base import Drafter, Target, registered
@@ -89,13 +88,13 @@ def load_parts(
     given: Guessers | None,
     tokenizer: Tokenizer,
     device: torch.device,
-    group: Group | None = None,
+    split: Callable[[ModelConfig], Split] | None = None,
 ) -> tuple[Model, tuple[Drafter, ...]]:
-    """Return the model in a folder, with a `group` this rank's part of it, and the drafters, `given` or those
-    of `config.spec`."""
+    """Return the model in a folder, or this device's part of it if it is `split`, and the drafters: `given`,
+    or those of `config.spec`."""
     dtype = resolve_dtype(config.dtype, ModelConfig.from_path(folder), device)
-    model = load_model(folder, dtype, device, config.max_model_len, group)
-    return model, load_drafters(config.spec, Target(model, folder, tokenizer, group), given=given)
+    model = load_model(folder, dtype, device, config.max_model_len, split)
+    return model, load_drafters(config.spec, Target(model, folder, tokenizer, split), given=given)
 
 
 def load_drafters(

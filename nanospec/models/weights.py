@@ -9,18 +9,16 @@ Names, shapes and dtypes of all tensors are checked before the first copy; one e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..extras.tensor_parallel.group import Group
-from ..extras.tensor_parallel.shard import Part, Shard
 from ..kernels.dispatch import use_native
 from ..text.checks import shown
 from ..text.files import read_json, reason
@@ -32,6 +30,24 @@ from .families.base import family_of, stored_shapes
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch
 MAX_ANGLES = 1 << 31  # numbers in a table of angles: 8 GB
+
+
+class Split(Protocol):
+    """The part of a model that one of several devices has.
+
+    Attributes:
+        config: the sizes of the part.
+    """
+
+    config: ModelConfig
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor of the whole model."""
+        ...
+
+    def joined(self, model: Model) -> Model:
+        """Return the model of the part, connected with the other devices."""
+        ...
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
@@ -67,10 +83,10 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     max_len: int | None = None,
-    group: Group | None = None,
+    split: Callable[[ModelConfig], Split] | None = None,
 ) -> Model:
-    """Load the checkpoint in the folder `path`, for texts of up to `max_len` tokens if that is given; with a
-    `group`, this rank's part of it.
+    """Load the checkpoint in the folder `path`, for texts of up to `max_len` tokens if that is given, and
+    only this device's part of it if the model is `split`.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -87,18 +103,18 @@ def load_model(
         used = {name: file.get_slice(name) for name, file in source.items()}
         check_fit(used, stored_shapes(config, places), f"The weights in {folder} do not fit its config.json")
 
-        def get(name: str, part: Part | None = None) -> Tensor:
+        part = None if split is None else split(config)
+
+        def get(name: str) -> Tensor:
             whole, first, rows = places[name]
             stored = source[whole].get_tensor(whole)[first : first + rows]
-            stored = stored if part is None else part.of(stored)
+            stored = stored if part is None else part.take(name, stored)
             # Always a copy: what aliases the file would change with it.
-            ours = family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
-            return ours if part is None else part.filled(ours)
+            return family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
 
-        if group is None:
+        if part is None:
             return model_class(config, dtype, device)(config, dtype, device, get)
-        shard = Shard(config, group)
-        return shard.joined(Model(shard.config, dtype, device, lambda name: get(name, shard.part(name))))
+        return part.joined(Model(part.config, dtype, device, get))
 
 
 def _within(config: ModelConfig, max_len: int | None, folder: Path) -> ModelConfig:

@@ -1,7 +1,6 @@
-"""Tensor parallelism: one model on several devices, one process each.
+"""Tensor parallelism: one model on several devices, with one process (rank) for each.
 
-`launch.py` starts the processes, `meeting.py` has them find each other, `team.py` looks after them;
-`ranks.py` is the worker of each, which has the host's five messages reach all, and `guesses.py` what only the
-leader's host can guess; `shard.py` says whose which part of the weights is; `group.py` is what ranks
-exchange.
+`launch.py` starts the ranks, `job.py` ends all of them when one fails, `worker.py` has every rank take the
+same steps, `drafts.py` shares what a drafter proposes on the leader's host, `shard.py` divides the weights,
+`group.py` connects the ranks. Rank 0 is the leader, to which the engine speaks; the others follow.
 """

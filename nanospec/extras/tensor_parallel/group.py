@@ -1,102 +1,125 @@
-"""What ranks exchange: each has a tensor, all get everybody's.
+"""Collectives among the ranks of a model, and the leader's commands to the followers.
 
-Sums of parts, candidates for the next token and whole logits are what each rank computes of the same numbers
-in the same order, so all have the same bits, whatever their sizes.
+Collectives only move tensors. Each rank then adds or compares them itself, in the order of ranks, so that all
+ranks compute the same bits, whatever the size of a message.
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
-from .team import GRACE
+START = 300  # seconds within which all ranks must be there
+CLOSING = 10.0  # seconds that NCCL has to leave the group
 
-# In the stream of the kernels before and after them, which else would be waited for through events.
+# In the stream of the kernels before and after them, which would otherwise wait for each other by events.
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = False
+_COMMAND = BroadcastOptions()
+_COMMAND.timeout = timedelta(days=3650)  # the leader may be idle
 
 
-class Group(Protocol):
-    """The ranks of a model, and which one this is."""
+class Group:
+    """The connections of one rank: gloo for commands, and for tensors gloo on CPUs, NCCL on GPUs.
 
-    rank: int
-    size: int
+    They are independent of `torch.distributed.init_process_group`, which the user's program may call.
+    """
 
-    def gather(self, x: Tensor) -> Tensor:
-        """x [...] of every rank, equal in shape and dtype -> [size, ...] in the order of ranks."""
-        ...
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        seconds: float,
+        host: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Meet the other ranks at `store`, unless `check` raises an error meanwhile, and connect to them, on
+        the interface of `host` if it is given. A collective of more than `seconds` raises RuntimeError.
 
-    def exchange(self, x: Tensor) -> Tensor:
-        """x [size, ...] of every rank, x[r] for rank r -> [size, ...] in the order of who sent it."""
-        ...
-
-    def close(self) -> None:
-        """Part from the others."""
-
-
-class Processes:
-    """A process a rank, by `torch.distributed`: NCCL on GPUs, where it can be captured, gloo on CPUs. It is a
-    group of its own: a process may have several, and may use `torch.distributed` for something else."""
-
-    def __init__(self, device: torch.device, rank: int, size: int, store: dist.Store, seconds: float) -> None:
-        """Meet the others at `store`. A rank that others wait for longer than `seconds` is an error.
-
-        What NCCL allocates for its first exchanges it has from then on, so memory may be measured.
+        NCCL allocates its buffers here, so the free memory may be measured afterwards.
         """
         self.device, self.rank, self.size = device, rank, size
+        self._closing = threading.Lock()
+        deadline = time.monotonic() + START
+        store.add("nanospec/ranks", 1)
+        while store.add("nanospec/ranks", 0) < size:
+            check()
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"Some of {size} ranks have not started within {START} seconds.")
+            time.sleep(0.02)
         timeout = timedelta(seconds=seconds)
-        store = dist.PrefixStore("nanospec", store)
-        self._group: Any  # types of torch know only some of its methods
+        gloo: Any = dist.ProcessGroupGloo  # types of torch know only some of its attributes
+        options: Any = timeout
+        if host:
+            options = gloo._Options()
+            options._devices, options._timeout = [gloo.create_device(hostname=host)], timeout
+        self._gloo: Any = gloo(dist.PrefixStore("nanospec/gloo", store), rank, size, options)
+        self._tensors: Any = self._gloo
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._parting: threading.Thread | None = None
+            store = dist.PrefixStore("nanospec/nccl", store)
+            self._tensors = dist.ProcessGroupNCCL(store, rank, size, options)
         self.exchange(self.gather(torch.zeros(1, device=device)))
 
-    def gather(self, x: Tensor) -> Tensor:  # bytes, as gloo has them for every dtype
-        out, given = x.new_empty(self.size, *x.shape), x.contiguous().flatten().view(torch.uint8)
-        self._group._allgather_base(out.flatten().view(torch.uint8), given, _GATHER).wait()
+    def gather(self, x: Tensor) -> Tensor:
+        """x [...] of every rank, equal in shape and dtype -> [size, ...] in the order of ranks."""
+        out = x.new_empty(self.size, *x.shape)
+        self._tensors._allgather_base(_bytes(out), _bytes(x.contiguous()), _GATHER).wait()
         return out
 
     def exchange(self, x: Tensor) -> Tensor:
-        out, given = x.new_empty(x.shape), x.contiguous().flatten().view(torch.uint8)
-        self._group.alltoall_base(out.flatten().view(torch.uint8), given, [], [], _EXCHANGE).wait()
+        """x [size, ...] of every rank, x[r] for rank r -> [size, ...] in the order of the senders."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._tensors.alltoall_base(_bytes(out), _bytes(x.contiguous()), [], [], _EXCHANGE).wait()
         return out
 
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of each rank. Waits for the device."""
+        found: list[list[int]] = self.gather(torch.tensor(numbers, device=self.device)).tolist()
+        return found
+
+    def send(self, command: Any) -> None:
+        """Send a command from the leader to all followers."""
+        data = torch.frombuffer(bytearray(pickle.dumps(command)), dtype=torch.uint8)
+        self._broadcast(torch.tensor([len(data)]))
+        self._broadcast(data)
+
+    def receive(self) -> Any:
+        """Wait for the leader's next command. Raises RuntimeError if the leader has gone."""
+        size = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
+        return pickle.loads(self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().data)
+
+    def _broadcast(self, x: Tensor) -> Tensor:
+        self._gloo.broadcast([x], _COMMAND).wait()
+        return x
+
     def close(self) -> None:
-        """Leave the group, in a thread, since NCCL may wait forever for a GPU whose neighbours are gone. At
-        most one thread does it, and every caller waits for that one.
+        """Leave the group. Other threads that call this wait for the first one.
 
-        The C++ group is destroyed here, before the interpreter is finalized. Its destructor releases the GIL
-        and takes it again; in a thread that outlives the interpreter that would abort the process.
+        The C++ groups are destroyed here, before the interpreter is finalized: their destructors release the
+        GIL and take it again, which aborts a process whose interpreter has ended meanwhile.
         """
-        if self._parting is None:
-            held, self._group = [self._group], None
-
-            def end() -> None:
-                group = held.pop()
-                group.abort() if self.device.type == "cuda" else group.shutdown()
-
-            self._parting = threading.Thread(target=end, daemon=True, name="parting")
-            try:
-                self._parting.start()
-            except RuntimeError:  # at the interpreter's end no thread starts any more
-                end()
-        if self._parting.ident is not None:
-            self._parting.join(GRACE)
+        with self._closing:
+            tensors, self._tensors, self._gloo = self._tensors, None, None
+            if tensors is not None and self.device.type == "cuda":
+                # It may wait forever for a GPU whose neighbours are gone.
+                leaving = threading.Thread(target=tensors.abort, daemon=True, name="leaving")
+                leaving.start()
+                leaving.join(CLOSING)
 
 
-def gathered(group: Group, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """A few numbers of each rank. Waits for the device."""
-    found: list[list[int]] = group.gather(torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()
-    return found
+def _bytes(x: Tensor) -> Tensor:
+    """A flat view of bytes, which gloo supports for every dtype."""
+    return x.flatten().view(torch.uint8)

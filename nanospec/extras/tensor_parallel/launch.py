@@ -1,256 +1,233 @@
-"""How ranks come about: the leader starts them, or `torchrun` has started all of them.
+"""Start the ranks: the leader starts the others as processes of its own, or torchrun has started all.
 
-Started here, a rank is `python -m nanospec.extras.tensor_parallel.rank`, told by its environment where
-the leader is. Under torchrun every process runs the user's program, and all but rank 0 stay in `LLM(...)`
-until that is done.
-There ranks may be on several machines.
+A follower that the leader starts does not run the user's program. Its standard input carries what it is made
+of, and reading that imports the modules with drafters that the program has imported. Under torchrun every
+process, on one machine or several, runs the user's program, and all but rank 0 stay in `LLM(...)`.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
-from importlib import import_module
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import mkdtemp
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
 
 from ...config import EngineConfig
 from ...device.devices import current, resolve_device
 from ...device.threads import use_threads
-from ...drafters.base import Drafter
-from ...drafters.base import registered as methods
+from ...drafters.base import Drafter, registered
 from ...drafters.loading import Guessers, load_parts, who_guesses
 from ...models.config import ModelConfig
 from ...models.decoder import Model
 from ...text.checks import shown
 from ...text.tokenizer import Tokenizer
 from .. import wanted
-from .group import Processes
-from .guesses import for_others
-from .meeting import ADDRESS, READY, Meeting, hand_over, messages_of, new_key, visit
-from .ranks import Leader, Rank, follow, part
-from .shard import check_split
-from .team import RankFailed, Team, is_asked_for, told
+from .drafts import for_followers
+from .group import Group
+from .job import LOOK, Job, RankFailed, disconnect, report_failure
+from .shard import Shard, check_split
+from .worker import Leader, Rank, follow
 
-VARIABLE = "NANOSPEC_RANK"  # of a rank's environment: its `Place` as JSON
-START = 300  # seconds within which all ranks must be there
+
+class Parts(NamedTuple):
+    """The arguments of `LLM` that every rank needs."""
+
+    config: EngineConfig
+    folder: Path
+    drafter: Guessers | None
 
 
 class Place(NamedTuple):
-    """Where a rank belongs.
+    """The place of a rank.
 
     Attributes:
-        local, neighbours: its number on its machine, which is that of its GPU, and how many ranks are there.
-        host, port: of the store where ranks meet.
-        key: what they know each other by, if it is not in the store.
-        leader: the process of the leader, if it has started this one.
+        local, neighbours: its number among the ranks of its machine, and how many these are.
+        path: the file in which ranks meet that the leader has started; torchrun has a store for it.
     """
 
     rank: int
     size: int
     local: int
     neighbours: int
-    host: str
-    port: int
-    key: str = ""
-    leader: int = 0
+    path: str = ""
 
-    def store(self) -> Store:
-        """The store. Under torchrun it is torchrun's, whoever keeps that."""
-        if torchrun_place() is not None:
-            found: Store = next(dist.rendezvous("env://"))[0]
-            return found
-        return dist.TCPStore(self.host, self.port, is_master=False)
+    @property
+    def gpu(self) -> int:
+        """The number of the rank's GPU. A launcher may show each process its own alone."""
+        return 0 if os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0 else self.local
 
-
-class Parts(NamedTuple):
-    """What a rank is made of.
-
-    Attributes:
-        modules: what the user's program has imported that adds drafters.
-    """
-
-    config: EngineConfig
-    folder: Path
-    drafter: Guessers | None
-    modules: tuple[str, ...] = ()
+    def store(self) -> dist.Store:
+        if self.path:
+            return dist.FileStore(self.path, self.size)
+        found: dist.Store = next(dist.rendezvous("env://"))[0]
+        return found
 
 
 def torchrun_place() -> Place | None:
-    """This process's, if torchrun started it."""
-    env = os.environ
-    if not {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= env.keys():
+    """Return the place of this process if torchrun started it."""
+    if not {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    rank, size, local, neighbours = (int(env[name]) for name in names)
-    return Place(rank, size, local, neighbours, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    rank, size, local, neighbours = (int(os.environ[name]) for name in names)
+    return Place(rank, size, local, neighbours)
 
 
 def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
-    """The leader of `config.tensor_parallel_size` ranks, which are started here unless torchrun did. Under
-    torchrun all other ranks serve it, and then end their process.
+    """Return the leader of `config.tensor_parallel_size` ranks. In torchrun's other processes, follow it
+    instead, and end the process with the job.
 
     Raises ValueError if the model cannot be split so, RankFailed if a rank does not start.
     """
-    size, place = parts.config.tensor_parallel_size, torchrun_place()
+    config, place = parts.config, torchrun_place()
+    size = config.tensor_parallel_size
     check_split(ModelConfig.from_path(parts.folder), size)
-    _check_devices(parts.config, size if place is None else gpu_of(place) + 1)
+    _check_devices(config, size if place is None else place.gpu + 1)
+    others = parts._replace(drafter=for_followers(parts.drafter))
     if place is None:
-        return _lead_started(parts, tokenizer)
-    if place.size != size:
+        place, job = _start_followers(others)
+    elif place.size != size:
         raise ValueError(
             f"torchrun has started {place.size} processes, but tensor_parallel_size={size}; use as many."
         )
-    if place.rank:
-        raise SystemExit(serve(place))
-    if (store := place.store()).check([ADDRESS]):
-        raise ValueError("Under torchrun a program has one LLM, since the other ranks stay in its first.")
-    return _lead(parts, tokenizer, place, store, [])
+    elif place.rank:
+        raise SystemExit(serve(place, lambda: others))
+    else:
+        job = Job((), place.store(), config.distributed_timeout)
+        if job.store.add("nanospec/leaders", 1) > 1:
+            raise ValueError("Under torchrun a program has one LLM, since the other ranks stay in its first.")
+    try:
+        with job.command("start", math.inf):
+            job.group = _connect(place, config, job.check)
+            model, drafters = _load(parts, tokenizer, job.group)
+            return Leader(config, model, drafters, job.group, job, wanted(config, tokenizer))
+    except BaseException as error:
+        job.close()
+        if isinstance(error, RankFailed) and isinstance(error.__cause__, ValueError | OSError):
+            raise error.__cause__ from None  # of this rank, in the user's words
+        raise
 
 
-def _modules(parts: Parts) -> tuple[str, ...]:
-    """Those that add drafters. ValueError if other ranks could not make a drafter."""
-    given = for_others(parts.drafter)
-    for who in who_guesses(parts.config.spec, given):
-        kind = methods()[who].drafter if isinstance(who, str) else type(who)
+def _check_devices(config: EngineConfig, count: int) -> None:
+    """Raise ValueError unless this machine has a device for each of so many ranks."""
+    size = config.tensor_parallel_size
+    if resolve_device(config.device).type != "cuda":
+        return
+    if ":" in str(config.device):
+        raise ValueError(
+            f"device={shown(config.device)} is one GPU, but tensor_parallel_size={size}; use device='cuda', "
+            "and CUDA_VISIBLE_DEVICES to choose which."
+        )
+    if (there := torch.cuda.device_count()) < count:
+        raise ValueError(
+            f"tensor_parallel_size={size} needs {count} GPUs on this machine, which shows {there}; lower it, "
+            "or use device='cpu'."
+        )
+
+
+def _start_followers(parts: Parts) -> tuple[Place, Job]:
+    """Start the ranks from 1 on as processes. Raises ValueError if they could not make the drafter."""
+    data, size = _pickled(parts), parts.config.tensor_parallel_size
+    place = Place(0, size, 0, size, mkdtemp(prefix="nanospec-") + "/store")
+    processes = [_process() for _ in range(1, size)]
+    for rank, process in enumerate(processes, 1):
+        with suppress(BrokenPipeError), process.stdin as stdin:  # type: ignore[union-attr]
+            pickle.dump((os.getpid(), place._replace(rank=rank, local=rank)), stdin)
+            stdin.write(data)
+    return place, Job(processes, place.store(), parts.config.distributed_timeout, place.path)
+
+
+def _pickled(parts: Parts) -> bytes:
+    """Return what followers need, with the classes that other modules have added to the known drafters."""
+    methods = registered()
+    for each in who_guesses(parts.config.spec, parts.drafter):
+        kind = methods[each].drafter if isinstance(each, str) else type(each)
         if kind.__module__ == "__main__":
             raise ValueError(
                 f"{kind.__name__} is defined in the script, which other ranks do not run: define it in a "
                 "module that the script imports."
             )
+    kinds = [method.drafter for method in methods.values()]
+    added = [kind for kind in kinds if not kind.__module__.startswith(("nanospec.", "__main__"))]
     try:
-        pickle.dumps(given)
+        return pickle.dumps(added) + pickle.dumps(parts)
     except Exception as error:
-        raise ValueError(f"drafter={shown(given)} cannot be sent to the other ranks: {error}") from None
-    modules = {method.drafter.__module__ for method in methods().values()} - {"__main__"}
-    return tuple(sorted(name for name in modules if not name.startswith("nanospec.")))
+        raise ValueError(f"drafter={shown(parts.drafter)} cannot be sent to other ranks: {error}") from None
 
 
-def _check_devices(config: EngineConfig, count: int) -> None:
-    """ValueError unless this machine has a device for each of so many ranks."""
-    if resolve_device(config.device).type != "cuda":
-        return
-    if ":" in str(config.device):
-        raise ValueError(
-            f"device={shown(config.device)} is one GPU, but tensor_parallel_size="
-            f"{config.tensor_parallel_size}; use device='cuda', and CUDA_VISIBLE_DEVICES to choose which."
-        )
-    if (there := torch.cuda.device_count()) < count:
-        raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size} needs {count} GPUs on this machine, which "
-            f"shows {there}; lower it, or use device='cpu'."
-        )
-
-
-def _lead_started(parts: Parts, tokenizer: Tokenizer) -> Leader:
-    """Start the other ranks. They do not run the user's script, but import what it has imported."""
-    parts = parts._replace(modules=_modules(parts))
-    size = parts.config.tensor_parallel_size
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = Place(0, size, 0, size, "127.0.0.1", store.port, new_key(), os.getpid())
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for i in range(1, size):
-            processes.append(_start(place._replace(rank=i, local=i)))
-        return _lead(parts, tokenizer, place, store, processes)
-    except BaseException:
-        for process in processes:
-            process.kill()
-            process.wait()
-        raise
-
-
-def _start(place: Place) -> subprocess.Popen[bytes]:
-    """The process of a rank. In a session of its own, so that Ctrl-C is the leader's; modules are looked for
-    where this process does."""
-    here = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(folder or os.getcwd() for folder in (*sys.path, here))
-    own = {VARIABLE: json.dumps(place), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
-    own["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+def _process() -> subprocess.Popen[bytes]:
+    """Start a follower, in a session of its own, so that Ctrl-C reaches the leader alone. It looks for
+    modules where this process does."""
+    path = [folder or os.getcwd() for folder in sys.path] + [str(Path(__file__).resolve().parents[3])]
+    env = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    command = [sys.executable, "-c", f"from {__name__} import begin; begin()"]
     return subprocess.Popen(
-        [sys.executable, "-m", "nanospec.extras.tensor_parallel.rank"],
-        env={**os.environ, **own}, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
-    )  # fmt: skip
+        command, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=2, start_new_session=True
+    )
 
 
-def _lead(
-    parts: Parts,
-    tokenizer: Tokenizer,
-    place: Place,
-    store: Store,
-    processes: Sequence[subprocess.Popen[bytes]],
-) -> Leader:
-    meeting = Meeting(place.host, store, place.key, place.neighbours < place.size)
-    connections = meeting.await_ranks(place.size - 1, processes, START)
-    others = parts._replace(drafter=for_others(parts.drafter))
-    hand_over(connections, others, START)
-    team = Team(connections, processes, parts.config.distributed_timeout)
-    group = None
+def begin() -> NoReturn:
+    """Run the process of a follower that the leader has started."""
+    leader, place = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(leader,), daemon=True, name="leader").start()
+    sys.exit(serve(place, lambda: [pickle.load(sys.stdin.buffer) for _ in range(2)][1]))
+
+
+def _end_with(leader: int) -> None:
+    """End this process when the leader's has ended, whatever this one waits for."""
+    while os.getppid() == leader:
+        time.sleep(LOOK)
+    os._exit(1)
+
+
+def serve(place: Place, given: Callable[[], Parts]) -> int:
+    """Be a follower until the leader ends the job; return the exit status."""
+    store, group = place.store(), None
     try:
-        with team.together():
-            device = _device(place, parts.config)
-            group = Processes(device, 0, place.size, store, parts.config.distributed_timeout)
-            target, drafters = _load(parts, tokenizer, group)
-        return Leader(parts.config, target, drafters, group, team, wanted(parts.config, tokenizer))
-    except RankFailed as error:
-        team.close()
+        parts = given()
+        group = _connect(place, parts.config)
+        model, drafters = _load(parts, Tokenizer(parts.folder), group)
+        worker = Rank(parts.config, model, drafters, group, wanted(parts.config))
+        follow(worker)
+        disconnect(group, worker.graphs)
+        return 0
+    except Exception as error:
+        report_failure(store, place.rank, error)
+        return 1
+    finally:
         if group is not None:
             group.close()
-        if isinstance(error.__cause__, ValueError | OSError):  # of this rank, in the user's words
-            raise error.__cause__ from None
-        raise
 
 
-def serve(place: Place) -> int:
-    """Be a rank until the leader is done; the exit status."""
-    store = place.store()
-    connection = visit(store, place.rank, place.key)
-    try:
-        parts = connection.recv()
-        for name in parts.modules:
-            import_module(name)
-        device = _device(place, parts.config)
-        connection.send((READY, None))
-        messages = messages_of(connection)
-        group = Processes(device, place.rank, place.size, store, parts.config.distributed_timeout)
-        target, drafters = _load(parts, Tokenizer(parts.folder), group)
-        rank = Rank(parts.config, target, drafters, group, wanted(parts.config))
-        follow(rank, messages)
-    except Exception as error:
-        connection.send((told(error), is_asked_for(error)))
-        return 1
-    part(group, rank.graphs)
-    return 0
-
-
-def _device(place: Place, config: EngineConfig) -> torch.device:
-    """The rank's device, made ready."""
+def _connect(place: Place, config: EngineConfig, check: Callable[[], None] = lambda: None) -> Group:
+    """Prepare the rank's device, and connect it with the others."""
     device = resolve_device(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", gpu_of(place))
+        device = torch.device("cuda", place.gpu)
         torch.cuda.set_device(device)
-    else:  # no number adapts to what else runs, since all ranks must have the same
+    else:  # a fixed number, since all ranks must have the same
         cores = len(os.sched_getaffinity(0))
         threads = max(cores // place.neighbours, 1) if config.threads == "auto" else config.threads
         if threads > cores:  # they would wait for each other awake
             raise ValueError(f"threads={threads} of each rank are more than {cores} processors; use fewer.")
         use_threads(threads)
-    return device
+    store, host = place.store(), "127.0.0.1" if place.path else ""
+    return Group(device, place.rank, place.size, store, config.distributed_timeout, host, check)
 
 
-def gpu_of(place: Place) -> int:
-    """The number of the rank's GPU. A launcher may show each process its own alone."""
-    return 0 if os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0 else place.local
-
-
-def _load(parts: Parts, tokenizer: Tokenizer, group: Processes) -> tuple[Model, tuple[Drafter, ...]]:
+def _load(parts: Parts, tokenizer: Tokenizer, group: Group) -> tuple[Model, tuple[Drafter, ...]]:
+    split = partial(Shard, group=group)
     with current(group.device):
-        return load_parts(parts.config, parts.folder, parts.drafter, tokenizer, group.device, group)
+        return load_parts(parts.config, parts.folder, parts.drafter, tokenizer, group.device, split)

@@ -1,6 +1,6 @@
 """Which part of a model each rank has.
 
-    q, k, v, the KV cache   by heads of keys and values, with the heads of queries that read them
+    q, k, v, the KV cache   heads of keys and values, with the heads of queries that read them
     gate, up                rows
     o, down                 columns: each rank has a summand of every number, which `linear_add` adds up
     embedding, lm_head      rows, by tokens
@@ -14,7 +14,7 @@ queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -28,82 +28,57 @@ from .group import Group
 UNIT = 16  # of the MLP's inner numbers, and of tokens: whole vectors of all products
 
 
-@dataclass(frozen=True)
-class Part:
-    """`size` places from `first` on of dimension `dim`, of which those that the tensor lacks are zeros."""
-
-    dim: int
-    first: int
-    size: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """A view, without the zeros."""
-        whole = tensor.shape[self.dim]
-        first = min(self.first, whole)
-        return tensor.narrow(self.dim, first, min(self.size, whole - first))
-
-    def filled(self, part: Tensor) -> Tensor:
-        """With the zeros."""
-        missing = self.size - part.shape[self.dim]
-        behind = (0, 0) * (part.dim() - 1 - self.dim)
-        return F.pad(part, (*behind, 0, missing)) if missing else part
-
-
 class Shard:
-    """The part of one rank.
+    """The part of one rank, a `models.weights.Split`.
 
     Attributes:
         config: the model as the rank computes it: with its own heads and inner numbers.
+        num_tokens: rows of the vocabulary.
     """
 
     def __init__(self, whole: ModelConfig, group: Group) -> None:
-        """ValueError if the model cannot be split among so many ranks."""
-        check_split(whole, group.size)
-        self.whole, self.group = whole, group
-        heads, kv = local_heads(whole, group.size)
-        inner = _share(whole.intermediate_size, group.size, UNIT)
+        """Raises ValueError if the model cannot be split among so many ranks."""
+        size, rank = group.size, group.rank
+        check_split(whole, size)
+        self.group, self.vocab_size, self.num_tokens = group, whole.vocab_size, _tokens(whole, size)
+        shared = whole.num_heads // whole.num_kv_heads  # heads of queries that read one of keys and values
+        if size <= whole.num_kv_heads:
+            kv = _share(whole.num_kv_heads, size)
+            heads, first_kv, first = kv * shared, rank * kv, rank * kv * shared
+        else:  # ranks with the same head of keys and values share its queries in their order
+            copies = size // whole.num_kv_heads
+            kv, heads, first_kv = 1, whole.num_heads // size, rank // copies
+            first = first_kv * shared + rank % copies * heads
+        inner = _share(whole.intermediate_size, size, UNIT)
         self.config = replace(whole, num_heads=heads, num_kv_heads=kv, intermediate_size=inner)
+        d = whole.head_dim
+        queries, keys, mlp = (first * d, heads * d), (first_kv * d, kv * d), (rank * inner, inner)
+        tokens = rank * self.num_tokens, self.num_tokens
+        self._rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": mlp, "up_proj": mlp}
+        self._rows |= {"embed_tokens": tokens, "lm_head": tokens}
+        self._columns = {"o_proj": queries, "down_proj": mlp}
 
-    def part(self, name: str) -> Part | None:
-        """What the rank has of a tensor of `ModelConfig.parameter_shapes`; None: all of it."""
-        c, rank = self.config, self.group.rank
-        what = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        queries = Part(0, self._first_head * c.head_dim, c.num_heads * c.head_dim)
-        keys = Part(0, self._first_kv_head * c.head_dim, c.num_kv_heads * c.head_dim)
-        inner = Part(0, rank * c.intermediate_size, c.intermediate_size)
-        tokens = Part(0, rank * self.num_tokens, self.num_tokens)
-        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": inner, "up_proj": inner}
-        parts |= {"embed_tokens": tokens, "lm_head": tokens}
-        if name.endswith("weight"):
-            parts |= {"o_proj": replace(queries, dim=1), "down_proj": replace(inner, dim=1)}
-        return parts.get(what)
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the vocabulary; in whole units if that leaves some for every rank."""
-        return _tokens(self.whole, self.group.size)
-
-    @property
-    def _copies(self) -> int:
-        """Ranks that keep the same heads of keys and values."""
-        return max(self.group.size // self.whole.num_kv_heads, 1)
-
-    @property
-    def _first_kv_head(self) -> int:
-        return self.group.rank // self._copies * self.config.num_kv_heads
-
-    @property
-    def _first_head(self) -> int:
-        """Ranks with the same head of keys and values share its queries in their order."""
-        group = self.whole.num_heads // self.whole.num_kv_heads
-        return self._first_kv_head * group + self.group.rank % self._copies * self.config.num_heads
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the rank's part of a tensor of `ModelConfig.parameter_shapes`, with zeros where it reaches
+        beyond the tensor."""
+        module, kind = name.split(".")[-2:]
+        if module in self._rows:
+            dim, (first, size) = 0, self._rows[module]
+        elif module in self._columns and kind == "weight":
+            dim, (first, size) = 1, self._columns[module]
+        else:
+            return tensor
+        part = tensor[first : first + size] if dim == 0 else tensor[:, first : first + size]
+        behind = (0, 0) * (part.dim() - 1 - dim)
+        missing = size - part.shape[dim]
+        return F.pad(part, (*behind, 0, missing)) if missing else part
 
     def joined(self, model: Model) -> Model:
-        """The model of this rank's weights, made one with the others'."""
-        gather, first, size = self.group.gather, self.group.rank * self.num_tokens, self.whole.vocab_size
+        """Return the model of this rank's weights, connected with the others'."""
+        gather, first = self.group.gather, self.group.rank * self.num_tokens
         model.layers = [self._joined_layer(layer) for layer in model.layers]
-        model.embedding = Vocabulary(model.embedding, gather, first, size)  # type: ignore[assignment]
-        model.lm_head = Vocabulary(model.lm_head, gather, first, size)
+        model.embedding = Vocabulary(model.embedding, gather, first, self.vocab_size)  # type: ignore
+        model.lm_head = Vocabulary(model.lm_head, gather, first, self.vocab_size)
         model.num_ranks = self.group.size
         return model
 
@@ -115,15 +90,6 @@ class Shard:
             return Projection(Summed(weight, group.gather, group.exchange, group.size), bias)
 
         return replace(layer, o=summed(layer.o), down=summed(layer.down))
-
-
-def local_heads(whole: ModelConfig, size: int) -> tuple[int, int]:
-    """Heads of queries, and of keys and values, of each of `size` ranks."""
-    group = whole.num_heads // whole.num_kv_heads
-    if size <= whole.num_kv_heads:
-        kv = _share(whole.num_kv_heads, size)
-        return kv * group, kv
-    return whole.num_heads // size, 1
 
 
 def check_split(whole: ModelConfig, size: int) -> None:

@@ -1,11 +1,10 @@
-"""What ranks exchange, by gloo; here each rank is a thread, as a group is no process's own."""
+"""What ranks exchange, by gloo; here each rank is a thread, as a group does not belong to a process."""
 
 from __future__ import annotations
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import Pipe
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,42 +12,39 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanospec.extras.tensor_parallel.group import Processes, gathered
-from nanospec.extras.tensor_parallel.ranks import part
-from nanospec.extras.tensor_parallel.team import Team
+from nanospec.extras.tensor_parallel import group as module
+from nanospec.extras.tensor_parallel.group import Group
 
-SIZE = 3
-
-
-class Held:
-    """A C++ group, and when the last reference to it was dropped."""
-
-    def __init__(self, group: Any) -> None:
-        self.shutdown, self.destroyed = group.shutdown, list[bool]()
-        weakref.finalize(self, self.destroyed.append, True)
+SIZE, CPU = 3, torch.device("cpu")
+COMMANDS = [("admit", ["x" * 10_000]), None]
 
 
-def exchanged(rank: int, port: int) -> dict[str, Any]:
-    group = Processes(torch.device("cpu"), rank, SIZE, dist.TCPStore("127.0.0.1", port, is_master=False), 30)
+def exchanged(rank: int, store: dist.Store) -> dict[str, Any]:
+    group = Group(CPU, rank, SIZE, store, 30, "127.0.0.1")
     x = torch.arange(12).view(SIZE, 2, 2) + 100 * rank
-    found: dict[str, Any] = {"numbers": gathered(group, [rank, 7], group.device)}
+    found: dict[str, Any] = {"numbers": group.gather_numbers([rank, 7])}
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
         found[str(dtype)] = group.gather(x.to(dtype)), group.exchange(x.to(dtype))
     found["columns"] = group.gather(x[0].T)  # not contiguous
     found["nothing"] = group.gather(x[:0]).shape
+    found["commands"] = COMMANDS
+    if rank:
+        found["commands"] = [group.receive() for _ in COMMANDS]
+    else:
+        for command in COMMANDS:
+            group.send(command)
     group.close()
     return found
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(exchanged, range(SIZE), [store.port] * SIZE))
+        return list(pool.map(exchanged, range(SIZE), [dist.HashStore()] * SIZE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
-def test_all_get_everybodys_tensor_and_each_what_is_its_own(
+def test_every_rank_gets_all_tensors_and_each_its_own_part(
     results: list[dict[str, Any]], dtype: torch.dtype
 ) -> None:
     given = torch.stack([torch.arange(12).view(SIZE, 2, 2) + 100 * rank for rank in range(SIZE)]).to(dtype)
@@ -58,22 +54,49 @@ def test_all_get_everybodys_tensor_and_each_what_is_its_own(
         assert torch.equal(own, given[:, rank])
 
 
-def test_numbers_and_other_shapes(results: list[dict[str, Any]]) -> None:
+def test_numbers_other_shapes_and_commands(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["numbers"] == [[0, 7], [1, 7], [2, 7]]
         assert torch.equal(found["columns"][1], torch.tensor([[100, 102], [101, 103]]))
         assert found["nothing"] == (SIZE, 0, 2, 2)
+        assert found["commands"] == COMMANDS
 
 
-def test_who_closes_a_group_waits_for_who_has_begun_to() -> None:
-    """Else a process would end while C++ is still parting, and be aborted."""
-    group, begun, done = object.__new__(Processes), Event(), Event()
+def test_ranks_that_do_not_come_are_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START", 0.1)
+    with pytest.raises(ConnectionError, match="Some of 2 ranks have not started within 0.1 seconds"):
+        Group(CPU, 0, 2, dist.HashStore(), 30)
 
-    def shutdown() -> None:
+
+class Held:
+    """Stands for a C++ group, and notes when the last reference to it is dropped."""
+
+    def __init__(self) -> None:
+        self.destroyed: list[bool] = []
+        weakref.finalize(self, self.destroyed.append, True)
+
+
+def test_closing_destroys_the_group() -> None:
+    """Otherwise its destructor could run while the interpreter is finalized, which aborts the process."""
+    group = Group(CPU, 0, 1, dist.HashStore(), 30)
+    group._gloo = group._tensors = held = Held()
+    destroyed = held.destroyed
+    del held
+    group.close()
+    assert destroyed == [True]
+    group.close()
+
+
+def test_all_that_close_a_group_wait_for_the_first() -> None:
+    group: Any = object.__new__(Group)
+    begun, done = Event(), Event()
+
+    def abort() -> None:
         begun.set()
         done.wait(20)
 
-    group.device, group._parting, group._group = torch.device("cpu"), None, SimpleNamespace(shutdown=shutdown)
+    group.device, group._closing = torch.device("cuda"), Lock()
+    group._gloo = group._tensors = SimpleNamespace(abort=abort)
     first, second = Thread(target=group.close), Thread(target=group.close)
     first.start()
     assert begun.wait(20)
@@ -84,18 +107,3 @@ def test_who_closes_a_group_waits_for_who_has_begun_to() -> None:
     for thread in (first, second):
         thread.join(20)
         assert not thread.is_alive()
-
-
-def test_a_closed_job_leaves_no_thread_and_no_group_to_the_end_of_the_interpreter() -> None:
-    """A daemon thread that drops the last reference to the C++ group then aborts the process."""
-    store = dist.HashStore()
-    ours, theirs = Pipe()
-    with ours, theirs:
-        group, team = Processes(torch.device("cpu"), 0, 1, store, 30), Team([ours], (), 30)
-        group._group, destroyed = (alone := Held(group._group)), alone.destroyed
-        del alone
-        team.give_up = group.close
-        part(group, None)
-        assert destroyed == [True]
-        team.close()
-        assert not team._watch.is_alive()

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import HashStore
 
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.drafters.base import Drafter
 from nanospec.extras.tensor_parallel import launch
-from nanospec.extras.tensor_parallel.launch import Place, gpu_of, torchrun_place
-from nanospec.extras.tensor_parallel.meeting import ADDRESS
-from nanospec.extras.tensor_parallel.team import RankFailed
+from nanospec.extras.tensor_parallel.job import RankFailed
+from nanospec.extras.tensor_parallel.launch import Place, torchrun_place
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.llm import Prompt
@@ -68,7 +67,7 @@ def make(folder: Path, size: int, **options: Any) -> LLM:
 
 
 def ranks_of(llm: LLM) -> list[int]:
-    return [process.pid for process in llm.engine.worker.team.processes]  # type: ignore[attr-defined]
+    return [process.pid for process in llm.engine.worker.job.processes]  # type: ignore[attr-defined]
 
 
 def is_alive(pid: int) -> bool:
@@ -138,18 +137,18 @@ def press(delay: float, done: threading.Event) -> None:
 def test_ctrl_c_between_a_step_and_its_result(
     llm: LLM, expected: list[tuple[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is told to fetch and who fetches agree on what was queued before."""
-    team: Any = llm.engine.worker.team  # type: ignore[attr-defined]
-    together, fetches = team.together, [0]
+    """Leader and followers agree on which steps were queued before."""
+    job: Any = llm.engine.worker.job  # type: ignore[attr-defined]
+    command, fetches = job.command, [0]
 
-    def interrupted(message: Any = None) -> Any:
-        fetches[0] += message is not None and message[0] == "fetch"
+    def interrupted(name: str) -> Any:
+        fetches[0] += name == "fetch"
         if fetches[0] == 4:
             fetches[0] += 1
             raise KeyboardInterrupt
-        return together(message)
+        return command(name)
 
-    monkeypatch.setattr(team, "together", interrupted)
+    monkeypatch.setattr(job, "command", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, PARAMS)
     assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
@@ -230,7 +229,7 @@ def test_ranks_that_cannot_start_are_told_of(folder: Path, monkeypatch: pytest.M
         make(folder, 2, kv_cache_memory=99)
     with pytest.raises(ValueError, match=r"Unequal object at .* cannot be sent .*: Can't pickle local"):
         LLM(folder, drafter=Unequal(lambda: None), device="cpu", tensor_parallel_size=2)
-    with pytest.raises(RankFailed, match="Rank 1 failed: This drafter is for one process."):
+    with pytest.raises(RankFailed, match="Rank 1 failed, .*: This drafter is for one"):
         LLM(folder, drafter=Unequal(), device="cpu", tensor_parallel_size=2)
     assert set(children()) == before
 
@@ -240,13 +239,11 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     """What torchrun tells the 12th of 16 processes, on the second of two machines."""
     for name, value in (("RANK", 11), ("WORLD_SIZE", 16), ("LOCAL_RANK", 3), ("LOCAL_WORLD_SIZE", 8)):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "node-0")
-    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert torchrun_place() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     found = torchrun_place()
-    assert found == Place(11, 16, 3, 8, "node-0", 29500)
+    assert found == Place(11, 16, 3, 8)
     return found
 
 
@@ -259,8 +256,8 @@ def test_as_many_ranks_as_torchrun_has_started(folder: Path) -> None:
 def test_under_torchrun_there_is_one_llm(
     folder: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = dist.HashStore()
-    store.set(ADDRESS, "that of the first")
+    store = HashStore()
+    store.add("nanospec/leaders", 1)
     monkeypatch.setattr(Place, "store", lambda self: store)
     monkeypatch.setattr(launch, "torchrun_place", lambda: place._replace(rank=0, size=2, local=0))
     with pytest.raises(ValueError, match="Under torchrun a program has one LLM"):
@@ -271,13 +268,15 @@ def test_ranks_of_a_machine_share_its_cores(place: Place, monkeypatch: pytest.Mo
     """Equally, also where other ranks are elsewhere."""
     threads: list[object] = []
     monkeypatch.setattr(launch, "use_threads", threads.append)
+    monkeypatch.setattr(launch, "Group", lambda *given: None)
+    monkeypatch.setattr(Place, "store", lambda self: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
     for local in range(8):
-        launch._device(place._replace(rank=8 + local, local=local), EngineConfig(device="cpu"))
-    launch._device(place, EngineConfig(device="cpu", threads=3))
+        launch._connect(place._replace(rank=8 + local, local=local), EngineConfig(device="cpu"))
+    launch._connect(place, EngineConfig(device="cpu", threads=3))
     assert threads == [4] * 8 + [3]
     with pytest.raises(ValueError, match="threads=33 of each rank are more than 32 processors"):
-        launch._device(place, EngineConfig(device="cpu", threads=33))
+        launch._connect(place, EngineConfig(device="cpu", threads=33))
 
 
 def test_a_rank_knows_its_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +286,7 @@ def test_a_rank_knows_its_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-        assert gpu_of(place) == number
+        assert place.gpu == number
 
 
 def command(folder: Path, *more: str) -> list[str]:

@@ -56,7 +56,7 @@ if not child:
 os.waitpid(child, 0)
 found["after"] = written()
 if size > 1:
-    found["ranks"] = [process.pid for process in llm.engine.worker.team.processes]
+    found["ranks"] = [process.pid for process in llm.engine.worker.job.processes]
     found["sessions"] = [os.getsid(0), *map(os.getsid, found["ranks"])]
     found["sleeps"] = child = os.fork()
     if not child:

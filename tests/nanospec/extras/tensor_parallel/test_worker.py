@@ -20,8 +20,8 @@ from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.ngram import NgramDrafter
 from nanospec.drafters.simple import SimpleDrafter
 from nanospec.extras.tensor_parallel.group import Group
-from nanospec.extras.tensor_parallel.ranks import Rank
 from nanospec.extras.tensor_parallel.shard import Shard
+from nanospec.extras.tensor_parallel.worker import Rank
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
@@ -89,7 +89,7 @@ class Drafters:
             ready["draft"] = ModelDrafter(self.spec, draft, VOCAB)
         if "medusa" in self.spec.methods:
             ready["medusa"] = MedusaDrafter(self.spec, Heads.random(model, 3, vocab=50), model)
-        return load_drafters(self.spec, Target(model, group=group), ready)
+        return load_drafters(self.spec, Target(model), ready)
 
 
 def options_of(
@@ -305,7 +305,6 @@ def test_the_memory_plan_is_that_of_all_ranks_and_adds_up() -> None:
 
 def test_ranks_with_less_memory_decide_for_all() -> None:
     of, given = whole(), {0: 40, 1: 20}
-
 
     def plan(group: Group) -> tuple[int, int]:
         local = Shard(of.config, group).config.kv_bytes_per_token(torch.float32)

@@ -1,16 +1,17 @@
-"""The workers of ranks: each has a part of the model, a whole table of requests, and takes the same steps.
+"""The workers of the ranks: each has a part of the model and all request rows, and takes the same steps.
 
-`Leader` is the engine's worker. What it is asked it has the other ranks do too, who `follow`: the same
-messages in the same order, so that all tables are equal at all times. A step draws from candidates that ranks
-exchange (`sampling/across.py`), unless somebody in it asks for more than the likeliest token: then from whole
-logits.
+The engine's worker is the `Leader`. It sends every verb to the followers before it obeys it itself, so all
+tables are equal at all times. A step draws from candidates that the ranks exchange (`sampling/across.py`), or
+from whole logits if one of its rows needs more than the likeliest token.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from ...config import EngineConfig, SamplingParams
 from ...device.admission import Admission
 from ...device.devices import on_own_device
 from ...device.extension import Extension
-from ...device.graphs import StepGraphs
 from ...device.memory import MemoryPlan
 from ...device.orders import Flight, RowResult, StepOrder
 from ...device.step import Cut, Step
@@ -32,15 +32,15 @@ from ...kernels.layer.vocab_parallel import Vocabulary
 from ...kernels.sampling import across
 from ...kernels.speculation.proposal import Proposal
 from ...models.decoder import Model
-from . import guesses
-from .group import Group, gathered
-from .team import Team
+from .drafts import share_proposals
+from .group import Group
+from .job import Job
 
 WHOLE = "whole"
 
 
 class SplitStep(Step):
-    """A step that scores a part of the vocabulary, or, if it is to be `whole`, all of it."""
+    """A step that scores a part of the vocabulary, or all of it if it is `whole`."""
 
     whole = False
 
@@ -70,7 +70,6 @@ class Rank(Worker):
     """The worker of one rank.
 
     Attributes:
-        group: the ranks.
         memory: the plan of each rank, see `MemoryPlan`.
     """
 
@@ -87,26 +86,26 @@ class Rank(Worker):
         self.group = group
         self._whole: set[int] = set()  # rows whose requests need the logits of all tokens
         super().__init__(config, model, drafters, extensions)
+        share_proposals(self.drafters, group)
 
     def make_step(self, kind: type[Step] = SplitStep) -> Step:
         return super().make_step(kind)
 
     def plan_cache(self) -> tuple[int, int]:
-        """As much as fits on all ranks."""
-        plans = gathered(self.group, super().plan_cache(), self.device)
+        """(number of KV blocks, max_model_len) that fit on every rank."""
+        plans = self.group.gather_numbers(super().plan_cache())
         blocks, lengths = (min(numbers) for numbers in zip(*plans, strict=True))
         return blocks, lengths
 
     @on_own_device
     def _build(self) -> None:
         super()._build()
-        # Else the first request that needs it would wait.
+        # Otherwise the first request that needs it would wait.
         if self.graphs is not None and not self.graphs.lazy:
             self._step.whole = True
             self.graphs.capture_all((WHOLE, None))
             self._step.whole = False
-        plans = gathered(self.group, super().memory[0], self.device)
-        self._memory = [MemoryPlan(*plan) for plan in plans]
+        self._memory = [MemoryPlan(*plan) for plan in self.group.gather_numbers(super().memory[0])]
 
     @property
     def memory(self) -> list[MemoryPlan]:
@@ -121,9 +120,8 @@ class Rank(Worker):
     def prepare(self, order: StepOrder) -> Hashable:
         variant = super().prepare(order)
         asked = max(order.logprobs) >= 0 or not self._whole.isdisjoint(order.rows)
-        whole = variant is not None or asked
-        self._step.whole = whole
-        return (WHOLE, variant) if whole else None
+        self._step.whole = variant is not None or asked
+        return (WHOLE, variant) if self._step.whole else None
 
     def meet(self) -> None:
         self.group.gather(torch.zeros(1, device=self.device))
@@ -136,12 +134,29 @@ def needs_whole(params: SamplingParams, acceptance: str) -> bool:
     return bool(cuts or params.changes_logits) or not exact
 
 
-class Leader(Rank):
-    """The rank that the engine speaks to; the others do the same.
+def follow(worker: Rank) -> None:
+    """Obey the leader until it ends the job."""
+    flights: deque[Flight] = deque()
+    receive = worker.group.receive
+    while (message := receive()) is not None:
+        verb, *args = message
+        if verb == "step":  # asks how many drafts to verify, if it is not captured
+            flights.append(worker.step(args[0], lambda *columns: receive()))
+        elif verb == "fetch":
+            worker.fetch(_pop(flights, *args))
+        else:
+            getattr(worker, verb)(*args)
 
-    Attributes:
-        team: the others.
-    """
+
+def _pop(flights: deque[Flight], skipped: int) -> Flight:
+    """Return the next flight after those `skipped`, which will not be fetched."""
+    for _ in range(skipped):
+        flights.popleft()
+    return flights.popleft()
+
+
+class Leader(Rank):
+    """The rank that the engine speaks to."""
 
     def __init__(
         self,
@@ -149,92 +164,65 @@ class Leader(Rank):
         model: Model,
         drafters: Sequence[Drafter],
         group: Group,
-        team: Team,
+        job: Job,
         extensions: Sequence[Extension] = (),
     ) -> None:
-        self.team = team
+        self.job = job
         self._flights: deque[Flight] = deque()
-        team.give_up = group.close
-        with team.together():
-            super().__init__(config, model, drafters, group, extensions)
-        self._end = weakref.finalize(self, _end, team, group, self.graphs)
-        guesses.tell(self.drafters, team.tell)
+        super().__init__(config, model, drafters, group, extensions)
+        job.graphs = self.graphs
+        self._end = weakref.finalize(self, _end, job)
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
-        return self.team.failure
+        return self.job.failure
+
+    @contextmanager
+    def _all(self, *message: Any) -> Iterator[None]:
+        """Send a message to the followers, and do the same here."""
+        with self.job.command(message[0]):
+            self.group.send(message)
+            yield
 
     def admit(self, requests: Sequence[Admission]) -> None:
-        with self.team.together(("admit", requests)):
+        with self._all("admit", requests):
             super().admit(requests)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        with self.team.together(("prefill", chunks)):
+        with self._all("prefill", chunks):
             super().prefill(chunks)
 
     def step(self, order: StepOrder, cut: Cut) -> Flight:
         def told(*columns: Any) -> list[int]:
             kept = cut(*columns)
-            self.team.tell(kept)
+            self.group.send(kept)
             return kept
 
-        with self.team.together(("step", order)):
+        with self._all("step", order):
             self._flights.append(super().step(order, told))
         return self._flights[-1]
 
     def fetch(self, flight: Flight) -> list[RowResult]:
-        before = next(i for i, queued in enumerate(self._flights) if queued is flight)
-        with self.team.together(("fetch", before)):
-            _pop(self._flights, before)
-            return super().fetch(flight)
+        skipped = next(i for i, queued in enumerate(self._flights) if queued is flight)
+        with self._all("fetch", skipped):
+            return super().fetch(_pop(self._flights, skipped))
 
     def release(self, row: int) -> None:
-        if self.team.failure is None:  # else nobody has anything left
-            with self.team.together(("release", row)):
+        if self.failure is None:  # otherwise there are no rows any more
+            with self._all("release", row):
                 super().release(row)
 
     def measure(self) -> StepCosts:
-        with self.team.together(("measure",)):
+        with self._all("measure"):
             return super().measure()
 
     def close(self) -> None:
         self._end()
 
 
-def _end(team: Team, group: Group, graphs: StepGraphs | None) -> None:
-    if team.is_ours:
-        team.dismiss()
-        part(group, graphs)
-        team.close()
-
-
-def part(group: Group, graphs: StepGraphs | None) -> None:
-    """Leave the others. NCCL waits for its kernels that are captured, so these go first."""
-    if graphs is not None:
-        graphs.clear()
-    group.close()
-
-
-def _pop(flights: deque[Flight], before: int) -> Flight:
-    """The next flight but those `before` it, which nobody wants to know of any more."""
-    for _ in range(before):
-        flights.popleft()
-    return flights.popleft()
-
-
-def follow(worker: Rank, messages: Iterator[Any]) -> None:
-    """Do what the leader does, until it says that this is the end."""
-    flights: deque[Flight] = deque()
-    guesses.hear(worker.drafters, messages, worker.device)
-    for message in messages:
-        if isinstance(message, Exception):
-            raise message
-        verb, *args = message
-        if verb == "end":
-            return
-        elif verb == "step":  # without graphs, the next messages are guesses of the host's, and what was cut
-            flights.append(worker.step(args[0], lambda *columns: next(messages)))
-        elif verb == "fetch":
-            worker.fetch(_pop(flights, *args))
-        else:
-            getattr(worker, verb)(*args)
+def _end(job: Job) -> None:
+    """End the job when the leader is closed, collected, or left to the end of the interpreter."""
+    if job.is_forked:  # the destructor would wait for threads that only the parent has, so leak the group
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(job.group))
+    else:
+        job.close()

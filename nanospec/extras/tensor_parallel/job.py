@@ -1,0 +1,184 @@
+"""The job of all ranks, as the leader sees it: its processes, its clock, and why it ended.
+
+A rank that dies, fails or hangs ends the job: the leader gets one error within a bounded time, or, if it
+waits for a device that will never answer, its process ends with that sentence. No process is left.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from torch.distributed import Store
+
+from ...device.graphs import StepGraphs
+from .group import Group
+
+CLOSED = "This model has been closed; make a new LLM."
+FAILURE = "nanospec/failure"  # the key in the store of why the first rank to fail did
+LOOK = 0.2  # seconds between two looks at the processes and the clock
+GRACE = 10.0  # seconds that the leader has to notice a failure, and processes have to end when told to
+
+
+class RankFailed(ConnectionError):
+    """A rank died, failed or hangs, which ended the job. The message says which rank, and why."""
+
+
+class Job:
+    """The followers.
+
+    Attributes:
+        group, graphs: the leader's, once it has them.
+        failure: why the job is over, None while it is not.
+    """
+
+    def __init__(
+        self, processes: Sequence[subprocess.Popen[bytes]], store: Store, seconds: float, path: str = ""
+    ) -> None:
+        """`processes` are the ranks from 1 on, none under torchrun, which ends them itself. A command that
+        takes longer than `seconds` has failed. The folder of `path` is removed in the end."""
+        self.processes, self.store, self.seconds, self.path = processes, store, seconds, path
+        self.group: Group | None = None
+        self.graphs: StepGraphs | None = None
+        self.failure: str | None = None
+        self._cause: Exception | None = None
+        self._process = os.getpid()
+        self._command, self._deadline = "", -math.inf
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True, name="ranks")
+        self._watch.start()
+
+    def check(self) -> None:
+        """Raise an error unless all ranks can take a command."""
+        if self.is_forked:
+            raise RankFailed("A forked process cannot use the ranks of its parent; make an LLM of its own.")
+        if self.failure is not None:
+            kind = RuntimeError if self.failure == CLOSED else RankFailed
+            raise kind(self.failure) from self._cause
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._process
+
+    @contextmanager
+    def command(self, name: str, seconds: float | None = None) -> Iterator[None]:
+        """Do what all ranks do. Ctrl-C waits until it is done, since a rank that is cut short is out of step
+        with the others for good; other errors end the job, as RankFailed."""
+        self.check()
+        self._command = name
+        self._deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
+        try:
+            with _deferred_interrupts():
+                yield
+                self.check()  # without a rank, what was computed is wrong
+        except RankFailed:
+            raise
+        except Exception as error:
+            self._cause = error
+            patience = time.monotonic() + 2  # it may be what the failure of another rank leads to
+            while self.failure is None and time.monotonic() < patience:
+                time.sleep(LOOK / 10)
+            self.end(_told(0, error))
+            self.check()
+        finally:
+            self._deadline = -math.inf
+
+    def end(self, sentence: str) -> None:
+        """End the job, and kill what is left of it."""
+        self.failure = self.failure or sentence
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        if self.path:
+            shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
+
+    def close(self) -> None:
+        """Have the followers end, and disconnect from them."""
+        self._closed.set()
+        self._watch.join()
+        if self.group is not None:
+            with suppress(RuntimeError):
+                if self.failure is None:
+                    self.group.send(None)
+            disconnect(self.group, self.graphs)
+        deadline = time.monotonic() + (GRACE if self.failure is None else 0)
+        with suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(max(deadline - time.monotonic(), 0))
+        self.end(CLOSED)
+
+    def _look(self) -> None:
+        """End the job when a rank has failed, and the leader's process if it does not notice."""
+        while not self._closed.wait(LOOK):
+            if (found := self._problem()) is None:
+                continue
+            self.end(found)
+            if self.group is not None:
+                self.group.close()  # which frees the leader from waiting for its device
+            patience = time.monotonic() + GRACE
+            while self._deadline > 0 and time.monotonic() < patience:
+                time.sleep(LOOK)
+            if self._deadline > 0:
+                print(found, file=sys.stderr, flush=True)
+                os._exit(1)
+            return
+
+    def _problem(self) -> str | None:
+        """Return why the job cannot go on, None if it can."""
+        with suppress(RuntimeError):  # torchrun's store may be gone
+            if self.store.check([FAILURE]):
+                return self.store.get(FAILURE).decode()
+        for rank, process in enumerate(self.processes, 1):
+            if (code := process.poll()) is not None:
+                end = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+                return f"Rank {rank} {end}, and the others with it."
+        if 0 < self._deadline < time.monotonic():
+            return (
+                f"A rank has not answered {self._command!r} for {self.seconds:g} seconds, which is the limit "
+                "that distributed_timeout sets; all of them are ended."
+            )
+        return None
+
+
+def disconnect(group: Group, graphs: StepGraphs | None) -> None:
+    """Leave the group. NCCL waits for its kernels that are captured, so these go first."""
+    if graphs is not None:
+        graphs.clear()
+    group.close()
+
+
+def report_failure(store: Store, rank: int, error: Exception) -> None:
+    """Tell the leader why a follower ends, unless another one has failed before it."""
+    with suppress(RuntimeError):  # the leader, and the store with it, may be gone
+        store.compare_set(FAILURE, "", _told(rank, error))
+
+
+def _told(rank: int, error: Exception) -> str:
+    """Return an error as a sentence: its own, if it is about what the user asked for."""
+    said = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+    return f"Rank {rank} failed, and the others with it: {said}"
+
+
+@contextmanager
+def _deferred_interrupts() -> Iterator[None]:
+    """Defer Ctrl-C, which only the main thread gets, to the end of the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)

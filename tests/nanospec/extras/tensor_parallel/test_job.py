@@ -1,0 +1,128 @@
+"""What ends a job, and with which sentence."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from nanospec.extras.tensor_parallel import job as module
+from nanospec.extras.tensor_parallel.job import Job, RankFailed, report_failure
+from nanospec.extras.tensor_parallel.worker import follow
+
+LATE = r"A rank has not answered 'step' for 0\.3 seconds, which is .* distributed_timeout sets; all of"
+
+
+class Connection:
+    """Notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, command: Any) -> None:
+        self.sent.append(command)
+
+    def close(self) -> None:
+        self.sent.append("closed")
+
+
+@pytest.fixture
+def job() -> Iterator[Any]:
+    """One without processes of its own, in which a command may take 0.3 seconds."""
+    job: Any = Job((), HashStore(), 0.3)
+    job.group = Connection()
+    yield job
+    job.close()
+    assert not job._watch.is_alive()  # which could drop the group while the interpreter is finalized
+
+
+def eventually(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_command_has_a_time_limit_and_loading_has_none(job: Any) -> None:
+    """The leader is freed if it waits for a device, and gets an error instead of what a rank did not do."""
+    with job.command("start", math.inf):
+        time.sleep(0.8)
+    with pytest.raises(RankFailed, match=LATE), job.command("step"):
+        eventually(lambda: job.group.sent == ["closed"])
+    with pytest.raises(RankFailed, match=LATE), job.command("step"):
+        pytest.fail("nothing is begun any more")
+
+
+def test_a_leader_that_waits_forever_ends_with_its_process(
+    job: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(module, "GRACE", 0.3)
+    monkeypatch.setattr("os._exit", ended.append)
+    with pytest.raises(RankFailed), job.command("step"):
+        eventually(lambda: ended)
+    assert ended == [1]
+    assert capfd.readouterr().err.startswith("A rank has not answered 'step' for 0.3 seconds, which is")
+
+
+def test_the_first_failure_is_the_error_of_all(job: Any) -> None:
+    """Also of a leader that only notices that a connection was closed."""
+    report_failure(job.store, 2, ValueError("max_model_len=7 is too short."))
+    report_failure(job.store, 1, RuntimeError("Connection closed by peer"))
+    sentence = r"^Rank 2 failed, and the others with it: max_model_len=7 is too short\.$"
+    with pytest.raises(RankFailed, match=sentence) as raised, job.command("step"):
+        raise RuntimeError("Connection closed by peer")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_an_error_of_the_leader_ends_the_job(job: Any) -> None:
+    sentence = r"^Rank 0 failed, and the others with it: RuntimeError\('no'\)$"
+    with pytest.raises(RankFailed, match=sentence), job.command("admit", 30):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [("exit(3)", "ended with status 3"), ("os.kill(0, 9)", "was killed by signal 9")]
+)
+def test_a_process_that_ends_ends_the_job(program: str, said: str) -> None:
+    command = [sys.executable, "-c", f"import os; {program}"]
+    job = Job([subprocess.Popen(command, start_new_session=True)], HashStore(), 30)
+    with pytest.raises(RankFailed, match=f"^Rank 1 {said}, and the others with it\\.$"), job.command("step"):
+        eventually(lambda: job.failure)
+    job.close()
+
+
+def test_followers_are_told_of_the_end_once_and_have_time_to_end(tmp_path: Any) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    (tmp_path / "folder").mkdir()
+    job: Any = Job([process], HashStore(), 1, str(tmp_path / "folder/store"))
+    job.group = Connection()
+    for _ in range(2):
+        job.close()
+    assert process.returncode == 0
+    assert job.group.sent == [None, "closed", "closed"]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(RuntimeError, match="has been closed; make a new LLM"), job.command("step"):
+        pytest.fail("nothing is begun any more")
+
+
+def test_a_follower_drops_the_steps_that_the_leader_drops() -> None:
+    fetched: list[int] = []
+    messages: list[Any] = [("step", 0), ("step", 1), ("fetch", 0), ("step", 2), ("step", 3), ("fetch", 1)]
+    messages += [("step", 4), ("step", 5), ("step", 6), ("fetch", 2), ("fetch", 0), None]
+
+    class Worker:
+        class group:
+            receive = iter(messages).__next__
+
+        step = staticmethod(lambda order, cut: order)
+        fetch = staticmethod(fetched.append)
+
+    follow(Worker())  # type: ignore[arg-type]
+    assert fetched == [0, 2, 5, 6]
