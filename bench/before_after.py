@@ -11,7 +11,6 @@ an output differs between the checkouts or between n-gram and plain. Nothing els
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -136,16 +135,13 @@ def row(pairs: list[list[float]], faster_is: str) -> Json:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--model", type=Path, default=common.ROOT / "weights" / "smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
     n = -(-args.prompts // 3)
     kinds = zip(common.code_edits(n), common.quotations(n), common.spec_bench(n, "chat"))

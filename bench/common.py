@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -24,6 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 _DATA = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 DATA = next((path for path in _DATA if path.is_dir()), ROOT)
 RESULTS = ROOT / "bench" / "results"
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a script's docstring and has --out, the folder of results."""
+    plain = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=doc, formatter_class=plain)
+    made.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    return made
 
 
 def environment() -> dict[str, Any]:

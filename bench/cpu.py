@@ -268,9 +268,7 @@ def show(rows: Sequence[Json]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=["short"])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--gguf", help="what llama.cpp runs: the original file with 4-bit weights")
@@ -280,7 +278,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--peers", nargs="*", choices=FOLDERS, default=["vllm"])
     parser.add_argument("--name", default="cpu")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
     systems = ["nanospec", *args.peers]
     for system in systems:  # before anything is measured

@@ -12,7 +12,6 @@ or hardly ever wrong.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import tempfile
@@ -104,11 +103,10 @@ def by_asked(found: dict[Cell, Drawn], expected: dict[Cell, dict[Output, float]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -170,9 +170,7 @@ def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--draft-model", default="smollm2-135m-draft")
     parser.add_argument("--repeats", type=int, default=3)
@@ -180,7 +178,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
     parser.add_argument("--name", default="drafters", help="of the file of results")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
     none = SpecConfig(method="none")
     llm = LLM(args.model, spec=none, dtype="bfloat16", max_model_len=2048, max_num_seqs=1)

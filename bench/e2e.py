@@ -118,8 +118,7 @@ def run(engine: Engine, asked: list[Text], max_tokens: int) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = common.parser(__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b", choices=[*roofline.MODELS, "tiny"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--repeats", type=int, default=3)

@@ -13,7 +13,6 @@ Waiting, failures, the host's time and padding to captured batch sizes are not c
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -115,12 +114,9 @@ def gains(kinds: Mapping[str, Brought], model: str = "qwen3-8b") -> dict[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="a model's folder or name")
     parser.add_argument("--texts", type=int, default=40, help="per kind")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
     texts = traces.workloads(Tokenizer(resolve_model(args.tokenizer)), args.texts)
     lengths = SpecConfig.prompt_lookup_min, SpecConfig.prompt_lookup_max

@@ -11,7 +11,6 @@ if a test failed, a result was wrong, or a group did not end well. `--cpu` is a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -221,10 +220,8 @@ PARTS = ("tests", "kernels", "steps", "e2e")
 
 
 def main(argv: list[str] | None = None) -> None:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = common.parser(__doc__)
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     parser.add_argument("--cpu", action="store_true", help="a dry run on tiny shapes, without a GPU")
     args = parser.parse_args(argv)
     if not args.cpu and not torch.cuda.is_available():

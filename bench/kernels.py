@@ -107,8 +107,7 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = common.parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[""], help="regular expressions for KERNEL-CASE")
     parser.add_argument("--repeats", type=int, default=5)
     rows.run("kernels", measure, parser, argv)

@@ -14,7 +14,6 @@ taken within a round, until the last request is done (`speedup`) and until a req
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest
@@ -128,9 +127,7 @@ def summary(rounds: Sequence[dict[str, Json]]) -> list[Json]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a model's folder or name")
     parser.add_argument("--ks", nargs="+", default=[*KS], help="0 among them, to compare with")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], help="requests at once")
@@ -138,7 +135,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--name", default="over_k", help="of the file of results")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
     engines, tokenizer = make_engines(args.model, args.ks)
     rows = []

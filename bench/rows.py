@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench import common, stand_in
+from bench import stand_in
 
 
 class Rows:
@@ -99,7 +99,6 @@ def run(
     argv: list[str] | None = None,
 ) -> None:
     """Run a benchmark from its command line; exit with status 1 if a row reports an error."""
-    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder for the rows")
     parser.add_argument("--group", default="", help="group of the rows")
     parser.add_argument("--until", type=float, default=math.inf, help="when to stop, by time.time()")
     parser.add_argument("--cpu", action="store_true", help="a dry run, with a stand-in for torch.cuda")

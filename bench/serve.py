@@ -18,7 +18,6 @@ text and where vLLM's environment is.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -28,10 +27,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,8 +55,7 @@ READY, TIMEOUT = 300, 90  # seconds until a server must answer, and until a requ
 
 
 class Answer(NamedTuple):
-    """What came back for a request, in seconds since it should have been sent. Without an answer `error` says
-    why."""
+    """The answer to a request, in seconds since it was due, or an error."""
 
     error: str | None
     first: float = 0.0
@@ -91,21 +89,15 @@ def ask(port: int, model: str, text: str, max_tokens: int, due: float) -> Answer
         "model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
         "temperature": 0.0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT)
-    lines: list[tuple[float, bytes]] = []
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(
+        f"http://{HOST}:{port}/v1/chat/completions", json.dumps(body).encode(), headers
+    )
     try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            return Answer(f"status {response.status}: {response.read()[:200]!r}")
-        while line := response.readline():
-            lines.append((time.perf_counter() - due, line))
-    except (OSError, http.client.HTTPException) as error:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            return read_answer([(time.perf_counter() - due, line) for line in response])
+    except (OSError, http.client.HTTPException) as error:  # a status other than 200 among them
         return Answer(repr(error))
-    finally:
-        connection.close()
-    return read_answer(lines)
 
 
 def read_answer(lines: Sequence[tuple[float, bytes]]) -> Answer:
@@ -131,18 +123,13 @@ def send(port: int, texts: Sequence[str], at: Sequence[float], max_tokens: int) 
     """A load: a thread for each request."""
     with urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=30) as answer:
         model = json.load(answer)["data"][0]["id"]
-    answers: list[Answer] = [Answer("not sent")] * len(at)
     start = time.perf_counter() + 0.1
 
-    def run(i: int) -> None:
-        answers[i] = ask(port, model, texts[i % len(texts)], max_tokens, start + at[i])
+    def run(i: int) -> Answer:
+        return ask(port, model, texts[i % len(texts)], max_tokens, start + at[i])
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(at))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
+    with ThreadPoolExecutor(len(at)) as pool:
+        return list(pool.map(run, range(len(at))))
 
 
 # ---- servers -------------------------------------------------------------------------------------------
@@ -204,25 +191,18 @@ def figures(found: Sequence[Answer], at: Sequence[float]) -> Json:
     row: Json = {"requests": len(found), "failed": len(found) - len(good), "goodput": met / len(found)}
     if good:
         row["tokens_per_second"] = round(sum(a.tokens for a in good) / seconds, 2)
-        parts = {
-            "first_token_seconds": [a.first for a in good],
-            "token_seconds": [a.per_token for a in good],
-            "end_to_end_seconds": [a.last for a in good],
-        }
-        for name, values in parts.items():
-            ordered = sorted(values)
-            row[name] = {"p50": statistics.median(values), "p99": ordered[int(0.99 * (len(ordered) - 1))]}
+        columns = zip(*((a.first, a.per_token, a.last) for a in good))
+        for name, values in zip(("first_token", "token", "end_to_end"), map(sorted, columns)):
+            row[f"{name}_seconds"] = {
+                "p50": statistics.median(values), "p99": values[int(0.99 * (len(values) - 1))]
+            }  # fmt: skip
     return row
 
 
 def show(load: str, name: str, row: Json) -> None:
-    said = [f"{row['goodput']:.0%} good, {row['failed']} failed"]
-    for part in ("first_token_seconds", "token_seconds", "end_to_end_seconds"):
-        if part in row:
-            said.append(f"{part.replace('_', ' ')} {row[part]['p50']:.3f} / {row[part]['p99']:.3f}")
-    print(
-        f"  {load:12} {name:24} {row.get('tokens_per_second', 0):7.1f} tok/s, {', '.join(said)}", flush=True
-    )
+    times = [f"{row[p]['p50']:.3f} / {row[p]['p99']:.3f}" for p in row if p.endswith("_seconds")]
+    said = f"{row['goodput']:.0%} good, {row['failed']} failed, {', '.join(times)}"
+    print(f"  {load:12} {name:24} {row.get('tokens_per_second', 0):7.1f} tok/s, {said}", flush=True)
 
 
 def read_texts(folder: Path, count: int) -> list[str]:
@@ -233,9 +213,7 @@ def read_texts(folder: Path, count: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--servers", nargs="+", choices=["nanospec", "vllm"], default=["nanospec", "vllm"])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=2)
@@ -243,8 +221,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="of each load")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--capacity", type=float, help="requests a second, of which loads are shares")
-    parser.add_argument("--name", default="serve")
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
     folder = resolve_model(args.model).resolve()
     texts, lanes = read_texts(folder, args.requests), [lane for lane in LANES if lane[0] in args.servers]
@@ -274,7 +250,7 @@ def main() -> None:
         run["equal_to_plain"] = [sum(a == b for a, b in zip(own, plain)), len(own)]
     settings = {name: getattr(args, name) for name in ("rounds", "requests", "max_tokens")}
     result = {"machine": common.environment(), "settings": settings, "capacity": capacity, "runs": runs}
-    common.save(args.name, result, args.out)
+    common.save("serve", result, args.out)
 
 
 if __name__ == "__main__":

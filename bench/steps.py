@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import events, roofline, rows
+from bench import common, events, roofline, rows
 from bench.rows import Rows
 from nanospec import SpecConfig
 from nanospec.config import EngineConfig
@@ -120,8 +120,7 @@ def eager(graphs: StepGraphs, bucket: Bucket) -> EagerCapture:
 
 
 def main(argv: list[str] | None = None) -> None:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = common.parser(__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b", choices=[*roofline.MODELS, "tiny"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])

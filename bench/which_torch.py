@@ -32,10 +32,9 @@ def has_gpu() -> bool:
 
 
 def reachable(index: str) -> bool:
-    """Whether an index answers soon."""
+    """Return whether an index answers soon."""
     try:
-        with urllib.request.urlopen(f"{index}/torch/", timeout=SECONDS):
-            return True
+        return bool(urllib.request.urlopen(f"{index}/torch/", timeout=SECONDS))
     except (OSError, ValueError):
         return False
 

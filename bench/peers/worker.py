@@ -197,12 +197,7 @@ def packed_file() -> str:
     return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
-STARTS = {
-    "nanospec": start_nanospec,
-    "vllm": start_vllm,
-    "transformers": start_transformers,
-    "llama.cpp": start_llama,
-}
+STARTS = dict(zip(PACKAGES, (start_nanospec, start_vllm, start_transformers, start_llama)))
 
 
 # ---- the process ---------------------------------------------------------------------------------------
