@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench import check, events, rows
+from bench import check, common, events, rows
 from bench.cases import Built, Case, all_cases
 from bench.rows import Rows
 
