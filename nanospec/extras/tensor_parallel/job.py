@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -70,15 +69,14 @@ class Job:
 
     @contextmanager
     def command(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        """Do what all ranks do. Ctrl-C waits until it is done, since a rank that is cut short is out of step
-        with the others for good; other errors end the job, as RankFailed."""
+        """Do what all ranks do. An error ends the job, as RankFailed, and so does Ctrl-C, which the engine
+        therefore defers to the end of its turn: a rank that is cut short is out of step with the others."""
         self.check()
         self._command = name
         self._deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
         try:
-            with _deferred_interrupts():
-                yield
-                self.check()  # without a rank, what was computed is wrong
+            yield
+            self.check()  # without a rank, what was computed is wrong
         except RankFailed:
             raise
         except Exception as error:
@@ -88,6 +86,9 @@ class Job:
                 time.sleep(LOOK / 10)
             self.end(_told(0, error))
             self.check()
+        except BaseException:
+            self.end(f"{name!r} was interrupted, and with it all ranks.")
+            raise
         finally:
             self._deadline = -math.inf
 
@@ -166,19 +167,3 @@ def _told(rank: int, error: Exception) -> str:
     """Return an error as a sentence: its own, if it is about what the user asked for."""
     said = str(error) if isinstance(error, ValueError | OSError) else repr(error)
     return f"Rank {rank} failed, and the others with it: {said}"
-
-
-@contextmanager
-def _deferred_interrupts() -> Iterator[None]:
-    """Defer Ctrl-C, which only the main thread gets, to the end of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)

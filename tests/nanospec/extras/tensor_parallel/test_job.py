@@ -87,6 +87,13 @@ def test_an_error_of_the_leader_ends_the_job(job: Any) -> None:
         raise RuntimeError("no")
 
 
+def test_a_command_that_is_interrupted_ends_the_job(job: Any) -> None:
+    """Else the ranks would be out of step."""
+    with pytest.raises(KeyboardInterrupt), job.command("step"):
+        raise KeyboardInterrupt
+    assert job.failure == "'step' was interrupted, and with it all ranks."
+
+
 @pytest.mark.parametrize(
     ("program", "said"), [("exit(3)", "ended with status 3"), ("os.kill(0, 9)", "was killed by signal 9")]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -159,8 +160,18 @@ def for_ever(llm: LLM) -> None:
         llm.generate(PROMPTS, PARAMS)
 
 
-def interrupt(llm: LLM, number: int) -> float:
-    """Send a rank a signal in the middle of its work; seconds until the job ended."""
+@pytest.mark.parametrize(
+    ("number", "seconds", "said"),
+    [
+        (signal.SIGKILL, 8, r"Rank 1 was killed by signal 9, and the others with it\."),
+        (signal.SIGSTOP, 12, r"A rank has not answered '\w+' for 3 seconds"),
+    ],
+    ids=["killed", "hangs"],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_job_in_time(
+    folder: Path, number: int, seconds: float, said: str
+) -> None:
+    llm = make(folder, 2, distributed_timeout=3 if number == signal.SIGSTOP else 300)
     [rank] = ranks_of(llm)
     at = [0.0]
 
@@ -168,12 +179,12 @@ def interrupt(llm: LLM, number: int) -> float:
         at[0] = time.monotonic()
         os.kill(rank, number)
 
-    timer = threading.Timer(0.5, strike)
-    timer.start()
+    threading.Timer(0.5, strike).start()
     with pytest.raises(RankFailed) as raised:
         for_ever(llm)
-    seconds = time.monotonic() - at[0]
+    assert time.monotonic() - at[0] < seconds
     sentence = str(raised.value)
+    assert re.match(said, sentence)
     assert_gone([rank])
     for _ in range(2):  # and again, at once
         with pytest.raises(RankFailed) as raised:
@@ -181,20 +192,6 @@ def interrupt(llm: LLM, number: int) -> float:
         assert str(raised.value) == sentence
     assert not llm.engine.scheduler.has_work
     llm.close()
-    llm.failure = sentence  # type: ignore[attr-defined]
-    return seconds
-
-
-def test_a_rank_that_is_killed_ends_the_job_at_once(folder: Path) -> None:
-    llm = make(folder, 2)  # beside the other one
-    assert interrupt(llm, signal.SIGKILL) < 8
-    assert llm.failure == "Rank 1 was killed by signal 9, and the others with it."  # type: ignore[attr-defined]
-
-
-def test_a_rank_that_hangs_ends_the_job_in_time(folder: Path) -> None:
-    llm = make(folder, 2, distributed_timeout=3)
-    assert interrupt(llm, signal.SIGSTOP) < 12
-    assert "has not answered 'step' for 3 seconds" in llm.failure  # type: ignore[attr-defined]
 
 
 class Unequal(Drafter):
@@ -247,15 +244,11 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     return found
 
 
-@pytest.mark.usefixtures("place")
-def test_as_many_ranks_as_torchrun_has_started(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"torchrun has started 16 processes, but tensor_parallel_size=2;"):
-        make(folder, 2)
-
-
-def test_under_torchrun_there_is_one_llm(
+def test_under_torchrun_there_is_one_llm_of_all_processes(
     folder: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ValueError, match=r"torchrun has started 16 processes, but tensor_parallel_size=2;"):
+        make(folder, 2)
     store = HashStore()
     store.add("nanospec/leaders", 1)
     monkeypatch.setattr(Place, "store", lambda self: store)
@@ -264,8 +257,8 @@ def test_under_torchrun_there_is_one_llm(
         make(folder, 2)
 
 
-def test_ranks_of_a_machine_share_its_cores(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equally, also where other ranks are elsewhere."""
+def test_ranks_of_a_machine_share_its_cores_and_gpus(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equally, also where other ranks are elsewhere; a launcher may show each rank its own GPU alone."""
     threads: list[object] = []
     monkeypatch.setattr(launch, "use_threads", threads.append)
     monkeypatch.setattr(launch, "Group", lambda *given: None)
@@ -277,29 +270,20 @@ def test_ranks_of_a_machine_share_its_cores(place: Place, monkeypatch: pytest.Mo
     assert threads == [4] * 8 + [3]
     with pytest.raises(ValueError, match="threads=33 of each rank are more than 32 processors"):
         launch._connect(place, EngineConfig(device="cpu", threads=33))
-
-
-def test_a_rank_knows_its_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one of its number, unless its launcher shows it one alone."""
-    for shown, number in ((None, 3), ("4,5,6,7", 3), ("5", 0), ("GPU-5ebe9", 0)):
-        if shown is None:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        else:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert place.gpu == 3
+    for shown, number in (("4,5,6,7", 3), ("5", 0), ("GPU-5ebe9", 0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         assert place.gpu == number
-
-
-def command(folder: Path, *more: str) -> list[str]:
-    asked = ["--model", str(folder), "--prompt", "a red red", "--max-tokens", "30", "--temperature", "0"]
-    sizes = ["--tensor-parallel-size", "2", "--max-model-len", "128", "--device", "cpu", "--dtype", "float32"]
-    return [str(ROOT / "run.py"), *asked, *sizes, *more]
 
 
 def test_torchrun_starts_them_too(folder: Path) -> None:
     expected = make(folder, 1).generate("a red red", SamplingParams(temperature=0, max_tokens=30))[0]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    asked = [*torchrun, *command(folder, "--json")]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "run.py"), "--model", str(folder), "--prompt", "a red red", "--max-tokens", "30"]
+    command += ["--temperature", "0", "--tensor-parallel-size", "2", "--max-model-len", "128", "--json"]
+    command += ["--device", "cpu", "--dtype", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     printed = [line for line in done.stderr.splitlines() if line.startswith("Rank ")]
     assert [line.split(" MB")[0].rsplit(" ", 1)[0] for line in printed] == ["Rank 0 takes", "Rank 1 takes"]

@@ -31,8 +31,10 @@ def fits(config: ModelConfig, size: int) -> bool:
 
 
 @given(
-    heads=st.sampled_from(HEADS), size=st.integers(1, 16), inner=st.integers(16, 100), vocab=st.integers(256,
-    999)
+    heads=st.sampled_from(HEADS),
+    size=st.integers(1, 16),
+    inner=st.integers(16, 100),
+    vocab=st.integers(256, 999),
 )
 @settings(max_examples=150)
 def test_every_number_of_every_weight_is_somewhere_and_all_ranks_have_the_same_shapes(
@@ -81,8 +83,14 @@ def test_queries_read_their_own_keys_on_every_rank(heads: tuple[int, int], size:
 
 @pytest.mark.parametrize(
     ("heads", "sizes"),
-    [((9, 3), "1, 2, 3, 9"), ((4, 2), "1, 2, 4"), ((14, 2), "1, 2, 14"), ((15, 5), "1, 2, 3, 5, 15"), ((8, 1),
-    "1, 2, 4, 8")], ids=str,
+    [
+        ((9, 3), "1, 2, 3, 9"),
+        ((4, 2), "1, 2, 4"),
+        ((14, 2), "1, 2, 14"),
+        ((15, 5), "1, 2, 3, 5, 15"),
+        ((8, 1), "1, 2, 4, 8"),
+    ],
+    ids=str,
 )
 def test_what_cannot_be_divided_is_refused_with_what_can(heads: tuple[int, int], sizes: str) -> None:
     config = tiny_config(num_heads=heads[0], num_kv_heads=heads[1])

@@ -37,7 +37,7 @@ from tests.drive import (
     random_jobs,
     run,
 )
-from tests.ranks import Weights, groups_of, part_of, split_engine, together, weights_of
+from tests.ranks import MakeDrafter, Weights, groups_of, part_of, split_engine, together, weights_of
 from tests.tiny import tiny_config, tiny_model
 
 VOCAB = 64
@@ -109,23 +109,31 @@ def options_of(
     return EngineConfig(spec=spec, **options)
 
 
+def run_split(
+    options: EngineConfig, of: Whole, jobs: list[Job], drafter: MakeDrafter | None = None, context: Any = ""
+) -> int:
+    """Check that ranks write what one device does; return how many drafts were accepted."""
+    size = options.tensor_parallel_size
+    with split_engine(size, of.config, of.weights, options, drafter) as split:
+        found = [outcome(request) for request in run(split.engine, jobs)]
+    split.assert_equal()
+    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
+        assert_same(got, wanted, context)
+    return split.engine.metrics.spec.num_accepted
+
+
 @pytest.mark.parametrize(("shape", "way", "mode"), CASES, ids=str)
 def test_output_is_that_of_one_device(shape: str, way: str, mode: str) -> None:
     """Greedy and seeded, filters, penalties, log-probabilities, prefix hits, chunks, preemption."""
     size, *heads = SHAPES[shape]
-    of, rng = whole(*heads), random.Random(f"{shape}{way}")
-    jobs = random_jobs(rng, VOCAB, 5)
+    of, jobs = whole(*heads), random_jobs(random.Random(f"{shape}{way}"), VOCAB, 5)
     options = options_of(size, of, way, 5, 17, max_num_batched_tokens=32, **MODES[mode])
-    with split_engine(size, of.config, of.weights, options, Drafters(options)) as split:
-        found = [outcome(request) for request in run(split.engine, jobs)]
-    split.assert_equal()
-    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
-        assert_same(got, wanted, (shape, way, mode))
-    assert way == "none" or split.engine.metrics.spec.num_accepted > 0
+    accepted = run_split(options, of, jobs, Drafters(options), (shape, way, mode))
+    assert way == "none" or accepted > 0
 
 
 class Whim(SimpleDrafter):
-    """Guesses what it pleases."""
+    """Guesses at random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -136,43 +144,27 @@ class Whim(SimpleDrafter):
         return tokens[first : first + k]
 
 
-@pytest.mark.parametrize("lookup", [True, False], ids=["behind lookup", "alone"])
-def test_ranks_that_would_guess_differently_verify_the_same(lookup: bool) -> None:
+@pytest.mark.parametrize("way", ["whim", "whim behind lookup", "automatic k"])
+def test_ranks_that_would_choose_differently_verify_the_same(way: str) -> None:
+    """Guesses at random; numbers of drafts that depend on measured times."""
     of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
+    if way == "automatic k":
+        run_split(options_of(2, of, "ngram", "auto"), of, jobs)
+        return
+    options = options_of(2, of, "ngram", 4, trace=True)
 
     def make(model: Model, group: Group) -> Sequence[Drafter]:
-        whim = Whim(group.rank)
-        return (NgramDrafter(options.spec), whim) if lookup else (whim,)
+        return (NgramDrafter(options.spec), Whim(group.rank)) if "lookup" in way else (Whim(group.rank),)
 
-    options = options_of(2, of, "ngram", 4, trace=True)
-    with split_engine(2, of.config, of.weights, options, make) as split:
-        found = [outcome(request) for request in run(split.engine, jobs)]
-    split.assert_equal()
-    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
-        assert_same(got, wanted)
-    assert split.engine.metrics.spec.num_accepted > 0
+    assert run_split(options, of, jobs, make) > 0
 
 
 def test_rows_that_fill_up_a_vocabulary_are_no_tokens() -> None:
     """Their logits are 0, as likely as any here."""
     of = whole(vocab_size=33)
+    assert Shard(of.config, groups_of(4)[0]).num_tokens * 4 > 33
     hot = [SamplingParams(temperature=50.0, seed=seed, max_tokens=30) for seed in range(3)]
-    jobs = [Job([1, 2, 3], params) for params in hot]
-    wanted = [outcome.token_ids for outcome in alone(of.model, jobs)]
-    with split_engine(4, of.config, of.weights, options_of(4, of, "none", None)) as split:
-        head: Any = split.engine.worker.model.lm_head
-        assert head.part.shape[0] * 4 > 33
-        assert [outcome(request).token_ids for request in run(split.engine, jobs)] == wanted
-
-
-def test_automatic_k_is_the_leaders_choice_for_all() -> None:
-    """How many drafts of a row are verified depends on times, which ranks do not share."""
-    of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
-    with split_engine(2, of.config, of.weights, options_of(2, of, "ngram", "auto")) as split:
-        found = [outcome(request) for request in run(split.engine, jobs)]
-    split.assert_equal()
-    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
-        assert_same(got, wanted)
+    run_split(options_of(4, of, "none", None), of, [Job([1, 2, 3], params) for params in hot])
 
 
 @pytest.mark.parametrize("mode", MODES)
