@@ -12,14 +12,15 @@ and stages. Each distinct kernel is then compiled per target down to machine cod
     shared              bytes of shared memory per program
     mma                 the tensor-core instructions in it
     main loop, order    on NVIDIA: how it loads, and when it waits for the kernel before (`machine_code.py`)
-    fingerprint         of what the compiler is given: Triton's first representation of the kernel, without
-                        lines of source, and the options
+    fingerprint         of the kernel in Triton's own representation, inlined and simplified, without the
+                        order of its constants and lines of source, and of the options
     source              of what that was made from: the text of the kernel and of what it calls, the types and
                         constants it was launched with, and the options
 
 `--known` takes the rows of kernels with the same source or fingerprint from a table that the same triton
-wrote, and compiles only the others: a quarter of a minute instead of ten, a whole one where all sources have
-changed and no fingerprint. Leave it out after a change to what is read.
+wrote, and compiles only the others: a quarter of a minute instead of ten, a few where all sources have
+changed and no fingerprint, as when a kernel is divided into functions. Leave it out after a change to what is
+read.
 
 `--out` writes the table to `compile.json` and `compile.md` and keeps the rows that another triton left
 there. The GPU machines do not all have the newest triton, so the committed table is of several: run it once
@@ -74,6 +75,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 MMA = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma\.|mma\.sync|v_mfma)[\w.:]*")
+CONSTANT, VALUE = re.compile(r"^\s*(%\w+) = arith\.constant (.*)$", re.M), re.compile(r"%\w+")
 SHAPE = re.compile(r"m\d+n\d+k\d+|\d+x\d+x\d+")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -129,7 +131,7 @@ def _source(item: _Recorded, target: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _fingerprint(source: ASTSource, options: dict[str, Any], target: str) -> str:
-    """Of what is compiled: the same for the same code in other lines, files and folders."""
+    """Return a hash of what is compiled: the same for the same code in other functions, files and folders."""
     backend = make_backend(TARGETS[target])
     parsed = backend.parse_options(dict(options))
     context = ir.context()
@@ -137,7 +139,18 @@ def _fingerprint(source: ASTSource, options: dict[str, Any], target: str) -> str
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(parsed)
     module = source.make_ir(TARGETS[target], parsed, functions, backend.get_module_map(), context)
-    return _digest(target, vars(parsed), module.str_nodebug())
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, parsed, source.language)
+    return _digest(target, vars(parsed), _canonical(stages["ttir"](module, {}).str_nodebug()))
+
+
+def _canonical(code: str) -> str:
+    """Write constants where they are used, and number all other values in order."""
+    constants, names = dict(CONSTANT.findall(code)), dict[str, str]()
+    return VALUE.sub(
+        lambda value: constants.get(value[0]) or names.setdefault(value[0], f"%{len(names)}"),
+        CONSTANT.sub("", code),
+    )
 
 
 def _source_key(source: ASTSource, options: dict[str, Any], target: str) -> str:
@@ -156,6 +169,7 @@ def compile_one(case: Case, item: _Recorded, target: str) -> Result:
         name = item.fn.arg_names[path[0]]
         if name.isupper() and value is not None:
             constants |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+    constants = {name: getattr(value, "value", value) for name, value in constants.items()}
     label = {
         "kernel": case.kernel,
         "case": case.label,

@@ -11,6 +11,8 @@ Whoever writes x also writes x * norm_weight and sums of its squares (`stream.py
 is divided by the root of the second at its end. These sums have an order stated in the code.
 """
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,131 +21,111 @@ from torch import Tensor
 from ..dependent_launch import release_next, wait_for_previous
 from .norm import Norm
 from .product import (
-    check_product,
+    Setup,
+    Tile,
+    check_shapes,
+    early_scale,
+    finished_slice,
     last_of_parts,
-    operand,
+    late_scale,
     paired_rows,
     prefetch_weight,
     prepare,
     products,
     split_pairs,
     sum_of_parts,
-    token_slice,
 )
-from .stream import Stream, inverse_rms, inverse_rms_of_many, load_squares, next_norm
+from .stream import Stream, Written, next_norm
 
-GELU = tl.constexpr(2)  # where SWIGLU may stand
+# Values of GATE, which is 0 without one.
+SILU, GELU = tl.constexpr(1), tl.constexpr(2)
 
-
-@triton.jit
-def _finish(
-    acc, bias, residual, norm_weight, out, scaled, out_squares, rows, rows_in, block, first_t, T, N,
-    SWIGLU: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
-    """Write the outputs of `acc` [ROWS, SLICE], tokens from `first_t` on."""
-    COLUMNS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
-    if bias is not None:
-        acc += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
-    if SWIGLU:
-        gate, up = split_pairs(acc, ROWS, SLICE)
-        turn = gate  # silu(x) = x / (1 + e^-x)
-        if SWIGLU == GELU:  # and gelu, by tanh: x / (1 + e^-y) with this y
-            turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        acc = gate / (1.0 + tl.exp(-turn)) * up
-    n = block * COLUMNS + tl.arange(0, COLUMNS)
-    t = first_t + tl.arange(0, SLICE)
-    inside = (n < N)[:, None] & (t < T)[None, :]
-    corner = first_t.to(tl.int64) * N + block * COLUMNS  # offsets from here fit 32 bits
-    at = tl.arange(0, SLICE)[None, :] * N + tl.arange(0, COLUMNS)[:, None]
-    if residual is not None:
-        acc += tl.load(residual + corner + at, inside, other=0.0).to(tl.float32)
-    value = acc.to(out.dtype.element_ty)
-    tl.store(out + corner + at, value, inside)
-    if norm_weight is not None:
-        next_norm(value, norm_weight, scaled + corner, out_squares, at, n, n < N, t, T, COLUMNS, SLICE)
+# Outputs n [columns] of tokens t [SLICE]: offsets `at` [columns, SLICE] from `corner`, which fit 32 bits.
+Area = namedtuple("Area", "n t corner at")
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
-def _gemm(
-    x, weight, bias, residual, squares, norm_weight, out, scaled, out_squares, partial, tickets,
-    T, N, K, x_stride, steps, eps, GROUPS: tl.constexpr, SWIGLU: tl.constexpr, SPLITS: tl.constexpr,
-    APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    release_next(PDL)
-    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+def _gemm(operands, new, apart, T, sizes, steps, eps, C: tl.constexpr):
+    """Grid: tiles of tokens, blocks of weight rows, parts of K that run apart."""
+    release_next(C.PDL)
+    index, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = index * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
     t_in = t < T
-    if SWIGLU:
-        rows, column = paired_rows(block, N, BLOCK_N)
+    if C.GATE:
+        rows, column = paired_rows(block, sizes.N, C.BLOCK_N)
     else:
-        rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = block * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
         column = rows
-    rows_in = column < N
-    prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
-    wait_for_previous(PDL)
-    FEW: tl.constexpr = BLOCK_T <= 32  # so few sums of squares wait in registers for the product's end
-    scale = tl.full([1, BLOCK_T], 1.0, tl.float32)
-    if GROUPS > 0 and FEW:
-        sums = load_squares(squares, t, t_in, T, GROUPS)
-    elif GROUPS > 0 and not APART:
-        scale = inverse_rms_of_many(squares, t, t_in, T, K, eps, BLOCK_T, GROUPS)
-    acc = products(
-        x, weight, rows, rows_in, t, t_in, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
-        BLOCK_K, EVEN, PRECISION,
-    )  # fmt: skip
-    if APART:
-        if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
+    rows_in = column < sizes.N
+    prefetch_weight(operands.weight, tl.where(rows_in, rows, 0), split * steps * C.BLOCK_K, sizes.K, C)
+    wait_for_previous(C.PDL)
+    tile = Tile(index, block, split, t, t_in, rows, rows_in)
+    scale = early_scale(operands, tile, T, sizes.K, eps, C)
+    acc = products(operands, tile, sizes, steps, C)
+    if C.APART:
+        if not last_of_parts(acc, apart, tile, T, C):
             return
-        if GROUPS > 0 and not FEW:
-            scale = inverse_rms_of_many(squares, t, t_in, T, K, eps, BLOCK_T, GROUPS)
-        acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
-    if GROUPS > 0 and FEW:
-        scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
-    for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
-        part = token_slice(acc, i, SLICE, BLOCK_N, BLOCK_T) * token_slice(scale, i, SLICE, 1, BLOCK_T)
-        _finish(
-            part, bias, residual, norm_weight, out, scaled, out_squares,
-            rows, rows_in, block, tile * BLOCK_T + i * SLICE, T, N, SWIGLU, BLOCK_N, SLICE,
-        )  # fmt: skip
+        acc = sum_of_parts(apart, tile, T, C)
+    scale = late_scale(scale, operands, tile, T, sizes.K, eps, C)
+    for i in tl.static_range(C.BLOCK_T // C.SLICE):  # one after the other, because registers are dear here
+        acc_slice = finished_slice(acc, scale, operands, tile, i, C)
+        _write(acc_slice, new, tile, i, T, sizes.N, C)
+
+
+@triton.jit
+def _write(value, new, tile, i, T, N, C: tl.constexpr):
+    """Write the outputs of a slice of sums `value` [BLOCK_N, SLICE]."""
+    first = tile.index * C.BLOCK_T + i * C.SLICE
+    if C.GATE:
+        gate, up = split_pairs(value)
+        turn = gate  # silu(x) = x / (1 + e^-x)
+        if C.GATE == GELU:  # and gelu, by tanh: x / (1 + e^-y) with this y
+            turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        value = gate / (1.0 + tl.exp(-turn)) * up
+    COLUMNS: tl.constexpr = value.shape[0]
+    n = tile.block * COLUMNS + tl.arange(0, COLUMNS)
+    t = first + tl.arange(0, C.SLICE)
+    inside = (n < N)[:, None] & (t < T)[None, :]
+    corner = first.to(tl.int64) * N + tile.block * COLUMNS
+    at = tl.arange(0, C.SLICE)[None, :] * N + tl.arange(0, COLUMNS)[:, None]
+    if C.ADD:
+        value += tl.load(new.residual + corner + at, inside, other=0.0).to(tl.float32)
+    value = value.to(new.x.dtype.element_ty)
+    tl.store(new.x + corner + at, value, inside)
+    if C.ADD:
+        next_norm(value, new, Area(n, t, corner, at), T, N)
 
 
 def launch(
     source: Tensor | Stream,
     weight: Tensor,
     bias: Tensor | None = None,
-    swiglu: int = False,
+    gate: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`source` @ weight.T + bias, with SwiGLU, or GeGLU if that is GELU, of a tensor or a stream's
-    norm. See `linear.py`."""
-    x, squares, groups, eps = operand(source)
-    T, K = x.shape
-    N = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    if out is None:
-        out = x.new_empty(T, N)
-    check_product(x, weight, bias=(bias, weight.shape[:1]), out=(out, torch.Size((T, N))))
-    if T:
-        setup = prepare(x, weight, unit=16 if swiglu else 1)
-        _gemm[setup.grid](
-            x, weight, bias, None, squares, None, out, None, None, setup.partial, setup.tickets,
-            T, N, K, x.stride(0), setup.steps, eps, GROUPS=groups, SWIGLU=swiglu, **setup.constants,
-        )  # fmt: skip
+    """Return `source`, a tensor or a stream's norm, @ weight.T + bias; with a gate if it is SILU or GELU."""
+    setup = prepare(source, weight, bias, unit=16 if gate else 1, GATE=gate)
+    x = setup.operands.x
+    size = torch.Size((len(x), setup.sizes.N))
+    out = x.new_empty(size) if out is None else out
+    check_shapes(out=(out, size))
+    _run(setup, Written(None, None, out, None, None))
     return out
 
 
 def launch_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, norm: Norm) -> Stream:
-    """The stream plus x @ weight.T + bias, for the `norm` that comes next."""
-    T, K = x.shape
-    N = weight.shape[0]
-    size = torch.Size((T, N))
-    extras = {"bias": (bias, size[1:]), "residual": (stream.x, size), "norm_weight": (norm.weight, size[1:])}
-    check_product(x, weight, **extras)
-    new = Stream.empty(T, norm, x)
-    if T:
-        setup = prepare(x, weight)
-        _gemm[setup.grid](
-            x, weight, bias, stream.x, None, norm.weight, new.x, new.scaled, new.squares, setup.partial,
-            setup.tickets, T, N, K, x.stride(0), setup.steps, 0.0, GROUPS=0, SWIGLU=False, **setup.constants,
-        )  # fmt: skip
+    """Return the stream plus x @ weight.T + bias, for the `norm` that comes next."""
+    setup = prepare(x, weight, bias, ADD=True)
+    size = torch.Size((len(x), setup.sizes.N))
+    check_shapes(residual=(stream.x, size), norm_weight=(norm.weight, size[1:]))
+    new = Stream.empty(len(x), norm, x)
+    _run(setup, new.written(stream.x))
     return new
+
+
+def _run(setup: Setup, new: Written) -> None:
+    if T := len(setup.operands.x):
+        _gemm[setup.grid](
+            setup.operands, new, setup.apart, T, setup.sizes, setup.steps, setup.eps, setup.constants,
+            **setup.options,
+        )  # fmt: skip

@@ -22,7 +22,7 @@ from ..dispatch import use_native, use_triton
 from ..native import packed
 from ..native.packed import Packed
 from . import gemm
-from .gemm import GELU
+from .gemm import GELU, SILU
 from .norm import Norm, rms_norm
 from .residual import residual_add
 from .stream import Stream
@@ -94,7 +94,7 @@ def norm_swiglu(
 ) -> Tensor:
     """silu(g) * u of RMSNorm(x), or gelu by tanh; weight is [2I, K] and bias [2I], g first; gives [T, I]."""
     if use_triton(stream.x):
-        return gemm.launch(stream, plain(weight), bias, swiglu=True if gate == "silu" else GELU.value)
+        return gemm.launch(stream, plain(weight), bias, gate=(SILU if gate == "silu" else GELU).value)
     g, u = norm_linear(stream, weight, bias).chunk(2, -1)
     return (F.silu(g) if gate == "silu" else F.gelu(g, approximate="tanh")) * u
 

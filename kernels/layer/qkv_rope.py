@@ -7,7 +7,6 @@
 never rounded; other widths take the two kernels one after the other, as `naive` does.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,19 +17,20 @@ from ..dispatch import use_triton
 from ..launch import arch
 from .linear import Weight, norm_linear, plain
 from .product import (
-    check_product,
+    Tile,
+    early_scale,
+    finished_slice,
     last_of_parts,
-    operand,
+    late_scale,
     paired_rows,
     prefetch_weight,
     prepare,
     products,
     split_pairs,
     sum_of_parts,
-    token_slice,
 )
-from .rope_cache import Angles, Norms, check, rope_cache, rotate_and_write
-from .stream import Stream, inverse_rms, inverse_rms_of_many, load_squares
+from .rope_cache import Angles, Norms, Part, operands, rope_cache, rotate_and_write
+from .stream import Stream
 
 # Widths of heads by architecture, as far as they fit the registers. (sm_100 keeps sums by rows.)
 HEAD_DIMS = {"sm_80": (64,), "sm_90": (64, 128, 256), "sm_100": (), "gfx942": (64, 128)}
@@ -58,51 +58,32 @@ def qkv_rope(
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
-def _qkv_rope(
-    x, weight, bias, squares, partial, tickets, cos_sin, positions, slots, q, k_cache, v_cache, q_norm,
-    k_norm, T, N, K, x_stride, steps, eps, head_stride, num_heads, num_kv_heads, head_eps,
-    HEAD_NORM: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-    APART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    HEADS: tl.constexpr = BLOCK_N // HEAD_DIM
-    HALF: tl.constexpr = HEAD_DIM // 2
-    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    rows, _ = paired_rows(block, HALF, BLOCK_N)
-    rows_in = rows < N
-    prefetch_weight(weight, tl.where(rows_in, rows, 0), split * steps * BLOCK_K, K, LINES, PDL)
-    wait_for_previous(PDL)
-    release_next(PDL)  # only now, since attention reads before its wait
-    FEW: tl.constexpr = BLOCK_T <= 32  # so few sums of squares wait in registers for the product's end
-    if FEW:
-        sums = load_squares(squares, t, t < T, T, GROUPS)
-    elif not APART:
-        scale = inverse_rms_of_many(squares, t, t < T, T, K, eps, BLOCK_T, GROUPS)
-    acc = products(
-        x, weight, rows, rows_in, t, t < T, K, x_stride, split, steps, SPLITS, APART, BLOCK_T, BLOCK_N,
-        BLOCK_K, EVEN, PRECISION,
-    )  # fmt: skip
-    if APART:
-        if not last_of_parts(acc, partial, tickets, T, tile, block, split, SPLITS, BLOCK_T, BLOCK_N):
+def _qkv_rope(operands, apart, rope, T, sizes, steps, eps, head_sizes, C: tl.constexpr):
+    """Grid: tiles of tokens, blocks of whole heads, parts of K that run apart."""
+    HEADS: tl.constexpr = C.BLOCK_N // C.HEAD_DIM
+    HALF: tl.constexpr = C.HEAD_DIM // 2
+    index, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = index * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
+    rows, _ = paired_rows(block, HALF, C.BLOCK_N)
+    rows_in = rows < sizes.N
+    prefetch_weight(operands.weight, tl.where(rows_in, rows, 0), split * steps * C.BLOCK_K, sizes.K, C)
+    wait_for_previous(C.PDL)
+    release_next(C.PDL)  # only now, since attention reads before its wait
+    tile = Tile(index, block, split, t, t < T, rows, rows_in)
+    scale = early_scale(operands, tile, T, sizes.K, eps, C)
+    acc = products(operands, tile, sizes, steps, C)
+    if C.APART:
+        if not last_of_parts(acc, apart, tile, T, C):
             return
-        if not FEW:
-            scale = inverse_rms_of_many(squares, t, t < T, T, K, eps, BLOCK_T, GROUPS)
-        acc = sum_of_parts(partial, T, tile, block, SPLITS, BLOCK_T, BLOCK_N)
-    if FEW:
-        scale = inverse_rms(sums, K, eps, BLOCK_T, GROUPS)
+        acc = sum_of_parts(apart, tile, T, C)
+    scale = late_scale(scale, operands, tile, T, sizes.K, eps, C)
     head = block * HEADS + tl.arange(0, HEADS)
-    for i in tl.static_range(BLOCK_T // SLICE):  # one after the other, because registers are dear here
-        part = token_slice(acc, i, SLICE, BLOCK_N, BLOCK_T) * token_slice(scale, i, SLICE, 1, BLOCK_T)
-        if bias is not None:
-            part += tl.load(bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
-        first, second = split_pairs(part, BLOCK_N, SLICE)
-        t = tile * BLOCK_T + i * SLICE + tl.arange(0, SLICE)
-        rotate_and_write(
-            tl.reshape(first, [HEADS, HALF, SLICE]), tl.reshape(second, [HEADS, HALF, SLICE]), head,
-            tl.arange(0, HALF), t, t < T, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
-            head_stride, num_heads, num_kv_heads, head_eps, HEAD_NORM, HEAD_DIM, HEADS, HALF, SLICE,
-        )  # fmt: skip
+    for i in tl.static_range(C.BLOCK_T // C.SLICE):  # one after the other, because registers are dear here
+        first, second = split_pairs(finished_slice(acc, scale, operands, tile, i, C))
+        first, second = tl.reshape(first, [HEADS, HALF, C.SLICE]), tl.reshape(second, [HEADS, HALF, C.SLICE])
+        t = index * C.BLOCK_T + i * C.SLICE + tl.arange(0, C.SLICE)
+        part = Part(head, tl.arange(0, HALF), t, t < T)
+        rotate_and_write(first, second, part, rope, head_sizes, C.NORM, C.HEAD_DIM)
 
 
 def launch(
@@ -115,19 +96,13 @@ def launch(
     norms: Norms,
 ) -> Tensor:
     """See `qkv_rope`."""
-    x, squares, groups, eps = operand(stream)
-    (T, K), N = x.shape, weight.shape[0]
-    _, num_kv_heads, _, _, head_dim = cache.shape
-    check_product(x, weight, bias=(bias, weight.shape[:1]))
-    num_heads, norm_weights, head_eps = check(N, x.dtype, cache, angles, norms)
-    q = torch.empty(T, num_heads, head_dim, dtype=x.dtype, device=x.device)
+    head_dim = cache.shape[-1]
+    setup = prepare(stream, weight, bias, unit=head_dim, HEAD_DIM=head_dim, NORM=norms is not None)
+    T = len(stream.x)
+    rope, head_sizes = operands(T, len(weight), stream.x, cache, batch, angles, norms)
     if T:
-        setup = prepare(x, weight, unit=head_dim)
-        k_cache, v_cache = cache
         _qkv_rope[setup.grid](
-            x, weight, bias, squares, setup.partial, setup.tickets, angles.table, angles.positions,
-            batch.slots, q, k_cache, v_cache, *norm_weights, T, N, K, x.stride(0), setup.steps, eps,
-            k_cache.stride(0), num_heads, num_kv_heads, head_eps, HEAD_NORM=norms is not None,
-            HEAD_DIM=head_dim, GROUPS=groups, **setup.constants,
+            setup.operands, setup.apart, rope, T, setup.sizes, setup.steps, setup.eps, head_sizes,
+            setup.constants, **setup.options,
         )  # fmt: skip
-    return q
+    return rope.q

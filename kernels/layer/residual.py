@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent_launch import options, release_next, wait_for_previous
+from ..dependent_launch import release_next, wait_for_previous
 from ..dispatch import use_triton
-from ..launch import next_power_of_2
 from . import norm as norms
 from .norm import MAX_WIDTH, Norm
-from .stream import GROUP, Stream, store_row
+from .stream import Stream, row_options, store_row
 from .vocab_parallel import total
 
 
@@ -37,25 +36,24 @@ def naive(parts: Tensor, x: Tensor, own: Norm | None = None) -> Tensor:
 
 @triton.jit(do_not_specialize=["T"])
 def _residual_add(
-    parts, own, x, weight, new, scaled, squares, T, H, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    parts, own, new, T, H, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     release_next(PDL)
     token = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < H
-    by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
+    by = tl.load(new.weight + i, inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     at = token.to(tl.int64) * H + i
     h = tl.load(parts + at, inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         h += tl.load(parts + part * T.to(tl.int64) * H + at, inside, other=0.0).to(tl.float32)
-    h = h.to(new.dtype.element_ty).to(tl.float32)
+    h = h.to(new.x.dtype.element_ty).to(tl.float32)
     value = h
     if own is not None:
         value = h * tl.rsqrt(tl.sum(h * h) / H + eps) * tl.load(own + i, inside, other=0.0).to(tl.float32)
-    value = (value + tl.load(x + at, inside, other=0.0).to(tl.float32)).to(new.dtype.element_ty)
-    store_row(value, by, new, scaled, squares, token, T, H, BLOCK)
+    value = (value + tl.load(new.residual + at, inside, other=0.0).to(tl.float32)).to(new.x.dtype.element_ty)
+    store_row(value, by, new, token, T, H)
 
 
 def launch(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
@@ -66,12 +64,10 @@ def launch(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Str
             raise ValueError(f"All must be contiguous and fit h {[T, H]}, not {list(tensor.shape)}.")
     if H > MAX_WIDTH:
         raise ValueError(f"RMSNorm of width {H} exceeds the limit of {MAX_WIDTH} per program.")
-    new = Stream.empty(T, norm, parts[0])
+    stream = Stream.empty(T, norm, parts[0])
     if T:
-        block = max(next_power_of_2(H), GROUP.value)
         _residual_add[(T,)](
-            parts, own_weight, x, norm.weight, new.x, new.scaled, new.squares, T, H,
-            0.0 if own is None else own.eps, PARTS=N, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-            **options(parts),
+            parts, own_weight, stream.written(x), T, H, 0.0 if own is None else own.eps, PARTS=N,
+            **row_options(H, parts),
         )  # fmt: skip
-    return new
+    return stream

@@ -21,6 +21,7 @@ in between). A head's arithmetic involves no other head or token, so neither do 
 is also the end of the product that computes qkv, `qkv_rope.py`.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,12 +33,11 @@ from torch import Tensor
 from ..batch import Batch
 from ..dependent_launch import options, release_next, wait_for_previous
 from ..dispatch import use_triton
-from ..launch import next_power_of_2
 from . import norm
 from .norm import Norm
 from .stream import tree_sum
 
-HEADS = 8  # per program: few enough to fill the machine with one token, many enough for wide accesses
+HEADS = tl.constexpr(8)  # per program: few fill the machine with one token, many make wide accesses
 
 Norms = tuple[Norm, Norm] | None  # of q and of k
 
@@ -95,90 +95,110 @@ def finite(x, dtype: tl.constexpr):
     return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
 
 
+# cos_sin is `Angles.table`; q_norm and k_norm are the weights of the norms, or None.
+Rope = namedtuple("Rope", "cos_sin positions slots q k_cache v_cache q_norm k_norm")
+
+# Of the cache, `head_stride` numbers to a KV head; of the norms, eps.
+HeadSizes = namedtuple("HeadSizes", "head_stride num_heads num_kv_heads eps")
+
+# Heads [HEADS] of tokens t [WIDTH], and columns i [BLOCK] of their halves.
+Part = namedtuple("Part", "head i t t_in")
+
+
 @triton.jit
-def rotate_and_write(
-    first, second, head, i, t, t_in, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
-    head_stride, num_heads, num_kv_heads, eps,
-    NORM: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Finish the heads `head` [HEADS] of tokens t [WIDTH], given as their halves [HEADS, BLOCK, WIDTH] in
-    float32, of which columns i [BLOCK] < HEAD_DIM / 2 count: norm, rotation, to q or the cache."""
+def rotate_and_write(first, second, part, rope, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Finish heads of tokens, given as their halves [HEADS, BLOCK, WIDTH] in float32: norm, rotation, to q or
+    the cache."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    inside = i < HALF
+    inside = part.i < HALF
+    is_q, is_k, is_v = kinds_of(part.head, sizes)
+    a, b = first, second
+    if NORM:
+        a, b = head_norm(a, b, part, rope, sizes, HEAD_DIM)
+    t, i = part.t, part.i
+    angle = tl.load(rope.positions + t, part.t_in, other=0).to(tl.int64)[None, :] * HEAD_DIM + i[:, None]
+    known = inside[:, None] & part.t_in[None, :]
+    cos = tl.load(rope.cos_sin + angle, known, other=0.0)[None, :, :]
+    sin = tl.load(rope.cos_sin + angle + HALF, known, other=0.0)[None, :, :]
+    a, b = a * cos - b * sin, b * cos + a * sin
+
+    dtype: tl.constexpr = rope.q.dtype.element_ty
+    known = known[None, :, :]
+    row = t.to(tl.int64)[None, :] * sizes.num_heads + part.head[:, None]
+    at = row[:, None, :] * HEAD_DIM + i[None, :, None]
+    mask = is_q[:, None, None] & known
+    tl.store(rope.q + at, a.to(dtype), mask)
+    tl.store(rope.q + at + HALF, b.to(dtype), mask)
+    slot = tl.load(rope.slots + t, part.t_in, other=-1).to(tl.int64)
+    known &= (slot >= 0)[None, None, :]
+    kv_head = (part.head - sizes.num_heads - tl.where(is_v, sizes.num_kv_heads, 0)).to(tl.int64)
+    at = kv_head[:, None, None] * sizes.head_stride + slot[None, None, :] * HEAD_DIM + i[None, :, None]
+    mask = is_k[:, None, None] & known
+    tl.store(rope.k_cache + at, a.to(dtype), mask)
+    tl.store(rope.k_cache + at + HALF, b.to(dtype), mask)
+    mask = is_v[:, None, None] & known
+    tl.store(rope.v_cache + at, finite(first, dtype).to(dtype), mask)
+    tl.store(rope.v_cache + at + HALF, finite(second, dtype).to(dtype), mask)
+
+
+@triton.jit
+def kinds_of(head, sizes):
+    """Return which heads [HEADS] are of q, of k and of v."""
+    num_heads, num_kv_heads = sizes.num_heads, sizes.num_kv_heads
     is_q = head < num_heads
     is_k = (head >= num_heads) & (head < num_heads + num_kv_heads)
     is_v = (head >= num_heads + num_kv_heads) & (head < num_heads + 2 * num_kv_heads)
-    a, b = first, second
-    if NORM:
-        squares = tl.reshape(tl.permute(a * a + b * b, [0, 2, 1]), [HEADS * WIDTH, BLOCK])
-        squares = tl.reshape(tree_sum(squares, HEADS * WIDTH, BLOCK), [HEADS, 1, WIDTH])
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)
-        for_q, for_k = is_q[:, None] & inside[None, :], is_k[:, None] & inside[None, :]
-        weight_a = tl.load(q_norm + i[None, :], for_q, other=0.0).to(tl.float32)
-        weight_a += tl.load(k_norm + i[None, :], for_k, other=0.0).to(tl.float32)
-        weight_b = tl.load(q_norm + HALF + i[None, :], for_q, other=0.0).to(tl.float32)
-        weight_b += tl.load(k_norm + HALF + i[None, :], for_k, other=0.0).to(tl.float32)
-        a, b = a * scale * weight_a[:, :, None], b * scale * weight_b[:, :, None]
-    angle = tl.load(positions + t, t_in, other=0).to(tl.int64)[None, :] * HEAD_DIM + i[:, None]
-    known = inside[:, None] & t_in[None, :]
-    cos = tl.load(cos_sin + angle, known, other=0.0)[None, :, :]
-    sin = tl.load(cos_sin + angle + HALF, known, other=0.0)[None, :, :]
-    a, b = a * cos - b * sin, b * cos + a * sin
+    return is_q, is_k, is_v
 
-    dtype: tl.constexpr = q.dtype.element_ty
-    known = known[None, :, :]
-    at = (t.to(tl.int64)[None, :] * num_heads + head[:, None])[:, None, :] * HEAD_DIM + i[None, :, None]
-    mask = is_q[:, None, None] & known
-    tl.store(q + at, a.to(dtype), mask)
-    tl.store(q + at + HALF, b.to(dtype), mask)
-    slot = tl.load(slots + t, t_in, other=-1).to(tl.int64)
-    known &= (slot >= 0)[None, None, :]
-    kv_head = (head - num_heads - tl.where(is_v, num_kv_heads, 0)).to(tl.int64)
-    at = kv_head[:, None, None] * head_stride + slot[None, None, :] * HEAD_DIM + i[None, :, None]
-    mask = is_k[:, None, None] & known
-    tl.store(k_cache + at, a.to(dtype), mask)
-    tl.store(k_cache + at + HALF, b.to(dtype), mask)
-    mask = is_v[:, None, None] & known
-    tl.store(v_cache + at, finite(first, dtype).to(dtype), mask)
-    tl.store(v_cache + at + HALF, finite(second, dtype).to(dtype), mask)
+
+@triton.jit
+def head_norm(a, b, part, rope, sizes, HEAD_DIM: tl.constexpr):
+    """Return the halves of heads after the norms of q and k; those of v come to 0."""
+    HEADS: tl.constexpr = a.shape[0]
+    BLOCK: tl.constexpr = a.shape[1]
+    WIDTH: tl.constexpr = a.shape[2]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    squares = tl.reshape(tl.permute(a * a + b * b, [0, 2, 1]), [HEADS * WIDTH, BLOCK])
+    squares = tl.reshape(tree_sum(squares), [HEADS, 1, WIDTH])
+    scale = tl.rsqrt(squares / HEAD_DIM + sizes.eps)
+    is_q, is_k, _ = kinds_of(part.head, sizes)
+    inside = (part.i < HALF)[None, :]
+    for_q, for_k = is_q[:, None] & inside, is_k[:, None] & inside
+    i = part.i[None, :]
+    weight_a = tl.load(rope.q_norm + i, for_q, other=0.0).to(tl.float32)
+    weight_a += tl.load(rope.k_norm + i, for_k, other=0.0).to(tl.float32)
+    weight_b = tl.load(rope.q_norm + HALF + i, for_q, other=0.0).to(tl.float32)
+    weight_b += tl.load(rope.k_norm + HALF + i, for_k, other=0.0).to(tl.float32)
+    return a * scale * weight_a[:, :, None], b * scale * weight_b[:, :, None]
 
 
 @triton.jit
 def _rope_cache(
-    qkv, cos_sin, q, k_cache, v_cache, positions, slots, q_norm, k_norm,
-    token_stride, head_stride, num_heads, num_kv_heads, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    qkv, rope, token_stride, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     wait_for_previous(PDL)
     release_next(PDL)  # only now, since attention reads before its wait
     t = tl.program_id(0) + tl.arange(0, 1)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    i = tl.arange(0, BLOCK)
+    i = tl.arange(0, triton.next_power_of_2(HEAD_DIM // 2))
     at = t.to(tl.int64)[None, None, :] * token_stride + head[:, None, None] * HEAD_DIM + i[None, :, None]
-    inside = (head < num_heads + 2 * num_kv_heads)[:, None, None] & (i < HEAD_DIM // 2)[None, :, None]
+    there = head < sizes.num_heads + 2 * sizes.num_kv_heads
+    inside = there[:, None, None] & (i < HEAD_DIM // 2)[None, :, None]
     first = tl.load(qkv + at, inside, other=0.0).to(tl.float32)  # [HEADS, BLOCK, 1]
     second = tl.load(qkv + at + HEAD_DIM // 2, inside, other=0.0).to(tl.float32)
-    rotate_and_write(
-        first, second, head, i, t, t >= 0, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
-        head_stride, num_heads, num_kv_heads, eps, NORM, HEAD_DIM, HEADS, BLOCK, 1,
-    )  # fmt: skip
+    rotate_and_write(first, second, Part(head, i, t, t >= 0), rope, sizes, NORM, HEAD_DIM)
 
 
 def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
     if qkv.stride(1) != 1:
         raise ValueError("qkv must have rows without gaps.")
-    T, (_, num_kv_heads, _, _, head_dim) = qkv.shape[0], cache.shape
-    num_heads, norm_weights, eps = check(qkv.shape[1], qkv.dtype, cache, angles, norms)
-    q = torch.empty(T, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    if T:
-        k_cache, v_cache = cache
-        _rope_cache[(T, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))](
-            qkv, angles.table, q, k_cache, v_cache, angles.positions, batch.slots, *norm_weights,
-            qkv.stride(0), k_cache.stride(0), num_heads, num_kv_heads, eps,
-            NORM=norms is not None, HEADS=HEADS, HEAD_DIM=head_dim,
-            BLOCK=next_power_of_2(head_dim // 2), num_warps=2, **options(qkv),
+    rope, sizes = operands(len(qkv), qkv.shape[1], qkv, cache, batch, angles, norms)
+    if T := len(qkv):
+        _rope_cache[(T, triton.cdiv(sizes.num_heads + 2 * sizes.num_kv_heads, HEADS.value))](
+            qkv, rope, qkv.stride(0), sizes, NORM=norms is not None, HEAD_DIM=cache.shape[-1], num_warps=2,
+            **options(qkv),
         )  # fmt: skip
-    return q
+    return rope.q
 
 
 def check_cache(cache: Tensor) -> None:
@@ -191,10 +211,11 @@ def check_cache(cache: Tensor) -> None:
         raise ValueError(f"A KV head has {cache.stride(1)} numbers of keys; attention counts below 2^31.")
 
 
-def check(
-    width: int, dtype: torch.dtype, cache: Tensor, angles: Angles, norms: Norms
-) -> tuple[int, tuple[Tensor | None, Tensor | None], float]:
-    """(q heads of a row of `width` values, norm weights, eps); refuses what does not fit together."""
+def operands(
+    T: int, width: int, like: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
+) -> tuple[Rope, HeadSizes]:
+    """Return what a kernel needs to finish qkv [T, width], with room for q in the dtype of `like`; refuse
+    what does not fit together."""
     _, num_kv_heads, _, _, head_dim = cache.shape
     heads, rest = divmod(width, head_dim)
     num_heads = heads - 2 * num_kv_heads
@@ -206,4 +227,7 @@ def check(
     (q_norm, eps), (k_norm, k_eps) = norms or ((None, 0.0), (None, 0.0))
     if eps != k_eps:
         raise ValueError(f"The norms of q and k must have the same eps, not {eps} and {k_eps}.")
-    return num_heads, (q_norm, k_norm), eps
+    k, v = cache
+    q = like.new_empty(T, num_heads, head_dim)
+    rope = Rope(angles.table, angles.positions, batch.slots, q, k, v, q_norm, k_norm)
+    return rope, HeadSizes(k.stride(0), num_heads, num_kv_heads, eps)

@@ -36,9 +36,9 @@ SPAN = 512  # positions
 # enough loads in flight to hide the memory's latency, no spilled registers. The most columns, which are
 # prompts and long drafts, take 8 warps. The tile fixes the order of sums.
 CONFIGS = {
-    "sm_80": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (32, 64, 8, 3)},
+    "sm_80": {64: (32, 64, 4, 4), 128: (32, 64, 4, 3), 256: (32, 64, 8, 3)},
     "sm_90": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 64, 8, 3)},
-    "sm_100": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 2)},
+    "sm_100": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 32, 4, 2)},
     "gfx942": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1)},
 }
 

@@ -1,6 +1,6 @@
 """How a product is cut into programs: the one decision behind `product.py`, from an estimate of its time.
 
-    plan(T, N, K, arch) -> Tiling            x [T, K] with weight [N, K]
+    choose_tiling(T, N, K, arch) -> Tiling            x [T, K] with weight [N, K]
 
 Two things are decided. The parts of K fix the order of a sum, so they depend on the weight's shape and
 the architecture alone: what a small step needs, since that is where a weight has too few blocks to
@@ -63,7 +63,7 @@ class Tiling(NamedTuple):
 
 
 @cache
-def plan(T: int, N: int, K: int, arch: str, itemsize: int = 2, unit: int = 1) -> Tiling:
+def choose_tiling(T: int, N: int, K: int, arch: str, itemsize: int = 2, unit: int = 1) -> Tiling:
     """The tiling with the least estimated time.
 
     Args:

@@ -119,9 +119,7 @@ def test_tiles_of_every_architecture(target: str, head_dim: int) -> None:
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (90, None), (90, 3.0)])
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_bits_depend_on_the_text_alone(
-    dtype: torch.dtype, window: int | None, softcap: float | None
-) -> None:
+def test_bits_depend_on_the_text_alone(dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
     """Alone, in a batch, with K = 0, as a row of a verification, as a tree, on few or many programs."""
     texts = Texts.random([70, 330, 75], (4, 2, 64), 16, dtype)
     texts.softcap = softcap

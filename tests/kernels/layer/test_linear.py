@@ -44,7 +44,9 @@ def any_tiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Overrides what `plan` chooses, by field."""
 
     def choose(**fields: Any) -> None:
-        monkeypatch.setattr(product, "plan", lambda *shape: tiling.plan(*shape)._replace(**fields))
+        monkeypatch.setattr(
+            product, "choose_tiling", lambda *shape: tiling.choose_tiling(*shape)._replace(**fields)
+        )
 
     return choose
 
@@ -78,7 +80,7 @@ def test_parts_depend_on_the_weight_alone(N: int, K: int, arch: str) -> None:
     assert part % (128 if K % 128 == 0 else 64) == 0
     assert (splits - 1) * part < K <= splits * part
     for T in (1, 16, 33, 64, 65, 320, 4096):
-        chosen = tiling.plan(T, N, K, arch)
+        chosen = tiling.choose_tiling(T, N, K, arch)
         assert (chosen.splits, chosen.part) == (splits, part)
         assert part % chosen.block_k == 0
         assert not chosen.apart or splits > 1

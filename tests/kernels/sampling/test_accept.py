@@ -167,9 +167,7 @@ def test_kernel_row_does_not_depend_on_the_batch() -> None:
         if s < 0:
             continue
         own = real(batch, b)
-        alone = make_batch(
-            [len(own)], [int(batch.base_len[b])], rows=ints(s), input_ids=batch.input_ids[own]
-        )
+        alone = make_batch([len(own)], [int(batch.base_len[b])], rows=ints(s), input_ids=batch.input_ids[own])
         proposal = drawn(logits[b : b + 1])
         targets = accept.launch(case.targets[own], case.logits[own], case.table, alone, proposal)
         assert torch.equal(targets, together[own])

@@ -1,0 +1,156 @@
+"""Per-head norm, rotation and cache write, with and without the qkv product before them: against `naive`,
+their bits, and values that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec.kernels.dispatch import forced
+from nanospec.kernels.layer import product, tiling
+from nanospec.kernels.layer.norm import Norm
+from nanospec.kernels.layer.qkv_rope import qkv_rope
+from nanospec.kernels.layer.rope_cache import Angles, rope_cache
+from tests.kernels.products import stream_of
+from tests.kernels.texts import tokens_at
+from tests.util import assert_close
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+BLOCKS, BLOCK_SIZE, POSITIONS, HIDDEN = 11, 16, 50, 200
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}
+Heads = tuple[int, int, int]  # Hq, Hkv, D
+
+
+class Setup:
+    """Random weights, a cache and T tokens, some without a slot: a stream x, or qkv if not `fused`."""
+
+    def __init__(self, T: int, heads: Heads, qk_norm: bool, dtype: torch.dtype, fused: bool = True) -> None:
+        generator = torch.Generator().manual_seed(T)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator).to(dtype)
+
+        num_heads, num_kv_heads, head_dim = heads
+        width = (num_heads + 2 * num_kv_heads) * head_dim
+        self.fused = fused
+        self.x, self.scale = normal(T, HIDDEN), normal(HIDDEN)
+        self.weight, self.bias = normal(width, HIDDEN) / 16, normal(width)
+        self.qkv = normal(T, width)
+        self.qkv[1::5] *= 1e-2  # beside small squares eps counts
+        self.qkv[2::5] *= 1e-3
+        angles = torch.randn(POSITIONS, head_dim // 2, generator=generator)
+        self.table = torch.cat((angles.cos(), angles.sin()), 1)
+        self.cache = normal(2, num_kv_heads, BLOCKS, BLOCK_SIZE, head_dim)
+        self.norms = normal(2, head_dim) if qk_norm else None
+        self.slots = torch.randperm(BLOCKS * BLOCK_SIZE, generator=generator)[:T].int()
+        self.slots[2::7] = -1
+        self.positions = torch.randint(0, POSITIONS, (T,), generator=generator, dtype=torch.int32)
+
+    def run(self, dtype: torch.dtype, t: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """q and the cache afterwards, computed in `dtype`: by `naive` in float64, else by the kernel."""
+        batch = tokens_at(self.positions[t], self.slots[t])
+        angles = Angles(self.table, batch.positions, dtype)
+        cache, norms = self.cache.to(dtype, copy=True), None
+        if self.norms is not None:
+            q_norm, k_norm = self.norms.to(dtype)
+            norms = Norm(q_norm, 1e-5), Norm(k_norm, 1e-5)
+        with forced("naive" if dtype == torch.float64 else "triton"):
+            if not self.fused:
+                return rope_cache(self.qkv[t].to(dtype), cache, batch, angles, norms), cache
+            stream = stream_of(self.x[t].to(dtype), Norm(self.scale.to(dtype), 1e-6))
+            weights = self.weight.to(dtype), self.bias.to(dtype)
+            return qkv_rope(stream, *weights, cache, batch, angles, norms), cache
+
+    def written(self, t: slice) -> Tensor:
+        """The slots that tokens `t` have."""
+        return self.slots[t][self.slots[t] >= 0].long()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
+@pytest.mark.parametrize(
+    ("fused", "T", "heads"),
+    [
+        *((True, 5, (9, 3, 64)), (True, 70, (1, 1, 64)), (True, 3, (4, 4, 128)), (True, 2, (3, 1, 256))),
+        *((True, 4, (2, 1, 80)), (False, 5, (9, 3, 64)), (False, 1, (1, 1, 80)), (False, 3, (4, 4, 96))),
+    ],
+    ids=str,
+)
+def test_against_naive(fused: bool, T: int, heads: Heads, qk_norm: bool, dtype: torch.dtype) -> None:
+    setup = Setup(T, heads, qk_norm, dtype, fused)
+    q, cache = setup.run(dtype)
+    expected_q, expected_cache = setup.run(torch.float64)
+    assert_close(q, expected_q, TOLERANCE[dtype], "q")
+    assert_close(cache, expected_cache, TOLERANCE[dtype], "cache")
+    untouched = torch.ones(BLOCKS * BLOCK_SIZE, dtype=torch.bool)
+    untouched[setup.written(slice(None))] = False
+    before, after = setup.cache.flatten(2, 3)[:, :, untouched], cache.flatten(2, 3)[:, :, untouched]
+    assert torch.equal(before, after)  # a token without a slot writes nowhere
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize(("fused", "head_dim"), [(True, 64), (True, 128), (False, 64)])
+def test_bits_do_not_depend_on_other_tokens(
+    fused: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on their number nor on the tiling, but for the parts of the sum."""
+    setup = Setup(130, (2, 1, head_dim), True, torch.float32, fused)
+    cut: dict[str, Any] = {"splits": 2, "part": 128, "apart": False}
+
+    def run(t: slice, **fields: Any) -> tuple[Tensor, Tensor]:
+        monkeypatch.setattr(
+            product, "choose_tiling", lambda *a: tiling.choose_tiling(*a)._replace(**(cut | fields))
+        )
+        q, cache = setup.run(torch.float32, t)
+        return q, cache.flatten(2, 3)
+
+    q, cache = run(slice(None))
+    for first, count in ((0, 1), (2, 3), (10, 17), (30, 65)):
+        t = slice(first, first + count)
+        slots = setup.written(t)
+        for fields in ({}, {"apart": True}, {"rows": 128, "width": 32}) if fused else ({},):
+            its_q, its_cache = run(t, **fields)
+            assert torch.equal(its_q, q[t]), (t, fields)
+            assert torch.equal(its_cache[:, :, slots], cache[:, :, slots]), (t, fields)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_in_keys_but_never_in_values(bad: float) -> None:
+    setup = Setup(3, (2, 1, 64), False, torch.float32)
+    setup.slots[:] = torch.tensor([5, 6, 7])
+    clean_q, clean = setup.run(torch.float32)
+    setup.x[1, 17] = bad
+    q, cache = setup.run(torch.float32)
+    keys, values = cache.flatten(2, 3)[:, 0, 5:8]
+    assert q[1].isnan().all()
+    assert keys[1].isnan().all()
+    assert (values[1] == 0).all()
+    others = [0, 2]
+    assert torch.equal(q[others], clean_q[others])
+    assert torch.equal(cache.flatten(2, 3)[:, 0, [5, 7]], clean.flatten(2, 3)[:, 0, [5, 7]])
+
+
+def test_values_alone_that_are_not_finite_become_finite() -> None:
+    setup = Setup(1, (1, 1, 64), False, torch.float16, fused=False)
+    setup.qkv[0, 128:132] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1])
+    _, cache = setup.run(torch.float16)
+    assert cache.flatten(2, 3)[1, 0, setup.slots[0], :4].tolist() == [0, 65504, -65504, 1]
+
+
+def test_bad_arguments_are_refused() -> None:
+    setup = Setup(2, (3, 1, 64), False, torch.float32)
+    norms = Norm(torch.ones(64), 1e-5), Norm(torch.ones(64), 1e-6)
+    with forced("triton"):
+        for qkv, table, chosen, message in (
+            (setup.qkv[:, :-1], setup.table, None, "does not fit"),
+            (setup.qkv, setup.table.double(), None, "float32"),
+            (setup.qkv, setup.table, norms, "the same eps, not 1e-05 and 1e-06"),
+        ):
+            batch = tokens_at(setup.positions, setup.slots)
+            angles = Angles(table, batch.positions, torch.float32)
+            with pytest.raises(ValueError, match=message):
+                rope_cache(qkv, setup.cache, batch, angles, chosen)
