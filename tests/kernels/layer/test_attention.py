@@ -74,22 +74,21 @@ def test_softcap(name: str, softcap: float, dtype: torch.dtype) -> None:
     assert_close(texts.attend(parts, 90), wanted, max(TOLERANCE[dtype], 1e-7 * softcap), name)
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("window", [8, 63, 64, 65, 76, 130])
-def test_window(window: int, tree: bool) -> None:
-    shape = [(200, 5), (window, 2), (max(window - 3, 0), 5), (0, 8)]
-    texts, parts = requests(shape, (2, 1, 64))
-    trees = random_trees([n for _, n in shape], window) if tree else None
+@pytest.mark.parametrize(
+    ("tree", "window", "shape"),
+    [
+        (tree, w, [(200, 5), (w, 2), (max(w - 3, 0), 5), (0, 8)])
+        for tree in (0, 1)
+        for w in (8, 63, 64, 65, 130)
+    ]
+    + [(2, None, [(40, nodes), (0, nodes // 2), (5, 0), (126, 1)]) for nodes in (1, 7, 33, 64)],
+    ids=str,
+)
+def test_windows_and_trees(tree: int, window: int | None, shape: Shape) -> None:
+    texts, parts = requests(shape, (3, 1, 64))
+    trees = random_trees([n for _, n in shape], tree) if tree else None
     out = texts.attend(parts, window, trees=trees)
     assert_close(out, texts.expected(parts, window, trees=trees), TOLERANCE[FP32])
-
-
-@pytest.mark.parametrize("nodes", [1, 7, 33, 64])
-def test_tree(nodes: int) -> None:
-    shape = [(40, nodes), (0, nodes // 2), (5, 0), (126, 1)]
-    texts, parts = requests(shape, (3, 1, 64))
-    trees = random_trees([n for _, n in shape], nodes)
-    assert_close(texts.attend(parts, trees=trees), texts.expected(parts, trees=trees), TOLERANCE[FP32])
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

@@ -41,7 +41,7 @@ def test_linear(kind: str, T: int, N: int, K: int, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def any_tiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Overrides what `plan` chooses, by field."""
+    """Overrides what `choose_tiling` chooses, by field."""
 
     def choose(**fields: Any) -> None:
         monkeypatch.setattr(
@@ -89,21 +89,17 @@ def test_parts_depend_on_the_weight_alone(N: int, K: int, arch: str) -> None:
 @pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "sm_90"])  # the others' tests
 @pytest.mark.parametrize("T", [3, 70])
 def test_tilings_of_every_architecture(T: int, arch: str) -> None:
-    """What `plan` chooses for it: parts of K, rows, columns, steps."""
+    """What `choose_tiling` chooses for it: parts of K, rows, columns, steps."""
     products = Products(T, 66, 576, torch.float16)
     with targeting(arch):
         assert_close(products.run("norm_swiglu"), products.expected("norm_swiglu"), TOLERANCE[torch.float16])
-
-
-def test_empty_input() -> None:
-    with forced("triton"):
-        assert linear.linear(torch.empty(0, 64), torch.randn(32, 64)).shape == (0, 32)
 
 
 def test_bad_arguments_are_refused() -> None:
     x, weight = torch.randn(2, 64), torch.randn(32, 64)
     norm, short = Norm(torch.randn(32), 1e-6), Norm(torch.randn(31), 1e-6)
     with forced("triton"):
+        assert linear.linear(x[:0], weight).shape == (0, 32)
         for call, message in (
             (lambda: linear.linear(x, weight.T.contiguous()), "does not fit"),
             (lambda: linear.linear(x, weight.T), "contiguous"),
