@@ -151,6 +151,14 @@ def assert_same(actual: Outcome, expected: Outcome, what: object = "") -> None:
         assert len(got) == len(wanted), what
 
 
+def run_as_alone(engine: Engine, model: Model, jobs: Sequence[Job], what: object = "") -> list[Request]:
+    """Run jobs, whose outputs must be those of decoding alone."""
+    requests = run(engine, jobs)
+    for request, wanted in zip(requests, alone(model, jobs), strict=True):
+        assert_same(outcome(request), wanted, what)
+    return requests
+
+
 def assert_idle(engine: Engine) -> None:
     """Nobody holds a row or a block."""
     pool, scheduler = engine.scheduler.pool, engine.scheduler

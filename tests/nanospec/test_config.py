@@ -36,6 +36,12 @@ BAD_SPEC = [
     ({"acceptance": []}, "acceptance=[] must be a text."),
     ({"method": ["ngram"]}, "method=['ngram'] must be a text."),
     ({"heads": Path("x")}, "must be a text."),
+    ({"method": "ngram", "draft_model": "x"}, "draft_model='x' is of no use to method='ngram'"),
+    ({"method": "draft", "heads": "x"}, "heads='x' is of no use to method='draft'"),
+    ({"tree_width": 0}, "tree_width=0 must be"),
+    ({"method": "draft", "tree_width": 2}, "tree_width=2 is of no use to draft, which guesses chains."),
+    ({"speculation_lengths": 4}, "tuple of integers"),
+    ({"acceptance": "lossy"}, "acceptance='lossy'"),
     ({"options": {None: 1}}, "options={None: 1} must map names to values."),
 ]
 BAD_ENGINE = [

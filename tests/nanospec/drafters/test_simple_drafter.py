@@ -22,19 +22,7 @@ from nanospec.drafters.loading import Guessers, who_guesses
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from tests.drive import (
-    MODES,
-    Job,
-    alone,
-    assert_same,
-    cycle,
-    cycle_model,
-    finish,
-    make_engine,
-    outcome,
-    random_jobs,
-    run,
-)
+from tests.drive import MODES, Job, cycle, cycle_model, finish, make_engine, random_jobs, run, run_as_alone
 from tests.tiny import tiny_model
 
 JOB = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
@@ -91,8 +79,7 @@ def test_plain_python_changes_no_output(model: Model, lookup: bool, lag: bool, k
     jobs = random_jobs(random.Random("plain"), 64, 10)
     drafter: Any = ["ngram", Learner()] if lookup else Learner()
     engine = make_engine(model, k, drafter=drafter, max_num_seqs=4, num_blocks=16, async_scheduling=lag)
-    for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
-        assert_same(outcome(request), wanted)
+    run_as_alone(engine, model, jobs)
     assert engine.metrics.num_preemptions > 0
     assert engine.metrics.spec.by_drafter["Learner"][1] > 0
     assert ("ngram" in engine.metrics.spec.by_drafter) == lookup
@@ -110,19 +97,17 @@ def test_whatever_is_guessed_the_output_stays(
     params = SamplingParams(temperature=heat, seed=k, max_tokens=12, stop_token_ids=answers[0][:1])
     jobs = [Job([1, 2, 3], params), Job([4], params)]
     engine = make_engine(model, k, drafter=Says(lambda tokens, _: answers[len(tokens) % len(answers)]))
-    for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
-        assert_same(outcome(request), wanted)
+    run_as_alone(engine, model, jobs)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_object_on_the_device_needs_no_registration(model: Model, mode: str) -> None:
     jobs = random_jobs(random.Random(mode), 64, 6)
-    known, expected = dict(METHODS), alone(model, jobs)
+    known = dict(METHODS)
     ways: list[Guessers] = [Echo(), ["ngram", Echo()], [Echo(), "ngram"]]
     for drafter in ways:
         engine = make_engine(model, 4, drafter=drafter, **MODES[mode])
-        for request, wanted in zip(run(engine, jobs), expected, strict=True):
-            assert_same(outcome(request), wanted)
+        run_as_alone(engine, model, jobs)
         assert engine.metrics.spec.by_drafter["Echo"][1] > 0
     assert known == METHODS
 
@@ -218,25 +203,23 @@ def test_the_time_of_calls_without_drafts_counts_to_those_with_some() -> None:
 
 
 def test_who_guesses_is_checked(model: Model) -> None:
-    spec = SpecConfig()
-    for guessers, what in (
-        (Learner, r"drafter=Learner is a class; make one of it: Learner\(\)"),
-        ("ngam", "drafter='ngam' is neither a Drafter nor one of draft, medusa, ngram"),
-        ([], r"drafter=\[\] and method='ngram' do not go together"),
-        ([Learner(), "ngram"], "Learner takes time to guess, so it must come last"),
-        (7, "drafter=7 is neither"),
-        (["ngram", "draft"], r"'draft' has weights of its own, so only method=\.\.\. loads it"),
+    guessers: Any
+    plain, none, tree = SpecConfig(), SpecConfig(method="none"), SpecConfig(tree_width=2)
+    for spec, guessers, what in (
+        (plain, Learner, r"drafter=Learner is a class; make one of it: Learner\(\)"),
+        (plain, "ngam", "drafter='ngam' is neither a Drafter nor one of draft, medusa, ngram"),
+        (plain, [], r"drafter=\[\] and method='ngram' do not go together"),
+        (plain, [Learner(), "ngram"], "Learner takes time to guess, so it must come last"),
+        (plain, 7, "drafter=7 is neither"),
+        (plain, ["ngram", "draft"], r"'draft' has weights of its own, so only method=\.\.\. loads it"),
+        (none, Learner(), "method='none' do not go together"),
+        (tree, Learner(), "tree_width=2 is of no use to Learner"),
     ):
         with pytest.raises(ValueError, match=what):
-            who_guesses(spec, guessers)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="method='none' do not go together"):
-        who_guesses(SpecConfig(method="none"), Learner())
-    with pytest.raises(ValueError, match="tree_width=2 is of no use"):
-        who_guesses(SpecConfig(tree_width=2), Learner())
+            who_guesses(spec, guessers)
     assert make_engine(model, 4, guess={"tree_width": 2}, drafter=["ngram", Learner()]).worker.max_k == 4
-    with pytest.raises(ValueError, match="enforce_eager=False asks for captured steps"):
-        make_engine(model, 4, drafter=["ngram", Learner()], enforce_eager=False)
-    with pytest.raises(ValueError, match="enforce_eager=False asks for captured steps"):
-        make_engine(model, 4, drafter=Learner(), enforce_eager=False, trace=True)
+    for guessers in (["ngram", Learner()], Learner()):
+        with pytest.raises(ValueError, match="enforce_eager=False asks for captured steps"):
+            make_engine(model, 4, drafter=guessers, enforce_eager=False)
     with pytest.raises(NotImplementedError, match=r"SimpleDrafter must define guess\(self, tokens, k\)"):
         run(make_engine(model, 4, drafter=SimpleDrafter()), [JOB])

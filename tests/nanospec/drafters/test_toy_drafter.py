@@ -16,7 +16,7 @@ from nanospec.drafters.loading import who_guesses
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from tests.drive import MODES, alone, assert_same, make_engine, outcome, random_jobs, run
+from tests.drive import MODES, make_engine, random_jobs, run_as_alone
 from tests.tiny import tiny_model
 
 
@@ -53,8 +53,7 @@ def model() -> Model:
 def test_its_output_is_that_of_decoding_alone(model: Model, method: str, mode: str) -> None:
     jobs = random_jobs(random.Random(method), 64, 6)
     engine = make_engine(model, 4, guess={"method": method}, **MODES[mode])
-    for request, wanted in zip(run(engine, jobs), alone(model, jobs), strict=True):
-        assert_same(outcome(request), wanted)
+    run_as_alone(engine, model, jobs)
     assert engine.metrics.spec.by_drafter["toy"][1] > 0
 
 
