@@ -15,8 +15,7 @@ from ..text.checks import shown
 
 HUB_TIMEOUT = 10  # seconds until a silent hub counts as unreachable
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
-HUB_NOT_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
+FILES, NOT_FILES = ["*.safetensors", "*.json", "*.jinja"], ["*/*", "consolidated*"]  # no other formats
 MAX_NAME = 1024  # characters; systems refuse to look for paths not much longer
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -106,13 +105,16 @@ def default_heads(model_folder: Path) -> Path:
     )
 
 
-def download(hub_id: str) -> Path:
-    """Download a model of the Hugging Face hub into the cache; return its folder."""
+def download(hub_id: str, folder: Path | None = None) -> Path:
+    """Download a model of the Hugging Face hub into a folder, or into the hub's cache; return the folder.
+    Raises FileNotFoundError for a model without config.json, and errors of several HTTP libraries."""
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))  # read by the next import
     from huggingface_hub import snapshot_download
 
-    folder = snapshot_download(
-        hub_id, etag_timeout=HUB_TIMEOUT, allow_patterns=HUB_FILES, ignore_patterns=HUB_NOT_FILES
+    wait = HUB_TIMEOUT
+    found = snapshot_download(
+        hub_id, local_dir=folder, etag_timeout=wait, allow_patterns=FILES, ignore_patterns=NOT_FILES
     )
-    if not (Path(folder) / "config.json").is_file():
+    if not (Path(found) / "config.json").is_file():
         raise FileNotFoundError("it holds no config.json")
-    return Path(folder)
+    return Path(found)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...models.hub import HUB_FILES, HUB_ID, HUB_NOT_FILES, HUB_TIMEOUT, new_models_folder, program
+from ...models.hub import HUB_ID, download, new_models_folder, program
 from .parser import Parser
 
 DEFAULT, DEFAULT_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -67,14 +67,8 @@ def _download(name: str, scratch: Path) -> str:
 
 def from_hub(hub_id: str, folder: Path) -> str:
     """Download `hub_id` from the Hugging Face hub into `folder`; return the name of the source."""
-    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))  # read by the next import
-    from huggingface_hub import snapshot_download
-
-    wait, files, not_files = HUB_TIMEOUT, HUB_FILES, HUB_NOT_FILES
     try:
-        snapshot_download(
-            hub_id, local_dir=folder, etag_timeout=wait, allow_patterns=files, ignore_patterns=not_files
-        )
+        download(hub_id, folder)
     except Exception as error:  # the hub library raises those of several HTTP libraries
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise

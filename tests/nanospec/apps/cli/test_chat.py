@@ -93,13 +93,8 @@ def test_what_is_not_answered_is_not_part_of_the_conversation() -> None:
     assert whole == 2
 
 
-@pytest.mark.parametrize("end", ["/exit", "/quit", "/bye"])
-def test_a_command_may_end_it(end: str) -> None:
-    assert talk("a", end, "b")[0] == [["a"]]
-
-
 def test_commands_are_whole_words_behind_a_slash() -> None:
-    shown, printed, _ = talk("/help", "/rest", "/usr/bin/env is what?", " /help me")
+    shown, printed, _ = talk("/help", "/rest", "/usr/bin/env is what?", " /help me", "/exit", "b")
     assert shown == [["/usr/bin/env is what?"], ["/usr/bin/env is what?", "1 seen", "/help me"]]
     assert "/system TEXT" in printed
     assert "There is no command /rest; did you mean /reset?" in printed
@@ -190,13 +185,6 @@ def test_prompt_toolkit_takes_lines_pastes_and_history(tmp_path: Path, terminals
     terminals[1].wait("Ctrl-C again.*>")
     terminals[1].type("\x03")
     terminals[1].wait("ENDED")
-
-
-@with_toolkit
-def test_history_that_cannot_be_written_is_no_obstacle(terminals: list[Terminal]) -> None:
-    terminals.append(Terminal("/dev/null"))
-    assert terminals[0].message("a\r") == "a"
-    assert terminals[0].message("\x1b[A\r") == "a"
 
 
 def test_readline_cuts_nothing_either(tmp_path: Path, terminals: list[Terminal]) -> None:
