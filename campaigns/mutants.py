@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.defects import Defect, apply, defects
+from campaigns.defects import Defect, apply, defects
 
 ROOT = Path(__file__).parent.parent
 REASONS = Path(__file__).parent / "mutants.json"
@@ -63,7 +63,6 @@ TESTS: dict[str, list[str]] = {
     "kernels/sampling/logprobs.py": [SAMPLING + "test_logprobs.py"],
     "kernels/sampling/across.py": [SAMPLING + "test_across.py"],
     "kernels/sampling/noise.py": [SAMPLING + "test_noise.py", SAMPLING + "test_sample.py"],
-    "kernels/sampling/probabilities.py": [SAMPLING + "test_probabilities.py", SAMPLING + "test_accept.py"],
     "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs", "across")],
     "nanospec/engine/blocks.py": [
         "tests/nanospec/engine/test_blocks.py",

@@ -1,5 +1,5 @@
-"""The kernels of speculation: propose, sample, verify, commit, log-probabilities, masks of grammars, the
-layout of a batch, and what the host sends."""
+"""The kernels of speculation: propose, sample, verify, commit, masks of grammars, the layout of a batch, and
+what the host sends."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import REJECTION, RULES, TYPICAL
 from nanospec.kernels.sampling import across
 from nanospec.kernels.sampling.accept import accept
-from nanospec.kernels.sampling.logprobs import logprobs
 from nanospec.kernels.sampling.mask import mask
 from nanospec.kernels.sampling.sample import sample
-from nanospec.kernels.speculation import ngram, ngram_tree
+from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.layout import lay_out, lay_out_text
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.verify import commit
@@ -46,7 +45,6 @@ def cases() -> Iterator[Case]:
     yield from accept_cases()
     yield from accept_tree_cases()
     yield from verify_cases()
-    yield from logprobs_cases()
     yield from mask_cases()
     yield from layout_cases()
     yield from host_cases()
@@ -107,7 +105,7 @@ def ngram_tree_cases() -> Iterator[Case]:
             table = make_table(B, 1, device, 40960, num_tokens=length, max_n=3, limit=k, width=width)
             table.tokens.random_(0, 2)
             rows = torch.arange(B, dtype=torch.int32, device=device)
-            return Built(lambda: ngram_tree.propose(table, rows, k, 3, width))
+            return Built(lambda: ngram.propose(table, rows, k, 3, width))
 
         yield Case("ngram_tree", f"B{B}-L{length}-w{width}-K{k}", build, bytes=B * length * 4)
 
@@ -208,24 +206,6 @@ def verify_cases() -> Iterator[Case]:
         yield Case("verify", f"B{B}-K{K}-{'tree' if tree else 'chain'}", build)
 
 
-def logprobs_cases() -> Iterator[Case]:
-    for model, V in VOCABS.items():
-        for N in (1, 40):
-
-            def build(device: str, V: int = V, N: int = N) -> Built:
-                logits = peaked_logits(N, V, device)
-                index = torch.arange(N, device=device)
-                tokens = torch.zeros(N, dtype=torch.int32, device=device)
-
-                def with_torch() -> Tensor:
-                    values = logits.float().log_softmax(-1)
-                    return values.topk(20).values
-
-                return Built(lambda: logprobs(logits, index, tokens, 20), {"torch": with_torch})
-
-            yield Case("logprobs", f"{model}-N{N}-top20", build, bytes=N * V * 2)
-
-
 def mask_cases() -> Iterator[Case]:
     for model, V in VOCABS.items():
         for T in (1, 40):
@@ -282,12 +262,12 @@ def host_cases() -> Iterator[Case]:
 def best_cases() -> Iterator[Case]:
     """A rank's candidates for requests that draw with temperature, where the vocabulary is split."""
     B, K = 8, 4
-    for ranks, (model, vocab) in itertools.product((2, 4, 8), VOCABS.items()):
+    for model, vocab in VOCABS.items():
 
-        def build(device: str, vocab: int = vocab, part: int = -(-vocab // ranks)) -> Built:
+        def build(device: str, vocab: int = vocab, part: int = vocab // 2) -> Built:
             table = make_table(B, vocab, device, **REQUESTS["temperature"])
             batch = make_batch(B, K + 1, device)
             logits = torch.randn(batch.num_tokens, part, device=device, dtype=torch.bfloat16)
             return Built(lambda: across.best(logits, part, part, table, batch))
 
-        yield Case("best", f"{model}-R{ranks}", build, bytes=2 * B * (K + 1) * -(-vocab // ranks))
+        yield Case("best", f"{model}-R2", build, bytes=B * (K + 1) * vocab)

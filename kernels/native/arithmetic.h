@@ -57,44 +57,12 @@ static inline float to_float(bf16 x) {
     return value;
 }
 
-static inline float number(float x) { return x; }
-static inline float number(bf16 x) { return to_float(x); }
-
 static inline bf16 to_bf16(float value) {  // to the nearest, ties to even
     uint32_t bits;
     memcpy(&bits, &value, 4);
     uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     return value == value ? rounded : 0x7FC0;
 }
-
-// Returns an integer with the order of the float; those of NaN lie beyond both infinities. GCC vectorises comparisons of
-// integers, but not of floats, because of NaN.
-static inline int32_t order_key(float x) {
-    int32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits ^ (bits >> 31 & 0x7FFFFFFF);
-}
-
-static inline float of_order_key(int32_t key) {
-    key ^= key >> 31 & 0x7FFFFFFF;
-    float x;
-    memcpy(&x, &key, 4);
-    return x;
-}
-
-// The least and the largest key of some numbers.
-struct KeyRange {
-    int32_t low = INT32_MAX, high = INT32_MIN;
-
-    template <class Number>
-    void add(const Number* x, long n) {
-        for (long i = 0; i < n; i++) {
-            const int32_t key = order_key(number(x[i]));
-            low = std::min(low, key), high = std::max(high, key);
-        }
-    }
-    bool has_nan() const { return high > 0x7F800000 || low < ~0x7F800000; }
-};
 
 static inline Floats splat(float value) { return Floats{} + value; }
 

@@ -35,11 +35,7 @@ FLAGS = ("-std=c++20", "-O3", "-pthread", "-shared", "-fPIC", "-Wno-psabi")
 def library(insist: bool = False) -> ctypes.CDLL | None:
     """See the module docstring. With `insist`, raise OSError where the library cannot be had."""
     try:
-        file = built(cache_folder())
-        if not is_whole(file):
-            file.unlink(missing_ok=True)
-            file = built(cache_folder())
-        return ctypes.CDLL(str(file))
+        return ctypes.CDLL(str(built(cache_folder())))
     except (OSError, ValueError, subprocess.CalledProcessError) as error:  # ValueError: of CXX
         failure = "The C++ for CPUs could not be compiled"
         remedy = f"install g++ 11 or newer, or name it in CXX ({_reason(error)})."
@@ -51,8 +47,10 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
 
 
 def is_whole(file: Path) -> bool:
-    """Return whether a library is not cut off: to load what is not there would end the process (SIGBUS). Its
-    last part is the table of its sections, of which the header says where it is."""
+    """Return whether a library is there and not cut off: to load what is missing would end the process
+    (SIGBUS). Its last part is the table of its sections, of which the header says where it is."""
+    if not file.is_file():
+        return False
     with file.open("rb") as content:
         header = content.read(64)
     if len(header) < 64 or header[:5] != b"\x7fELF\2":
@@ -79,7 +77,7 @@ def built(folder: Path) -> Path:
     """Return the library's file in `folder`, compiled if it is not there yet. OSError or CalledProcessError
     if that fails."""
     file = folder / f"native-{fingerprint()}.so"
-    if not file.is_file():
+    if not is_whole(file):
         command = [*find_compiler(), *FLAGS, *map(str, SOURCES)]
         folder.mkdir(parents=True, exist_ok=True)
         print("Compiling the C++ for this processor, once ...", file=sys.stderr)

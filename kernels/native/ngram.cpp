@@ -1,6 +1,7 @@
-// Lookup of drafts on a CPU: speculation/ngram.py and ngram_tree.py say what is computed.
+// Lookup of drafts on a CPU: speculation/ngram.py says what is computed.
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "step.h"
@@ -13,15 +14,11 @@ struct Lookup {
     Table table;
     Proposal out;  // with parents: a tree
     const int* rows;
-    int64_t max_n, max_width;
+    int64_t max_width;
 };
 
-// An occurrence of the last n tokens of a text: p is the index of the token after it.
-struct Match {
-    int n, p;
-
-    bool operator<(const Match& other) const { return n != other.n ? n < other.n : p < other.p; }
-};
+// An occurrence of the last n tokens of a text, and the index p of the token after it.
+using Match = std::pair<int, int>;
 
 struct Node {
     int token, source, parent;
@@ -38,8 +35,7 @@ struct History {
         length = table.num_tokens[s];
         const int left = std::min(table.limit[s], table.max_len[s] - length - 1);
         room = table.finished[s] == RUNNING ? std::clamp<int>(left, 0, given.out.k) : 0;
-        min_n = table.min_n[s], max_n = std::min<int>(table.max_n[s], given.max_n);
-        width = given.out.parents ? std::min<int>(table.width[s], given.max_width) : 1;
+        min_n = table.min_n[s], max_n = table.max_n[s], width = std::clamp<int>(table.width[s], 1, given.max_width);
     }
 
     // Returns all matches of min_n to max_n tokens, in ascending order of p.
@@ -66,10 +62,9 @@ struct History {
     std::vector<Match> different_matches() const {
         std::vector<Match> rest = matches(), chosen;
         while (!rest.empty() && int(chosen.size()) < width) {
-            const Match best = *std::max_element(rest.begin(), rest.end());
-            chosen.push_back(best);
-            if (best.n > LONG_MATCH || int(chosen.size()) == width) break;
-            std::erase_if(rest, [&](const Match& m) { return continue_alike(m.p, best.p); });
+            const auto [n, p] = chosen.emplace_back(*std::max_element(rest.begin(), rest.end()));
+            if (n > LONG_MATCH || int(chosen.size()) == width) break;
+            std::erase_if(rest, [&](const Match& m) { return continue_alike(m.second, p); });
         }
         return chosen;
     }
@@ -82,7 +77,7 @@ struct History {
             const size_t end = nodes.size() + (c + 1 == chains.size() ? rest : (rest + 1) / 2);
             int place = 0;
             for (int i = 0; i < room; i++) {
-                const int from = source(chains[c].p, i), token = text[from], parent = place;
+                const int from = source(chains[c].second, i), token = text[from], parent = place;
                 place = 0;
                 for (size_t j = 0; j < nodes.size() && !place; j++)
                     if (nodes[j].parent == parent && nodes[j].token == token) place = j + 1;
@@ -103,17 +98,14 @@ extern "C" void nanospec_ngram(const Lookup* given) {
     const long k = out.k;
     for (long b = 0; b < out.num_rows; b++) {
         std::vector<Node> nodes;
-        out.match_len[b] = 0;
-        if (const int s = given->rows[b]; s >= 0) {
-            const History history(*given, s);
-            if (history.room) {
+        out.match_len[b] = out.drafter[b] = 0;
+        if (const int s = given->rows[b]; s >= 0)
+            if (const History history(*given, s); history.room) {
                 const std::vector<Match> chains = history.different_matches();
                 nodes = history.tree(chains);
-                if (nodes.size()) out.match_len[b] = chains[0].n;
+                if (nodes.size()) out.match_len[b] = chains[0].first;
             }
-        }
         out.num_drafts[b] = nodes.size();
-        out.drafter[b] = 0;
         nodes.resize(k, {0, -1, 0});
         for (long i = 0; i < k; i++) {
             out.drafts[b * k + i] = nodes[i].token;

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "arithmetic.h"
-#include "noise.h"
 #include "step.h"
 #include "threads.h"
 
@@ -27,7 +26,53 @@ struct Best {
     int token;  // NAN_TOKEN: there is nothing to draw from
 };
 
+// ---- noise, with the bits of noise.py ------------------------------------------------------------
+
+constexpr float LEAST_NOISE = -22.3f;
+
+uint32_t mix(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+struct Noise {
+    uint32_t first, second;
+
+    Noise(int64_t seed, int position) {
+        const uint32_t low = mix(uint32_t(seed) ^ 0x9E3779B9u), high = mix(uint32_t(seed >> 32) ^ 0x85EBCA6Bu);
+        first = mix(mix(low ^ position) ^ high);
+        second = mix(mix(high ^ position ^ 0xC2B2AE35u) ^ low);
+    }
+
+    int bits(int token) const { return mix(mix(token ^ first) ^ second) & 0x7FFFFFFF; }
+
+    static float log_exponential(int bits) {
+        const float u = (float(bits) + 0.5f) * 0x1p-31f;
+        const float series = u * (1 + u * (0.5f + u * (1.0f / 3)));
+        return std::log(u < 1e-3f ? series : -std::log(std::max(1 - u, 0x1p-32f)));
+    }
+};
+
 // ---- the largest ----------------------------------------------------------------------------------
+
+float number(float x) { return x; }
+float number(bf16 x) { return to_float(x); }
+
+// Returns an integer with the order of the float; those of NaN lie beyond both infinities. GCC vectorises comparisons of
+// integers, but not of floats, because of NaN.
+int32_t order_key(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+float of_order_key(int32_t key) {
+    key ^= key >> 31 & 0x7FFFFFFF;
+    float x;
+    memcpy(&x, &key, 4);
+    return x;
+}
 
 // The lowest token of the largest of n scores.
 template <class Score>
@@ -36,10 +81,13 @@ Best argmax(const Score* x, long n) {
     Best best{-INFINITE, NAN_TOKEN};
     long where = 0;
     for (long first = 0; first < n; first += CHUNK) {
-        KeyRange keys;
-        keys.add(x + first, std::min(CHUNK, n - first));
-        if (keys.has_nan()) return best;
-        if (const float high = of_order_key(keys.high); high > best.score) best.score = high, where = first;
+        int32_t low = INT32_MAX, high = INT32_MIN;
+        for (long i = first; i < std::min(first + CHUNK, n); i++) {
+            const int32_t key = order_key(number(x[i]));
+            low = std::min(low, key), high = std::max(high, key);
+        }
+        if (high > 0x7F800000 || low < ~0x7F800000) return best;  // NaN
+        if (const float score = of_order_key(high); score > best.score) best.score = score, where = first;
     }
     if (!std::isfinite(best.score)) return best;
     while (number(x[where]) != best.score) where++;
@@ -51,7 +99,7 @@ Best argmax(const Score* x, long n) {
 
 // The scores of a query, padded with -inf to whole blocks, and room for some of them.
 struct Scratch {
-    std::vector<float> scores, maxima, some, band, part;
+    std::vector<float> scores, maxima, some, band;
 };
 
 struct Query {
@@ -176,29 +224,17 @@ struct Query {
 
     // The least of the likeliest of these scores that hold the share top_p.
     float nucleus(float top_p, float best, const std::vector<float>& scores) {
-        constexpr int N = 7, FEW = 256;
-        float depths[N] = {1, 2, 4, 6, 8, 10, INFINITE};  // below the best, in temperatures
+        constexpr int N = 7;
+        constexpr float DEPTHS[N] = {1, 2, 4, 6, 8, 10, INFINITE};  // below the best, in temperatures
         double held[N], above = 0;
-        masses(scores.data(), scores.size(), best, depths, held);
+        masses(scores.data(), scores.size(), best, DEPTHS, held);
         const double target = top_p * held[N - 1];
-        // Cut out the part that the last kept one lies in, and then parts of that.
-        float top = 0, high = INFINITE;
-        at.band.clear();
-        for (const std::vector<float>* all = &scores;; all = &at.band) {
-            int d = 0;
-            while (d < N - 1 && above + held[d] < target) d++;
-            if (d) top = depths[d - 1], high = best - top * temperature;
-            const float bottom = depths[d];
-            gather(all->data(), all->size(), best - bottom * temperature, high, at.part);
-            if (at.part.empty()) break;  // by rounding
-            const bool done = at.part.size() <= FEW || at.part.size() == all->size() || bottom == INFINITE;
-            if (d) above += held[d - 1];
-            at.band.swap(at.part);
-            if (done) break;
-            for (int i = 0; i < N; i++) depths[i] = i == N - 1 ? bottom : top + (bottom - top) * (i + 1) / N;
-            masses(at.band.data(), at.band.size(), best, depths, held);
-        }
-        // Halve what the last kept one lies in.
+        int d = 0;  // the last kept one lies above this depth, but not above the one before
+        while (d < N - 1 && held[d] < target) d++;
+        if (d) above = held[d - 1];
+        const float high = d ? best - DEPTHS[d - 1] * temperature : INFINITE;
+        gather(scores.data(), scores.size(), best - DEPTHS[d] * temperature, high, at.band);
+        // Halve what it lies in.
         float *first = at.band.data(), *last = first + at.band.size();
         while (last - first > 1) {
             float* middle = first + (last - first) / 2;

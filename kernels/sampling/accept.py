@@ -20,12 +20,13 @@ request's seed and the absolute position, as in `sample`. Drafts and targets at 
 their noise, so acceptance and residual have streams of their own (`noise.py`, with seeds that differ
 in constant bits): u = exp(-E) of token 0 of the one, all tokens of the other.
 
-Kernel: `scan` goes over the logits of the rows that ask again, and over the draft's; `probabilities` reduces
-each distribution to four numbers; `_decide` changes targets.
+Kernel: `scan` goes over the logits of the rows that ask again, and over the draft's. One program per query
+then reduces each distribution to four numbers, from which the probability of any token follows from its
+score, and changes the target.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,15 +40,15 @@ from ..launch import next_power_of_2
 from ..speculation.proposal import Proposal
 from ..speculation.walk import rows_of
 from ..table import Table
-from . import noise, probabilities, sample
-from .probabilities import Distribution
-from .scan import best_of
-from .scores import Inputs, Query, penalize, scores_of, this_query
+from . import noise, sample, top_k_top_p
+from .scan import NO_TOKEN, Partials, best_score, better_of, leaves_out, scan
+from .scores import Inputs, load_scores, penalize, scores_of, this_query
+from .top_k_top_p import order_key
 
 EPSILON, DELTA = 0.09, 0.3  # of TYPICAL: the defaults of Medusa's reference implementation
 ACCEPTANCE = tl.constexpr(0x5851F42D4C957F2D)  # arbitrary bits that tell the streams apart
 RESIDUAL = tl.constexpr(0x14057B7EF767814F)
-TILE = tl.constexpr(2048)  # tokens of the vocabulary per iteration
+TILE, SUM_TILE = tl.constexpr(2048), tl.constexpr(4096)  # tokens of the vocabulary per iteration
 _TYPICAL, _EPSILON, _DELTA = tl.constexpr(TYPICAL), tl.constexpr(EPSILON), tl.constexpr(DELTA)
 
 
@@ -84,6 +85,13 @@ def naive(
     return targets
 
 
+def log_probs(scores: Tensor, s: int, table: Table) -> Tensor:
+    """Return the logarithm [V] of what request row s draws from, temperature > 0; -inf for what is left
+    out."""
+    kept = scores.masked_fill(scores < top_k_top_p.naive(scores, s, table), float("-inf"))
+    return ((kept - kept.amax()) / table.temperature[s]).log_softmax(-1)  # the difference is exact, or tiny
+
+
 def _drawn_from(proposal: Proposal, batch: Batch, b: int) -> Tensor | tuple[()]:
     """Return the logits [K, V] that the drafts of batch row b were drawn from, if they were drawn at all."""
     sampled = batch.parents is None if proposal.sampled is None else bool(proposal.sampled[b])
@@ -96,7 +104,7 @@ def _rejection(scores: Tensor, guess: Tensor, draft: int, s: int, position: int,
         guess = penalize(guess, s, position, (), table)
     if not (torch.isfinite(scores.amax()) and torch.isfinite(guess.amax())):
         return None
-    log_p, log_q = probabilities.naive(scores, s, table), probabilities.naive(guess, s, table)
+    log_p, log_q = log_probs(scores, s, table), log_probs(guess, s, table)
     seed = int(table.seed[s])
     e = noise.naive(seed ^ ACCEPTANCE.value, position, guess.new_zeros(1, dtype=torch.int32)).exp()
     if e > log_q[draft] - log_p[draft]:  # exp(-e) < p / q
@@ -113,7 +121,7 @@ def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) ->
     """Return the target by typical acceptance, where `sample` has drawn x."""
     if x in drafts:
         return x
-    p = probabilities.naive(scores, s, table).exp()
+    p = log_probs(scores, s, table).exp()
     entropy = torch.special.entr(p).sum()
     likeliest = max(drafts, key=lambda d: float(p[d]))
     bound = (DELTA * (-entropy).exp()).clamp(max=EPSILON)
@@ -121,54 +129,95 @@ def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) ->
 
 
 class Side(NamedTuple):
-    """What a token is drawn from, at the queries of the target or of the draft model."""
+    """What tokens are drawn from, by the target or the draft model."""
 
     inputs: Inputs
-    distribution: Distribution
+    partials: Partials
+
+    @classmethod
+    def of(cls, inputs: Inputs, max_q_len: int) -> "Side":
+        return cls(inputs, scan(inputs, max_q_len))
 
 
-@triton.jit(do_not_specialize=["pitch"])
-def _decide(target, guess, targets, pitch, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
-    query = this_query(target.inputs.batch)
-    if query.s < 0:
-        return
-    token = tl.load(targets + query.t)
-    if token >= 0:
-        if tl.load(target.inputs.table.rule + query.s) == _TYPICAL:
-            token = _decide_typical(target, query, token, WIDTH)
-        elif DRAWN:
-            token = _decide_rejection(target, guess, query, tl.program_id(1) * pitch + query.place, token)
-        tl.store(targets + query.t, token)
+class Distribution(NamedTuple):
+    """What tells a token's probability at a query from its score: the largest score; the logarithm of the
+    mass sum(exp((score - best) / T)) of the kept; their entropy; the least key (`order_key`) kept."""
+
+    best: Any
+    log_mass: Any
+    entropy: Any
+    least: Any
 
 
 @triton.jit
-def _decide_rejection(target, guess, query, at, token):
+def measure(side, query):
+    """Return the distribution at a query, whose `best_score` is not invalid."""
+    best, _invalid = best_score(side.partials, query.line)
+    least, temperature = tl.full([], 0, tl.uint32), tl.load(side.inputs.table.temperature + query.s)
+    if leaves_out(side.inputs.table, query.s):
+        _opened, least = top_k_top_p.threshold(side.inputs, query, side.partials, best)
+    mass, weighted = tl.zeros([SUM_TILE], tl.float32), tl.zeros([SUM_TILE], tl.float32)
+    for first in range(0, side.inputs.end, SUM_TILE):
+        scores = load_scores(side.inputs, query, first + tl.arange(0, SUM_TILE))
+        x = (scores - best) / temperature
+        weight = tl.where(order_key(scores) >= least, tl.exp(x), 0.0)
+        mass += weight
+        weighted += tl.where(weight > 0, weight * x, 0.0)
+    whole = tl.sum(mass)
+    return Distribution(best, tl.log(whole), tl.log(whole) - tl.sum(weighted) / whole, least)
+
+
+@triton.jit
+def log_prob(side, query, of, ids):
+    """Return log p of token ids at a query with the distribution `of`, -inf for what is left out and for ids
+    beyond the vocabulary."""
+    scores = load_scores(side.inputs, query, tl.where(ids < 0, side.inputs.end, ids))
+    x = (scores - of.best) / tl.load(side.inputs.table.temperature + query.s)
+    return tl.where(order_key(scores) >= of.least, x - of.log_mass, float("-inf"))
+
+
+@triton.jit
+def _decide(target, guess, targets, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
+    query = this_query(target.inputs)
+    if query.s < 0:
+        return
+    token = tl.load(targets + query.line)
+    if token >= 0:
+        p = measure(target, query)
+        if tl.load(target.inputs.table.rule + query.s) == _TYPICAL:
+            token = _decide_typical(target, query, p, token, WIDTH)
+        elif DRAWN:
+            token = _decide_rejection(target, query, p, guess, token)
+        tl.store(targets + query.line, token)
+
+
+@triton.jit
+def _decide_rejection(target, query, of_p, guess, token):
     """Return `token`, the target's own draw, only where there is no q and no residual."""
-    guessed = Query(query.s, at, at, at * 0, at * 0)  # no drafts before it
-    if tl.abs(tl.load(guess.distribution.best + at)) < float("inf"):
-        table, batch = target.inputs.table, target.inputs.batch
-        position, seed = tl.load(batch.positions + query.t) + 1, tl.load(table.seed + query.s)
-        draft = tl.load(batch.input_ids + query.t + 1)
-        log_p = probabilities.log_probs(target.inputs, query, target.distribution, draft)
-        below = probabilities.log_probs(guess.inputs, guessed, guess.distribution, draft) - log_p
-        if tl.exp(noise.log_e(seed ^ ACCEPTANCE, position, draft * 0)) > below:
+    guessed = this_query(guess.inputs)
+    _best, invalid = best_score(guess.partials, guessed.line)
+    if not invalid:
+        of_q, seed = measure(guess, guessed), tl.load(target.inputs.table.seed + query.s)
+        draft = tl.load(target.inputs.batch.input_ids + query.line + 1)
+        log_p = log_prob(target, query, of_p, draft)
+        below = log_prob(guess, guessed, of_q, draft) - log_p
+        if tl.exp(noise.log_e(seed ^ ACCEPTANCE, query.position, draft * 0)) > below:
             token = draft
         else:
-            winner = tl.full([], float("-inf"), tl.float32)
-            for first in range(0, table.vocab_size, TILE):
+            winner, drawn = tl.full([], float("-inf"), tl.float32), tl.full([], NO_TOKEN, tl.int32)
+            for first in range(0, target.inputs.end, TILE):
                 ids = first + tl.arange(0, TILE)
-                p = tl.exp(probabilities.log_probs(target.inputs, query, target.distribution, ids))
-                q = tl.exp(probabilities.log_probs(guess.inputs, guessed, guess.distribution, ids))
+                p = tl.exp(log_prob(target, query, of_p, ids))
+                q = tl.exp(log_prob(guess, guessed, of_q, ids))
                 value = tl.log(tl.where(p - q > 0, p - q, 1.0))
-                value -= noise.log_e(seed ^ RESIDUAL, position, ids)
-                high, lowest = best_of(tl.where(p - q > 0, value, float("-inf")), ids)
-                token = tl.where(high > winner, lowest, token)
-                winner = tl.maximum(high, winner)
+                value -= noise.log_e(seed ^ RESIDUAL, query.position, ids)
+                winner, drawn = better_of(winner, drawn, tl.where(p - q > 0, value, float("-inf")), ids)
+            token = tl.where(winner > float("-inf"), drawn, token)
     return token
 
 
 @triton.jit
-def _decide_typical(target, query, token, WIDTH: tl.constexpr):
+def _decide_typical(target, query, of, token, WIDTH: tl.constexpr):
     start, place = query.start, tl.arange(0, WIDTH)
     if target.inputs.batch.TREE:
         draft = (place > 0) & (place < query.n)
@@ -177,32 +226,30 @@ def _decide_typical(target, query, token, WIDTH: tl.constexpr):
     else:
         child = place == query.place + 1
     ids = tl.load(target.inputs.batch.input_ids + start + place, child, other=-1)
-    log_p = probabilities.log_probs(target.inputs, query, target.distribution, ids)
-    probs = tl.where(child, tl.exp(log_p), 0.0)
+    probs = tl.where(child, tl.exp(log_prob(target, query, of, ids)), 0.0)
     largest = tl.max(probs)
     first = tl.min(tl.where(child & (probs == largest), place, WIDTH))
     likeliest = tl.sum(tl.where(place == first, ids, 0))
     drawn = tl.max((ids == token).to(tl.int32)) > 0
-    bound = tl.minimum(tl.exp(-tl.load(target.distribution.entropy + query.t)) * _DELTA, _EPSILON)
+    bound = tl.minimum(tl.exp(-of.entropy) * _DELTA, _EPSILON)
     return tl.where((largest > bound) & (not drawn), likeliest, token)
 
 
 def launch(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:
-    B, Q = batch.num_rows, batch.max_q_len
+    B, Q, q = batch.num_rows, batch.max_q_len, proposal.logits
     if B == 0 or Q == 1:
         return targets
-    flat, K, pitch = _flatten(proposal, batch)
+    if q is not None and (q.shape[1] == 0 or (batch.parents is not None and proposal.sampled is None)):
+        q = None
+    K = 0 if q is None else q.shape[1]
     queries, draws = _asked(table, batch, proposal.sampled, K)
     inputs = Inputs.of(logits, table, replace(batch, q_len=queries))
-    target = Side(inputs, probabilities.measure(inputs, Q - 1 if batch.parents is None else Q))
-    guess = None
-    if flat is not None:
-        inputs = Inputs.of(flat, table, _of_drafts(batch, draws, K, pitch))
-        guess = Side(inputs, probabilities.measure(inputs, K))
+    target, guess = Side.of(inputs, Q if batch.parents is not None else Q - 1), None
+    if q is not None:
+        inputs = Inputs.of(q.flatten(0, 1), table, replace(batch, q_len=draws), pitch=K)
+        guess = Side.of(inputs, min(K, Q - 1))
     targets = targets.clone()
-    _decide[(Q, B)](
-        target, guess, targets, pitch, DRAWN=guess is not None, WIDTH=next_power_of_2(Q), num_warps=16
-    )
+    _decide[(Q, B)](target, guess, targets, DRAWN=q is not None, WIDTH=next_power_of_2(Q), num_warps=16)
     return targets
 
 
@@ -216,28 +263,3 @@ def _asked(table: Table, batch: Batch, sampled: Tensor | None, K: int) -> tuple[
     draws = torch.where(drawn, follow.clamp(max=K), 0)
     typical = follow if batch.parents is None else batch.q_len
     return torch.where(rule == TYPICAL, typical, draws).int(), draws.int()
-
-
-def _of_drafts(batch: Batch, draws: Tensor, K: int, pitch: int) -> Batch:
-    """Return the batch of the logits of drafts, as `_flatten` gives them: `draws` of each row."""
-    B, place = batch.num_rows, torch.arange(pitch, device=draws.device)
-    t = (batch.q_start[:, None] + place).clamp(max=batch.num_tokens - 1)
-    num_logits = (B - 1) * pitch + K
-    positions = batch.positions[t].flatten()[:num_logits]
-    start = torch.arange(0, B * pitch, pitch, dtype=torch.int32, device=draws.device)
-    none = torch.full_like(positions, -1)
-    return replace(
-        batch, input_ids=none, positions=positions, q_start=start, q_len=draws, ancestors=None, parents=None
-    )
-
-
-def _flatten(proposal: Proposal, batch: Batch) -> tuple[Tensor | None, int, int]:
-    """Return the drafts' logits as [N, V], None if they were not drawn; how many drafts per row have some;
-    the pitch: those of draft j of batch row b lie at b * pitch + j."""
-    logits, B = proposal.logits, batch.num_rows
-    if logits is None or logits.shape[1] == 0 or (batch.parents is not None and proposal.sampled is None):
-        return None, 0, 0
-    K, (outer, inner, _) = logits.shape[1], logits.stride()
-    pitch = K if B == 1 else outer // inner
-    flat = logits.as_strided(((B - 1) * pitch + K, logits.shape[2]), (inner, 1))
-    return flat, min(K, batch.max_q_len - 1), pitch

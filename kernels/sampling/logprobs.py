@@ -8,22 +8,18 @@
     top     [N, n] float32, top_ids [N, n] int32    the n likeliest tokens, of equal ones those with the
                           lowest ids first
 
-A row has the same bits alone and among others. All but the sums of exponentials is exact, so only they need
-a kernel of their own: PyTorch's order of summation depends on the number of rows. Meant for the few rows that
-ask: float32 copies of the logits are made of `PIECE` rows at a time.
+A row has the same bits alone and among others: all but the sums of exponentials is exact, and PyTorch's
+order of summation depends on the number of rows alone, so there always are as many. Meant for the few rows
+that ask.
 """
 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import use_triton
-
-CHUNK = 4096  # tokens per iteration
-PIECE = 32  # rows
+PIECE = 32  # rows of which a float32 copy is made at a time
 
 
 class Logprobs(NamedTuple):
@@ -40,7 +36,7 @@ def logprobs(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Log
     found = []
     for rows, chosen in zip(index.long().split(PIECE), tokens.long().split(PIECE), strict=True):
         x = logits[rows].float()
-        own, total = x.gather(1, chosen.clamp(min=0)[:, None]), log_sum_exp(x)[:, None]
+        own, total = x.gather(1, chosen.clamp(min=0)[:, None]), _log_sum_exp(x)
         rank, top_ids = (x > own).sum(1) + 1, _largest(x, num_top)
         found.append(((own - total)[:, 0], rank.int(), x.gather(1, top_ids) - total, top_ids.int()))
     return Logprobs(*map(torch.cat, zip(*found, strict=True)))
@@ -55,33 +51,8 @@ def _largest(x: Tensor, count: int) -> Tensor:
     return key.topk(count, -1).indices
 
 
-def log_sum_exp(x: Tensor) -> Tensor:
-    """Return log sum exp [N] of each row [N, V] float32."""
-    return (launch if use_triton(x) else naive)(x)
-
-
-def naive(x: Tensor) -> Tensor:
-    # PyTorch splits a single row among threads, and several by row: the same sums in two orders.
-    return (x.repeat(2, 1) if len(x) == 1 else x).logsumexp(-1)[: len(x)]
-
-
-@triton.jit
-def _log_sum_exp(x, totals, vocab, CHUNK: tl.constexpr):
-    row = tl.program_id(0)
-    x += row.to(tl.int64) * vocab
-    largest, mass = tl.full([CHUNK], float("-inf"), tl.float32), tl.zeros([CHUNK], tl.float32)
-    for first in range(0, vocab, CHUNK):
-        ids = first + tl.arange(0, CHUNK)
-        largest = tl.maximum(largest, tl.load(x + ids, ids < vocab, other=float("-inf")))
-    best = tl.max(largest)
-    for first in range(0, vocab, CHUNK):
-        ids = first + tl.arange(0, CHUNK)
-        mass += tl.exp(tl.load(x + ids, ids < vocab, other=float("-inf")) - best)
-    tl.store(totals + row, best + tl.log(tl.sum(mass)))
-
-
-def launch(x: Tensor) -> Tensor:
-    totals = x.new_empty(len(x))
-    if len(x):
-        _log_sum_exp[(len(x),)](x, totals, x.shape[1], CHUNK=CHUNK, num_warps=8)
-    return totals
+def _log_sum_exp(x: Tensor) -> Tensor:
+    """Return log sum exp [N, 1] of each row [N, V] float32."""
+    # On a CPU, PyTorch splits a single row among threads, and several by row: the same sums in two orders.
+    least = PIECE if x.is_cuda else 2
+    return F.pad(x, (0, 0, 0, max(least - len(x), 0))).logsumexp(-1, keepdim=True)[: len(x)]

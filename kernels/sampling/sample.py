@@ -85,19 +85,19 @@ def native(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Te
 
 @triton.jit
 def _finish(inputs, partials, targets):
-    query = this_query(inputs.batch)
+    query = this_query(inputs)
     if query.s < 0:
         return
-    best, invalid = scan.best_score(partials, query.t)
+    best, invalid = scan.best_score(partials, query.line)
     if invalid:
         token = tl.full([], _NAN_TOKEN, tl.int32)
     elif scan.leaves_out(inputs.table, query.s):
         token = top_k_top_p.draw(inputs, query, partials, best)
     else:
-        winners = scan.of_chunks(partials.value, query.t, partials.CHUNKS)
-        ids = scan.of_chunks(partials.token, query.t, partials.CHUNKS, 2147483647)
+        winners = scan.of_chunks(partials.value, query.line, partials.CHUNKS)
+        ids = scan.of_chunks(partials.token, query.line, partials.CHUNKS, 2147483647)
         _, token = scan.best_of(winners, ids)
-    tl.store(targets + query.t, token)
+    tl.store(targets + query.line, token)
 
 
 def launch(logits: Tensor, table: Table, batch: Batch) -> Tensor:

@@ -53,46 +53,57 @@ def penalize(scores: Tensor, s: int, position: int, drafts: Sequence[int], table
 
 
 class Inputs(NamedTuple):
-    """What the kernels read: logits [T, V], their stride, the table of request rows, the batch."""
+    """What the kernels read: logits [N, V] of the tokens `first` .. `end` - 1, the table of request rows, the
+    batch. Logits of drafts have a `pitch`, which else is 0: those of draft j of batch row b are in line
+    b * pitch + j, and penalties count no drafts before them."""
 
     logits: Tensor
     stride: int
+    first: int
+    end: int
+    pitch: int
     table: Table
     batch: Tensors
 
     @classmethod
-    def of(cls, logits: Tensor, table: Table, batch: Batch) -> "Inputs":
+    def of(
+        cls, logits: Tensor, table: Table, batch: Batch, pitch: int = 0, part: tuple[int, int] | None = None
+    ) -> "Inputs":
+        """`part`: the first token and the number of tokens that count, where these are not all."""
         if (V := logits.shape[1]) > MAX_VOCAB:
             raise ValueError(f"A vocabulary of {V} exceeds the sampling kernel's limit of {MAX_VOCAB}.")
-        return cls(logits, logits.stride(0), table, batch.tensors)
+        first, count = part or (0, V)
+        return cls(logits, logits.stride(0), first, first + count, pitch, table, batch.tensors)
 
 
 class Query(NamedTuple):
-    """A scored token: its request row (-1: none), its flat index, the first flat index of its batch row, its
-    place in the batch row, the batch row's length."""
+    """A scored token: its request row (-1: none), the position that a token is drawn for, the line of its
+    logits, the first flat index of its batch row, its place in the batch row, the batch row's length."""
 
     s: Any
-    t: Any
+    position: Any
+    line: Any
     start: Any
     place: Any
     n: Any
 
 
 @triton.jit
-def this_query(batch):
+def this_query(inputs):
     """Return the query of this program, (place, batch row) of the grid."""
-    place, b = tl.program_id(0), tl.program_id(1)
-    start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
-    s = tl.where(place < n, tl.load(batch.rows + b), -1)
-    return Query(s, start + place, start, place, n)
+    place, b, pitch = tl.program_id(0), tl.program_id(1), inputs.pitch
+    start, n = tl.load(inputs.batch.q_start + b), tl.load(inputs.batch.q_len + b)
+    s = tl.where(place < n, tl.load(inputs.batch.rows + b), -1)
+    position = tl.load(inputs.batch.positions + start + place, s >= 0, other=0) + 1
+    line = tl.where(pitch > 0, b * pitch, start) + place
+    return Query(s, position, line, start, tl.where(pitch > 0, 0, place), tl.where(pitch > 0, 0, n))
 
 
 @triton.jit
 def load_scores(inputs, query, ids):
     """Return the scores of a block of token ids at a query, -inf for ids beyond the vocabulary."""
-    inside = ids < inputs.table.vocab_size
-    row = inputs.logits + query.t.to(tl.int64) * inputs.stride
-    scores = tl.load(row + ids, inside, other=float("-inf")).to(tl.float32)
+    row = inputs.logits + query.line.to(tl.int64) * inputs.stride - inputs.first
+    scores = tl.load(row + ids, ids < inputs.end, other=float("-inf")).to(tl.float32)
     if tl.load(inputs.table.penalized + query.s):
         scores = _penalize(scores, inputs.table, inputs.batch, query, ids)
     return scores
@@ -105,7 +116,7 @@ def _penalize(scores, table, batch, query, ids):
     offset = s.to(tl.int64) * table.vocab_size
     counts = tl.load(table.output_counts + offset + ids, inside, other=0)
     if batch.TREE:
-        ancestors = tl.load(batch.ancestors + query.t)
+        ancestors = tl.load(batch.ancestors + start + query.place)
         for j in range(1, query.n):
             draft = tl.where((ancestors >> j) & 1 == 1, tl.load(batch.input_ids + start + j), -1)
             counts += (draft == ids).to(tl.int32)
@@ -114,7 +125,7 @@ def _penalize(scores, table, batch, query, ids):
             counts += (tl.load(batch.input_ids + start + j) == ids).to(tl.int32)
 
     scores += tl.load(table.bias + offset + ids, inside, other=0.0)
-    if tl.load(batch.positions + query.t) + 1 < tl.load(table.min_len + s):
+    if query.position < tl.load(table.min_len + s):
         for m in range(table.num_stops):
             stop = tl.load(table.stop_ids + s * table.num_stops + m)
             scores = tl.where(ids == stop, float("-inf"), scores)

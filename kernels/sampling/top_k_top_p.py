@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..table import Table
 from . import noise
-from .scan import best_of, whole_mass
+from .scan import better_of, whole_mass
 from .scores import load_scores
 
 PIVOTS = tl.constexpr(16)  # thresholds tried at once; 4 bits of the answer
@@ -75,14 +75,6 @@ class Weighing(NamedTuple):
     target: Any
 
 
-class Threshold(NamedTuple):
-    """What is kept: tokens of `opened` groups with at least the key (`order_key`) and the score `floor`."""
-
-    opened: Any
-    key: Any
-    floor: Any
-
-
 @triton.jit
 def order_key(x):
     """Return the uint32 that orders as the float does."""
@@ -92,14 +84,14 @@ def order_key(x):
 
 @triton.jit
 def threshold(inputs, query, partials, best):
-    """Return the `Threshold` of a query; `best` is its largest score."""
+    """Return the groups that hold all that a query keeps, and its least key; `best` is its largest score."""
     table, s = inputs.table, query.s
     temperature = tl.load(table.temperature + s)
     top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)
     by_count = (top_k > 0) & (top_k < table.vocab_size)
     floor = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
-    floor = tl.where(min_p > 0, floor, float("-inf"))
-    mass = whole_mass(partials, query.t, best, temperature)
+    floor = order_key(tl.where(min_p > 0, floor, float("-inf")))
+    mass = whole_mass(partials, query.line, best, temperature)
     target = tl.where(by_count, top_k.to(tl.float32), tl.where(top_p < 1, top_p * mass, float("inf")))
     weighing = Weighing(by_count, best, temperature, target)
     opened = _open_groups(inputs, query, partials, weighing, floor)
@@ -112,24 +104,21 @@ def threshold(inputs, query, partials, best):
         found = _search(inputs, query, partials, opened, weighing, key, by_count)
         # Never nothing: the likeliest token stays even for a top-p of 0.
         key = tl.minimum(tl.maximum(found, key), order_key(best))
-    return Threshold(opened, key, floor)
+    return opened, tl.maximum(key, floor)
 
 
 @triton.jit
 def draw(inputs, query, partials, best):
     """Return the token drawn at a query from what its request keeps. `best` is its largest score."""
-    temperature = tl.load(inputs.table.temperature + query.s)
-    kept = threshold(inputs, query, partials, best)
-    position = tl.load(inputs.batch.positions + query.t) + 1
-    seed = tl.load(inputs.table.seed + query.s)
+    opened, least = threshold(inputs, query, partials, best)
+    position = tl.load(inputs.batch.positions + query.line) + 1  # kept from the query, it spills on sm_80
+    temperature, seed = tl.load(inputs.table.temperature + query.s), tl.load(inputs.table.seed + query.s)
     winner, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
-    for first in range(0, kept.opened.count * partials.GROUP, TILE):
-        ids, scores = _load_open(inputs, query, partials, kept.opened, first)
+    for first in range(0, opened.count * partials.GROUP, TILE):
+        ids, scores = _load_open(inputs, query, partials, opened, first)
         value = scores - temperature * noise.log_e(seed, position, ids)
-        keep = (order_key(scores) >= kept.key) & (scores >= kept.floor)
-        high, lowest = best_of(tl.where(keep, value, float("-inf")), ids)
-        better = (high > winner) | ((high == winner) & (lowest < token))
-        winner, token = tl.where(better, high, winner), tl.where(better, lowest, token)
+        kept = tl.where(order_key(scores) >= least, value, float("-inf"))
+        winner, token = better_of(winner, token, kept, ids)
     return token
 
 
@@ -137,7 +126,7 @@ def draw(inputs, query, partials, best):
 def _open_groups(inputs, query, partials, weighing, floor):
     """Open groups until the tokens in them that exceed all tokens of the others are enough."""
     g = tl.arange(0, triton.next_power_of_2(partials.GROUPS))
-    groups = partials.groups + query.t.to(tl.int64) * partials.GROUPS
+    groups = partials.groups + query.line.to(tl.int64) * partials.GROUPS
     key = order_key(tl.load(groups + g, g < partials.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
     key = tl.sort(tl.where(g < partials.GROUPS, key | g.to(tl.uint64), 0), descending=True)
     order, largest = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.uint32)
@@ -148,7 +137,7 @@ def _open_groups(inputs, query, partials, weighing, floor):
         shut = tl.max(tl.where(g >= count, largest, 0))
         pivots = tl.zeros([PIVOTS], tl.uint32) + (shut + 1)
         above = tl.max(_weigh(inputs, query, partials, Open(order, count), weighing, pivots, 0))
-        if (above >= weighing.target) | ((shut < order_key(floor)) & (not weighing.by_count)):
+        if (above >= weighing.target) | ((shut < floor) & (not weighing.by_count)):
             enough = True
         else:
             count = tl.minimum(2 * count, partials.GROUPS)

@@ -11,7 +11,6 @@ Kernels: one program per row and 1024 pages.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +26,7 @@ from ..table import Table
 from .proposal import Proposal
 
 _RUNNING = tl.constexpr(RUNNING)
-PAGES = 1024  # at most, per program
+PAGES = tl.constexpr(1024)  # per program
 
 
 def lay_out(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
@@ -43,8 +42,13 @@ def lay_out_text(
     table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
 ) -> Batch:
     """See `Batch.of_grid`."""
-    make = launch_text if use_triton(rows) else Batch.of_grid
-    return make(table, rows, first, count, width, bound)
+    if not use_triton(rows):
+        return Batch.of_grid(table, rows, first, count, width, bound)
+    batch = _empty(table, rows, width, bound or table.max_context)
+    if len(rows):
+        WIDTH = next_power_of_2(width)
+        _lay_out_text[_grid(batch)](table, rows, first, count, batch.tensors, width, WIDTH=WIDTH, num_warps=4)
+    return batch
 
 
 def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
@@ -93,42 +97,26 @@ def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False)
     )  # fmt: skip
 
 
-class Sizes(NamedTuple):
-    """Tokens of a page; powers of 2: of the tokens of a row, of the pages that a program copies."""
-
-    BLOCK_SIZE: tl.constexpr
-    WIDTH: tl.constexpr
-    PAGES: tl.constexpr
-
-
-class Span(NamedTuple):
-    """n tokens from index `base` on of a request row, which is s, or s is -1 and n is 0."""
-
-    s: Any
-    row: Any
-    base: Any
-    n: Any
-
-
 @triton.jit
-def _store_span(table, batch, span, width, sizes):
-    """Store a batch row of at most `width` tokens, but for its tokens and their positions."""
-    b, BLOCK_SIZE = tl.program_id(0), sizes.BLOCK_SIZE
-    base, n = span.base, span.n
-    pages = table.block_table + span.row * table.max_blocks
+def _store_span(table, batch, span, width, WIDTH: tl.constexpr):
+    """Store a batch row but for its tokens and their positions: n <= `width` tokens from index `base` on of
+    the text of request row s, which is at `row`; or s is -1 and n is 0."""
+    s, row, base, n = span
+    b, block_size = tl.program_id(0), table.block_size
+    pages = table.block_table + row * table.max_blocks
     if tl.program_id(1) == 0:
-        tl.store(batch.rows + b, span.s)
+        tl.store(batch.rows + b, s)
         tl.store(batch.q_start + b, b * width)
         tl.store(batch.q_len + b, n)
         tl.store(batch.base_len + b, base)
-        i = tl.arange(0, sizes.WIDTH)
+        i = tl.arange(0, WIDTH)
         index = tl.where(i < n, base + i, 0)
-        block = tl.load(pages + index // BLOCK_SIZE, i < n, other=0)
-        slot = tl.where(i < n, block * BLOCK_SIZE + index % BLOCK_SIZE, -1)
+        block = tl.load(pages + index // block_size, i < n, other=0)
+        slot = tl.where(i < n, block * block_size + index % block_size, -1)
         tl.store(batch.slots + b * width + i, slot, i < width)
     # The row's pages, as far as the step reads them.
-    j = tl.program_id(1) * sizes.PAGES + tl.arange(0, sizes.PAGES)
-    used = (j < table.max_blocks) & (j * BLOCK_SIZE < base + n)
+    j = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
+    used = (j < table.max_blocks) & (j * block_size < base + n)
     out = batch.block_table + b.to(tl.int64) * table.max_blocks
     tl.store(out + j, tl.load(pages + j, used, other=0), used)
 
@@ -147,15 +135,15 @@ def _depths_and_masks_of(parents, k, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["k"])
-def _lay_out(table, rows, proposal, batch, k, sizes):
-    b, i = tl.program_id(0), tl.arange(0, sizes.WIDTH)
+def _lay_out(table, rows, proposal, batch, k, WIDTH: tl.constexpr):
+    b, i = tl.program_id(0), tl.arange(0, WIDTH)
     given = tl.load(rows + b)
     row = tl.maximum(given, 0).to(tl.int64)
     s = tl.where(tl.load(table.finished + row) == _RUNNING, given, -1)
     drafts = tl.minimum(tl.maximum(tl.load(proposal.num_drafts + b), 0), k)
     n = tl.where(s >= 0, drafts + 1, 0)
     base = tl.maximum(tl.load(table.num_tokens + row) - 1, 0)
-    _store_span(table, batch, Span(s, row, base, n), k + 1, sizes)
+    _store_span(table, batch, (s, row, base, n), k + 1, WIDTH)
     if tl.program_id(1) == 0:
         last = tl.load(table.tokens + row * table.max_context + base)
         at, is_draft = b * (k + 1) + i, (i > 0) & (i <= k)
@@ -163,7 +151,7 @@ def _lay_out(table, rows, proposal, batch, k, sizes):
         tl.store(batch.input_ids + at, tl.where(i == 0, last, draft), i <= k)
         depth = i
         if batch.TREE:
-            depth, mask = _depths_and_masks_of(proposal.parents + b * k, k, sizes.WIDTH)
+            depth, mask = _depths_and_masks_of(proposal.parents + b * k, k, WIDTH)
             parents = tl.load(proposal.parents + b * k + i - 1, is_draft, other=0)
             tl.store(batch.ancestors + at, mask, i <= k)
             tl.store(batch.parents + at, parents, i <= k)
@@ -171,13 +159,13 @@ def _lay_out(table, rows, proposal, batch, k, sizes):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _lay_out_text(table, rows, first, count, batch, width, sizes):
-    b, i = tl.program_id(0), tl.arange(0, sizes.WIDTH)
+def _lay_out_text(table, rows, first, count, batch, width, WIDTH: tl.constexpr):
+    b, i = tl.program_id(0), tl.arange(0, WIDTH)
     given = tl.load(rows + b)
     row = tl.maximum(given, 0).to(tl.int64)
     n = tl.where(given >= 0, tl.load(count + b), 0)
     base = tl.load(first + b)
-    _store_span(table, batch, Span(tl.where(n > 0, given, -1), row, base, n), width, sizes)
+    _store_span(table, batch, (tl.where(n > 0, given, -1), row, base, n), width, WIDTH)
     if tl.program_id(1) == 0:
         index, at = tl.where(i < n, base + i, 0), b * width + i
         token = tl.load(table.tokens + row * table.max_context + index, i < width)
@@ -192,32 +180,19 @@ def launch(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
         ancestors = rows.new_empty(batch.num_tokens, dtype=torch.int64)
         batch = replace(batch, ancestors=ancestors, parents=rows.new_empty(batch.num_tokens))
     if B:
-        grid, sizes = _grid(table, B, k + 1)
-        _lay_out[grid](table, rows, proposal, batch.tensors, k, sizes, num_warps=4)
-    return batch
-
-
-def launch_text(
-    table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
-) -> Batch:
-    batch = _empty(table, rows, width, bound or table.max_context)
-    if len(rows):
-        grid, sizes = _grid(table, len(rows), width)
-        _lay_out_text[grid](table, rows, first, count, batch.tensors, width, sizes, num_warps=4)
+        WIDTH = next_power_of_2(k + 1)
+        _lay_out[_grid(batch)](table, rows, proposal, batch.tensors, k, WIDTH=WIDTH, num_warps=4)
     return batch
 
 
 def _empty(table: Table, rows: Tensor, width: int, bound: int) -> Batch:
     """Return memory for a chain of `width` tokens per row."""
-    B, new = len(rows), rows.new_empty
-    T = B * width
+    B, T, new = len(rows), len(rows) * width, rows.new_empty
     # In the order of its fields.
     return Batch(
         new(B), new(T), new(T), new(T), new(B, table.max_blocks), new(B), new(B), new(B), width, bound
     )
 
 
-def _grid(table: Table, B: int, width: int) -> tuple[tuple[int, int], Sizes]:
-    pages = min(PAGES, next_power_of_2(table.max_blocks))
-    sizes = Sizes(*map(tl.constexpr, (table.block_size, next_power_of_2(width), pages)))
-    return (B, triton.cdiv(table.max_blocks, pages)), sizes
+def _grid(batch: Batch) -> tuple[int, int]:
+    return batch.num_rows, triton.cdiv(batch.block_table.shape[1], PAGES.value)

@@ -49,11 +49,9 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
     """Read the lines of the table, on the host."""
     C, reports = NUM_COLUMNS.value, []
     for line in lines:
-        num_kept, num_drafted, num_accepted, drafter, match_len, finished = line[:C]
-        Q = (len(line) - C) // 2
-        tokens, sources = line[C : C + num_kept], line[C + Q : C + Q + num_kept]
-        numbers = num_drafted, num_accepted, drafter, match_len, finished
-        reports.append(RowReport(tokens, *numbers, sources))
+        n, drafted, accepted, drafter, match_len, code = line[:C]
+        tokens, sources = (line[first : first + n] for first in (C, (len(line) + C) // 2))
+        reports.append(RowReport(tokens, drafted, accepted, drafter, match_len, code, sources))
     return reports
 
 
@@ -67,31 +65,21 @@ def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return b, j, tokens[b, j]
 
 
-def encode(emitted: list[int], path: list[int], counts: list[int], source: list[int], Q: int) -> list[int]:
-    """Return the line of a row that emitted these tokens, drawn at these places.
-
-    `counts` are the columns before the tokens; `source` [K] is the proposal's.
-    """
-    # The token drawn at one place of the path was drafted as the next.
-    drafted = [source[place - 1] for place in path[1:]]
-    columns = ((emitted, -1), (drafted, OWN))
-    return counts + [x for column, other in columns for x in column + [other] * (Q - len(column))]
-
-
 @triton.jit
-def store(lines, proposal, walked, kept, code, widths, WIDTH: tl.constexpr):
-    """Store the line of this program's row, as `encode` does; `walked` as `verify._walk` returns it."""
+def store(lines, proposal, walked, appended, widths, WIDTH: tl.constexpr):
+    """Store the line of this program's row, from what `verify._walk` and `_append_run` return."""
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
+    n, emitted, count, path = walked
+    kept, code = appended
     Q, K = widths
     line = lines + b * (NUM_COLUMNS + 2 * Q)
     tl.store(line, kept)
-    tl.store(line + 1, tl.maximum(walked.n - 1, 0))
-    tl.store(line + 2, tl.maximum(walked.count - 1, 0))
+    tl.store(line + 1, tl.maximum(n - 1, 0))
+    tl.store(line + 2, tl.maximum(count - 1, 0))
     tl.store(line + 3, tl.load(proposal.drafter + b))
     tl.store(line + 4, tl.load(proposal.match_len + b))
     tl.store(line + 5, code.to(tl.int32))
-    tl.store(line + NUM_COLUMNS + place, walked.emitted, place < Q)
-    drafted = (place > 0) & (place < walked.count)
-    source = tl.load(proposal.source + b * K + walked.path - 1, drafted, other=_OWN)
+    tl.store(line + NUM_COLUMNS + place, emitted, place < Q)
+    source = tl.load(proposal.source + b * K + path - 1, (place > 0) & (place < count), other=_OWN)
     before = tl.where(place > 0, place - 1, Q - 1)  # the last place has no draft behind it
     tl.store(line + NUM_COLUMNS + Q + before, source, place < Q)

@@ -19,7 +19,7 @@ so that the device may run ahead of the host that retires it. No two batch rows 
 Kernel: one program of one warp per row, of at most 64 tokens.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch
-from ..codes import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, RUNNING, STOPPED
+from ..codes import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, OWN, RUNNING, STOPPED
 from ..dispatch import use_native, use_triton
 from ..launch import next_power_of_2
 from ..native.call import batch_words, call
@@ -57,34 +57,35 @@ def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
 
 
 def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
-    """Decided in plain Python and written by few calls."""
     x, Q = targets.tolist(), batch.max_q_len
-    lengths, codes = table.num_tokens.tolist(), table.finished.tolist()
-    limits, stops = table.max_len.tolist(), table.stop_ids.tolist()
-    drafts = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
+    given = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
     lines, num_emitted, paths = [], [], []
-    written: list[tuple[int, int, int]] = []  # (request row, index, token)
-    for row, drafter, match_len, source in zip(rows_of(batch), *drafts, strict=True):
-        path, s, n = list(row.walk(x)), row.request, 0
+    for row, drafter, match_len, source in zip(rows_of(batch), *given, strict=True):
+        path = list(row.walk(x))
         run = [x[row.start + place] for place in path]
-        if s >= 0 and run and codes[s] == RUNNING:
-            n, codes[s] = _kept(run, max(limits[s] - lengths[s], 0), stops[s])
-            written += [(s, lengths[s] + i, token) for i, token in enumerate(run[:n])]
-            lengths[s] += n
-        code, num_drafts = codes[s] if s >= 0 else RUNNING, max(len(row.ids) - 1, 0)
-        counts = [n, num_drafts, max(len(run) - 1, 0), drafter, match_len, code]
-        lines.append(report.encode(run, path, counts, source, Q))
+        n, code = _append(table, row.request, run)
+        counts = [n, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
+        # The token drawn at one place of the path was drafted as the next.
+        drafted = [source[place - 1] for place in path[1:]]
+        lines.append(counts + run + [-1] * (Q - len(run)) + drafted + [OWN] * (Q - len(drafted)))
         num_emitted.append(len(run))
         paths.append(path + [0] * (Q - len(path)))
-    if written:
-        index, place, token = torch.tensor(written, device=table.device).unbind(1)
-        table.tokens[index, place] = token.int()
-        one = torch.ones_like(token, dtype=torch.int32)
-        table.output_counts.index_put_((index, token), one, accumulate=True)
-    table.num_tokens.copy_(torch.tensor(lengths, dtype=torch.int32))
-    table.finished.copy_(torch.tensor(codes, dtype=torch.int8))
     columns = (lines, num_emitted, paths)
     return Verdict(*(torch.tensor(c, dtype=torch.int32, device=targets.device) for c in columns))
+
+
+def _append(table: Table, s: int, run: list[int]) -> tuple[int, int]:
+    """Append a run of tokens to request row s. Return how many were kept, and the row's code afterwards."""
+    code = int(table.finished[s]) if s >= 0 else RUNNING
+    if s < 0 or not run or code != RUNNING:
+        return 0, code
+    length = int(table.num_tokens[s])
+    n, code = _kept(run, max(int(table.max_len[s]) - length, 0), table.stop_ids[s].tolist())
+    kept = table.tokens.new_tensor(run[:n])
+    table.tokens[s, length : length + n] = kept
+    table.output_counts[s].index_add_(0, kept, torch.ones_like(kept))
+    table.num_tokens[s], table.finished[s] = length + n, code
+    return n, code
 
 
 def _kept(run: list[int], left: int, stops: list[int]) -> tuple[int, int]:
@@ -108,47 +109,32 @@ def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
     return Verdict(lines.view(B, width), num_emitted, path.view(B, Q))
 
 
-class Walked(NamedTuple):
-    """The walk through a row of n tokens: the tokens emitted [WIDTH] and their number, their path [WIDTH]."""
-
-    n: Any
-    emitted: Any
-    count: Any
-    path: Any
-
-
 @triton.jit
 def _walk(targets, batch, WIDTH: tl.constexpr):
+    """Return the length of this program's row, the tokens that it emits [WIDTH], their number and their
+    places [WIDTH]."""
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
     start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
     inside = place < n
-    draft = inside & (place > 0)
+    draft, parent = inside & (place > 0), place - 1
     x = tl.load(targets + start + place, inside, other=-1)
     ids = tl.load(batch.input_ids + start + place, inside, other=-1)
     if batch.TREE:
         parent = tl.load(batch.parents + start + place, draft, other=-1)
-        path = tl.zeros([WIDTH], tl.int32)
-        emitted = tl.full([WIDTH], -1, tl.int32)
-        count, node = n * 0, tl.where(n > 0, 0, WIDTH)
-        while (node < WIDTH) & (count < n):  # ends a walk in a circle too
-            drawn = tl.sum(tl.where(place == node, x, 0))
-            path = tl.where(place == count, node, path)
-            emitted = tl.where(place == count, drawn, emitted)
-            count += 1
-            node = tl.min(tl.where(draft & (parent == node) & (ids == drawn), place, WIDTH))
-    else:
-        # The accepted run ends at the first draft that is not the target of the token before it.
-        before = tl.load(targets + start + place - 1, draft, other=-1)
-        count = tl.min(tl.where(draft & (ids != before), place, n))
-        path = tl.where(place < count, place, 0)
-        emitted = tl.where(place < count, x, -1)
-    return Walked(n, emitted, count, path)
+    path, emitted = tl.zeros([WIDTH], tl.int32), tl.full([WIDTH], -1, tl.int32)
+    count, node = n * 0, tl.where(n > 0, 0, WIDTH)
+    while (node < WIDTH) & (count < n):  # ends a walk in a circle too
+        drawn = tl.sum(tl.where(place == node, x, 0))
+        path = tl.where(place == count, node, path)
+        emitted = tl.where(place == count, drawn, emitted)
+        count += 1
+        node = tl.min(tl.where(draft & (parent == node) & (ids == drawn), place, WIDTH))
+    return n, emitted, count, path
 
 
 @triton.jit
-def _append(table, s, emitted, count, WIDTH: tl.constexpr):
-    """Append the first `count` of the `emitted` [WIDTH] tokens to request row s; return how many were kept,
-    and the row's code afterwards."""
+def _append_run(table, s, emitted, count, WIDTH: tl.constexpr):
+    """`_append` of the first `count` of the `emitted` [WIDTH] tokens."""
     never = 2 * WIDTH
     place, m = tl.arange(0, WIDTH), tl.arange(0, STOPS)
     stops = tl.load(table.stop_ids + s * table.num_stops + m, m < table.num_stops, other=-1)
@@ -176,14 +162,14 @@ def _append(table, s, emitted, count, WIDTH: tl.constexpr):
 @triton.jit
 def _commit(targets, batch, table, proposal, verdict, widths, WIDTH: tl.constexpr):
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
-    walked = _walk(targets, batch, WIDTH)
-    tl.store(verdict.path + b * widths[0] + place, walked.path, place < widths[0])
-    tl.store(verdict.num_emitted + b, walked.count)
+    n, emitted, count, path = _walk(targets, batch, WIDTH)
+    tl.store(verdict.path + b * widths[0] + place, path, place < widths[0])
+    tl.store(verdict.num_emitted + b, count)
     s, kept = tl.load(batch.rows + b), 0
     code = tl.load(table.finished + s, s >= 0, other=_RUNNING).to(tl.int32)
-    if (s >= 0) & (code == _RUNNING) & (walked.count > 0):
-        kept, code = _append(table, s, walked.emitted, walked.count, WIDTH)
-    report.store(verdict.report, proposal, walked, kept, code, widths, WIDTH)
+    if (s >= 0) & (code == _RUNNING) & (count > 0):
+        kept, code = _append_run(table, s, emitted, count, WIDTH)
+    report.store(verdict.report, proposal, (n, emitted, count, path), (kept, code), widths, WIDTH)
 
 
 def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:

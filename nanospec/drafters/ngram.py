@@ -1,7 +1,4 @@
-"""Guess by looking the last tokens up in the request's own text.
-
-Chains: `kernels/speculation/ngram.py`; with a tree width above 1 several continuations: `ngram_tree.py`.
-"""
+"""Guess by looking the last tokens up in the request's own text: see `kernels/speculation/ngram.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..kernels.speculation import ngram, ngram_tree
+from ..kernels.speculation import ngram
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from .base import Drafter, Option, Target
@@ -39,6 +36,4 @@ class NgramDrafter(
         return cls(spec)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        if self.width == 1:
-            return ngram.propose(table, rows, k, self.max_n)
-        return ngram_tree.propose(table, rows, k, self.max_n, self.width)
+        return ngram.propose(table, rows, k, self.max_n, self.width)

@@ -233,7 +233,7 @@ SMALL_DEFECTS = {
         ("nothing", 1.7, "rejection"), 8192,
     ),
     "the draft's own filters are forgotten": Defect(
-        accept, "_rejection", "probabilities.naive(guess, s, table)",
+        accept, "_rejection", "log_probs(guess, s, table)",
         "(guess / table.temperature[s]).log_softmax(-1)", DRAFT, ("filters", 1.7, "rejection"),
         2048,
     ),

@@ -10,20 +10,22 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from nanospec.kernels import dispatch
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import EXACT, REJECTION, TYPICAL
-from nanospec.kernels.sampling import accept, noise, probabilities, sample
-from nanospec.kernels.sampling.accept import DELTA, EPSILON
-from nanospec.kernels.sampling.scores import penalize
+from nanospec.kernels.sampling import accept, noise, sample
+from nanospec.kernels.sampling.accept import DELTA, EPSILON, TILE, Side
+from nanospec.kernels.sampling.scores import Inputs, penalize, scores_of, this_query
 from nanospec.kernels.speculation import verify
 from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.walk import rows_of
 from nanospec.kernels.table import Table
 from tests.kernels.batches import (
     S,
-    emitted,
     guessed,
     ints,
     make_batch,
@@ -175,80 +177,45 @@ def test_kernel_row_does_not_depend_on_the_batch() -> None:
 
 # Rejection sampling.
 
-V = 12
-GENERATOR = torch.Generator().manual_seed(8)
-P_FIRST, P_SECOND = torch.randn(V, generator=GENERATOR) * 1.5, torch.randn(V, V, generator=GENERATOR) * 1.5
-Q_FIRST = P_FIRST + torch.randn(V, generator=GENERATOR)
-Q_SECOND = P_SECOND + torch.randn(V, V, generator=GENERATOR)
 CASES: dict[str, dict[str, Any]] = {
     "T0.5": {"temperature": 0.5},
     "T1": {"temperature": 1.0},
-    "T1.5": {"temperature": 1.5},
     "T1-top_k": {"temperature": 1.0, "top_k": 5},
     "T1.5-top_p": {"temperature": 1.5, "top_p": 0.8},
     "T0.5-top_k-top_p": {"temperature": 0.5, "top_k": 7, "top_p": 0.9},
 }
 
 
-def steps(table: Table, n: int, q_first: Tensor, q_second: Tensor) -> tuple[Tensor, verify.Verdict]:
-    """n steps of a request with two drafts of a draft model each, the step b at position 3 b.
-
-    The second draft and the second target depend on the first draft, as they do in a model.
-    """
-    first = [draft(q_first, 0, 3 * b + 1, table) for b in range(n)]
-    second = [draft(q_second[a], 0, 3 * b + 2, table) for b, a in enumerate(first)]
-    input_ids = ints(*[token for a, b in zip(first, second) for token in (0, a, b)])
-    rows = torch.zeros(n, dtype=torch.int32)
-    batch = make_batch([3] * n, [3 * b for b in range(n)], rows=rows, input_ids=input_ids)
-    logits = torch.stack((P_FIRST.expand(n, V), P_SECOND[first], P_SECOND[second]), 1).view(3 * n, V)
-    draft_logits = torch.stack((q_first.expand(n, V), q_second[first]), 1)
-    table.rule[:] = REJECTION
-    with dispatch.forced("naive"):
-        targets = sample.sample(logits, table, batch)
-        targets = accept.accept(targets, logits, table, batch, drawn(draft_logits))
-    return input_ids.view(n, 3)[:, 1:], verified(targets, batch)
-
-
-class Streams:
-    """The noise of the n positions first, first + 3, ... of a seed."""
-
-    def __init__(self, seed: int, first: int, n: int) -> None:
-        position, ids = first + 3 * torch.arange(n), torch.arange(V)
-        streams = torch.tensor([seed, seed ^ accept.ACCEPTANCE.value, seed ^ accept.RESIDUAL.value])[:, None]
-        self.draw, acceptance, self.residual = noise.naive(streams, position, ids).double()  # [n, V] each
-        self.acceptance = acceptance[:, :1]
-
-
-def reject(p: Tensor, q: Tensor, noise: Streams) -> tuple[Tensor, Tensor]:
-    """Drafts and targets of N positions by rejection sampling, probabilities [N, V] or [V] float64."""
-    drafts = (q.log() - noise.draw).argmax(-1)
-    p, q = (x.expand(len(drafts), V) for x in (p, q))
-    at = drafts[:, None]
-    accepted = ((-noise.acceptance.exp()).exp() * q.gather(1, at) < p.gather(1, at))[:, 0]
-    residual = ((p - q).clamp(min=0).log() - noise.residual).argmax(-1)
-    return drafts, torch.where(accepted, drafts, residual)
-
-
-def drawn_from(logits: Tensor, table: Table) -> Tensor:
-    """[N, V] float64: what request row 0 draws from."""
-    return torch.stack([probabilities.naive(row, 0, table).exp().double() for row in logits.view(-1, V)])
-
-
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_naive_is_rejection_sampling_as_in_the_papers(case: str) -> None:
-    table, n = make_table(V, seed=5, **CASES[case]), 120
-    p1, q1 = (drawn_from(logits, table)[0] for logits in (P_FIRST, Q_FIRST))
-    p2, q2 = (drawn_from(logits, table) for logits in (P_SECOND, Q_SECOND))
-    drafts, verdict = steps(table, n, Q_FIRST, Q_SECOND)
-    d1, t1 = reject(p1, q1, Streams(5, 1, n))
-    d2, t2 = reject(p2[d1], q2[d1], Streams(5, 2, n))
-    bonus = (p2[d2].log() - Streams(5, 3, n).draw).argmax(-1)
-    assert torch.equal(drafts.long(), torch.stack((d1, d2), 1))
-    second, third = d1 == t1, (d1 == t1) & (d2 == t2)
-    expected = torch.stack((t1, t2.where(second, -1), bonus.where(third, -1)), 1)
-    assert torch.equal(emitted(verdict).long(), expected)
-    assert bool(third.any())
-    assert not bool(second.all())
+def test_it_is_rejection_sampling_as_in_the_papers(case: str, implementation: str) -> None:
+    """A draft of a draft model is accepted with min(1, p / q), and else comes a draw from max(p - q, 0)."""
+    n, V, seed = (24 if implementation == "kernel" else 120), 12, 5
+    generator = torch.Generator().manual_seed(8)
+    p_logits, q_logits = torch.randn(2, n, V, generator=generator) * 1.5
+    q_logits += p_logits
+    table, positions = make_table(V, seed=seed, rule=REJECTION, **CASES[case]), 3 * torch.arange(n) + 1
+    p, q = (
+        torch.stack([accept.log_probs(row, 0, table).exp().double() for row in logits])
+        for logits in (p_logits, q_logits)
+    )
+    streams = torch.tensor([seed, seed ^ accept.ACCEPTANCE.value, seed ^ accept.RESIDUAL.value])[:, None]
+    draw, acceptance, residual = noise.naive(streams, positions, torch.arange(V)).double()  # [n, V] each
+    drafts = (q.log() - draw).argmax(-1)
+    at = drafts[:, None]
+    accepted = ((-acceptance[:, :1].exp()).exp() * q.gather(1, at) < p.gather(1, at))[:, 0]
+    expected = torch.where(accepted, drafts, ((p - q).clamp(min=0).log() - residual).argmax(-1))
+
+    own = [draft(q_logits[b], 0, int(positions[b]), table) for b in range(n)]
+    assert own == drafts.tolist()
+    ids = torch.stack((torch.zeros(n), drafts), 1).int().flatten()
+    rows = torch.zeros(n, dtype=torch.int32)
+    batch = make_batch([2] * n, (positions - 1).tolist(), rows=rows, input_ids=ids)
+    logits = torch.stack((p_logits, p_logits), 1).flatten(0, 1)
+    targets = sample.naive(logits, table, batch)
+    targets = IMPLEMENTATIONS[implementation](targets, logits, table, batch, drawn(q_logits[:, None]))
+    assert targets.view(n, 2)[:, 0].tolist() == expected.tolist()
+    assert 0 < int(accepted.sum()) < n
 
 
 def test_kernel_accepts_all_drafts_from_the_target_itself() -> None:
@@ -355,5 +322,46 @@ def test_typical_takes_the_likeliest_child(implementation: str) -> None:
 def test_probabilities_of_the_largest_scores_at_a_low_temperature() -> None:
     """Divided before the largest is taken off, they overflow: infinity less infinity is NaN."""
     table = make_table(3, temperature=1e-4)
-    log_p = probabilities.naive(torch.tensor([3e38, 3e38, -3e38]), 0, table)
+    log_p = accept.log_probs(torch.tensor([3e38, 3e38, -3e38]), 0, table)
     assert log_p.tolist() == [pytest.approx(-math.log(2)), pytest.approx(-math.log(2)), -math.inf]
+
+
+# Probabilities.
+
+
+@triton.jit
+def _all(side, out, entropy):  # type: ignore[no-untyped-def]
+    query, V = this_query(side.inputs), side.inputs.end
+    if query.s >= 0:
+        found = accept.measure(side, query)
+        tl.store(entropy + query.line, found.entropy)
+        for first in range(0, V, TILE):
+            ids = first + tl.arange(0, TILE)
+            tl.store(out + query.line * V + ids, accept.log_prob(side, query, found, ids), ids < V)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(("seed", "V"), [(0, 63), (1, 100), (3, 5000)])
+def test_kernel_measures_every_token_of_every_query(seed: int, V: int, tree: bool) -> None:
+    rng = random.Random(seed)
+    rows = rng.sample([0, 1, 2, 3, -1], 5)
+    q_len = [n if s >= 0 else 0 for n, s in zip([4, 2, 3, 5, 3], rows)]
+    batch = make_batch(q_len, [rng.randint(0, 20) for _ in rows], False, tree, rows=ints(*rows))
+    batch.input_ids.random_(0, V, generator=torch.Generator().manual_seed(seed))
+    table = random_table(rng, V)
+    table.temperature[:] = torch.tensor(rng.sample([0.3, 0.7, 1.0, 1.7], S))
+    logits = random_logits(rng, batch.num_tokens, V, torch.float32)
+    side = Side.of(Inputs.of(logits, table, batch), batch.max_q_len)
+    log_p, entropy, seen = torch.empty(logits.shape), torch.empty(len(logits)), 0
+    _all[(batch.max_q_len, batch.num_rows)](side, log_p, entropy)
+    for row in rows_of(batch):
+        for place in range(len(row.ids)):
+            t = row.start + place
+            scores, _ = scores_of(logits, table, batch, row, place)
+            expected = accept.log_probs(scores, row.request, table)
+            assert torch.equal(log_p[t].isinf(), expected.isinf())
+            torch.testing.assert_close(log_p[t], expected, rtol=1e-5, atol=1e-5)
+            own = torch.special.entr(expected.exp()).sum()
+            torch.testing.assert_close(entropy[t], own, rtol=1e-4, atol=1e-4)
+            seen += 1
+    assert seen == sum(q_len)

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from nanospec.kernels.dispatch import forced
 from nanospec.kernels.sampling.logprobs import PIECE, logprobs
 from tests.util import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
 
-@pytest.fixture(params=["naive", "triton"])
-def _backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    with forced(request.param):
-        yield
-
-
-@pytest.mark.usefixtures("_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 @pytest.mark.parametrize("V", [5, 63, 1000, 9001], ids=lambda V: f"V{V}")
@@ -49,7 +40,6 @@ def test_matches_float64(V: int, num_top: int, dtype: torch.dtype) -> None:
     assert result.rank.dtype == result.top_ids.dtype == torch.int32
 
 
-@pytest.mark.usefixtures("_backend")
 @pytest.mark.parametrize("token", [0, 7])
 def test_a_certain_token_has_logprob_zero(token: int) -> None:
     logits = torch.full((1, 100), -math.inf)
@@ -62,7 +52,6 @@ def test_a_certain_token_has_logprob_zero(token: int) -> None:
     assert len(set(result.top_ids[0].tolist())) == 3
 
 
-@pytest.mark.usefixtures("_backend")
 def test_the_lowest_of_equal_tokens_come_first() -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [11, 4500]] = 1.0
@@ -74,7 +63,6 @@ def test_the_lowest_of_equal_tokens_come_first() -> None:
         assert result.top_ids.tolist() == [[11, 4500, 0, 1][:n], [3, 4999, 70, 0][:n]]
 
 
-@pytest.mark.usefixtures("_backend")
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     """With two threads PyTorch adds a single row up in two halves. More rows than are copied at once."""
     generator, before, N = torch.Generator().manual_seed(0), torch.get_num_threads(), PIECE + 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import RUNNING, STOPPED
+from nanospec.kernels.codes import STOPPED
 from nanospec.kernels.dispatch import Backend, forced
 from nanospec.kernels.speculation import layout
 from nanospec.kernels.speculation.proposal import Proposal
@@ -76,10 +76,9 @@ def test_a_text_may_have_more_pages_than_a_program_copies(length: int) -> None:
     table = make_table(1000, tokens=tokens, num_tokens=[length, 5], block_table=pages_of)
     proposal = random_proposal(2, 4)._replace(num_drafts=ints(4, 4))
     pages = -(-(length + 4) // 16)
-    for batch in (
-        layout.launch(table, ints(0, 1), proposal),
-        layout.launch_text(table, ints(0, 1), ints(length - 1, 4), ints(5, 5), 5),
-    ):
+    with forced("triton"):
+        text = layout.lay_out_text(table, ints(0, 1), ints(length - 1, 4), ints(5, 5), 5)
+    for batch in (layout.launch(table, ints(0, 1), proposal), text):
         assert torch.equal(batch.block_table[0, :pages], table.block_table[0, :pages])
         assert torch.equal(batch.block_table[1, :1], table.block_table[1, :1])
 
@@ -94,22 +93,10 @@ def test_lay_out_text_equals_naive(B: int, width: int, bound: int | None) -> Non
     if B > 2:
         rows[1], count[0], count[2] = -1, 0, width
     given = table, rows, first, count, width, bound
-    batch = layout.launch_text(*given)
+    with forced("triton"):
+        batch = layout.lay_out_text(*given)
     assert (batch.max_q_len, batch.max_kv_len) == (width, bound or length)
     assert_same(batch, Batch.of_grid(*given))
-
-
-def test_rows_that_take_no_part_have_no_tokens_and_no_slots() -> None:
-    proposal = random_proposal(3, 2)
-    table = make_table(
-        1000, tokens=random_ints(2, 40), block_table=random_ints(2, 3), num_tokens=[5, 9],
-        finished=[RUNNING, STOPPED],
-    )  # fmt: skip
-    batch = layout.naive(table, ints(1, -1, 0), proposal)
-    assert batch.rows.tolist() == [-1, -1, 0]
-    assert batch.q_len.tolist()[:2] == [0, 0]
-    assert batch.slots[:6].tolist() == [-1] * 6
-    assert int(batch.q_len[2]) == int(proposal.num_drafts[2]) + 1
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton", "auto"])

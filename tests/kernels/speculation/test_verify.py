@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import LENGTH, MAX_STOP_IDS, NAN, NOBODY, OWN, RUNNING, STOPPED
+from nanospec.kernels.codes import LENGTH, MAX_STOP_IDS, NAN, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation import report, verify
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport
@@ -149,12 +149,6 @@ def test_kernel_walks_64_nodes(tree: bool) -> None:
     check([64, 0, 63, 1], 3, tree, True, verify.launch)
 
 
-def emit(commit: Commit, table: Table, targets: list[int], drafts: list[int]) -> Verdict:
-    """A step of one request with a chain of drafts."""
-    batch = make_batch([len(targets)], input_ids=ints(0, *drafts))
-    return commit(ints(*targets), batch, table, guessed(batch))
-
-
 def one_row(length: int = 4, max_len: int = 20, stops: tuple[int, ...] = ()) -> Table:
     text = torch.full((1, CAPACITY), 99)
     return make_table(V, tokens=text, num_tokens=length, max_len=max_len, stop_ids=[-1, *stops])
@@ -183,24 +177,14 @@ CASES = {  # emitted, length, max_len, stops, kept, code
 def test_where_a_run_ends(case: str, implementation: str) -> None:
     run, length, max_len, stops, kept, code = CASES[case]
     table = one_row(length, max_len, stops)
-    verdict = emit(IMPLEMENTATIONS[implementation], table, run, run[:-1])
+    batch = make_batch([len(run)], input_ids=ints(0, *run[:-1]))  # all drafts are right
+    verdict = IMPLEMENTATIONS[implementation](ints(*run), batch, table, guessed(batch))
     assert emitted(verdict).tolist() == [run]
     assert report.decode(verdict.report.tolist())[0].tokens == kept
     assert table.tokens[0, length:].tolist() == kept + [99] * (CAPACITY - length - len(kept))
     assert int(table.num_tokens) == length + len(kept)
     assert int(table.finished) == code
     assert table.output_counts[0].tolist() == [kept.count(v) for v in range(V)]
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_finished_rows_are_left_alone(implementation: str) -> None:
-    table = one_row()
-    table.finished[0] = STOPPED
-    before = copy(table)
-    verdict = emit(IMPLEMENTATIONS[implementation], table, [1, 2], [1])
-    assert report.decode(verdict.report.tolist()) == [RowReport([], 1, 1, 0, 0, STOPPED, [])]
-    assert torch.equal(table.tokens, before.tokens)
-    assert int(table.num_tokens) == 4
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -220,27 +204,3 @@ def test_parents_in_a_circle_end(implementation: str) -> None:
         emits = 1 + sum(place > 0 for place in path)
         assert int(verdict.num_emitted) == emits
         assert table.tokens[0, 4:].tolist() == [0] * emits + [99] * (CAPACITY - 4 - emits)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_report_of_trees_says_where_tokens_came_from(implementation: str) -> None:
-    """Two rows with trees of 4 drafts, of which 2 are accepted on the path 0, 3, 4, the last token of one
-    being cut; one that drafted nothing; one that took no part."""
-    parents = [0, 0, 1, 0, 3] * 2 + [0] * 10
-    ids, drawn = [0, 9, 9, 5, 6], [5, 0, 0, 6, 7]
-    batch = make_batch(
-        [5, 5, 1, 0], parents=parents, rows=ints(1, 2, 0, -1), input_ids=ints(*ids, *ids, *[0] * 10)
-    )
-    source = torch.tensor([[70, 80, 90, 60]] * 2 + [[-1] * 4] * 2).int()
-    proposal = Proposal(source, ints(4, 4, 0, 0), source, ints(3, 2, 0, 0), ints(1, 0, NOBODY, NOBODY))
-    texts = torch.full((3, CAPACITY), 99)
-    table = make_table(V, tokens=texts, num_tokens=4, max_len=20, stop_ids=[[-1], [-1], [6]])
-    targets = ints(*drawn, *drawn, 8, *[-1] * 9)
-    verdict = IMPLEMENTATIONS[implementation](targets, batch, table, proposal)
-    # The token drawn at one place of the path was drafted as the next.
-    assert report.decode(verdict.report.tolist()) == [
-        RowReport([5, 6, 7], 4, 2, 1, 3, RUNNING, [90, 60, OWN]),
-        RowReport([5, 6], 4, 2, 0, 2, STOPPED, [90, 60]),
-        RowReport([8], 0, 0, NOBODY, 0, RUNNING, [OWN]),
-        RowReport([], 0, 0, NOBODY, 0, RUNNING, []),
-    ]
