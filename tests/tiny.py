@@ -72,56 +72,31 @@ def tiny_tokenizer(folder: Path) -> Tokenizer:
 # What Gemma 2 and 3 do differently, as fields of `tiny_config`.
 GEMMA: dict[str, dict[str, Any]] = {
     "gemma2": {
-        "head_dim": 48,
-        "windows": (9, None),
-        "out_norms": True,
-        "gate": "gelu",
-        "query_scalar": 20,
-        "attention_softcap": 1.5,
-        "logit_softcap": 4.0,
-        "embedding_scale": 5.5,
-        "tie_word_embeddings": True,
+        "head_dim": 48, "windows": (9, None), "out_norms": True, "gate": "gelu", "query_scalar": 20,
+        "attention_softcap": 1.5, "logit_softcap": 4.0, "embedding_scale": 5.5, "tie_word_embeddings": True,
     },
     "gemma3": {
-        "hidden_size": 50,
-        "head_dim": 40,
-        "windows": (12, None),
-        "local_rope": Rope(theta=100.0),
-        "rope": Rope("linear", 1e6, factor=8.0),
-        "out_norms": True,
-        "gate": "gelu",
-        "qk_norm": True,
+        "hidden_size": 50, "head_dim": 40, "windows": (12, None), "local_rope": Rope(theta=100.0),
+        "rope": Rope("linear", 1e6, factor=8.0), "out_norms": True, "gate": "gelu", "qk_norm": True,
         "embedding_scale": 7.0,
     },
-}
+}  # fmt: skip
 
 _SMALL = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 _THETA = {"rope_type": "default", "rope_theta": 100.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 12}
-
 _LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [1.0 + 0.7 * i for i in range(8)],
-}
+}  # fmt: skip
 _GEMMA = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
 
 # Name -> (family as transformers calls it, what differs from _SMALL).

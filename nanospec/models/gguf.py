@@ -61,7 +61,7 @@ class ConversionError(ValueError):
 
 
 class Reader(gguf.GGUFReader):
-    """The library's reader; that reads nothing beyond a file's end, as often as a broken length says."""
+    """The library's reader, with an error at the end of a file instead of a loop over a broken length."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **named: Any) -> Any:
         if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):

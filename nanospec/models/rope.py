@@ -1,9 +1,9 @@
-"""Rotary position embedding: the angles by which `kernels/layer/rope_cache.py` rotates q and k.
+"""Compute the angles by which `kernels/layer/rope_cache.py` rotates q and k.
 
 Pair i of a head of dimension D turns by position * theta^(-2i/D) (Su et al., 2021,
-https://arxiv.org/abs/2104.09864). Models with a longer context than they were pretrained with slow
-some of the pairs down. Where only R numbers of a head are rotated, R takes the place of D, and the last
-(D - R)/2 pairs stand still: `families/phi3.py` brings such heads into that order.
+https://arxiv.org/abs/2104.09864). Models with a longer context than in pretraining slow some pairs down.
+Where only R numbers of a head are rotated, R takes the place of D, and the last (D - R)/2 pairs stand still;
+`families/phi3.py` reorders such heads.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rope:
-    """Which angles a model uses.
+    """The kind of angles and their parameters.
 
     Attributes:
         kind: "default" as above; "linear" divides every frequency by `factor`; "llama3" divides low
-            ones, keeps high ones and blends between; "longrope" divides each by a factor of its own.
+            frequencies, keeps high ones and blends between; "longrope" divides each by its own factor.
         theta: the base.
-        factor: how much longer the context got than in pretraining.
-        low_freq_factor, high_freq_factor, original_max_len: llama3 only. Wavelengths above original_max_len /
+        factor: ratio of the context to that of pretraining.
+        low_freq_factor, high_freq_factor, original_max_len: of llama3. Wavelengths above original_max_len /
             low_freq_factor are low, those below original_max_len / high_freq_factor are high.
-        part: of each head that is rotated.
-        short_factors, long_factors: longrope only. Of each rotated pair; long ones where texts may become
-            longer than original_max_len. (As its keys lie in the cache, a text cannot change over.)
-        attention_factor: longrope only; what q and k are scaled by, None: as the paper has it, from `factor`
+        part: the rotated fraction of each head.
+        short_factors, long_factors: of longrope, one for each rotated pair; the long ones hold if
+            max_position_embeddings exceeds original_max_len (cached keys cannot change over).
+        attention_factor: of longrope, the scale of q and k; None computes it from `factor`
             (https://arxiv.org/abs/2402.13753).
     """
 
@@ -46,12 +46,12 @@ class Rope:
     attention_factor: float | None = None
 
     def rotated(self, head_dim: int) -> int:
-        """How many numbers of a head are rotated."""
+        """Return the number of rotated values of a head."""
         return int(head_dim * self.part)
 
     @property
     def amplitude(self) -> float:
-        """What a rotation multiplies the length of a pair by."""
+        """Scale of q and k."""
         if self.kind != "longrope":
             return 1.0
         if self.attention_factor is not None:
@@ -60,7 +60,7 @@ class Rope:
 
 
 def cos_sin_table(rope: Rope, head_dim: int, max_len: int, device: torch.device | str) -> Tensor:
-    """[max_len, D] float32: cos of the D/2 angles of each position, then sin; from float64."""
+    """Return [max_len, D] float32: cos of the D/2 angles of each position, then sin; from float64."""
     position = torch.arange(max_len, dtype=torch.float64, device=device)
     angle = torch.outer(position, frequencies(rope, head_dim, max_len).to(device))
     table = torch.cat((angle.cos().float(), angle.sin().float()), dim=1)
@@ -70,7 +70,7 @@ def cos_sin_table(rope: Rope, head_dim: int, max_len: int, device: torch.device 
 
 
 def frequencies(rope: Rope, head_dim: int, max_len: int) -> Tensor:
-    """[D/2] float64: radians per position of each pair, for texts of up to `max_len` tokens."""
+    """Return [D/2] float64: radians per position of each pair, for texts of up to `max_len` tokens."""
     rotated = rope.rotated(head_dim)
     base = rope.theta ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     if rope.kind == "llama3":

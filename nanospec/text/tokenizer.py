@@ -55,7 +55,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model was made for conversations."""
+        """Return whether the model has a chat template."""
         return bool(self._templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

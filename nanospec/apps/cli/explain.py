@@ -43,7 +43,7 @@ class Machine(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a part of a step reads and computes at least."""
+    """The least bytes read and FLOPs computed by a part of a step."""
 
     name: str
     bytes: int

@@ -19,7 +19,7 @@ WORDS = (  # argparse's messages -> ours
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's, without abbreviations; an error is one sentence on standard error and exit status 2."""
+    """argparse's parser without abbreviations; an error is one sentence and exit status 2."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})

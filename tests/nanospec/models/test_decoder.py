@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.models.rope import Rope, cos_sin_table, frequencies
 from nanospec.models.weights import load_model
 from tests.tiny import VARIANTS, Pages, checkpoint, reference_logits, tiny_config, tiny_model
 from tests.util import assert_close, error_ratio
@@ -153,29 +151,3 @@ def test_every_weight_is_taken_once(variant: str) -> None:
 
     Model(config, torch.float32, "cpu", get)
     assert sorted(taken) == sorted(config.parameter_shapes())
-
-
-@pytest.mark.parametrize("variant", ["llama", "llama-linear-biases-d24", "llama-tied-llama3"])
-def test_rope_frequencies(variant: str) -> None:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    fields = VARIANTS[variant][1]
-    config = LlamaConfig(**{"architectures": ["LlamaForCausalLM"], "head_dim": 64, **fields})
-    raw = config.to_dict()
-    rope, D = ModelConfig.from_dict(raw).rope, raw["head_dim"]
-    assert rope.kind == raw["rope_parameters"]["rope_type"]
-    if rope.kind == "default":
-        expected = 1.0 / 10000.0 ** (torch.arange(0, D, 2) / D)
-    else:
-        expected, _ = ROPE_INIT_FUNCTIONS[rope.kind](config, "cpu")
-    torch.testing.assert_close(frequencies(rope, D, 256).float(), expected, rtol=1e-6, atol=0)
-
-
-def test_cos_sin_table() -> None:
-    table = cos_sin_table(Rope(), 8, 5, "cpu")
-    assert table.shape == (5, 8)
-    assert table.dtype == torch.float32
-    assert table[0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-    torch.testing.assert_close(table[3, 0], torch.tensor(3.0).cos())
-    torch.testing.assert_close(table[3, 4], torch.tensor(3.0).sin())

@@ -102,7 +102,7 @@ def test_errors_of_a_template_are_one_sentence(
         with_template(tmp_path, template).apply_chat_template(HI)
 
 
-@pytest.mark.parametrize("template", [5, True, [5], [{"name": "a"}], {"a": 5}, ["ab"]])
+@pytest.mark.parametrize("template", [5, [5], [{"name": "a"}], {"a": 5}])
 def test_template_of_a_wrong_type_is_one_sentence(tmp_path: Path, template: Any) -> None:
     with pytest.raises(ValueError, match=r"_config\.json: chat_template=.* must be a template, or several"):
         with_template(tmp_path, template)
