@@ -25,6 +25,7 @@ from ..kernels.transfer import synchronize
 from .base import Drafter, nothing
 
 LATEST, ENOUGH = 32, 3  # calls that tell what one takes, and the fewest that do
+FADE = 0.999  # at each step: what seemed too slow is tried again some time
 
 
 class DraftTimes:
@@ -43,6 +44,10 @@ class DraftTimes:
         if len(times) >= ENOUGH:  # calls without drafts count to those with some
             self._ms[key] = median(times) * (len(shares) + 1) / (sum(shares) + 1)
 
+    def fade(self) -> None:
+        """Forget a little of all times; those of calls that are made are counted anew."""
+        self._ms = {key: FADE * ms for key, ms in self._ms.items()}
+
     def __call__(self, rows: int, k: int) -> float:
         """Return the ms of a call; where too few were made, what others show it to take at least."""
         size = rows.bit_length()
@@ -56,6 +61,8 @@ def propose(
     """Return up to `k` drafts for each of the rows [B], in k columns, of the last drafter up to `last_k`.
     `times`: what to tell the time of the last one if it runs a model; None in captured steps."""
     found: Proposal | None = None
+    if times is not None:
+        times.fade()
     for code, drafter in enumerate(drafters):
         most = last_k if drafter is drafters[-1] else k
         if not most:

@@ -200,6 +200,11 @@ def test_the_time_of_calls_without_drafts_counts_to_those_with_some() -> None:
     assert times(5, 4) == pytest.approx(2.0 * 11 / 2)
     assert [times(4, k) for k in (0, 2, 8)] == pytest.approx([0, 5.5, 11]), "at least"
     assert times(1, 4) == 0, "fewer rows may take less"
+    for _ in range(3000):
+        times.fade()
+    assert times(4, 4) < 1, "to be tried again"
+    times.add(4, 4, 2.0, 1.0)
+    assert times(4, 4) == pytest.approx(2.0 * 12 / 3)
 
 
 def test_who_guesses_is_checked(model: Model) -> None:
