@@ -9,7 +9,8 @@ import pytest
 
 from nanospec.config import SamplingParams
 from nanospec.drafters.costs import StepCosts
-from nanospec.drafters.policy import AutoPolicy
+from nanospec.drafters.policy import AutoPolicy, Policy
+from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
 from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run, use
 from tests.tiny import tiny_model
@@ -51,16 +52,6 @@ def smooth(costs: StepCosts, per_token: float) -> StepCosts:
     return StepCosts(recorded, {n: 1 + per_token * n for n in costs.packed})
 
 
-def test_steps_without_drafts_teach_nothing(model: Model) -> None:
-    engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=False)
-    seen: list[int] = []
-    policy = engine.policy
-    policy.observe = lambda row, report: seen.append(row)  # type: ignore[method-assign]
-    policy.choose = lambda limits, context=0, waiting=True: 0  # type: ignore[method-assign]
-    run(engine, [Job([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=8))])
-    assert not seen
-
-
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
 def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
     engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=eager)
@@ -73,19 +64,19 @@ def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
 
 
 def test_the_policy_is_told_how_long_the_texts_are_and_who_waits(model: Model) -> None:
-    engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=True)
-    seen: list[int] = []
-    waited: list[bool] = []
-    choose = engine.policy.choose
+    """Steps without drafts teach nothing."""
+    engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=False)
+    asked: list[tuple[int, bool]] = []
 
-    def note(limits: Mapping[int, int], context: int = 0, waiting: bool = True) -> int:
-        seen.append(context)
-        waited.append(waiting)
-        return choose(limits, context, waiting)
+    class Spy(Policy):
+        def choose(self, limits: Mapping[int, int], context: int = 0, waiting: bool = True) -> int:
+            asked.append((context, waiting))
+            return 0
 
-    engine.policy.choose = note  # type: ignore[method-assign]
-    use(engine, junk(model.config.vocab_size))
+        def observe(self, row: int, report: RowReport) -> None:
+            raise AssertionError
+
+    engine.policy = Spy()
     run(engine, [Job([1] * n, SamplingParams(temperature=0, max_tokens=2)) for n in (3, 20, 5)])
-    assert seen[0] == 23
-    assert waited[0]
-    assert not waited[-1]
+    assert asked[0] == (23, True)
+    assert not asked[-1][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -219,58 +220,27 @@ def test_heads_are_right_for_every_row_of_a_batch() -> None:
     assert max(steps) <= min(steps) + 2 <= 15
 
 
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("may_wait", [False, True])
-def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool) -> None:
-    """Head i guesses argmax(score - T log E) of its likeliest tokens, at the position that its token will
-    have."""
-    heads = Heads.random(model, 3, vocab=50)
-    engine = make_engine(model, 4, guess=WAYS["medusa"], heads=heads, max_num_seqs=3)
-    drafter, table = engine.worker.drafters[0], engine.worker.table
-    assert isinstance(drafter, MedusaDrafter)
+def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool, width: int) -> None:
+    """Head i guesses the largest score - T log E of its likeliest tokens, at the position that its token will
+    have; in a tree also the next largest."""
+    drafter, table = medusa_of(model, width)
+    heads, rows = drafter.heads, torch.arange(3, dtype=torch.int32)
+    assert heads.token_map is not None
     drafter.may_wait = may_wait
     drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
-    values = {"num_tokens": 9, "max_len": 60, "limit": 4, "seed": 7, "top_p": 1, "repetition": 1}
-    for name, value in values.items():
-        getattr(table, name).fill_(value)
-    table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
-    table.max_len[2] = 12  # of the three drafts there is room for two
     drafter.ready.fill_(True)
-    found = drafter.propose(table, torch.arange(3, dtype=torch.int32), 4)
-    assert found.num_drafts.tolist() == [3, 3, 2]
-    logits = heads.logits(drafter.hidden[:3]).float()
-    assert heads.token_map is not None
-    for b, n in enumerate(found.num_drafts.tolist()):
-        for i in range(n):
-            luck = noise.naive(7, 9 + i, heads.token_map.int())
-            few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
-            best = int((logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).argmax())
-            assert int(found.drafts[b, i]) == int(heads.token_map[best])
-    assert drafter.propose(table, torch.tensor([0], dtype=torch.int32), 4).drafts.tolist() == [
-        found.drafts[0].tolist()
-    ]
-
-
-@pytest.mark.parametrize("may_wait", [False, True])
-def test_the_trees_of_heads_branch_into_what_the_noise_favours(model: Model, may_wait: bool) -> None:
-    """Each head's guesses are those it would draw, had the better ones not been."""
-    heads = Heads.random(model, 3, vocab=20)
-    guess = {"method": "medusa", "tree_width": 3}
-    engine = make_engine(model, 8, guess=guess, heads=heads, max_num_seqs=2)
-    drafter, table = engine.worker.drafters[0], engine.worker.table
-    assert isinstance(drafter, MedusaDrafter)
-    assert heads.token_map is not None
-    drafter.may_wait = may_wait
-    drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
-    table.num_tokens[:], table.seed[:], table.width[:] = 9, -(2**40) - 3, 3
-    table.temperature[:] = torch.tensor([0.0, 1.5])
-    found = drafter._likely(table, torch.arange(2)).tolist()
-    logits = heads.logits(drafter.hidden[:2]).float()
-    for b in range(2):
-        for i in range(3):
-            few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
-            luck = noise.naive(-(2**40) - 3, 9 + i, heads.token_map.int())
-            drawn = (logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).topk(3).indices
-            assert found[b][i] == heads.token_map[drawn].tolist()
+    table.seed.fill_(-(2**40) - 3)
+    table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
+    table.max_len[2] = 12  # there is room for two drafts
+    assert drafter.propose(table, rows, 3).num_drafts.tolist() == [3, 3, 2]
+    found, logits = drafter._likely(table, rows), heads.logits(drafter.hidden[:3]).float()
+    for b, i in product(range(3), range(3)):
+        few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
+        luck = noise.naive(-(2**40) - 3, 9 + i, heads.token_map.int())
+        drawn = (logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).topk(width).indices
+        assert found[b, i].tolist() == heads.token_map[drawn].tolist()
 
 
 def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
