@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = 
     if args.replicas is not None and batch is not None:
         from ..cluster.batch import run_on_ray
 
-        figures = run_on_ray(batch, args.folder, args.model, spec, options, args.replicas)
+        figures = run_on_ray(batch, args.folder, args.model, {"spec": spec, **options}, args.replicas)
         Console(sys.stderr).line(batch_summary(figures))
         if args.json:
             print(json.dumps({"batch": figures}))

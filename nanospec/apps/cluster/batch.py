@@ -17,7 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from ...config import EngineConfig, SamplingParams, SpecConfig
+from ...config import EngineConfig, SamplingParams
 from ...engine.request import Limits, check_request
 from ...extras.grammar.grammar import Grammars
 from ...llm import LLM
@@ -34,17 +34,15 @@ from .start import Share, last_error, load, need_ray, ray_for
 QUEUED = 2  # lines that a replica has, for each of its rows: the next are there when one ends
 RETRIES = 3  # of a line whose replica died
 RESTARTS = 5  # of a replica
-
-
 Line = tuple[Task, list[int], SamplingParams]  # the prompt as token ids; the parameters have a seed
 
 
 def run_on_ray(
-    batch: Batch, folder: Path, model: str, spec: SpecConfig, options: dict[str, Any], replicas: int
+    batch: Batch, folder: Path, model: str, options: dict[str, Any], replicas: int
 ) -> dict[str, Any]:
     """Run a batch like `cli.batch.run_batch`, on so many engines. Raises OSError with a sentence if they
     fail."""
-    config = EngineConfig(spec=spec, **options)
+    config = EngineConfig(**options)
     todo, tokenizer = batch.todo, Tokenizer(folder)
     say_how(tokenizer, todo)
     window = config.max_model_len or ModelConfig.from_path(folder).max_position_embeddings
@@ -56,8 +54,7 @@ def run_on_ray(
             need_ray("ray.util")
             print(f"Starting Ray and {replicas} replicas ...", file=sys.stderr, flush=True)
             with redirect_stdout(StringIO()), ray_for(replicas, config) as share:  # Ray prints what it logs
-                own = partial(load, folder.absolute(), model, spec, share, options)
-                settings = own, model, batch.source
+                settings = partial(load, folder.absolute(), model, share, options), model, batch.source
                 for result in answers(lines, settings, share, replicas, QUEUED * config.max_num_seqs):
                     batch.write(*result)
     return {**batch.figures(), "replicas": replicas}

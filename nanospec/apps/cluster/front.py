@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,15 +44,10 @@ class Front:
     Args:
         ask: (scope, body, names of its pieces) -> lists of messages as ASGI sends them, and last of all what
             is to be logged, under "facts".
-        figures: returns the page of metrics of each replica by its name.
+        figures: () -> the page of metrics of each replica by its name, to be awaited.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        ask: Callable[[dict[str, Any], bytes, Sequence[bytes]], Any],
-        figures: Callable[[], Awaitable[Mapping[str, str]]],
-    ) -> None:
+    def __init__(self, config: ServeConfig, ask: Callable[..., Any], figures: Callable[[], Any]) -> None:
         self.config, self._ask, self._figures = config, ask, figures
         self._answers: set[Any] = set()  # under way
         self._draining = self._is_over = False

@@ -28,7 +28,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp, Message, Scope
 
-from ...config import EngineConfig, SpecConfig
+from ...config import EngineConfig
 from ...llm import LLM
 from ..serve.app import App
 from ..serve.logs import log, log_to
@@ -49,11 +49,11 @@ QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 class ServingEngine:
     """One replica: the server of `serve/app.py` without its sockets."""
 
-    def __init__(self, load: Callable[..., LLM], config: ServeConfig, model: str) -> None:
+    def __init__(self, load: Callable[..., LLM], config: ServeConfig) -> None:
         log_to(level="warning")  # the ingress logs requests
         self._name = serve.get_replica_context().replica_id.unique_id
         llm = load(seed=random.getrandbits(28))  # no two replicas draw the same
-        self._app = App(llm, config, model)
+        self._app = App(llm, config, str(config.served_model_name))
         self._sender = Sender(self._app.asgi())
 
     async def ask(self, scope: Scope, body: bytes, names: Sequence[bytes]) -> AsyncIterator[list[Message]]:
@@ -127,15 +127,14 @@ class Ingress(Front):
 def application(
     load: Callable[..., LLM],
     config: ServeConfig,
-    model: str,
     share: Share,
     rows: int,
-    number: tuple[int, int],
+    scale: tuple[int, int],
     level: str,
 ) -> serve.Application:
-    """Return what is deployed: an ingress, and engines, of which Ray starts more, within `number` (least,
+    """Return what is deployed: an ingress, and engines, of which Ray starts more, within `scale` (least,
     most), when each has more requests than rows."""
-    least, most = number
+    least, most = scale
     bounds = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": rows}
     scaling: dict[str, Any] = {"autoscaling_config": bounds} if least < most else {"num_replicas": least}
     engines = serve.deployment(
@@ -157,28 +156,26 @@ def application(
         graceful_shutdown_timeout_s=config.drain_timeout + LINGER,
         logging_config=QUIET,
     )
-    return ingress.bind(engines.bind(load, config, model), config, level)
+    return ingress.bind(engines.bind(load, config), config, level)
 
 
 def run(
     config: ServeConfig,
     folder: Path,
     model: str,
-    spec: SpecConfig,
     options: dict[str, Any],
-    number: tuple[int, int],
+    scale: tuple[int, int],
     level: str,
 ) -> int:
     """Deploy, and wait until told to end, or replaced. Return the exit status."""
-    engine = EngineConfig(spec=spec, **options)
-    name, how_many = config.served_model_name or folder.name, ":".join(map(str, sorted(set(number))))
-    log.info("starting", extra={"facts": {"replicas": how_many}})
-    with redirect_stdout(sys.stderr), ray_for(number[1], engine, log_to_driver=True) as share:
-        config, ours = start_serve(config)
-        own = partial(load, folder.absolute(), model, spec, share, options)
-        app = application(own, config, name, share, engine.max_num_seqs, number, level)
-        handle = deployed(app, ours)
-        say_ready(config, (config.host, config.port), name, {"replicas": how_many})
+    name, engine = config.served_model_name or folder.name, EngineConfig(**options)
+    how_many = {"replicas": ":".join(map(str, sorted(set(scale))))}
+    log.info("starting", extra={"facts": how_many})
+    with redirect_stdout(sys.stderr), ray_for(scale[1], engine, log_to_driver=True) as share:
+        config, ours = start_serve(replace(config, served_model_name=name))
+        own = partial(load, folder.absolute(), model, share, options)
+        handle = deployed(application(own, config, share, engine.max_num_seqs, scale, level), ours)
+        say_ready(config, (config.host, config.port), name, how_many)
         if told_to_end():
             with suppress(Exception):  # Ray's, if there is no ingress just now
                 handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...config import EngineConfig, SpecConfig
+from ...config import EngineConfig
 from ...device.devices import resolve_device
 from ...device.memory import spare_memory
 from ...device.threads import cpu_quota
@@ -26,11 +26,9 @@ MISSING = "replicas need {}: pip install 'nanospec[ray]', or leave out --replica
 STORE = 256 << 20  # bytes of the object store of a Ray of our own: requests and results are small
 WAIT = 10.0  # seconds for the Ray of RAY_ADDRESS to answer
 QUIET = {  # environment variables, unless they are set
-    "RAY_COLOR_PREFIX": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
+    "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-}
+}  # fmt: skip
 
 
 class Share(NamedTuple):
@@ -42,15 +40,15 @@ class Share(NamedTuple):
     neighbours: int  # replicas on one machine, itself among them
 
 
-def load(folder: Path, model: str, spec: SpecConfig, share: Share, given: dict[str, Any], **more: Any) -> LLM:
+def load(folder: Path, model: str, share: Share, options: dict[str, Any], **more: Any) -> LLM:
     """Return the engine of a replica, in its process. On a machine without the command's `folder` the model
     is found by the name that the user gave."""
-    options = {**given, **more} if share.threads is None else {**given, **more, "threads": share.threads}
+    options = {**options, **more} if share.threads is None else {**options, **more, "threads": share.threads}
     device = resolve_device(options.get("device", "auto"))
     if device.type == "cpu" and share.neighbours > 1:  # all start at once and see the same free memory
         ranks = options.get("tensor_parallel_size", 1)
         options.setdefault("kv_cache_memory", spare_memory(device, share.neighbours * ranks))
-    return LLM(folder if folder.is_dir() else resolve_model(model), spec=spec, **options)
+    return LLM(folder if folder.is_dir() else resolve_model(model), **options)
 
 
 def need_ray(part: str) -> None:

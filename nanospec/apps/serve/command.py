@@ -91,17 +91,17 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     from .server import listen, run
 
     log_to(level=args.log_level)
-    spec, options = spec_config(args), {"max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
+    options = {"spec": spec_config(args), "max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
     if args.replicas is not None:
         from ..cluster.start import need_ray
 
         need_ray("ray.serve")
         from ..cluster.serve import run as deploy
 
-        return deploy(config, folder, args.model, spec, options, args.replicas, args.log_level)
+        return deploy(config, folder, args.model, options, args.replicas, args.log_level)
     listener = listen(config)  # first, as it may not be had
     announce(args.model, folder)
-    llm = LLM(folder, spec=spec, **options)
+    llm = LLM(folder, **options)
     announce_ranks(llm)
     app = App(llm, config, config.served_model_name or folder.name)
     return asyncio.run(run(app, listener))

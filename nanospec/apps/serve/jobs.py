@@ -53,13 +53,12 @@ class Job:
         """Yield what its outputs get, and None after a while without anything. Raises JobFailed."""
         left = self.num_outputs
         while left:
-            coming = asyncio.ensure_future(self._deltas.get())
             try:
-                while not (await asyncio.wait({coming}, timeout=QUIET_AFTER))[0]:
-                    yield None
-            finally:
-                coming.cancel()
-            if isinstance(delta := coming.result(), JobFailed):
+                delta = await asyncio.wait_for(self._deltas.get(), QUIET_AFTER)
+            except asyncio.TimeoutError:
+                yield None
+                continue
+            if isinstance(delta, JobFailed):
                 raise delta
             left -= delta.done is not None
             yield delta

@@ -14,8 +14,8 @@ import asyncio
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 from ...config import SamplingParams
 from ...engine.request import Request
@@ -50,8 +50,8 @@ class EngineLoop:
         self.num_outputs, self.failures, self.gap_seconds = 0, 0, 0.0
         self._live: dict[Request, Live] = {}
         self._numbers = itertools.count()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._do = self._inbox.put  # has the engine's thread do something before its next step
         self._closing = False
         self._broken: str | None = None
         self._jobs: set[Job] = set()  # accepted, and not yet told all
@@ -66,9 +66,8 @@ class EngineLoop:
 
     async def stop(self) -> None:
         """End what runs, and the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._closing = True
+        self._do(lambda: None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -116,12 +115,6 @@ class EngineLoop:
         """End all jobs, as there is no more time for them."""
         self._do(lambda: self._fail(JobFailed(ENDED, 503)))
 
-    def _do(self, action: Callable[[], None]) -> None:
-        """Have the engine's thread do something before its next step."""
-        with self._wake:
-            self._inbox.append(action)
-            self._wake.notify()
-
     def _end_with(self, error: JobFailed) -> None:
         """Tell all jobs that nothing is answered any more, also those that are still in the inbox."""
         self._over = error
@@ -154,12 +147,12 @@ class EngineLoop:
         ended = time.perf_counter()
         while not self._closing:
             idle = not self.llm.engine.has_work
-            with self._wake:
-                while idle and not self._inbox and not self._closing:
-                    self._wake.wait()
+            first = [self._inbox.get()] if idle else []
             with self.llm.shared.turn() as engine:
-                while self._inbox:
-                    self._guard(self._inbox.popleft())
+                for action in first:
+                    self._guard(action)
+                while not self._inbox.empty():
+                    self._guard(self._inbox.get())
                 if engine.has_work:
                     self.gap_seconds += 0.0 if idle else time.perf_counter() - ended
                     self._guard(self._step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 from unittest.mock import AsyncMock
@@ -27,8 +27,8 @@ URL = "/v1/completions"
 class Answer:
     """What a replica sends, as Ray's handle gives it: lists, here of one message each."""
 
-    def __init__(self, source: AsyncIterator[dict[str, Any]], cancelled: list[bool]) -> None:
-        self._source, self._cancelled = source, cancelled
+    def __init__(self, source: AsyncIterator[dict[str, Any]]) -> None:
+        self._source, self.is_cancelled = source, False
         self._next: asyncio.Future[dict[str, Any]] | None = None
 
     async def __aiter__(self) -> AsyncIterator[list[dict[str, Any]]]:
@@ -38,8 +38,8 @@ class Answer:
                 yield [await self._next]
 
     def cancel(self) -> None:
-        """To whoever awaits it the answer is then cancelled."""
-        self._cancelled.append(True)
+        """Cancel it for the reader, too."""
+        self.is_cancelled = True
         if self._next is not None:
             self._next.cancel()
 
@@ -60,12 +60,7 @@ async def echo(scope: dict[str, Any], body: bytes, names: Sequence[bytes]) -> As
 
 
 def front(ask: Ask, pages: Mapping[str, str] | None = None, **config: Any) -> tuple[httpx.AsyncClient, Front]:
-    cancelled: list[bool] = []
-
-    async def figures() -> Mapping[str, str]:
-        return pages or {}
-
-    made = Front(ServeConfig(**config), lambda *asked: Answer(ask(*asked), cancelled), figures)
+    made = Front(ServeConfig(**config), lambda *asked: Answer(ask(*asked)), AsyncMock(return_value=pages))
     transport = httpx.ASGITransport(made.asgi(), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost"), made
 
@@ -133,28 +128,18 @@ def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
         yield begin()
         await asyncio.sleep(60)
 
-    async def go_away() -> list[bool]:
-        cancelled: list[bool] = []
-        made = Front(ServeConfig(), lambda *asked: Answer(never(*asked), cancelled), AsyncMock())
-        received: Iterator[dict[str, Any]] = iter([{"type": "http.request", "body": b"{}"}])
-        scope = {"type": "http", "method": "POST", "path": URL, "headers": [(b"host", b"localhost")]}
-
-        async def receive() -> Any:
-            return next(received)
-
-        async def send(_: Any) -> None:
-            pass
-
-        task = asyncio.ensure_future(made.asgi()(scope, receive, send))
+    async def go_away() -> None:
+        client, made = front(never)
+        task = asyncio.ensure_future(client.post(URL, content="{}"))
         await asyncio.sleep(0.05)
-        assert made._answers
+        [answer] = made._answers
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert answer.is_cancelled
         assert not made._answers
-        return cancelled
 
-    assert asyncio.run(go_away()) == [True]
+    asyncio.run(go_away())
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])
