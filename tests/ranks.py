@@ -26,7 +26,7 @@ from nanospec.extras import wanted
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.job import Job, report_failure
 from nanospec.extras.tensor_parallel.shard import Shard
-from nanospec.extras.tensor_parallel.worker import Leader, Rank, follow
+from nanospec.extras.tensor_parallel.worker import Rank
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.random_weights import random_weights
@@ -133,7 +133,7 @@ def split_engine(
     def be(rank: int) -> None:
         try:
             workers[rank] = Rank(*parts(rank), wanted(options))
-            follow(workers[rank])
+            workers[rank].follow()
         except Exception as error:
             report_failure(job.store, rank, error)
             groups[rank].barrier.abort()
@@ -142,7 +142,7 @@ def split_engine(
     for thread in threads:
         thread.start()
     with job.command("start"):
-        job.group, leader = groups[0], Leader(*parts(0), job, wanted(options))
+        job.group, leader = groups[0], Rank(*parts(0), wanted(options), job)
     try:
         yield Split(Engine(options, leader), groups, workers)
     finally:

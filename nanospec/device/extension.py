@@ -1,7 +1,7 @@
 """The interface of options: the engine and the worker call each `Extension` at fixed points of a step.
 
-The ranks of a split model have equal lists of extensions. The host's decisions for a step travel in its
-order, as one plain value per extension (`plan`, `send`), so that all ranks do the same.
+The devices of a split model have equal lists of extensions. The host's decisions for a step travel in its
+order, as one plain value per extension (`plan`, `send`), so that all devices do the same.
 """
 
 from __future__ import annotations

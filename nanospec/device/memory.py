@@ -64,7 +64,7 @@ def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] =
         budget, source = config.kv_cache_memory, f"kv_cache_memory of {config.kv_cache_memory:,} bytes"
     else:
         needed = step_bytes(config, model, drafters, window) if model.device.type == "cuda" else 0
-        budget = max(spare_memory(model.device, model.num_ranks) - needed, 0)
+        budget = max(spare_memory(model.device, model.num_devices) - needed, 0)
         source = f"{budget:,} spare bytes" + f", beside {needed:,} for steps," * (needed > 0)
     num_blocks = min(budget // per_block, config.max_num_seqs * -(-window // size))
     if config.max_model_len is None and 256 <= num_blocks * size < window:

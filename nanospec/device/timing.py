@@ -39,11 +39,11 @@ SLEEP = 1 << 21  # cycles, about a millisecond; the host launches a step in a fr
 Rehearse = Callable[[int], AbstractContextManager[None]]
 """Fills so many request rows with what drafts, and empties them at the end of the `with` block."""
 Meet = Callable[[], None]
-"""Queues a wait of the device for those of other ranks, so that nobody's wait for them is measured."""
+"""Queues a wait for the other devices of a split model, so that waiting for them is not measured."""
 
 
 def alone() -> None:
-    """There are no other ranks."""
+    """Wait for nothing: there are no other devices."""
 
 
 @torch.inference_mode()
@@ -96,7 +96,7 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     that no busy moment of the machine falls on one alone."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    alone = model.num_ranks == 1  # ranks must all do the same, however fast they are
+    alone = model.num_devices == 1  # otherwise all must do the same, however fast they are
     began, most = time.perf_counter(), REPEATS if table.num_rows > 1 and alone else FEW_REPEATS
     for i, (key, batch) in product(range(most), batches.items()):
         start = time.perf_counter()

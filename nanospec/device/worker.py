@@ -143,7 +143,7 @@ class Worker:
 
     @property
     def memory(self) -> list[MemoryPlan]:
-        """The bytes that this device keeps; those of each rank, where there are several."""
+        """The bytes that this device keeps; those of each device, if the model is split."""
         tokens = self.num_blocks * self.config.block_size
         plan = MemoryPlan(
             weights=self.model.weight_bytes,

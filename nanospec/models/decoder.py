@@ -99,18 +99,18 @@ class Model:
     """A decoder with its weights in place; see the module docstring.
 
     Attributes:
-        num_ranks: among how many processes its weights are split.
+        num_devices: among how many devices its weights are split.
         config, dtype, device: as given; `like` is an empty tensor of these two.
-        embedding, lm_head: [V, H], or the rank's rows; the same tensor on a GPU if they are tied. The head
+        embedding, lm_head: [V, H], or this device's rows; the same tensor on a GPU if they are tied. The head
             may be packed.
         layers: one `Layer` each.
         norm: the final one.
         cos_sin: [max_position_embeddings, D] float32, the angles of each RoPE that a layer has.
         embedding_scale: factor of the embeddings.
-        weight_bytes: of this rank's weights, tied ones once unless one of the two is packed.
+        weight_bytes: of this device's weights, tied ones once unless one of the two is packed.
     """
 
-    num_ranks = 1
+    num_devices = 1
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight

@@ -27,10 +27,9 @@ import torch.distributed as dist
 from ...config import EngineConfig
 from ...device.devices import current, resolve_device
 from ...device.threads import use_threads
-from ...drafters.base import Drafter, registered
+from ...drafters.base import registered
 from ...drafters.loading import Guessers, load_parts, who_guesses
 from ...models.config import ModelConfig
-from ...models.decoder import Model
 from ...text.checks import shown
 from ...text.tokenizer import Tokenizer
 from .. import wanted
@@ -38,7 +37,7 @@ from .drafts import for_followers
 from .group import Group
 from .job import LOOK, Job, RankFailed, disconnect, report_failure
 from .shard import Shard, check_split
-from .worker import Leader, Rank, follow
+from .worker import Rank
 
 
 class Parts(NamedTuple):
@@ -84,9 +83,9 @@ def torchrun_place() -> Place | None:
     return Place(rank, size, local, neighbours)
 
 
-def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
-    """Return the leader of `config.tensor_parallel_size` ranks. In torchrun's other processes, follow it
-    instead, and end the process with the job.
+def lead(parts: Parts, tokenizer: Tokenizer) -> Rank:
+    """Return the leader's worker of `config.tensor_parallel_size` ranks. In torchrun's other processes,
+    follow the leader instead, and end the process with the job.
 
     Raises ValueError if the model cannot be split so, RankFailed if a rank does not start.
     """
@@ -110,8 +109,7 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Leader:
     try:
         with job.command("start", math.inf):
             job.group = _connect(place, config, job.check)
-            model, drafters = _load(parts, tokenizer, job.group)
-            return Leader(config, model, drafters, job.group, job, wanted(config, tokenizer))
+            return _worker(parts, tokenizer, job.group, job)
     except BaseException as error:
         job.close()
         if isinstance(error, RankFailed) and isinstance(error.__cause__, ValueError | OSError):
@@ -198,9 +196,8 @@ def serve(place: Place, given: Callable[[], Parts]) -> int:
     try:
         parts = given()
         group = _connect(place, parts.config)
-        model, drafters = _load(parts, Tokenizer(parts.folder), group)
-        worker = Rank(parts.config, model, drafters, group, wanted(parts.config))
-        follow(worker)
+        worker = _worker(parts, Tokenizer(parts.folder), group)
+        worker.follow()
         disconnect(group, worker.graphs)
         return 0
     except Exception as error:
@@ -227,7 +224,9 @@ def _connect(place: Place, config: EngineConfig, check: Callable[[], None] = lam
     return Group(device, place.rank, place.size, store, config.distributed_timeout, host, check)
 
 
-def _load(parts: Parts, tokenizer: Tokenizer, group: Group) -> tuple[Model, tuple[Drafter, ...]]:
-    split = partial(Shard, group=group)
+def _worker(parts: Parts, tokenizer: Tokenizer, group: Group, job: Job | None = None) -> Rank:
+    """Load the rank's part of the model, and make its worker."""
+    config, split = parts.config, partial(Shard, group=group)
     with current(group.device):
-        return load_parts(parts.config, parts.folder, parts.drafter, tokenizer, group.device, split)
+        model, drafters = load_parts(config, parts.folder, parts.drafter, tokenizer, group.device, split)
+    return Rank(config, model, drafters, group, wanted(config, tokenizer if job else None), job)

@@ -79,7 +79,7 @@ class Shard:
         model.layers = [self._joined_layer(layer) for layer in model.layers]
         model.embedding = Vocabulary(model.embedding, gather, first, self.vocab_size)  # type: ignore
         model.lm_head = Vocabulary(model.lm_head, gather, first, self.vocab_size)
-        model.num_ranks = self.group.size
+        model.num_devices = self.group.size
         return model
 
     def _joined_layer(self, layer: Layer) -> Layer:

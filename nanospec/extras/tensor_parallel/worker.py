@@ -1,6 +1,6 @@
 """The workers of the ranks: each has a part of the model and all request rows, and takes the same steps.
 
-The engine's worker is the `Leader`. It sends every verb to the followers before it obeys it itself, so all
+The engine's worker is the leader's. It sends every verb to the followers before it obeys it itself, so all
 tables are equal at all times. A step draws from candidates that the ranks exchange (`sampling/across.py`), or
 from whole logits if one of its rows needs more than the likeliest token.
 """
@@ -70,6 +70,7 @@ class Rank(Worker):
     """The worker of one rank.
 
     Attributes:
+        job: the followers, if this is the leader.
         memory: the plan of each rank, see `MemoryPlan`.
     """
 
@@ -82,11 +83,16 @@ class Rank(Worker):
         drafters: Sequence[Drafter],
         group: Group,
         extensions: Sequence[Extension] = (),
+        job: Job | None = None,
     ) -> None:
-        self.group = group
+        self.group, self.job = group, job
         self._whole: set[int] = set()  # rows whose requests need the logits of all tokens
+        self._flights: deque[Flight] = deque()
         super().__init__(config, model, drafters, extensions)
         share_proposals(self.drafters, group)
+        if job is not None:
+            job.graphs = self.graphs
+            self._end = weakref.finalize(self, _end, job)
 
     def make_step(self, kind: type[Step] = SplitStep) -> Step:
         return super().make_step(kind)
@@ -111,11 +117,48 @@ class Rank(Worker):
     def memory(self) -> list[MemoryPlan]:
         return self._memory
 
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        return None if self.job is None else self.job.failure
+
+    def follow(self) -> None:
+        """Obey the leader until it ends the job."""
+        while (message := self.group.receive()) is not None:
+            verb, *args = message
+            getattr(self, verb)(*args)
+
+    @contextmanager
+    def _all(self, *message: Any) -> Iterator[None]:
+        """Do something on all ranks: the leader sends the followers the name of the method, and arguments."""
+        if self.job is None:
+            yield
+        else:
+            with self.job.command(message[0]):
+                self.group.send(message)
+                yield
+
     def admit(self, requests: Sequence[Admission]) -> None:
-        super().admit(requests)
-        for request in requests:
-            needs = needs_whole(request.params, self.config.spec.acceptance)
-            (self._whole.add if needs else self._whole.discard)(request.row)
+        with self._all("admit", requests):
+            super().admit(requests)
+            for request in requests:
+                needs = needs_whole(request.params, self.config.spec.acceptance)
+                (self._whole.add if needs else self._whole.discard)(request.row)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        with self._all("prefill", chunks):
+            super().prefill(chunks)
+
+    def step(self, order: StepOrder, cut: Cut | None = None) -> Flight:
+        def agreed(*columns: Any) -> list[int]:
+            if cut is None:  # of a follower
+                return list(self.group.receive())
+            kept = cut(*columns)
+            self.group.send(kept)
+            return kept
+
+        with self._all("step", order):
+            self._flights.append(super().step(order, agreed))
+        return self._flights[-1]
 
     def prepare(self, order: StepOrder) -> Hashable:
         variant = super().prepare(order)
@@ -123,89 +166,15 @@ class Rank(Worker):
         self._step.whole = variant is not None or asked
         return (WHOLE, variant) if self._step.whole else None
 
-    def meet(self) -> None:
-        self.group.gather(torch.zeros(1, device=self.device))
-
-
-def needs_whole(params: SamplingParams, acceptance: str) -> bool:
-    """Whether a request's tokens depend on more than which one has the largest logit plus noise."""
-    cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    exact = (params.acceptance or acceptance) == "exact"
-    return bool(cuts or params.changes_logits) or not exact
-
-
-def follow(worker: Rank) -> None:
-    """Obey the leader until it ends the job."""
-    flights: deque[Flight] = deque()
-    receive = worker.group.receive
-    while (message := receive()) is not None:
-        verb, *args = message
-        if verb == "step":  # asks how many drafts to verify, if it is not captured
-            flights.append(worker.step(args[0], lambda *columns: receive()))
-        elif verb == "fetch":
-            worker.fetch(_pop(flights, *args))
-        else:
-            getattr(worker, verb)(*args)
-
-
-def _pop(flights: deque[Flight], skipped: int) -> Flight:
-    """Return the next flight after those `skipped`, which will not be fetched."""
-    for _ in range(skipped):
-        flights.popleft()
-    return flights.popleft()
-
-
-class Leader(Rank):
-    """The rank that the engine speaks to."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: Model,
-        drafters: Sequence[Drafter],
-        group: Group,
-        job: Job,
-        extensions: Sequence[Extension] = (),
-    ) -> None:
-        self.job = job
-        self._flights: deque[Flight] = deque()
-        super().__init__(config, model, drafters, group, extensions)
-        job.graphs = self.graphs
-        self._end = weakref.finalize(self, _end, job)
-
-    @property
-    def failure(self) -> str | None:  # type: ignore[override]
-        return self.job.failure
-
-    @contextmanager
-    def _all(self, *message: Any) -> Iterator[None]:
-        """Send a message to the followers, and do the same here."""
-        with self.job.command(message[0]):
-            self.group.send(message)
-            yield
-
-    def admit(self, requests: Sequence[Admission]) -> None:
-        with self._all("admit", requests):
-            super().admit(requests)
-
-    def prefill(self, chunks: Sequence[Chunk]) -> None:
-        with self._all("prefill", chunks):
-            super().prefill(chunks)
-
-    def step(self, order: StepOrder, cut: Cut) -> Flight:
-        def told(*columns: Any) -> list[int]:
-            kept = cut(*columns)
-            self.group.send(kept)
-            return kept
-
-        with self._all("step", order):
-            self._flights.append(super().step(order, told))
-        return self._flights[-1]
-
     def fetch(self, flight: Flight) -> list[RowResult]:
-        skipped = next(i for i, queued in enumerate(self._flights) if queued is flight)
-        with self._all("fetch", skipped):
-            return super().fetch(_pop(self._flights, skipped))
+        return self.fetch_next(next(i for i, queued in enumerate(self._flights) if queued is flight))
+
+    def fetch_next(self, skipped: int) -> list[RowResult]:
+        """Fetch the next flight after those `skipped`, which will not be fetched."""
+        with self._all("fetch_next", skipped):
+            for _ in range(skipped):
+                self._flights.popleft()
+            return super().fetch(self._flights.popleft())
 
     def release(self, row: int) -> None:
         if self.failure is None:  # otherwise there are no rows any more
@@ -216,8 +185,19 @@ class Leader(Rank):
         with self._all("measure"):
             return super().measure()
 
+    def meet(self) -> None:
+        self.group.gather(torch.zeros(1, device=self.device))
+
     def close(self) -> None:
-        self._end()
+        if self.job is not None:
+            self._end()
+
+
+def needs_whole(params: SamplingParams, acceptance: str) -> bool:
+    """Whether a request's tokens depend on more than which one has the largest logit plus noise."""
+    cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    exact = (params.acceptance or acceptance) == "exact"
+    return bool(cuts or params.changes_logits) or not exact
 
 
 def _end(job: Job) -> None:

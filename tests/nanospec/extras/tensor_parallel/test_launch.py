@@ -143,7 +143,7 @@ def test_ctrl_c_between_a_step_and_its_result(
     command, fetches = job.command, [0]
 
     def interrupted(name: str) -> Any:
-        fetches[0] += name == "fetch"
+        fetches[0] += name == "fetch_next"
         if fetches[0] == 4:
             fetches[0] += 1
             raise KeyboardInterrupt
@@ -215,13 +215,13 @@ def test_ranks_that_cannot_start_are_told_of(folder: Path, monkeypatch: pytest.M
     before = set(children())
     with pytest.raises(ValueError, match="tensor_parallel_size=3 cannot divide 4 attention heads"):
         make(folder, 3)
-    load = launch._load
+    make_worker = launch._worker
 
     def slowly(*args: Any) -> Any:  # so that another rank says it first
         time.sleep(2)
-        return load(*args)
+        return make_worker(*args)
 
-    monkeypatch.setattr(launch, "_load", slowly)
+    monkeypatch.setattr(launch, "_worker", slowly)
     with pytest.raises(ValueError, match="kv_cache_memory of 99 bytes hold"):
         make(folder, 2, kv_cache_memory=99)
     with pytest.raises(ValueError, match=r"Unequal object at .* cannot be sent .*: Can't pickle local"):
