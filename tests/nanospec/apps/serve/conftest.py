@@ -76,13 +76,8 @@ class Served:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """The official client, which does not try again by itself."""
-        return openai.OpenAI(**self._client(options))
-
-    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(**self._client(options))
-
-    def _client(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 20, **options}
+        given: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=20, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
@@ -92,23 +91,6 @@ def test_every_chunk_of_a_stream_may_count_tokens(server: Served, url: str) -> N
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
     only = {**body, "stream_options": {"continuous_usage_stats": True}}
     assert all("usage" not in chunk for chunk in events(server.post(url, only).text)[:-1])
-
-
-def test_the_asynchronous_client(server: Served) -> None:
-    async def ask() -> list[str]:
-        async with server.async_client() as client:
-
-            async def one(i: int) -> str:
-                options: Any = {"model": MODEL, "prompt": after(ALPHABET[: 1 + i % 9]), "temperature": 0}
-                if i % 2:
-                    given = await client.completions.create(max_tokens=12, **options)
-                    return given.choices[0].text
-                stream = await client.completions.create(max_tokens=12, stream=True, **options)
-                return "".join([chunk.choices[0].text async for chunk in stream])
-
-            return await asyncio.gather(*map(one, range(24)))
-
-    assert asyncio.run(ask()) == [ALPHABET[1 + i % 9 :][:12] for i in range(24)]
 
 
 def test_logprobs_of_chats_and_completions_whole_and_streamed(server: Served, offline: LLM) -> None:
