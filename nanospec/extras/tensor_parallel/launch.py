@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -103,9 +104,10 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Rank:
     elif place.rank:
         raise SystemExit(serve(place, lambda: others))
     else:
-        job = Job((), place.store(), config.distributed_timeout)
-        if job.store.add("nanospec/leaders", 1) > 1:
+        store = place.store()
+        if store.add("nanospec/leaders", 1) > 1:
             raise ValueError("Under torchrun a program has one LLM, since the other ranks stay in its first.")
+        job = Job((), store, config.distributed_timeout)
     try:
         with job.command("start", math.inf):
             job.group = _connect(place, config, job.check)
@@ -165,12 +167,13 @@ def _pickled(parts: Parts) -> bytes:
 
 
 def _process() -> subprocess.Popen[bytes]:
-    """Start a follower, in a session of its own, so that Ctrl-C reaches the leader alone. It looks for
-    modules where this process does."""
+    """Start a follower. It ignores Ctrl-C, which is the leader's, and looks for modules where this process
+    does."""
     path = [folder or os.getcwd() for folder in sys.path] + [str(Path(__file__).resolve().parents[3])]
     env = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    command = [sys.executable, "-c", f"from {__name__} import begin; begin()"]
+    program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    command = [sys.executable, "-c", program + f"from {__name__} import begin; begin()"]
     return subprocess.Popen(
         command, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=2, start_new_session=True
     )
@@ -179,14 +182,18 @@ def _process() -> subprocess.Popen[bytes]:
 def begin() -> NoReturn:
     """Run the process of a follower that the leader has started."""
     leader, place = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=(leader,), daemon=True, name="leader").start()
-    sys.exit(serve(place, lambda: [pickle.load(sys.stdin.buffer) for _ in range(2)][1]))
+    threading.Thread(target=_end_with, args=(leader, place), daemon=True, name="leader").start()
+    status = serve(place, lambda: [pickle.load(sys.stdin.buffer) for _ in range(2)][1])
+    if os.getppid() != leader:
+        _end_with(leader, place)
+    sys.exit(status)
 
 
-def _end_with(leader: int) -> None:
+def _end_with(leader: int, place: Place) -> None:
     """End this process when the leader's has ended, whatever this one waits for."""
     while os.getppid() == leader:
         time.sleep(LOOK)
+    shutil.rmtree(os.path.dirname(place.path), ignore_errors=True)  # for a leader that was killed
     os._exit(1)
 
 

@@ -77,7 +77,8 @@ def printed(tmp_path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     script.parent.mkdir()
     script.write_text(SCRIPT)
     (script.parent / "beside.py").write_text(BESIDE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")}
     pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     commands = [[sys.executable, str(script), str(model), size] for size in ("1", "2")]
     processes = [
@@ -102,5 +103,6 @@ def test_a_program_of_ones_own(tmp_path: Path) -> None:
     assert is_alive(several["sleeps"])  # with all that the leader had open
     try:
         assert_gone(several["ranks"])
+        assert not list((tmp_path / "tmp").glob("nanospec-*"))
     finally:
         os.kill(several["sleeps"], signal.SIGKILL)
