@@ -51,7 +51,7 @@ class DraftCache:
         self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=model.device)
         self._texts: dict[int, _Text] = {}
         self._drafted: set[int] = set()
-        self._news: tuple[dict[int, _Text], Callable[[], list[list[int]]]] | None = None
+        self._news = self._copied()
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         """The row has these pages; those behind the first `num_kept` may have been another's."""
@@ -79,6 +79,8 @@ class DraftCache:
         """Compute all but the last token of each of these texts, as far as `max_tokens` reach for all, where
         the first pass of a step does not do it anyway. Where steps are captured the host does not ask the
         device what is there, but takes in a copy that was started at the call before."""
+        if self.may_wait:
+            self._news = self._copied()
         self._take_in()
         chunks, budget = [], self.max_tokens
         for row in rows:
@@ -119,7 +121,7 @@ class DraftCache:
 
     def _take_in(self) -> None:
         """Learn what the device has computed."""
-        texts, wait = self._copied() if self.may_wait else self._news or ({}, lambda: [[], []])
+        texts, wait = self._news
         computed, num_tokens = wait()
         for row, text in texts.items():
             if self._texts.get(row) is text:  # not released since

@@ -127,14 +127,14 @@ def _merged(first: Proposal, second: Proposal, code: int) -> Proposal:
     done, parents = first.num_drafts > 0, None
     if first.parents is not None or second.parents is not None:
         parents = torch.where(done[:, None], _parents(first), _parents(second))
-    behind = torch.where(second.drafter == NOBODY, NOBODY, code)
+    behind = torch.where(second.drafter == NOBODY, second.drafter, code)
     logits, sampled = (first.logits, done) if second.logits is None else (second.logits, ~done)
     return Proposal(
         torch.where(done[:, None], first.drafts, second.drafts),
         torch.where(done, first.num_drafts, second.num_drafts),
         torch.where(done[:, None], first.source, second.source),
         torch.where(done, first.match_len, second.match_len),
-        torch.where(done, first.drafter, behind).int(),
+        torch.where(done, first.drafter, behind),
         parents,
         logits,
         sampled,
