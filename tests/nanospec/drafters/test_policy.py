@@ -80,9 +80,6 @@ def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool 
     return found
 
 
-# ---- costs -------------------------------------------------------------------------------------
-
-
 @example(ms=[1.0] * 6 + [2.0], context=0)
 @given(
     st.lists(st.floats(0.01, 1e4), min_size=len(SIZES), max_size=len(SIZES)), st.sampled_from([0, 99, 9000])
@@ -122,21 +119,16 @@ def test_captured_costs_rise_with_drafts_and_rows(ms: dict[int, dict[int, float]
     assert [costs.cost(n, n) for n in (1, 2, 4, 5, 16)] == [0.5, 1.0, 1.0, 2.0, 2.0], "the next bucket"
 
 
-# ---- tokens per step ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("x", [0, 0.25, 0.5, 0.9, 1])
-def test_with_equal_chances_it_is_the_usual_formula(x: float) -> None:
-    for limit in (16, 4, 0):
+def test_with_equal_chances_it_is_the_usual_formula() -> None:
+    for x, limit in product((0.0, 0.25, 0.5, 0.9, 1.0), (16, 4, 0)):
         expected = [sum(x**j for j in range(min(k, limit) + 1)) for k in KS]
         assert tokens_per_step(x, x, x, KS, limit) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("miss", "full", "further"), [(0.125, 0.75, 0.875), (0.5, 0.25, 0.5), (0.75, 1.0, 0.25)]
-)
+@pytest.mark.parametrize("chances", [(0.125, 0.75, 0.875), (0.5, 0.25, 0.5), (0.75, 1.0, 0.25)])
 @pytest.mark.parametrize("k", [1, 4, 8])
-def test_tokens_per_step_against_a_random_run(miss: float, full: float, further: float, k: int) -> None:
+def test_tokens_per_step_against_a_random_run(chances: tuple[float, float, float], k: int) -> None:
+    miss, full, further = chances
     rng, steps, tokens, copying = random.Random(0), 40_000, 0, False
     for _ in range(steps):
         accepted = 0
@@ -145,9 +137,6 @@ def test_tokens_per_step_against_a_random_run(miss: float, full: float, further:
         tokens += accepted + 1
         copying = accepted == k
     assert tokens_per_step(miss, full, further, (0, k), 16) == [1, pytest.approx(tokens / steps, rel=0.02)]
-
-
-# ---- estimates ---------------------------------------------------------------------------------
 
 
 def first(estimator: Estimator, row: int, drafter: int = NGRAM, match: int = 0) -> float:
@@ -210,20 +199,12 @@ def test_estimates_stay_probabilities(steps: list[tuple[int, int, int]]) -> None
             assert all(1 >= a >= b >= 0 for a, b in pairwise(gains))
 
 
-# ---- one K for all rows ------------------------------------------------------------------------
-
-
-def test_a_fixed_policy_takes_all() -> None:
-    policy = Policy()
-    teach(policy, 0, 0)
-    policy.reset(0)
-    assert policy.choose({0: 3, 1: 16}) == 16
-    assert cut(policy, [3, 0, 16]) == [3, 0, 16]
-    assert policy.promised is None
-
-
-def test_accepted_drafts_that_cost_nothing_are_all_taken() -> None:
-    policy = captured(FLAT)
+def test_a_fixed_policy_takes_all_and_an_automatic_one_what_costs_nothing() -> None:
+    fixed, policy = Policy(), captured(FLAT)
+    teach(fixed, 0, 0)
+    assert fixed.choose({0: 3, 1: 16}) == 16
+    assert cut(fixed, [3, 0, 16]) == [3, 0, 16]
+    assert fixed.promised is None
     teach(policy, 0, accepted=4)
     assert [choose(policy, 1, most) for most in (16, 5, 0)] == [16, 4, 0]
     assert policy.promised == 1
@@ -261,9 +242,6 @@ def test_limits_and_missing_ks_are_kept_and_a_new_request_starts_from_what_other
     assert usual(policy, 1) == 0
     policy.reset(0)
     assert choose(policy, 1) > 0
-
-
-# ---- row by row --------------------------------------------------------------------------------
 
 
 @given(
@@ -317,16 +295,13 @@ def test_the_drafts_of_a_batch_are_the_best_ones(
 
 def test_long_texts_make_drafts_pay() -> None:
     """A step takes long for them whether there are drafts or not."""
-    costs, taken = StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)), {}
+    taken = {}
     for context in (0, 4000):
-        policy = AutoPolicy(costs)
+        policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)))
         teach(policy, 0, accepted=4, drafted=5)
         policy.choose({0: 16}, context)
         [taken[context]] = policy.cut([Offer(0, NGRAM, 16, 3)])
     assert 0 < taken[0] < taken[4000]
-
-
-# ---- where no request waits --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -376,9 +351,6 @@ def test_rows_that_copy_alike_are_no_loss_to_each_other() -> None:
         assert all(taken == [8] * rows for taken in run(policy, (1.0,) * rows, 20, waiting))
 
 
-# ---- a model's drafts --------------------------------------------------------------------------
-
-
 def model_policy(pass_ms: float) -> AutoPolicy:
     costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, drafts: pass_ms * drafts)
     return AutoPolicy(costs, MODEL)
@@ -399,10 +371,8 @@ def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[i
 @pytest.mark.parametrize("B", [1, 8])
 def test_a_model_that_becomes_right_is_noticed(B: int) -> None:
     policy = model_policy(1.0)
-    drafted_steps(policy, B, False, 200)
-    assert sum(drafted_steps(policy, B, False, 100)) <= 20 * B
-    later = drafted_steps(policy, B, True, 300)
-    assert min(later[-20:]) >= 2 * B
+    assert sum(drafted_steps(policy, B, False, 300)[200:]) <= 20 * B
+    assert min(drafted_steps(policy, B, True, 300)[-20:]) >= 2 * B
 
 
 def test_a_model_is_hardly_run_where_it_cannot_gain() -> None:
@@ -411,9 +381,6 @@ def test_a_model_is_hardly_run_where_it_cannot_gain() -> None:
     drafted_steps(policy, 8, True, 50)
     assert policy.choose({0: 8}) > 0
     assert policy.choose({0: 8} | dict.fromkeys(range(1, 31), 0)) == 0
-
-
-# ---- probes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_k", [FLAT, HALF, STEEP], ids=["flat", "half", "steep"])
@@ -453,9 +420,6 @@ def test_rows_at_zero_are_probed_in_turn_and_recover() -> None:
     taken = run(policy, (1.0,), 900)
     assert min(n for [n] in taken[-20:]) == 8
     assert all(cut(packed(SLOPED), [0]) == [0] for _ in range(400)), "without a match there is no probe"
-
-
-# ---- the time it takes -------------------------------------------------------------------------
 
 
 def lines(call: Callable[[], Any]) -> int:
