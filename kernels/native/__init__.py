@@ -3,6 +3,6 @@
 To be read in this order: `build` (how it is compiled), `call` and `step.h`, the types at the beginning of
 `arithmetic.h` and `structs.h` (what is passed), `models/cpu.py` (the caller);
 then the forward pass, `decoder.cpp`, and below it `attention.h`, `cache.h`, `product.h`, `arithmetic.h` (or
-`narrow.h` or `amx.h`) and `threads.h`; beside it `sampling.cpp`, `step.cpp`, `ngram.cpp` and `mask.cpp`.
+`amx.h`) and `threads.h`; beside it `sampling.cpp`, `step.cpp` and `ngram.cpp`.
 `packed` lays weights out, `tiles` the KV cache, both on the large pages of `mapped_memory`.
 """

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "amx.h"
-#include "narrow.h"
 #include "structs.h"
 #include "threads.h"
 

@@ -8,7 +8,7 @@ Tokens for which a mask has no bit are barred. What is allowed keeps its logit t
 the result depends on nothing but its own logits and mask.
 
 Kernel: one program per row and 4096 tokens; it reads no logits, and writes those that are barred. On a CPU
-`native` does so in C++ (`native/mask.cpp`).
+`native` does so in C++ (`native/sampling.cpp`).
 """
 
 import torch

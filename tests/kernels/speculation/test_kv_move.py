@@ -83,12 +83,3 @@ def test_in_tiles(head_dim: int, block_size: int) -> None:
     with forced("naive"):
         kv_move.kv_move(cache, verdict, batch)
     assert torch.equal(tiles, in_tiles(cache))
-
-
-def test_a_chain_moves_nothing() -> None:
-    cache, verdict, batch = make(0, 64, torch.float32)
-    verdict.path[:] = torch.arange(WIDTH)
-    before = cache.clone()
-    with forced("triton"):
-        kv_move.kv_move(cache, verdict, batch)
-    assert torch.equal(cache, before)
