@@ -67,15 +67,12 @@ class Front:
         await asyncio.sleep(LAST)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if scope["path"] == "/metrics" and scope["method"] == "GET":
-                if not (pages := await self._figures()):
-                    raise HTTPError(503, NO_REPLICA)
-                await Response(together(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
-            else:
-                await self._pass_on(scope, await read_body(Request(scope, receive), self.config), send)
-        except HTTPError as error:
-            await error.response()(scope, receive, send)
+        if scope["path"] == "/metrics" and scope["method"] == "GET":
+            if not (pages := await self._figures()):
+                raise HTTPError(503, NO_REPLICA)
+            await Response(together(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
+        else:
+            await self._pass_on(scope, await read_body(Request(scope, receive), self.config), send)
 
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         state = scope["state"]

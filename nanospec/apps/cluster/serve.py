@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
@@ -26,7 +27,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import Message, Scope
 
 from ...config import EngineConfig
 from ...llm import LLM
@@ -108,8 +109,9 @@ class ToReplica(RequestRouter):
 class Ingress(Front):
     """The deployment that the proxies pass requests to."""
 
-    def __init__(self, engines: Any, config: ServeConfig, level: str) -> None:
+    def __init__(self, engines: Any, config: ServeConfig, level: str, stamp: str) -> None:
         log_to(level=level)
+        self._stamp = stamp
         ask = engines.ask.options(stream=True)
 
         async def figures() -> dict[str, str]:
@@ -120,20 +122,18 @@ class Ingress(Front):
 
         super().__init__(config, lambda scope, body, names: ask.remote(scope, body, names=names), figures)
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self.asgi()
+    __serve_build_asgi_app__ = Front.asgi
+
+    async def stamp(self) -> str:
+        """Return what tells the command that has deployed this from others."""
+        return self._stamp
 
 
 def application(
-    load: Callable[..., LLM],
-    config: ServeConfig,
-    share: Share,
-    rows: int,
-    scale: tuple[int, int],
-    level: str,
+    load: Callable[..., LLM], config: ServeConfig, share: Share, rows: int, scale: tuple[int, int], *own: str
 ) -> serve.Application:
     """Return what is deployed: an ingress, and engines, of which Ray starts more, within `scale` (least,
-    most), when each has more requests than rows."""
+    most), when each has more requests than rows. `own`: the ingress's level of logs and stamp."""
     least, most = scale
     bounds = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": rows}
     scaling: dict[str, Any] = {"autoscaling_config": bounds} if least < most else {"num_replicas": least}
@@ -156,7 +156,7 @@ def application(
         graceful_shutdown_timeout_s=config.drain_timeout + LINGER,
         logging_config=QUIET,
     )
-    return ingress.bind(engines.bind(load, config), config, level)
+    return ingress.bind(engines.bind(load, config), config, *own)
 
 
 def run(
@@ -173,10 +173,10 @@ def run(
     log.info("starting", extra={"facts": how_many})
     with redirect_stdout(sys.stderr), ray_for(scale[1], engine, log_to_driver=True) as share:
         config, ours = start_serve(replace(config, served_model_name=name))
-        own = partial(load, folder.absolute(), model, share, options)
-        handle = deployed(application(own, config, share, engine.max_num_seqs, scale, level), ours)
+        own, stamp = partial(load, folder.absolute(), model, share, options), uuid.uuid4().hex
+        handle = deployed(application(own, config, share, engine.max_num_seqs, scale, level, stamp), ours)
         say_ready(config, (config.host, config.port), name, how_many)
-        if told_to_end():
+        if told_to_end(handle, stamp):
             with suppress(Exception):  # Ray's, if there is no ingress just now
                 handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)
             if "RAY_ADDRESS" in os.environ:  # a Ray of our own ends anyway
@@ -213,16 +213,15 @@ def deployed(app: serve.Application, ours: bool) -> Any:
         raise ValueError(why or "the replicas could not start; Ray's logs say why.") from None
 
 
-def told_to_end() -> bool:
+def told_to_end(handle: Any, stamp: str) -> bool:
     """Wait for Ctrl-C or SIGTERM (a second one ends the process), or until another command has deployed.
     Return whether it was a signal."""
-    deployed_at = serve.status().applications[APP].last_deployed_time_s
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while True:
             time.sleep(LOOK)
             with suppress(Exception):  # Ray's, which may not know just now
-                if serve.status().applications[APP].last_deployed_time_s != deployed_at:
+                if handle.stamp.remote().result(timeout_s=LOOK) != stamp:
                     return False
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -22,7 +23,6 @@ from ...llm import LLM
 from ...models.hub import resolve_model
 from ...text.checks import shown
 
-MISSING = "replicas need {}: pip install 'nanospec[ray]', or leave out --replicas."
 STORE = 256 << 20  # bytes of the object store of a Ray of our own: requests and results are small
 WAIT = 10.0  # seconds for the Ray of RAY_ADDRESS to answer
 QUIET = {  # environment variables, unless they are set
@@ -58,7 +58,10 @@ def need_ray(part: str) -> None:
     try:
         import_module(part)
     except ImportError as error:
-        raise ValueError(MISSING.format(error.name or "ray")) from None
+        name = error.name or "ray"
+        raise ValueError(
+            f"replicas need {name}: pip install 'nanospec[ray]', or leave out --replicas."
+        ) from None
 
 
 @contextmanager
@@ -76,7 +79,8 @@ def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) ->
     else:
         check_there(address)
     try:
-        ray.init(**how)
+        with _quiet():
+            ray.init(**how)
     except ConnectionError:
         raise OSError(
             f"RAY_ADDRESS={address}: no Ray is found; `ray start --head` starts one, and without RAY_ADDRESS "
@@ -86,6 +90,20 @@ def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) ->
         yield share(replicas, config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Discard what Ray's C++ writes to standard error, past Python."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def check_there(address: str) -> None:

@@ -113,10 +113,9 @@ class Gate:
 
         try:
             self._check(scope, headers)
+            await self.app(scope, receive, with_id)
         except HTTPError as error:
             await error.response()(scope, receive, with_id)
-        else:
-            await self.app(scope, receive, with_id)
         finally:
             self._answered[path if path in self._paths else "other", status] += 1
             ms = round((time.perf_counter() - start) * 1e3, 1)

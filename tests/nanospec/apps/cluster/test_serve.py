@@ -73,7 +73,7 @@ def test_a_replica_whose_device_is_gone_is_replaced() -> None:
 def test_replicas_are_added_when_each_has_more_requests_than_rows() -> None:
     from nanospec.apps.cluster.serve import application
 
-    app = application(LLM, ServeConfig(), Share(1, 0, 1, 1), 64, (1, 4), "info")
+    app = application(LLM, ServeConfig(), Share(1, 0, 1, 1), 64, (1, 4), "info", "stamp")
     [engines, *_] = app._bound_deployment.init_args
     found = engines._bound_deployment._deployment_config.autoscaling_config
     assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (1, 4, 64)
