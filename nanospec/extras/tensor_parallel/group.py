@@ -24,8 +24,8 @@ CLOSING = 10.0  # seconds that NCCL has to leave the group
 # In the stream of the kernels before and after them, which would otherwise wait for each other by events.
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = False
-_COMMAND = BroadcastOptions()
-_COMMAND.timeout = timedelta(days=3650)  # the leader may be idle
+_SEND, _RECEIVE = BroadcastOptions(), BroadcastOptions()
+_RECEIVE.timeout = timedelta(days=3650)  # the leader may be idle
 
 
 class Group:
@@ -102,7 +102,7 @@ class Group:
         return pickle.loads(self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().data)
 
     def _broadcast(self, x: Tensor) -> Tensor:
-        self._gloo.broadcast([x], _COMMAND).wait()
+        self._gloo.broadcast([x], _RECEIVE if self.rank else _SEND).wait()
         return x
 
     def close(self) -> None:

@@ -124,7 +124,8 @@ class Job:
                 continue
             self.end(found)
             if self.group is not None:
-                self.group.close()  # which frees the leader from waiting for its device
+                # This frees a leader that waits for its device, but may itself wait for a rank that hangs.
+                threading.Thread(target=self.group.close, daemon=True, name="closing").start()
             patience = time.monotonic() + GRACE
             while self._deadline > 0 and time.monotonic() < patience:
                 time.sleep(LOOK)
