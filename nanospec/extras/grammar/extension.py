@@ -1,73 +1,129 @@
-"""Grammars as an extension: each step is told what the host guessed for rows with a grammar, and masks."""
+"""Structured output as an extension: rows with a `response_format` get drafts and masks from the host.
+
+The device holds, by request row, the drafts of `grammar.Guide` and where in `allowed` the row's masks begin;
+this memory is allocated when a request first has a grammar. A step takes these drafts in place of a
+drafter's, chains in a tree too, and bars in the logits what the masks do not allow. Steps that do so are
+captured apart from plain ones.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...config import SamplingParams
+from ...device.admission import HostWrites
 from ...device.extension import Extension
+from ...engine.request import Request
 from ...kernels.batch import Batch
+from ...kernels.codes import NOBODY
+from ...kernels.sampling.mask import mask
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
-from .grammar import PLAN_SECONDS, Draft, Grammars
+from ...kernels.transfer import upload
+from ...text.tokenizer import Tokenizer
+from .grammar import PLAN_SECONDS, Draft, Grammars, Guide
 from .response_format import checked
-from .rows import METHOD, Guided, GuidedRows
-
-if TYPE_CHECKING:
-    from ...device.admission import HostWrites
-    from ...device.worker import Worker
-    from ...engine.request import Request
-    from ...text.tokenizer import Tokenizer
 
 
 class Grammar(Extension):
-    """Holds requests with a `response_format` to it.
+    """Constrains requests with a `response_format`.
 
     Attributes:
-        rows: what the device knows, from the first request with a grammar on.
+        first, count, match_len: [S] int32: where a row's masks begin, -1 for a row without a grammar; number
+            of drafts; length of their match. `first` is None until a request has a grammar.
+        tokens, sources: [S, K] int32, the drafts.
+        allowed: [M, W] int32, the masks of a step, at a fixed address where steps are captured.
     """
 
-    method = METHOD
+    method = "grammar"  # in statistics
     constrains = True
+    first: Tensor | None = None
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """`tokenizer`: None in a process that has no engine."""
         self._tokenizer = tokenizer
-        self.rows: GuidedRows | None = None
 
-    def attach(self, worker: Worker) -> None:
+    def attach(self, worker: Any) -> None:
         self._worker = worker
         if self._tokenizer is not None:
             self._grammars = Grammars(self._tokenizer, worker.model.config.vocab_size)
 
-    def admit(self, writes: HostWrites, row: int) -> None:
-        if self.rows is not None:
-            self.rows.admit(writes, row)
+    @torch.inference_mode(False)  # written to between steps too
+    def _allocate(self, words: int) -> Tensor:
+        """Allocate the rows, for masks of so many int32 words; return `first`."""
+        worker, graphs = self._worker, self._worker.graphs
+        S, K, device = worker.table.num_rows, max(worker.max_k, 1), worker.table.device
+        self._code, self._fixed = worker.methods.index(self.method), graphs is not None
+        self.first = torch.full((S,), -1, dtype=torch.int32, device=device)
+        self.count, self.match_len = torch.zeros_like(self.first), torch.zeros_like(self.first)
+        self.tokens, self.sources = (torch.zeros(S, K, dtype=torch.int32, device=device) for _ in range(2))
+        size = graphs.max_tokens if self._fixed else 0
+        self.allowed = torch.zeros(size, words, dtype=torch.int32, device=device)
+        return self.first
 
-    def send(self, writes: HostWrites, value: Sequence[Guided], k: int) -> None:
-        if self.rows is None:
-            worker = self._worker
-            largest = worker.graphs.max_tokens if worker.graphs is not None else None
-            words = len(value[0].draft.masks[0]) // 4
-            code = worker.methods.index(METHOD)
-            self.rows = GuidedRows(worker.table, code, worker.max_k, largest, words)
-        self.rows.send(writes, value, k)
+    def admit(self, writes: HostWrites, row: int) -> None:
+        if self.first is not None:
+            writes.set(self.first, row, -1)  # every step of a guided request sets it again
+
+    def send(self, writes: HostWrites, value: Sequence[tuple[int, Draft]], k: int) -> None:
+        lines = [line for _, draft in value for line in draft.masks[: k + 1]]
+        masks = torch.frombuffer(bytearray().join(lines), dtype=torch.int32).view(len(lines), -1)
+        first = self.first if self.first is not None else self._allocate(masks.shape[1])
+        if self._fixed:
+            upload(masks, torch.int32, first.device, out=self.allowed[: len(masks)])
+        else:
+            self.allowed = upload(masks, torch.int32, first.device)
+        begin = 0
+        for row, draft in value:
+            count = min(len(draft.tokens), k)
+            for column, number in (first, begin), (self.count, count), (self.match_len, draft.match_len):
+                writes.set(column, row, number)
+            if count:
+                writes.put(self.tokens, row, draft.tokens[:count])
+                writes.put(self.sources, row, draft.sources[:count])
+            begin += count + 1
+
+    def _first_of(self, rows: Tensor) -> Tensor:
+        """Return where the masks of request rows begin; -1 for rows without a grammar and padding."""
+        assert self.first is not None
+        return torch.where(rows >= 0, self.first[rows.clamp(min=0)], -1)
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
-        assert self.rows is not None
-        return self.rows.propose(rows, proposal)
-
-    def change(self, logits: Tensor, batch: Batch) -> None:
-        assert self.rows is not None
-        self.rows.bar(logits, batch)
+        k, index, mine = proposal.drafts.shape[1], rows.clamp(min=0), self._first_of(rows) >= 0
+        count = self.count[index].clamp(max=k)
+        chain = torch.arange(k, dtype=torch.int32, device=rows.device)
+        sampled = proposal.sampled
+        if proposal.logits is not None:  # none of these drafts was drawn from them
+            drawn = torch.full_like(mine, proposal.parents is None) if sampled is None else sampled
+            sampled = drawn & ~mine
+        return Proposal(
+            torch.where(mine[:, None], self.tokens[index, :k], proposal.drafts),
+            torch.where(mine, count, proposal.num_drafts),
+            torch.where(mine[:, None], self.sources[index, :k], proposal.source),
+            torch.where(mine, self.match_len[index], proposal.match_len),
+            torch.where(mine, torch.where(count > 0, self._code, NOBODY), proposal.drafter).int(),
+            None if proposal.parents is None else torch.where(mine[:, None], chain, proposal.parents),
+            proposal.logits,
+            sampled,
+        )
 
     def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
-        assert self.rows is not None
-        return self.rows.of_others(proposal, batch)
+        """Leave out guided rows, whose logits are not the model's."""
+        mine = self._first_of(batch.rows) >= 0
+        drafter = proposal.drafter.masked_fill(mine, NOBODY)
+        return proposal._replace(drafter=drafter), replace(batch, rows=batch.rows.masked_fill(mine, -1))
+
+    def change(self, logits: Tensor, batch: Batch) -> None:
+        place = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        b = torch.searchsorted(batch.q_start, place, right=True) - 1  # the batch row of each token
+        i, first = place - batch.q_start[b], self._first_of(batch.rows)[b]
+        mask(logits, self.allowed, torch.where((first >= 0) & (i < batch.q_len[b]), first + i, -1).int())
 
     def check(self, params: SamplingParams) -> None:
         if params.response_format is None:
@@ -80,18 +136,12 @@ class Grammar(Extension):
         if (asked := checked(request.params.response_format)) is not None:
             request.constraint, request.stats.acceptance = self._grammars.guide(asked), "exact"
 
-    def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> Any:
-        guided = [(r, n) for r, n in zip(requests, limits, strict=True) if r.constraint is not None]
-        if not guided:
-            return None
-        end = time.perf_counter() + PLAN_SECONDS
+    def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, Draft]] | None:
+        end, spec, found = time.perf_counter() + PLAN_SECONDS, self._worker.config.spec, []
+        lengths = spec.prompt_lookup_min, spec.prompt_lookup_max
         with self._worker.stages("propose"):
-            return [Guided(request.row, self._guess(request, most, end)) for request, most in guided]
-
-    def _guess(self, request: Request, most: int, end: float) -> Draft:
-        """Return at most so many drafts, made until `end`, and masks."""
-        spec, room = self._worker.config.spec, request.max_len - request.num_tokens - 1
-        shortest, longest = spec.prompt_lookup_min, spec.prompt_lookup_max
-        guide: Any = request.constraint
-        draft: Draft = guide.plan(request.tokens, max(min(most, room), 0), shortest, longest, end)
-        return draft
+            for request, limit in zip(requests, limits, strict=True):
+                if isinstance(guide := request.constraint, Guide):
+                    most = max(min(limit, request.max_len - request.num_tokens - 1), 0)
+                    found.append((request.row, guide.plan(request.tokens, most, *lengths, end)))
+        return found or None

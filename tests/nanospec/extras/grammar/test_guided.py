@@ -19,7 +19,6 @@ from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.extras.grammar.extension import Grammar
-from nanospec.extras.grammar.rows import GuidedRows
 from nanospec.kernels import dispatch
 from nanospec.kernels.codes import NOBODY
 from nanospec.kernels.speculation.proposal import Proposal
@@ -254,13 +253,13 @@ def test_others_pay_nothing_and_rows_forget(
     wanted = outcome(run(engine, plain)[0])
     [extension] = engine.extensions
     assert isinstance(extension, Grammar)
-    assert extension.rows is None
+    assert extension.first is None
     run(engine, [Job([1], SamplingParams(max_tokens=5, response_format=JSON))])
 
     def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(GuidedRows, "bar", never)
+    monkeypatch.setattr(Grammar, "change", never)
     assert outcome(run(engine, plain)[0]) == wanted
     monkeypatch.undo()
     beside = Job([1], SamplingParams(max_tokens=40, response_format=JSON))

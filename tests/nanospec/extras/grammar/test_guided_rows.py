@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nanospec.device.admission import HostWrites
+from nanospec.extras.grammar.extension import Grammar
 from nanospec.extras.grammar.grammar import Draft
-from nanospec.extras.grammar.rows import Guided, GuidedRows
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.codes import GUESSED, NOBODY
 from nanospec.kernels.speculation.layout import lay_out
@@ -19,6 +20,7 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 
 V, CODE = 40, 2
+TABLE = Table.empty(4, 64, 16, V, "cpu")
 
 
 def line(*tokens: int) -> bytes:
@@ -31,31 +33,34 @@ def ints(*values: Any) -> Tensor:
 
 
 @pytest.fixture(params=[None, 12], ids=["packed", "recorded"])
-def guided(request: pytest.FixtureRequest) -> GuidedRows:
+def guided(request: pytest.FixtureRequest) -> Grammar:
     """Of four request rows, 1 and 3 have grammars: of row 3 more is guessed than a step may verify."""
-    rows, writes = GuidedRows(Table.empty(4, 64, 16, V, "cpu"), CODE, 5, request.param, 2), HostWrites()
+    graphs = SimpleNamespace(max_tokens=request.param) if request.param else None
+    methods = ("ngram", "draft", "grammar")
+    rows, writes = Grammar(None), HostWrites()
+    rows.attach(SimpleNamespace(table=TABLE, max_k=5, graphs=graphs, methods=methods))
     long = Draft([7, 8, 9, 7, 8], [GUESSED, 1, 2, 3, 4], 64, [line(7), line(8), line(9), *[line(1)] * 3])
-    drafts = [Guided(3, long), Guided(1, Draft([], [], 0, [line(0, 35)]))]
+    drafts = [(3, long), (1, Draft([], [], 0, [line(0, 35)]))]
     rows.send(writes, drafts, 3)
     writes.flush()
     return rows
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_rows_get_their_own_guesses(guided: GuidedRows, tree: bool) -> None:
+def test_rows_get_their_own_guesses(guided: Grammar, tree: bool) -> None:
     drafts = torch.arange(12, dtype=torch.int32).view(4, 3) + 20
     logits = None if tree else torch.randn(4, 3, V)
     parents = ints([0, 0, 1]).repeat(4, 1) if tree else None
     each = ints(3, 2, 1, 3), drafts - 10, ints(4, 5, 6, 7), ints(1, 0, 1, 0)
     given = Proposal(drafts, *each, parents, logits)
     rows = ints(3, 0, 1, -1)
-    found = guided.propose(rows, given)
+    found = guided.propose(TABLE, rows, given)
     assert found.drafts.tolist() == [[7, 8, 9], [23, 24, 25], found.drafts[2].tolist(), [29, 30, 31]]
     assert found.num_drafts.tolist() == [3, 2, 0, 3]
     assert found.source.tolist()[:2] == [[GUESSED, 1, 2], [13, 14, 15]]
     assert found.match_len.tolist() == [64, 5, 0, 7]
     assert found.drafter.tolist() == [CODE, 0, NOBODY, 0]
-    others, batch = guided.of_others(found, lay_out(Table.empty(4, 64, 16, V, "cpu"), rows, found))
+    others, batch = guided.for_drafters(found, lay_out(TABLE, rows, found))
     assert others.drafter.tolist() == [NOBODY, 0, NOBODY, 0]
     assert batch.rows.tolist() == [-1, 0, -1, -1]
     assert found.parents is None or found.parents.tolist()[:2] == [[0, 1, 2], [0, 0, 1]]
@@ -64,25 +69,24 @@ def test_rows_get_their_own_guesses(guided: GuidedRows, tree: bool) -> None:
     assert all(t.dtype == torch.int32 for t in found[:5])
 
 
-def test_what_is_barred(guided: GuidedRows) -> None:
+def test_what_is_barred(guided: Grammar) -> None:
     """Row 3 has two tokens and padding, row 0 none of it, row 1 one; what pads the batch has no row."""
-    table = guided.table
-    batch = Batch.of_grid(table, ints(3, 0, -1, 1), ints(0, 0, 0, 0), ints(2, 3, 3, 1), 3)
+    batch = Batch.of_grid(TABLE, ints(3, 0, -1, 1), ints(0, 0, 0, 0), ints(2, 3, 3, 1), 3)
     logits = torch.randn(12, V)
     wanted = logits.clone()
     for t, may in ((0, [7]), (1, [8]), (9, [0, 35])):
         kept = wanted[t, may]
         wanted[t] = -math.inf
         wanted[t, may] = kept
-    guided.bar(logits, batch)
+    guided.change(logits, batch)
     assert torch.equal(logits, wanted)
 
 
-def test_a_row_that_is_another_request_forgets(guided: GuidedRows) -> None:
+def test_a_row_that_is_another_request_forgets(guided: Grammar) -> None:
     writes = HostWrites()
     guided.admit(writes, 3)
     writes.flush()
     logits = torch.randn(1, V)
     wanted = logits.clone()
-    guided.bar(logits, Batch.of_grid(guided.table, ints(3), ints(0), ints(1), 1))
+    guided.change(logits, Batch.of_grid(TABLE, ints(3), ints(0), ints(1), 1))
     assert torch.equal(logits, wanted)
