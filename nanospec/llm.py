@@ -23,12 +23,10 @@ from .device.worker import Worker
 from .drafters.loading import Guessers, load_parts, who_guesses
 from .engine.engine import Engine
 from .engine.locking import SharedEngine
-from .engine.request import Piece, Request
+from .engine.request import Request
 from .extras import wanted
-from .extras.tracing.recorder import recorder_of
-from .extras.tracing.trace import NOT_TRACED, Trace
 from .models.hub import resolve_model
-from .outputs import Completion, RequestOutput
+from .outputs import NOT_TRACED, Piece, RequestOutput
 from .text.checks import shown
 from .text.prompts import Messages, Prompt, as_list, check_conversation, conversations, encode, text_and_ids
 from .text.tokenizer import Tokenizer
@@ -113,7 +111,7 @@ class LLM:
                 for request in self.shared.wait(pending):
                     i = pending.pop(request)
                     if pending.keys().isdisjoint(groups[i]):
-                        outputs[i] = output = RequestOutput.of(ready[i].text, groups[i])
+                        outputs[i] = output = _output(ready[i].text, groups[i])
                         bar.update()
                         if on_finish is not None:
                             on_finish(i, output)
@@ -178,7 +176,7 @@ class LLM:
                     ended = request.is_finished
                 yield pieces
         if on_finish is not None:
-            on_finish(RequestOutput.of(ready[0].text, groups[0]))
+            on_finish(_output(ready[0].text, groups[0]))
 
     def close(self) -> None:
         """End the processes of a model that is split among several. One that is not has nothing to end."""
@@ -196,15 +194,16 @@ class LLM:
         with self.shared.turn():
             return self.engine.report()
 
-    def trace(self) -> Trace:
-        """How the latest requests came about, step by step, finished or not; see `RequestOutput.trace` for a
-        single one. Raises ValueError without `trace=True`."""
+    def trace(self) -> Any:
+        """Return how the latest requests came about, step by step, finished or not; see `RequestOutput.trace`
+        for a single one. Raises ValueError without `trace=True`."""
+        from .extras.tracing.recorder import recorder_of
+
         recorder = recorder_of(self.engine.extensions)
         if recorder is None:
             raise ValueError(NOT_TRACED)
         with self.shared.turn():
-            outputs = [Completion.of(request) for request in recorder.requests]
-            return Trace.of(outputs, num_omitted=recorder.num_requests - len(outputs))
+            return recorder.trace()
 
     def _checked(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -238,6 +237,12 @@ class LLM:
                 for i in range(asked.n):
                     groups[-1].append(engine.new(ids, asked, i, salt))
                     engine.queue(groups[-1][-1])
+
+
+def _output(prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
+    """Return the result of the finished requests of one prompt."""
+    done = [request.completion(index) for index, request in enumerate(requests)]
+    return RequestOutput(requests[0].id, prompt, requests[0].prompt_ids, done)
 
 
 class _Ready(NamedTuple):

@@ -2,17 +2,100 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from .engine.metrics import SpecStats
-from .engine.request import Logprob, Piece, Request
-from .extras.tracing.trace import Trace
+LOSSY = ("typical",)  # rules of acceptance that change what comes out
+NOT_TRACED = "There is no trace of this: start the engine with LLM(..., trace=True)."
 
-if TYPE_CHECKING:
-    from .extras.tracing.recorder import Record
+
+class Logprob(NamedTuple):
+    """Log-probability of a token, its rank among all (1 is the likeliest), and its text
+    (`Tokenizer.text_of`), if there is a tokenizer."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class Piece(NamedTuple):
+    """Text of one output token, and its source: if it was drafted, the index (in prompt + output) of the
+    token it was copied from, or -2 for the guess of a model; -1 if it was not drafted."""
+
+    text: str
+    source: int
+
+
+@dataclass
+class SpecStats:
+    """Counters of speculation, for one request or for the whole engine.
+
+    A *step* is one row in one forward pass; tokens per step are over all of them, also those without
+    drafts. Drafts behind a stop or the length limit count as drafted, not as accepted. In trees a
+    draft's position is its place in the order they were made in, and the accepted ones are counted as if
+    they were the first; `by_drafter` has steps, drafted and accepted of each. `acceptance` is the rule.
+    """
+
+    acceptance: str = "exact"
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_steps_with_drafts: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    by_drafter: dict[str, list[int]] = field(default_factory=dict)
+
+    def record(self, drafted: int, accepted: int, emitted: int, drafter: str) -> None:
+        """Add one step of one row; `drafter` is the method that guessed."""
+        self.num_steps += 1
+        self.num_tokens += emitted
+        if not drafted:
+            return
+        self.num_steps_with_drafts += 1
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        before = self.by_drafter.get(drafter, (0, 0, 0))
+        self.by_drafter[drafter] = [a + b for a, b in zip(before, (1, drafted, accepted))]
+        for counts, count in (self.drafted_by_position, drafted), (self.accepted_by_position, accepted):
+            counts += [0] * (drafted - len(counts))
+            for i in range(count):
+                counts[i] += 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens over all steps; 1 without speculation."""
+        return self.num_tokens / max(self.num_steps, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens."""
+        return self.num_accepted / max(self.num_drafted, 1)
+
+    @property
+    def efficiency(self) -> float:
+        """Emitted / possible tokens, where a step with d drafts could have emitted d + 1."""
+        return self.num_tokens / max(self.num_drafted + self.num_steps, 1)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the steps that had drafts."""
+        return self.num_steps_with_drafts / max(self.num_steps, 1)
+
+    def to_dict(self) -> dict[str, object]:
+        counts = ("num_steps", "num_tokens", "num_drafted", "num_accepted")
+        ratios = ("tokens_per_step", "acceptance_rate", "efficiency", "coverage")
+        of_drafter = ("num_steps", "num_drafted", "num_accepted")
+        return {
+            **({"acceptance": self.acceptance} if self.acceptance != "exact" else {}),
+            **({"lossy": True} if self.acceptance in LOSSY else {}),
+            **{name: getattr(self, name) for name in counts},
+            **{name: round(getattr(self, name), 4) for name in ratios},
+            "drafted_by_position": self.drafted_by_position,
+            "accepted_by_position": self.accepted_by_position,
+            "by_drafter": {name: dict(zip(of_drafter, own)) for name, own in self.by_drafter.items()},
+        }
 
 
 @dataclass
@@ -54,32 +137,7 @@ class Completion:
     num_text_tokens: int
     simulated: str | None = None
     index: int = 0
-    record: Record | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, request: Request, index: int = 0) -> Completion:
-        """The result of a finished request."""
-        end = request.finish_time or time.perf_counter()
-        texts = request.token_texts or [""] * len(request.output_ids)
-        return cls(
-            text=request.text,
-            token_ids=request.output_ids,
-            finish_reason=request.finish_reason or "abort",
-            stop_reason=request.stop_reason,
-            error=request.error,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-            # Texts are one more where Ctrl-C came between the two.
-            pieces=[Piece(*pair) for pair in zip(texts, request.draft_sources)],
-            stats=request.stats,
-            seconds=end - request.arrival_time,
-            first_token_seconds=(request.first_token_time or end) - request.arrival_time,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            num_text_tokens=min(request.num_text_tokens, len(request.output_ids)),
-            simulated=request.simulated,
-            index=index,
-            record=request.kept,
-        )
+    record: Any = field(default=None, repr=False, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -88,9 +146,9 @@ class Completion:
         # Ctrl-C may have come between a token and its log-probability.
         return sum(at[token].logprob for token, at in zip(self.token_ids, self.logprobs))
 
-    def trace(self) -> Trace:
-        """How it came about, step by step. Raises ValueError unless the engine has `trace=True`."""
-        return Trace.of([self])
+    def trace(self) -> Any:
+        """Return how it came about, step by step. Raises ValueError unless the engine has `trace=True`."""
+        return traced([self])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the pieces, ready for JSON."""
@@ -114,17 +172,18 @@ class RequestOutput:
     outputs: list[Completion]
     finished: bool = True
 
-    @classmethod
-    def of(cls, prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
-        """The result of the finished requests of one prompt."""
-        done = [Completion.of(request, index) for index, request in enumerate(requests)]
-        return cls(requests[0].id, prompt, requests[0].prompt_ids, done)
-
-    def trace(self) -> Trace:
-        """How all outputs came about, step by step; see `Completion.trace`."""
-        return Trace.of(self.outputs)
+    def trace(self) -> Any:
+        """Return how all outputs came about, step by step; see `Completion.trace`."""
+        return traced(self.outputs)
 
     def __getattr__(self, name: str) -> Any:
         if name != "cumulative_logprob" and name not in Completion.__dataclass_fields__:
             raise AttributeError(f"RequestOutput has no attribute {name!r}")
         return getattr(self.outputs[0], name)
+
+
+def traced(outputs: Sequence[Completion]) -> Any:
+    """Return the trace of outputs of one engine, which an extension kept in their records."""
+    if not outputs or any(output.record is None for output in outputs):
+        raise ValueError(NOT_TRACED)
+    return outputs[0].record.trace(outputs)

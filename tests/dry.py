@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from nanospec.config import SpecConfig
+from nanospec.device.orders import Stopwatch
 from nanospec.device.step import Step
 from nanospec.drafters.ngram import NgramDrafter
-from nanospec.engine.metrics import Stopwatch
 from nanospec.kernels import dispatch
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig

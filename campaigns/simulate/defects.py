@@ -14,12 +14,14 @@ from nanospec.device.worker import Worker
 from nanospec.engine.blocks import BlockPool
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
-from nanospec.engine.request import Piece, Request
+from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan, Scheduler
 from nanospec.kernels.batch import Chunk
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
+from nanospec.outputs import Piece
 from nanospec.text.detokenize import Detokenizer
+from nanospec.text.output_text import OutputText
 
 Defect = Callable[[], AbstractContextManager[Any]]
 
@@ -85,14 +87,14 @@ def _prefill(worker: Worker, chunks: Sequence[Chunk]) -> None:
     PREFILL(worker, [Chunk(row, start, max(count - 1, 1)) for row, start, count in chunks])
 
 
-def _late_stop(request: Request, new: str) -> bool:
+def _late_stop(output: OutputText, new: str) -> bool:
     """Stop strings are looked for in the text of the latest token alone."""
-    request.text += new
-    found = [new.find(s) for s in request.params.stop if s in new]
-    if not found or request.num_tokens - len(request.prompt_ids) < request.params.min_tokens:
+    output.text += new
+    found = [new.find(s) for s in output._stops if s in new]
+    if not found or output.num_tokens < output._min_tokens:
         return False
-    request.text = request.text[: len(request.text) - len(new) + min(found)]
-    request.stop_reason = next(s for s in request.params.stop if s in new)
+    output.text = output.text[: len(output.text) - len(new) + min(found)]
+    output.stop = next(s for s in output._stops if s in new)
     return True
 
 
@@ -195,7 +197,7 @@ DEFECTS: dict[str, Defect] = {
     "too few slots with lag": _after(Scheduler, "__init__", _short_of_slots),
     "the last draft is not verified": _instead(nanospec.device.step, "commit", _commit),
     "accepted nodes of a tree are not moved": lambda: _without(nanospec.device.step, "kv_move"),
-    "a stop string across tokens is missed": _instead(Request, "_append_text", _late_stop),
+    "a stop string across tokens is missed": _instead(OutputText, "_append", _late_stop),
     "outputs are aborted without a cause": _after(Request, "append", _cut_short),
     "steps of two fail": _after(Engine, "step", _out_of_memory),
     "an interrupted step ends nothing": _instead(SharedEngine, "step", _carries_on),

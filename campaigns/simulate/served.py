@@ -122,7 +122,7 @@ class Served(Simulation):
         assert (text, reason) == (told.text, told.finish_reason), f"job {i}"
         found = [p for choice in choices for p in (choice["logprobs"] or {}).get("token_logprobs", ())]
         scores = [s.float().log_softmax(0)[t] for s, t in zip(told.scores, told.token_ids, strict=True)]
-        wanted = [float(score) for score in scores][: self.requests[i].num_text_tokens]
+        wanted = [float(score) for score in scores][: self.requests[i].output.num_text_tokens]
         assert found == pytest.approx(wanted if asked is not None else [], abs=1e-4), f"job {i}"
         self.seen["logprobs"] += len(found)
 

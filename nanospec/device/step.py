@@ -24,7 +24,6 @@ from ..drafters import first_match
 from ..drafters.base import Drafter
 from ..drafters.first_match import DraftTimes
 from ..drafters.policy import Offer
-from ..engine.metrics import Stopwatch
 from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept
 from ..kernels.sampling.logprobs import Logprobs, logprobs
@@ -38,6 +37,7 @@ from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models.decoder import Model
 from .extension import Extension
+from .orders import Stopwatch
 
 Cut = Callable[[list[Offer]], list[int]]
 """`Policy.cut`: returns how many drafts of each row to verify."""
@@ -107,9 +107,7 @@ class Step:
         self._logits = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()
-    def __call__(
-        self, rows: Tensor, k: int, cut: Cut | None = None, last_k: int | None = None
-    ) -> StepResult:
+    def __call__(self, rows: Tensor, k: int, cut: Cut | None = None, last_k: int | None = None) -> StepResult:
         """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each: padded, or packed
         if `cut` is given; then the last drafter makes at most `last_k`."""
         model, table, extensions = self.model, self.table, self.extensions

@@ -23,8 +23,6 @@ import torch
 from ..config import EngineConfig, SamplingParams
 from ..drafters.base import Drafter
 from ..drafters.costs import StepCosts
-from ..engine.metrics import Stopwatch
-from ..engine.request import as_dict
 from ..kernels.batch import Batch, Chunk
 from ..kernels.codes import NOBODY, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
@@ -38,7 +36,7 @@ from .devices import on_own_device
 from .extension import Extension
 from .graphs import StepGraphs
 from .memory import MemoryPlan, most_drafts, plan_cache, row_bytes
-from .orders import Flight, RowResult, StepOrder
+from .orders import Flight, RowResult, StepOrder, Stopwatch, as_dict
 from .step import Cut, Step
 from .threads import settle_threads
 from .timing import attention_ms, captured_ms, forward_ms
@@ -196,27 +194,28 @@ class Worker:
             zero_blocks(self.kv_cache, blocks[num_kept:])
             for drafter in self.drafters:
                 drafter.admit(row, num_tokens, blocks, num_kept)
-        k = order.k if self.graphs is None else self.graphs.bucket_for(len(order.rows), order.k).k
+        rows, logprobs = order.rows, [step.logprobs for step in order.steps]
+        k = order.k if self.graphs is None else self.graphs.bucket_for(len(rows), order.k).k
         for extension, value in zip(self.extensions, order.extra, strict=True):
             if value is not None:
                 extension.send(self.writes, value, k)
         self.writes.flush()
         variant = self.prepare(order)
         if self.graphs is not None:
-            drafting = [row for row, n in zip(order.rows, order.limits, strict=True) if n and order.k]
+            drafting = [step.row for step in order.steps if step.asked and order.k]
             with self.stages("propose"):
                 for drafter in self.drafters:
                     drafter.catch_up(drafting)
-            result = self.graphs.run(order.rows, order.k, variant)
+            result = self.graphs.run(rows, order.k, variant)
         else:
             codes = self.table.finished.tolist()
-            if all(codes[row] != RUNNING for row in order.rows):  # the host will soon know
-                return Flight(lambda: [NOTHING] * len(order.rows), None, order.logprobs)
-            if order.rows != self._rows.tolist():
-                self._rows = torch.tensor(order.rows, dtype=torch.int32, device=self.device)
+            if all(codes[row] != RUNNING for row in rows):  # the host will soon know
+                return Flight(lambda: [NOTHING] * len(rows), None, logprobs)
+            if rows != self._rows.tolist():
+                self._rows = torch.tensor(rows, dtype=torch.int32, device=self.device)
             result = self._step(self._rows, order.k, cut, order.last_k)
-        logprobs = result.logprobs(order.logprobs) if max(order.logprobs) >= 0 else None
-        return Flight(result.fetch(), logprobs, order.logprobs)
+        found = result.logprobs(logprobs) if max(logprobs) >= 0 else None
+        return Flight(result.fetch(), found, logprobs)
 
     def prepare(self, order: StepOrder) -> Hashable:
         """Have the step do what its rows ask. What tells its captures from others; None for plain steps."""

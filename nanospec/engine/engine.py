@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
-from ..device.orders import Flight, Pages, RowResult, StepOrder
+from ..device.orders import Flight, Pages, RowOrder, RowResult, StepOrder
 from ..device.out_of_memory import in_a_step, ran_out
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels.batch import Chunk
-from ..text.detokenize import Detokenizer
+from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
 from .metrics import Metrics
 from .request import Limits, Request, check_request, seed_of
@@ -117,7 +117,7 @@ class Engine:
             max_len=limit,
             stop_ids=self._stop_ids(params),
             salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
-            detokenizer=Detokenizer(self.tokenizer) if self.tokenizer is not None else None,
+            output=OutputText(self.tokenizer, params.stop, params.min_tokens),
         )
         request.simulated = self.metrics.simulated
         request.stats.acceptance = params.acceptance or self.config.spec.acceptance
@@ -215,25 +215,28 @@ class Engine:
 
     def _launch(self, plan: Plan) -> Queued:
         """Queue a step of the requests that decode."""
-        requests, most_k = plan.decode, self.worker.max_k
-        rows = [request.row for request in requests]
-        own = [request.params.num_speculative_tokens for request in requests]
-        limits = [most_k if n is None else min(n, most_k) for n in own]
-        context = sum(request.num_tokens for request in requests)
-        asked = [n if r.constraint is None else 0 for r, n in zip(requests, limits, strict=True)]
+        requests = plan.decode
+        steps = [self._row_order(request) for request in requests]
         weighs_model = self.worker.weighs_model
-        by_row = dict(zip(rows, asked if weighs_model else limits, strict=True))
+        by_row = {step.row: step.asked if weighs_model else step.limit for step in steps}
+        context = sum(request.num_tokens for request in requests)
         k = last_k = self.policy.choose(by_row, context, bool(self.scheduler.waiting))
         if weighs_model:  # only how many drafts a model makes is chosen beforehand
-            k = max(limits)
+            k = max(step.limit for step in steps)
         grown = [Pages(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()]
-        logprobs = [-1 if r.params.logprobs is None else r.params.logprobs for r in requests]
-        extra = [each.plan(requests, [min(n, k) for n in limits]) for each in self.extensions]
-        order = StepOrder(rows, asked, k, last_k, grown, logprobs, extra)
+        extra = [each.plan(requests, [min(step.limit, k) for step in steps]) for each in self.extensions]
+        order = StepOrder(steps, k, last_k, grown, extra)
         self.metrics.num_forward_steps += 1
         flight = self.worker.step(order, self.policy.cut)
-        kept = [each.queued(rows) for each in self.extensions]
-        return Queued(requests, rows, k, self.policy.promised, flight, kept)
+        kept = [each.queued(order.rows) for each in self.extensions]
+        return Queued(requests, order.rows, k, self.policy.promised, flight, kept)
+
+    def _row_order(self, request: Request) -> RowOrder:
+        own, most = request.params.num_speculative_tokens, self.worker.max_k
+        limit = most if own is None else min(own, most)
+        asked = limit if request.constraint is None else 0
+        logprobs = request.params.logprobs
+        return RowOrder(request.row, limit, asked, -1 if logprobs is None else logprobs)
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""

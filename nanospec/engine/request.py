@@ -7,7 +7,6 @@ drafts after it), so the same code draws the first token and all others.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,37 +18,20 @@ from ..device.admission import Admission
 from ..device.extension import Constraint
 from ..kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
+from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text.checks import shown
-from ..text.detokenize import Detokenizer
+from ..text.output_text import OutputText
 from ..text.prompts import too_long
 from .blocks import block_hash
-from .metrics import SpecStats
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
-FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "error"}
+FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "abort"}
 
 
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class Logprob(NamedTuple):
-    """Log-probability of a token, its rank among all (1 is the likeliest), and its text
-    (`Tokenizer.text_of`), if there is a tokenizer."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-class Piece(NamedTuple):
-    """Text of one output token, and its source: if it was drafted, the index (in prompt + output) of the
-    token it was copied from, or -2 for the guess of a model; -1 if it was not drafted."""
-
-    text: str
-    source: int
 
 
 @dataclass(eq=False)
@@ -60,6 +42,7 @@ class Request:
         max_len: the length of prompt + output at which it ends.
         stop_ids: tokens that end it.
         salt: the root of its block hashes; requests share cached blocks iff their salts are equal.
+        output: the text of its output.
         constraint: what an extension holds its output to.
         kept: what an extension keeps of its steps, for its output.
     """
@@ -71,7 +54,7 @@ class Request:
     max_len: int
     stop_ids: tuple[int, ...] = ()
     salt: bytes = b""
-    detokenizer: Detokenizer | None = None
+    output: OutputText = field(default_factory=lambda: OutputText(None))
     constraint: Constraint | None = None
 
     status: Status = Status.WAITING
@@ -83,11 +66,8 @@ class Request:
     stop_reason: str | int | None = None  # what of its parameters ended it
     error: str | None = None
     simulated: str | None = None  # what made the output up, in a benchmark
-    text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     draft_sources: list[int] = field(default_factory=list)
-    token_texts: list[str] = field(default_factory=list)
-    num_text_tokens: int = sys.maxsize  # of its output; behind them is what ended it
     num_cached_tokens: int = 0  # of its prompt, found in the prefix cache when it first got a row
     num_preemptions: int = 0
     stats: SpecStats = field(default_factory=SpecStats)
@@ -100,8 +80,6 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
         self._hashes: list[bytes] = []
-        self._streamed = self._num_pieces = 0  # characters and pieces handed out
-        self._hold_back = max((len(s) for s in self.params.stop), default=1) - 1
 
     @property
     def output_ids(self) -> list[int]:
@@ -147,21 +125,13 @@ class Request:
     ) -> bool:
         """Take a step's tokens, cut at the end of its constraint and at the first stop string; return
         whether that ended the request. `method` names the drafter."""
-        finish, kept, at_string = FINISH[step.finished], 0, False
+        kept, at_string = 0, False
         taken = step.tokens if self.constraint is None else self._constrained(self.constraint, step)
         while kept < len(taken) and not at_string:
             self.tokens.append(taken[kept])
             kept += 1
-            is_stop_token = step.finished == STOPPED and kept == len(step.tokens)  # is no text
-            if is_stop_token:
-                self.num_text_tokens = len(self.tokens) - len(self.prompt_ids) - 1
-            if self.detokenizer is not None:
-                self.token_texts.append("" if is_stop_token else self.detokenizer.push(self.tokens[-1:]))
-                at_string = self._append_text(self.token_texts[-1])
-        if (constraint := self.constraint) is not None and (constraint.ended or constraint.error):
-            finish, self.error = ("abort", constraint.error) if constraint.error else ("stop", None)
-        if at_string:
-            finish, self.error = "stop", None
+            is_stop_token = step.finished == STOPPED and kept == len(step.tokens)
+            at_string = self.output.push(self.tokens[-1], is_text=not is_stop_token)
         if kept and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.stats.record(step.num_drafted, min(step.num_accepted, kept), kept, method)
@@ -169,13 +139,24 @@ class Request:
         if logprobs is not None:
             self.logprobs += map(self._with_texts, logprobs[:kept])
         self.num_computed = self.num_tokens - 1
-        if finish == "error":
-            finish, at = "abort", self.num_tokens
+        reason, self.error = self._ending(step.finished, at_string)
+        if reason is not None:
+            self.finish(reason)
+        return reason is not None
+
+    def _ending(self, finished: int, at_string: bool) -> tuple[str | None, str | None]:
+        """Return why a step ended the request, None if it goes on, and its error. A stop string comes before
+        all that follows it, a constraint before what the device has found."""
+        constraint = self.constraint
+        if at_string:
+            return "stop", None
+        if constraint is not None and (constraint.ended or constraint.error):
+            return ("abort", constraint.error) if constraint.error else ("stop", None)
+        if finished == NAN:
             gave = "the model gave NaN or infinite logits"
-            self.error = f"At position {at} {gave}; check its weights and dtype (float16 ends at 65,504)."
-        if finish is not None:
-            self.finish(finish, flush=not at_string)
-        return finish is not None
+            fix = "check its weights and dtype (float16 ends at 65,504)"
+            return "abort", f"At position {self.num_tokens} {gave}; {fix}."
+        return FINISH[finished], None
 
     def _constrained(self, constraint: Constraint, step: RowReport) -> list[int]:
         """Return a step's tokens up to where the constraint ends; an end token may be among them."""
@@ -184,58 +165,53 @@ class Request:
         return step.tokens[:taken] if constraint.ended or constraint.error else step.tokens
 
     def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self.detokenizer is None:
+        if (tokenizer := self.output.tokenizer) is None:
             return place
-        text_of = self.detokenizer.tokenizer.text_of
-        return {token: at._replace(decoded_token=text_of(token)) for token, at in place.items()}
+        return {t: at._replace(decoded_token=tokenizer.text_of(t)) for t, at in place.items()}
 
-    def _append_text(self, new: str) -> bool:
-        """Add text; at a stop string that it completes cut everything off and return True."""
-        old = len(self.text)
-        self.text += new
-        if not self.params.stop or self.num_tokens - len(self.prompt_ids) < self.params.min_tokens:
-            return False
-        found = [(self.text.find(s, max(old - len(s) + 1, 0)), s) for s in self.params.stop]
-        if max(found)[0] < 0:
-            return False
-        cut, self.stop_reason = min((at, s) for at, s in found if at >= 0)
-        self.text = self.text[:cut]
-        begin = 0
-        for i, piece in enumerate(self.token_texts):
-            if piece and begin >= cut:
-                self.num_text_tokens = min(self.num_text_tokens, i)
-            self.token_texts[i] = piece[: max(cut - begin, 0)]
-            begin += len(piece)
-        return True
-
-    def finish(self, reason: str, flush: bool = True) -> None:
-        """End the request: "stop", "length" or "abort"; `flush` adds text that was held back."""
+    def finish(self, reason: str) -> None:
+        """End the request: "stop", "length" or "abort". Text held back so far may complete a stop string."""
         if self.status is Status.FINISHED:
             return
-        if self.detokenizer is not None and flush:
-            at_string = self._append_text(self.detokenizer.flush())
-            reason = "stop" if at_string and reason == "length" else reason
+        if self.output.flush() and reason == "length":
+            reason = "stop"
+        self.stop_reason = self.output.stop
         if reason == "stop" and self.stop_reason is None and self.tokens[-1] in self.params.stop_token_ids:
             self.stop_reason = self.tokens[-1]
         self.status = Status.FINISHED
         self.finish_reason = reason
         self.finish_time = time.perf_counter()
 
+    @property
+    def text(self) -> str:
+        return self.output.text
+
     def new_pieces(self) -> list[Piece]:
-        """Pieces not handed out yet, without what may turn out to begin a stop string."""
-        done = self.status is Status.FINISHED
-        end = len(self.text) - (0 if done else self._hold_back)
-        pieces = []
-        for piece in map(Piece, self.token_texts[self._num_pieces :], self.draft_sources[self._num_pieces :]):
-            if self._streamed + len(piece.text) > end:
-                break
-            pieces.append(piece)
-            self._streamed += len(piece.text)
-        self._num_pieces += len(pieces)
-        if done and self._streamed < end:  # the rest of an unfinished character
-            pieces.append(Piece(self.text[self._streamed :], -1))
-            self._streamed = end
-        return pieces
+        """Return the pieces of the text not handed out yet, see `OutputText`."""
+        return self.output.new_pieces(self.draft_sources, self.is_finished)
+
+    def completion(self, index: int = 0) -> Completion:
+        """Return the result of the request, which may not have ended."""
+        end = self.finish_time or time.perf_counter()
+        texts = self.output.token_texts or [""] * len(self.output_ids)
+        return Completion(
+            text=self.text,
+            token_ids=self.output_ids,
+            finish_reason=self.finish_reason or "abort",
+            stop_reason=self.stop_reason,
+            error=self.error,
+            logprobs=self.logprobs if self.params.logprobs is not None else None,
+            pieces=list(map(Piece, texts, self.draft_sources)),
+            stats=self.stats,
+            seconds=end - self.arrival_time,
+            first_token_seconds=(self.first_token_time or end) - self.arrival_time,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_text_tokens=min(self.output.num_text_tokens, len(self.output_ids)),
+            simulated=self.simulated,
+            index=index,
+            record=self.kept,
+        )
 
 
 def seed_of(asked: int | None, index: int, number: int) -> int:
@@ -286,15 +262,3 @@ def check_request(
         )
     if params.stop and not has_text:
         raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
-
-
-def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_top: int) -> dict[int, Logprob]:
-    """The token itself first, then the `num_top` likeliest. `entry`: the token's log-probability and rank,
-    and the values and ids of the likeliest."""
-    own, rank, top, ids = entry
-    found = {token: Logprob(own, rank)}
-    for i in range(min(num_top, len(top))):  # of a tiny vocabulary there may be fewer
-        if top[i] == float("-inf"):  # left out by a sampling parameter, as are all that follow
-            break
-        found.setdefault(ids[i], Logprob(top[i], i + 1))
-    return found

@@ -15,7 +15,6 @@ from nanospec.drafters.base import Target
 from nanospec.drafters.loading import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.kernels import dispatch
-from nanospec.outputs import Completion
 from tests.drive import Job, run
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
@@ -79,7 +78,7 @@ def test_replay_works_in_a_step_recorded_before_any_request(monkeypatch: pytest.
 def test_every_output_is_marked() -> None:
     engine = synthetic(0.5, eager=True)
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(max_tokens=4))])
-    assert Completion.of(request).to_dict()["simulated"] == "synthetic acceptance 0.5"
+    assert request.completion().to_dict()["simulated"] == "synthetic acceptance 0.5"
     assert json.loads(json.dumps(engine.metrics.to_dict()))["simulated"] == "synthetic acceptance 0.5"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from ...kernels.codes import OWN
 
 if TYPE_CHECKING:
-    from ...engine.request import Piece
+    from ...outputs import Piece
 
 ACCEPTED = "\x1b[32m"  # green: drafted, and the target agreed
 DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...config import EngineConfig, SamplingParams
-from ...engine.metrics import LOSSY
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
+from ...outputs import LOSSY
 from ...text.prompts import as_message, with_system
 from .batch import batch_summary, run_batch
 from .batch_results import Batch

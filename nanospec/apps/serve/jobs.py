@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...engine.request import Logprob, Piece, Request
-from ...outputs import Completion
+from ...engine.request import Request
+from ...outputs import Completion, Logprob, Piece
 
 QUIET_AFTER = 15.0  # seconds without a delta, after which a job's reader gets None
 FAILED = "The engine failed in the middle of this request, which may be sent again."
@@ -90,9 +90,9 @@ class Live:
         return Delta(
             self.choice,
             pieces,
-            request.logprobs[first : min(self.num_told, request.num_text_tokens)] if streams else [],
+            request.logprobs[first : min(self.num_told, request.output.num_text_tokens)] if streams else [],
             self._speculation(text_of) if streams else {},
-            Completion.of(request, self.choice) if request.is_finished else None,
+            request.completion(self.choice) if request.is_finished else None,
         )
 
     def _speculation(self, text_of: Callable[[int], str]) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from ...extras.grammar.response_format import of_vllm
 from ...text.checks import shown
 
 if TYPE_CHECKING:
-    from ...engine.request import Logprob
-    from ...outputs import Completion
+    from ...outputs import Completion, Logprob
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}

@@ -162,7 +162,7 @@ class Rank(Worker):
 
     def prepare(self, order: StepOrder) -> Hashable:
         variant = super().prepare(order)
-        asked = max(order.logprobs) >= 0 or not self._whole.isdisjoint(order.rows)
+        asked = any(step.logprobs >= 0 for step in order.steps) or not self._whole.isdisjoint(order.rows)
         self._step.whole = variant is not None or asked
         return (WHOLE, variant) if self._step.whole else None
 

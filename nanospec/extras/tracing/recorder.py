@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,8 +13,8 @@ from ...device.devices import current
 from ...device.extension import Extension
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
-from ...text.tokenizer import Tokenizer
 from .drafts import DraftLines, Guesses
+from .trace import Origin, Record, StepRecord, Trace
 
 if TYPE_CHECKING:
     from ...device.admission import HostWrites
@@ -25,69 +24,6 @@ if TYPE_CHECKING:
     from ...engine.request import Request
 
 MAX_REQUESTS = 64  # the latest, of which the recorder itself can tell
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """What a step did for one request.
-
-    Attributes:
-        at: seconds from the request's arrival until the step's tokens were there.
-        ms: of the whole step by stage, prefill and host included since the step before.
-        batch: how many requests took part.
-        tokens: the tokens it gave, as far as they were kept.
-        method, match_len: who guessed; how many of the last tokens were found again, 0 by a model.
-        drafts, sources, parents: all guesses; see `Proposal`. In a chain the parent of a draft is the place
-            before: 0, 1, ...
-        verified: how many of them, from the first on, were checked.
-        accepted: the places (from 1 on) of those among `tokens`.
-        reason: why so many: "off", "end" (the last token), "no match", "fixed", "pays", "does not pay",
-            "probe".
-        promised: by estimate, the tokens per ms of the whole step over those of one without drafts; None
-            where nothing was weighed.
-        plain_ms: what the step would have taken without guesses, by estimate: its own time, scaled by the
-            times of such steps at the start.
-    """
-
-    at: float
-    ms: dict[str, float]
-    batch: int
-    tokens: list[int]
-    method: str
-    match_len: int
-    drafts: list[int]
-    sources: list[int]
-    parents: list[int]
-    verified: int
-    accepted: list[int]
-    reason: str
-    promised: float | None
-    plain_ms: float
-
-
-class Origin(NamedTuple):
-    """What all requests of an engine have in common: for the texts of tokens, and facts to be shown."""
-
-    tokenizer: Tokenizer | None
-    about: dict[str, str]
-
-
-@dataclass
-class Record:
-    """A request's steps, and what a `Lane` needs beside its completion."""
-
-    origin: Origin
-    id: str
-    prompt_ids: list[int]
-    arrival: float
-    steps: list[StepRecord] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt_ids)  # and those of all steps
-
-    def add(self, step: StepRecord) -> None:
-        self.steps.append(step)
-        self.num_tokens += len(step.tokens)
 
 
 class Recorder(Extension):
@@ -128,6 +64,11 @@ class Recorder(Extension):
         about |= {"model": tokenizer.name if tokenizer else "", "method": spec.method}
         about |= {"k": str(spec.num_speculative_tokens), "acceptance": spec.acceptance}
         self._origin = Origin(tokenizer, about)
+
+    def trace(self) -> Trace:
+        """Return the trace of the latest requests."""
+        outputs = [request.completion() for request in self.requests]
+        return Trace.of(outputs, num_omitted=self.num_requests - len(outputs))
 
     def add(self, request: Request) -> None:
         request.kept = Record(self._origin, request.id, request.prompt_ids, request.arrival_time)

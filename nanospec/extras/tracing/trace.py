@@ -15,18 +15,81 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+from ...outputs import NOT_TRACED, Completion
 from ...text.detokenize import Detokenizer
 from ...text.tokenizer import Tokenizer
-from .recorder import Record, StepRecord
 
-if TYPE_CHECKING:
-    from ...outputs import Completion
-
-NOT_TRACED = "There is no trace of this: start the engine with LLM(..., trace=True)."
 DIGITS = 4  # of measured numbers, in what is written
 SCRIPTS = ("data", "text", "steps", "tree", "arrows", "race", "lanes", "main")  # of `page/`, in this order
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What a step did for one request.
+
+    Attributes:
+        at: seconds from the request's arrival until the step's tokens were there.
+        ms: of the whole step by stage, prefill and host included since the step before.
+        batch: how many requests took part.
+        tokens: the tokens it gave, as far as they were kept.
+        method, match_len: who guessed; how many of the last tokens were found again, 0 by a model.
+        drafts, sources, parents: all guesses; see `Proposal`. In a chain the parent of a draft is the place
+            before: 0, 1, ...
+        verified: how many of them, from the first on, were checked.
+        accepted: the places (from 1 on) of those among `tokens`.
+        reason: why so many: "off", "end" (the last token), "no match", "fixed", "pays", "does not pay",
+            "probe".
+        promised: by estimate, the tokens per ms of the whole step over those of one without drafts; None
+            where nothing was weighed.
+        plain_ms: what the step would have taken without guesses, by estimate: its own time, scaled by the
+            times of such steps at the start.
+    """
+
+    at: float
+    ms: dict[str, float]
+    batch: int
+    tokens: list[int]
+    method: str
+    match_len: int
+    drafts: list[int]
+    sources: list[int]
+    parents: list[int]
+    verified: int
+    accepted: list[int]
+    reason: str
+    promised: float | None
+    plain_ms: float
+
+
+class Origin(NamedTuple):
+    """What all requests of an engine have in common: for the texts of tokens, and facts to be shown."""
+
+    tokenizer: Tokenizer | None
+    about: dict[str, str]
+
+
+@dataclass
+class Record:
+    """A request's steps, and what a `Lane` needs beside its completion."""
+
+    origin: Origin
+    id: str
+    prompt_ids: list[int]
+    arrival: float
+    steps: list[StepRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_ids)  # and those of all steps
+
+    def add(self, step: StepRecord) -> None:
+        self.steps.append(step)
+        self.num_tokens += len(step.tokens)
+
+    def trace(self, outputs: Sequence[Completion]) -> Trace:
+        """Return the trace of outputs of this record's engine, which all have records."""
+        return Trace.of(outputs)
 
 
 @dataclass

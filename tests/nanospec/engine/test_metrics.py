@@ -7,7 +7,9 @@ import time
 
 import pytest
 
-from nanospec.engine.metrics import STAGES, Metrics, SpecStats, Stopwatch
+from nanospec.device.orders import STAGES, Stopwatch
+from nanospec.engine.metrics import Metrics
+from nanospec.outputs import SpecStats
 
 
 def test_ratios_are_over_all_steps_also_those_without_drafts() -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from nanospec.config import SamplingParams
-from nanospec.engine.request import Limits, Logprob, Piece, Request, Status, as_dict, check_request, seed_of
+from nanospec.device.orders import as_dict
+from nanospec.engine.request import Limits, Request, Status, check_request, seed_of
 from nanospec.kernels.codes import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
+from nanospec.outputs import Logprob, Piece
 from nanospec.text.checks import as_token_id
-from nanospec.text.detokenize import Detokenizer
+from nanospec.text.output_text import OutputText
 from nanospec.text.prompts import as_list
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.text.conftest import byte_fallback
@@ -28,14 +30,9 @@ def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def request_for(tokenizer: Tokenizer | None, **params: object) -> Request:
-    return Request(
-        id="a",
-        prompt_ids=[5],
-        params=SamplingParams(**params),  # type: ignore[arg-type]
-        seed=0,
-        max_len=99,
-        detokenizer=Detokenizer(tokenizer) if tokenizer else None,
-    )
+    asked = SamplingParams(**params)  # type: ignore[arg-type]
+    output = OutputText(tokenizer, asked.stop, asked.min_tokens)
+    return Request(id="a", prompt_ids=[5], params=asked, seed=0, max_len=99, output=output)
 
 
 def step(tokens: list[int], finished: int = RUNNING, accepted: int = 0, source: int = -1) -> RowReport:
@@ -65,7 +62,7 @@ def test_one_of_several_stop_strings_ends_the_text_and_so_does_one_it_begins_wit
     request = request_for(bytes_only, stop=stop)
     assert request.append(step([vocab[piece] for piece in "aab"]))
     assert (request.text, request.stop_reason, request.finish_reason) == (text, found, "stop")
-    assert "".join(request.token_texts) == text
+    assert "".join(request.output.token_texts) == text
 
 
 def test_the_first_token_has_one_time_and_log_probabilities_have_texts(bytes_only: Tokenizer) -> None:

@@ -11,9 +11,7 @@ import pytest
 from nanospec.apps.cli.batch_lines import LineError
 from nanospec.apps.cli.batch_results import result_line
 from nanospec.config import SamplingParams
-from nanospec.engine.metrics import SpecStats
-from nanospec.engine.request import Logprob
-from nanospec.outputs import Completion, RequestOutput
+from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats
 from tests.nanospec.apps.cli.test_batch import of_lines
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -22,7 +22,7 @@ import pytest
 from nanospec.apps.cli.chat import Chat
 from nanospec.apps.cli.console import Console
 from nanospec.config import SamplingParams
-from nanospec.engine.request import Piece
+from nanospec.outputs import Piece
 
 Messages = list[dict[str, str]]
 CODE = """\

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nanospec.extras.tracing.recorder import StepRecord
-from nanospec.extras.tracing.trace import Lane, Trace
+from nanospec.extras.tracing.trace import Lane, StepRecord, Trace
 
 WORDS = ["to", " be", " or", " not", " to", " sleep", ",", "\n", " that", " is"]
 NASTY = ["</script><script>alert(1)</script>", "<!--", "&lt;b>", "\x00\x1b[31m", "\u2028", "\ufffd"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanospec.engine.request import Request
-from nanospec.extras.tracing.recorder import Record
+from nanospec.extras.tracing.trace import Record
 from nanospec.kernels.codes import GUESSED, OWN
 
 

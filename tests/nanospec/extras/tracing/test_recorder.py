@@ -23,7 +23,6 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
-from nanospec.outputs import Completion
 from tests.drive import MODES, Job, cycle, cycle_model, finish, make_engine, outcome, random_jobs, run
 from tests.nanospec.extras.tracing.records import check, record_of
 from tests.tape import TapeCapture
@@ -164,7 +163,7 @@ def test_the_recorder_keeps_the_latest_requests_only(model: Model) -> None:
 def test_without_trace_there_is_none(model: Model) -> None:
     [request] = run(make_engine(model, 2), [Job([1, 2], SamplingParams(max_tokens=2))])
     with pytest.raises(ValueError, match=r"There is no trace of this: .*trace=True"):
-        Completion.of(request).trace()
+        request.completion().trace()
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.data())
