@@ -126,7 +126,7 @@ class MedusaDrafter(
         query = batch.q_start + verdict.path.gather(1, last[:, None]).squeeze(1)
         row = torch.where((batch.rows >= 0) & (verdict.num_emitted > 0), batch.rows, -1)
         self.hidden[row] = hidden[query.clamp(max=len(hidden) - 1)]
-        self.ready[row] = True
+        self.ready[row] = torch.ones_like(row, dtype=torch.bool)  # True would be copied from the host
 
 
 def tree_paths(num_heads: int, width: int, k: int) -> list[tuple[int, ...]]:
