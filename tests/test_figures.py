@@ -95,7 +95,8 @@ def test_tables_of_replicas_on_gpus() -> None:
     page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if "K = " in line and line[0] == "|"]
     figures = [line.strip("| ").split(" | ") for line in lines]
-    assert len(figures) == 8 and [row for row in figures if row not in rows] == []
+    assert len(figures) == 8
+    assert [row for row in figures if row not in rows] == []
     for text, said in (("prose", "{:.2f}, {:.2f} and {:.2f} tokens in prose"),
                        ("code edits", "{:.2f}, {:.2f} and {:.2f} in code edits")):  # fmt: skip
         assert said.format(*(found["tokens_per_step"][text][k] for k in ("1", "4", "16"))) in page
