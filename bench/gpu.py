@@ -73,8 +73,8 @@ class Outcome:
 
 
 def groups(part: str, cpu: bool) -> list[Group]:
-    """Return the groups of a part, the most important first. Kernels are compiled on all cores beforehand:
-    one by one, as they are launched, it takes minutes."""
+    """Return the groups of a part, the most important first. Kernels are compiled on all cores first, since
+    compiling each at its launch takes minutes."""
 
     def group(name: str, limit: float, script: str, *options: str) -> Group:
         return Group(name, (f"bench/{script}.py", *options), limit)

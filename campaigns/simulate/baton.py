@@ -76,7 +76,7 @@ class Turns:
         return True
 
     def release(self) -> None:
-        assert self.owner == threading.get_ident(), "a lock is given back by who has not got it"
+        assert self.owner == threading.get_ident(), "a thread released a lock that it does not hold"
         self.owner = None
         self.baton.pause()
 

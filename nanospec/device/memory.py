@@ -75,7 +75,7 @@ def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] =
             f"takes {per_block * -(-window // size):,} bytes; give more, or lower max_model_len or "
             "max_num_seqs."
         )
-    if model.device.type == "cpu":  # which would give the rows, and kill the process when they are written
+    if model.device.type == "cpu":  # Linux grants the rows, and kills the process when they are written
         rows = row_bytes(Table.empty(config.max_num_seqs, window, size, model.config.vocab_size, "meta"))
         if rows > (free := _free_cpu_memory()):
             raise ValueError(
