@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
-from .text.checks import as_bytes, as_number, as_token_id, check_fields, check_number, limited, shown
+from .text.checks import as_bytes, as_int, check_fields, check_number, limited, shown
 
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
 MAX_BIAS = 1_000_000
@@ -79,7 +79,7 @@ class SpecConfig:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        k, lengths = as_number(self.num_speculative_tokens), self.speculation_lengths
+        k, lengths = as_int(self.num_speculative_tokens), self.speculation_lengths
         is_k = isinstance(k, int) and not isinstance(k, bool) and 0 <= k <= MAX_DRAFTS
         if not is_k and not (isinstance(k, str) and k == "auto"):
             said = f"num_speculative_tokens={shown(k)}"
@@ -280,12 +280,12 @@ class SamplingParams:
         by_id: dict[Any, Any] = {}
         for key, value in bias.items():
             is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20  # as JSON has it
-            token = int(key) if is_text else as_token_id(key)
+            token = int(key) if is_text else as_int(key)
             if token in by_id:
                 raise ValueError(f"logit_bias={shown(bias)} names token {token} twice; give it one number.")
             by_id[token] = value
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(map(as_token_id, ids)))
+        object.__setattr__(self, "stop_token_ids", tuple(map(as_int, ids)))
         object.__setattr__(self, "logit_bias", by_id)
 
     @property

@@ -27,8 +27,8 @@ from .engine.request import Request
 from .extras import wanted
 from .models.hub import resolve_model
 from .outputs import NOT_TRACED, Piece, RequestOutput
+from .text.chat import Messages, Prompt, as_list, check_conversation, conversations, text_and_ids
 from .text.checks import shown
-from .text.prompts import Messages, Prompt, as_list, check_conversation, conversations, encode, text_and_ids
 from .text.tokenizer import Tokenizer
 
 
@@ -135,7 +135,7 @@ class LLM:
         """The token ids of a conversation, up to where the answer begins."""
         check_conversation(messages)
         text = self.tokenizer.apply_chat_template(messages, **template_options)
-        return encode(self.tokenizer, text, self.engine.max_model_len, add_special_tokens=False)
+        return self.tokenizer.encode_prompt(text, self.engine.max_model_len, add_special_tokens=False)
 
     def stream(
         self,
@@ -221,7 +221,7 @@ class LLM:
         ready, window = [], self.engine.max_model_len
         for prompt, asked in zip(prompts, params, strict=True):
             text, ids = text_and_ids(prompt, window)
-            ids = encode(self.tokenizer, text or "", window) if ids is None else ids
+            ids = self.tokenizer.encode_prompt(text or "", window) if ids is None else ids
             self.engine.check(ids, asked)
             ready.append(_Ready(text, ids, asked))
         return ready

@@ -44,9 +44,8 @@ from ..models.hub import program, resolve_model, weights_folders
 from ..models.kv_cache import empty_cache
 from ..models.token_map import TOKEN_MAP, lm_head_rows
 from ..models.weights import load_model, resolve_dtype
-from ..text.checks import check_fields, limited
-from ..text.prompts import check_conversation
-from ..text.strict_json import plain
+from ..text.chat import check_conversation
+from ..text.checks import check_fields, limited, strict_json
 from ..text.tokenizer import Tokenizer
 from .cli.batch_lines import LineError, place, read_lines
 from .cli.options import add_settings, given, in_flags
@@ -102,7 +101,7 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
     texts = []
     for number, line in read_lines(str(file)):
         try:
-            value: Any = plain(line)
+            value: Any = strict_json(line)
             if isinstance(value, dict) and "messages" in value:
                 check_conversation(value["messages"])
                 text = tokenizer.apply_chat_template(value["messages"], add_generation_prompt=False)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
-from ..text.checks import as_token_id, shown
+from ..text.checks import as_int, shown
 from .base import Drafter, guesses, nothing, room
 
 
@@ -68,7 +68,7 @@ class SimpleDrafter(Drafter):
         length, self.notes = len(text), self._notes.setdefault(row, {})
         try:
             given = self.guess(text, most)
-            found: list[Any] = [as_token_id(token) for token in islice(given, most)]
+            found: list[Any] = [as_int(token) for token in islice(given, most)]
         except NotImplementedError:
             raise
         except Exception as error:

@@ -19,9 +19,9 @@ from ..device.extension import Constraint
 from ..kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, SpecStats
+from ..text.chat import too_long
 from ..text.checks import shown
 from ..text.output_text import OutputText
-from ..text.prompts import too_long
 from .blocks import block_hash
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..text.checks import shown
-from ..text.files import read_json
+from ..text.checks import read_json, shown
 from .rope import Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

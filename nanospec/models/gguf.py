@@ -17,8 +17,7 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
-from ..text.checks import shown
-from ..text.files import reason
+from ..text.checks import reason, shown
 from .config import DTYPES, ModelConfig
 
 try:

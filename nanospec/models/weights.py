@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..kernels.dispatch import use_native
-from ..text.checks import shown
-from ..text.files import read_json, reason
+from ..text.checks import read_json, reason, shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
 from .decoder import Model

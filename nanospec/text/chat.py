@@ -1,4 +1,5 @@
-"""Render chat templates: from the messages of a conversation to the text of a prompt.
+"""Prompts in all forms that users give: texts, token ids in lists, arrays or tensors, one or several, and
+conversations, which a chat template turns into text.
 
 Templates are Jinja programs that come with the model. As in transformers they run in Jinja's sandbox, which
 keeps them from Python's internals but does not limit their running time.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +20,77 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .checks import shown
-from .files import read_text, reason
+from .checks import as_int, read_text, reason, shown
 
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
 MAX_TEMPLATE = 1 << 16  # characters of a template
 MAX_PROMPT = 1 << 24  # characters that a template may write
 COMMON = re.compile("add_generation_prompt|.*_token")  # variables that any template gets
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """Return prompts as a list, a single one as a list of one."""
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or _is_scalar(prompts):
+        return [prompts]
+    if not _is_row(prompts):
+        raise ValueError(f"prompts={shown(prompts)} must be a text, token ids, or a list of these.")
+    return [prompts] if len(prompts) and _is_scalar(prompts[0]) else list(prompts)
+
+
+def text_and_ids(prompt: Any, max_model_len: int) -> tuple[str | None, Any]:
+    """Return the text and the token ids of a prompt, None for what it does not have. With both, ids count."""
+    given = prompt
+    if not isinstance(prompt, Mapping):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"})):
+        raise ValueError(f"a prompt holds {shown(unknown[0])}; known are 'prompt' and 'prompt_token_ids'.")
+    are_ids = not isinstance(ids, str | bytes | bytearray) and _is_row(ids)
+    if not (isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)):
+        raise ValueError(f"{shown(given)} needs a text as 'prompt' or token ids as 'prompt_token_ids'.")
+    if ids is not None and len(ids) >= max_model_len:
+        raise ValueError(too_long(len(ids), max_model_len))
+    return text, None if ids is None else list(map(as_int, ids))
+
+
+def conversations(messages: Any) -> list[Any]:
+    """Return conversations as a list, a single one as a list of one."""
+    is_one = _is_row(messages) and len(messages) > 0 and isinstance(messages[0], Mapping)
+    return list(messages) if isinstance(messages, list | tuple) and not is_one else [messages]
+
+
+def check_conversation(messages: Any) -> None:
+    """Raise ValueError unless this is a list of messages."""
+    if not isinstance(messages, list | tuple) or not all(isinstance(each, Mapping) for each in messages):
+        raise ValueError(f"messages={shown(messages)} must be a list of {{'role': ..., 'content': ...}}.")
+
+
+def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """Put a system message in front of a conversation that has none."""
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def too_long(num_tokens: int, max_model_len: int) -> str:
+    """Return the message for a prompt of too many tokens."""
+    return (
+        f"The prompt has {num_tokens} tokens, but max_model_len={max_model_len} must hold it and at least "
+        "one new token; shorten it or raise max_model_len."
+    )
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether this may be one token id, also as a tensor or an array."""
+    if isinstance(value, str):  # numpy's strings have no dimensions either
+        return False
+    return not isinstance(value, Iterable) or getattr(value, "ndim", None) == 0
+
+
+def _is_row(value: object) -> bool:
+    """Return whether this has a length and an order: a list, or an array of at least one dimension."""
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,18 +1,23 @@
-"""Checks of settings, each with one sentence for a bad value, and numbers written as text.
+"""Checks of settings, JSON and files: a bad value raises an exception whose message is one sentence.
 
-A limit stands beside the field that it is for (`config.py`), declared by `limited`.
+The limit of a setting stands beside its field (`config.py`), declared by `limited`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import operator
 import re
+from contextlib import suppress
 from dataclasses import field, fields
+from pathlib import Path
 from typing import Any
 
 MAX_INT64 = 2**63 - 1
+MAX_DEPTH = 128  # levels of JSON from users
+MAX_FILE = 256 << 20  # bytes of a text file of a model; large vocabularies take some 40 MB
 
 
 def shown(value: object, most: int = 100) -> str:
@@ -34,8 +39,11 @@ def limited(default: Any, low: float, high: float = math.inf, **more: Any) -> An
 def check_number(name: str, value: object, low: float, high: float = math.inf, kind: type = int) -> Any:
     """Return `value`, of any numeric type, as a Python number. Raises ValueError unless it is an integer of
     64 bits (kind float: a real number) from `low` to `high`."""
-    number: Any = as_number(value)
-    is_number = isinstance(number, int if kind is int else int | float) and not isinstance(number, bool)
+    number = as_int(value)
+    if kind is float and not isinstance(number, int) and isinstance(number, numbers.Real):
+        with suppress(OverflowError):  # of a fraction of large numbers
+            number = float(number)
+    is_number = isinstance(number, int | kind) and not isinstance(number, bool)
     most = min(high, MAX_INT64) if kind is int else high
     if is_number and low <= number <= most:
         return number
@@ -74,21 +82,79 @@ def as_bytes(value: Any, name: str = "kv_cache_memory") -> Any:
     return int(float(number) * (1000 if unit and suffix == "B" else 1024) ** " KMGT".index(unit or " "))
 
 
-def as_number(value: Any) -> Any:
-    """Return a number of any library, such as numpy, as Python's own; other types unchanged."""
-    if isinstance(value, bool | int | float):
-        return value
-    try:
-        if isinstance(value, numbers.Integral):
-            return int(value)
-        return float(value) if isinstance(value, numbers.Real) else value
-    except OverflowError:  # a fraction of large numbers
-        return value
-
-
-def as_token_id(value: object) -> object:
+def as_int(value: Any) -> Any:
     """Return an integer of any library as an int; other types and booleans unchanged."""
     try:
-        return value if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return value
+
+
+def reason(error: BaseException | str, most: int = 200) -> str:
+    """Return the text of another library's exception for a message: one line of at most `most` characters,
+    and of 100 of each word."""
+    try:
+        words = str(error)[: 4 * most].rstrip(".: \n").split()
+    except Exception:  # of a class with a broken __str__
+        words = []
+    text = " ".join(word if len(word) <= 100 else word[:97] + "..." for word in words)
+    return (text if len(text) <= most else text[: most - 3] + "...") or type(error).__name__
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises ValueError if it is too large or not UTF-8."""
+    check_size(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8, at byte {error.start}; fetch it again.") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ValueError for anything else."""
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # malformed, or nested without end
+        raise ValueError(f"{path} is not valid JSON ({reason(error)}); fetch it again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
+    return content
+
+
+def check_size(path: Path) -> None:
+    """Raise ValueError if a file is too large to be read at once."""
+    if path.stat().st_size > MAX_FILE:
+        raise ValueError(f"{path} has more than {MAX_FILE >> 20} MB, too much for a file of its kind.")
+
+
+def strict_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text from a user. Raises ValueError, whose text follows "... is no JSON: ",
+    also for NaN, infinity, deep nesting, and a name that is twice in one object."""
+    decoded = text if isinstance(text, str) else text.decode()  # UnicodeDecodeError is a ValueError
+    too_deep = f"it is nested more than {MAX_DEPTH} levels deep"
+    try:
+        found = json.loads(decoded, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [found]
+    for _ in range(MAX_DEPTH + 1):
+        nested = (part for part in level if isinstance(part, dict | list))
+        level = [each for part in nested for each in (part.values() if isinstance(part, dict) else part)]
+    if level:
+        raise ValueError(too_deep)
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{shown(max(names, key=names.count))} stands twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):  # NaN, Infinity, 1e999
+        raise ValueError(f"{shown(text)[1:-1]} is not a finite number")
+    return number

@@ -10,8 +10,7 @@ from typing import Any
 import tokenizers
 
 from .chat import read_templates, render
-from .checks import shown
-from .files import check_size, read_json, reason
+from .checks import check_size, read_json, reason, shown
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 # How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.
@@ -26,7 +25,6 @@ class Tokenizer:
     Attributes:
         name: the folder's.
         vocab_size: number of tokens, added ones included. A model may have more rows (padding).
-        bos_token_id: the token that begins a text, None if the model has none.
         eos_token_ids: every token that ends an output: those of generation_config.json, then of config.json,
             then of tokenizer_config.json.
         special_token_ids: tokens that are not text, such as `<|im_end|>`.
@@ -43,13 +41,10 @@ class Tokenizer:
         file = folder / "tokenizer_config.json"
         config = read_json(file) if file.is_file() else {}
         self._named_tokens = _named_tokens(config)
-        ids = {f"{name}_id": self.backend.token_to_id(text) for name, text in self._named_tokens.items()}
-        named = {key: [i] for key, i in ids.items() if i is not None}
-        configs = [_ids_of(folder / f"{name}.json") for name in ("generation_config", "config")]
-        begins = [i for ids in (named, *configs) for i in ids.get("bos_token_id", [])]
-        ends = [i for ids in (*configs, named) for i in ids.get("eos_token_id", [])]
-        self.bos_token_id: int | None = next(iter(begins), None)
-        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        ends = [i for name in ("generation_config", "config") for i in _end_ids(folder / f"{name}.json")]
+        if "eos_token" in self._named_tokens:
+            ends.append(self.backend.token_to_id(self._named_tokens["eos_token"]))
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in ends if i is not None))
         self.byte_token_ids = _byte_token_ids(self.backend)
         self._templates = read_templates(folder, config)
 
@@ -65,6 +60,14 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # no str, or what broken JSON escapes produce
             raise ValueError(f"{shown(text)} is no text, or holds half of a surrogate pair.") from None
+
+    def encode_prompt(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text. Raises ValueError for a text too long for the window, before encoding it
+        takes long."""
+        if len(text) > max_model_len * self._longest_token:
+            said = f"The prompt has {len(text)} characters"
+            raise ValueError(f"{said}, too many for max_model_len={max_model_len}.")
+        return self.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Ids outside the vocabulary give nothing; broken UTF-8 gives U+FFFD."""
@@ -82,7 +85,7 @@ class Tokenizer:
         return whole[len(before) :] if fits else self.decode([token], skip_special_tokens=False)
 
     @cached_property
-    def longest_token(self) -> int:
+    def _longest_token(self) -> int:
         """Characters of the longest token: a text has at least its length divided by this many tokens."""
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
@@ -145,15 +148,12 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
         )
 
 
-def _ids_of(path: Path) -> dict[str, list[int]]:
-    """Return the ids of the tokens that begin and end texts, by key, from a JSON file that may be missing."""
-    config = read_json(path) if path.is_file() else {}
-    found = {}
-    for key in ("bos_token_id", "eos_token_id"):
-        given = config.get(key)
-        found[key] = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(type(i) is int and 0 <= i < 2**31 for i in found[key]):
-            raise ValueError(f"{path}: {key}={shown(given)} must be a token id or a list of token ids.")
+def _end_ids(path: Path) -> list[Any]:
+    """Return the ids of the tokens that end texts, from a JSON file that may be missing."""
+    given = read_json(path).get("eos_token_id") if path.is_file() else None
+    found = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in found):
+        raise ValueError(f"{path}: eos_token_id={shown(given)} must be a token id or a list of token ids.")
     return found
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...config import EngineConfig, SamplingParams
-from ...text.prompts import as_message, encode
 from .batch_lines import Defaults, LineError, Task, place, read_tasks
 from .batch_results import Batch, finished, result_line, results_file
 from .options import given, in_flags
@@ -83,12 +82,13 @@ def prompt_ids(tokenizer: Tokenizer, check: Check, window: int, task: Task, sour
     is too long for `window` tokens."""
     messages, prompt = task.messages, task.prompt
     if isinstance(prompt, str) and not task.raw and tokenizer.has_chat_template:
-        messages = as_message(prompt)
+        messages = [{"role": "user", "content": prompt}]
     try:
         if messages is not None:
-            ids = encode(tokenizer, tokenizer.apply_chat_template(messages), window, add_special_tokens=False)
+            text = tokenizer.apply_chat_template(messages)
+            ids = tokenizer.encode_prompt(text, window, add_special_tokens=False)
         else:
-            ids = encode(tokenizer, prompt, window) if isinstance(prompt, str) else prompt or []
+            ids = tokenizer.encode_prompt(prompt, window) if isinstance(prompt, str) else prompt or []
         check(ids, task.params)
     except ValueError as error:
         raise refused(source, task.index, str(error)) from None

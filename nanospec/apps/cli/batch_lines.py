@@ -17,9 +17,8 @@ from typing import Any, BinaryIO
 
 from ...config import SamplingParams
 from ...extras.grammar.response_format import checked
-from ...text.checks import shown
-from ...text.prompts import as_message, with_system
-from ...text.strict_json import plain
+from ...text.chat import with_system
+from ...text.checks import shown, strict_json
 from ..serve.openai_format import CHAT, COMPLETIONS, conversation, in_our_words
 from .parser import did_you_mean
 
@@ -81,7 +80,7 @@ def read_tasks(source: str, defaults: Defaults) -> list[Task]:
     for number, line in read_lines(source):
         where = place(source, number)
         try:
-            asked = plain(line)
+            asked = strict_json(line)
         except ValueError as error:
             raise LineError(f"{where} is no JSON: {error}.") from None
         try:
@@ -170,7 +169,8 @@ def ask(
         if any("\ud800" <= c <= "\udfff" for c in prompt):
             raise ValueError('"prompt" holds half of a surrogate pair, not a character; remove it.')
         if system and not raw:
-            task.prompt, task.messages = None, with_system(as_message(prompt), system)
+            message = {"role": "user", "content": prompt}
+            task.prompt, task.messages = None, with_system([message], system)
     elif not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
         raise ValueError('"prompt" must be a text or a list of token ids.')
     return task

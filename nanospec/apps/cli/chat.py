@@ -16,7 +16,7 @@ from ...config import SamplingParams
 from ...llm import LLM
 from ...models.hub import cache_folder
 from ...outputs import RequestOutput
-from ...text.prompts import with_system
+from ...text.chat import with_system
 from .console import DIM, Console
 from .options import in_flags
 from .parser import did_you_mean

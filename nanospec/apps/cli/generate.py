@@ -13,7 +13,7 @@ from ...config import EngineConfig, SamplingParams
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
 from ...outputs import LOSSY
-from ...text.prompts import as_message, with_system
+from ...text.chat import with_system
 from .batch import batch_summary, run_batch
 from .batch_results import Batch
 from .chat import Chat, typed_messages
@@ -83,7 +83,8 @@ def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argpars
     """Answer one prompt, streaming it."""
     prompt: str | list[int] = args.prompt
     if not args.raw and (args.system or llm.tokenizer.has_chat_template):
-        prompt = llm.chat_prompt(with_system(as_message(args.prompt), args.system))
+        message = {"role": "user", "content": args.prompt}
+        prompt = llm.chat_prompt(with_system([message], args.system))
     elif not args.raw:
         Console(sys.stderr).line("The model has no chat template: it continues the prompt.", DIM)
     outputs: list[RequestOutput] = []

@@ -10,9 +10,7 @@ from typing import Any
 
 from ...config import SamplingParams
 from ...llm import LLM
-from ...text.checks import shown
-from ...text.prompts import encode
-from ...text.strict_json import plain
+from ...text.checks import shown, strict_json
 from ..cli.batch_lines import ask
 from .gate import HTTPError
 from .openai_format import CHAT, IGNORED, RENAMED, in_our_words
@@ -45,7 +43,7 @@ class Asked:
 def read_json(data: bytes) -> dict[str, Any]:
     """Return the JSON object that a body is. Raises HTTPError."""
     try:
-        body = plain(data.removeprefix(BOM_UTF8))
+        body = strict_json(data.removeprefix(BOM_UTF8))
     except ValueError as error:
         raise HTTPError(400, f"The body is no JSON: {error}.") from None
     if not isinstance(body, dict):
@@ -76,7 +74,7 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
                 ids = chat_prompt(llm, task.messages, own.get("chat_template_kwargs", {}))
             else:
                 text, window = task.prompt, llm.engine.max_model_len
-                ids = encode(llm.tokenizer, text, window) if isinstance(text, str) else text or []
+                ids = llm.tokenizer.encode_prompt(text, window) if isinstance(text, str) else text or []
             llm.engine.check(ids, params)
             found.prompts.append(ids)
     except (ValueError, TypeError, RecursionError) as error:

@@ -22,7 +22,7 @@ from itertools import cycle, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...kernels.codes import GUESSED
-from ...text.files import brief, reason
+from ...text.checks import reason
 from .response_format import check_together, checked
 
 if TYPE_CHECKING:
@@ -230,4 +230,4 @@ def _said(error: str) -> str:
     if error.startswith("NoExtension"):
         return "it allows no text"
     lines = [line.strip() for line in error.splitlines() if not POINTER.fullmatch(line)]
-    return brief(" ".join(lines))
+    return reason(" ".join(lines))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...outputs import NOT_TRACED, Completion
-from ...text.detokenize import Detokenizer
+from ...text.output_text import Detokenizer
 from ...text.tokenizer import Tokenizer
 
 DIGITS = 4  # of measured numbers, in what is written

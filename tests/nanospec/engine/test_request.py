@@ -14,9 +14,9 @@ from nanospec.engine.request import Limits, Request, Status, check_request, seed
 from nanospec.kernels.codes import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
-from nanospec.text.checks import as_token_id
+from nanospec.text.chat import as_list
+from nanospec.text.checks import as_int
 from nanospec.text.output_text import OutputText
-from nanospec.text.prompts import as_list
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.text.conftest import byte_fallback
 
@@ -201,8 +201,8 @@ def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
 def test_a_prompt_may_be_an_array() -> None:
     ids: Any = np.array([3, 4])
     assert len(as_list(ids)) == 1
-    assert [type(as_token_id(t)) for t in ids] == [int, int]
-    assert [as_token_id(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]
+    assert [type(as_int(t)) for t in ids] == [int, int]
+    assert [as_int(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]
 
 
 def test_who_has_ended_at_a_stop_string_has_no_error_of_what_was_to_follow(bytes_only: Tokenizer) -> None:

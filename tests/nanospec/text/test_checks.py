@@ -1,12 +1,15 @@
-"""What messages quote of bad values is short, whatever the value is."""
+"""Messages quote little of a bad value; JSON is read as Python reads it, or refused with a sentence."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nanospec.text.checks import shown
+from nanospec.text.checks import MAX_DEPTH, shown, strict_json
 
 
 class Silent:
@@ -41,3 +44,44 @@ def nested(depth: int) -> list[Any]:
 def test_a_value_is_shown_in_at_most_100_characters(value: Any, text: str) -> None:
     assert shown(value) == text
     assert len(text) <= 100
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@settings(max_examples=30)
+@given(VALUES)
+def test_what_json_writes_is_read(value: Any) -> None:
+    assert strict_json(json.dumps(value)) == value
+    assert strict_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@given(st.binary() | st.text(alphabet='{}[]",:01eE-.NaInfity\\ud8 \n'))
+def test_anything_else_is_a_sentence(text: bytes | str) -> None:
+    try:
+        found = strict_json(text)
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = ""
+        assert found == json.loads(text)
+    assert "\n" not in said
+    assert len(said) < 200
+
+
+@pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a": ', "}")])
+def test_depth_is_limited(left: str, right: str) -> None:
+    inner = "[0]"
+    assert strict_json(left * (MAX_DEPTH - 1) + inner + right * (MAX_DEPTH - 1))
+    for depth in (MAX_DEPTH, 900, 100_000):
+        with pytest.raises(ValueError, match=r"^it is nested more than 128 levels deep$"):
+            strict_json(left * depth + inner + right * depth)
+
+
+def test_a_name_may_stand_once_in_an_object() -> None:
+    assert strict_json('[{"a": 1}, {"a": 2}]') == [{"a": 1}, {"a": 2}]
+    with pytest.raises(ValueError, match=r"^'a' stands twice in one object$"):
+        strict_json('{"b": {"c": 1, "a": 1, "a": 1}}')

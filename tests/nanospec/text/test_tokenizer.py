@@ -77,12 +77,11 @@ def test_end_tokens_come_from_all_files_in_order(tmp_path: Path) -> None:
         byte_level(),
         tmp_path,
         generation_config={"eos_token_id": [7, 5]},
-        config={"eos_token_id": 5, "bos_token_id": 0},
+        config={"eos_token_id": 5},
         tokenizer_config={"eos_token": {"content": "</s>"}},
     )
     tokenizer = Tokenizer(folder)
     assert tokenizer.eos_token_ids == (7, 5, 1)
-    assert tokenizer.bos_token_id == 0
 
 
 def test_truncation_of_the_file_is_switched_off(tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_truncation_of_the_file_is_switched_off(tmp_path: Path) -> None:
 
 def test_vocab_size_counts_added_tokens(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save(byte_level(), tmp_path))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (None, ())
+    assert tokenizer.eos_token_ids == ()
     assert tokenizer.vocab_size == 2 + 256 + 6 + 1
     assert tokenizer.decode(tokenizer.encode("x<call>")) == "x<call>"  # added, but not special
     assert tokenizer.special_token_ids == {0, 1}

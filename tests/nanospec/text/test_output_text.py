@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanospec.text.detokenize import Detokenizer
+from nanospec.text.output_text import Detokenizer
 from nanospec.text.tokenizer import Tokenizer
 
 
