@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import Built
-from nanospec.kernels.dispatch import Backend, forced
+from nanospec.kernels.launch import Backend, forced
 
 LIMIT = 2e-2  # of the error of bf16 results
 TIES = ("sample", "accept")  # probabilities within rounding of each other: see tests/gpu

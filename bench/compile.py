@@ -66,7 +66,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature  # no
 from bench import machine_code  # noqa: E402
 from bench.cases import Case, all_cases  # noqa: E402
 from bench.compile_table import Result, load, markdown, problems, save  # noqa: E402
-from nanospec.kernels import dispatch, launch  # noqa: E402
+from nanospec.kernels import launch  # noqa: E402
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -113,7 +113,7 @@ def recording() -> Iterator[list[_Recorded]]:
 
 def launches(case: Case, target: str) -> list[_Recorded]:
     """The launches that `case` makes on `target`."""
-    with dispatch.forced("triton"), launch.targeting(target), recording() as recorded:
+    with launch.forced("triton"), launch.targeting(target), recording() as recorded:
         case.build("meta").run()
     if not recorded:
         raise RuntimeError(f"{case.kernel} {case.label} launches no kernel on {target}.")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.drafters.costs import StepCosts
 from nanospec.drafters.policy import AutoPolicy, Offer, Policy
-from nanospec.kernels.codes import NOBODY, RUNNING
+from nanospec.kernels import NOBODY, RUNNING
 from nanospec.kernels.speculation.report import RowReport
 
 NGRAM = 0  # the only drafter

@@ -70,11 +70,13 @@ TESTS: dict[str, list[str]] = {
     ],
     "nanospec/engine/scheduler.py": ["tests/nanospec/engine/test_scheduler.py", HOST[1]],
     "nanospec/engine/request.py": ["tests/nanospec/engine/test_request.py", *PARAMS, HOST[1]],
-    "nanospec/drafters/policy.py": [
-        f"tests/nanospec/drafters/test_{name}.py" for name in ("policy", "auto")
-    ],
+    "nanospec/drafters/policy.py": [f"tests/nanospec/drafters/test_{name}.py" for name in ("policy", "auto")],
     "nanospec/engine/engine.py": [
-        *GUIDED, SIMULATED, "campaigns/faults/test_memory.py", *HOST, "tests/nanospec/drafters/test_auto.py",
+        *GUIDED,
+        SIMULATED,
+        "campaigns/faults/test_memory.py",
+        *HOST,
+        "tests/nanospec/drafters/test_auto.py",
         "tests/nanospec/drafters/test_acceptance.py",
     ],
 }

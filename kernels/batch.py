@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .codes import MAX_DRAFTS
+from . import MAX_DRAFTS
 from .table import Table
 from .transfer import upload
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codes import MAX_STOP_IDS
+from . import MAX_STOP_IDS
 
 
 class Table(NamedTuple):
@@ -23,9 +23,9 @@ class Table(NamedTuple):
         tokens: [S, max_context] int32, prompt and output.
         num_tokens, max_len: [S] int32, committed tokens; the length at which the request ends.
         block_table: [S, max_blocks] int32, pages of `block_size` tokens.
-        finished: [S] int8, a code of `codes.py`.
+        finished: [S] int8, a code of `kernels/__init__.py`.
         limit, min_n, max_n, width: [S] int32, the request's own K, n-gram lengths and tree width.
-        rule: [S] int8, how its drafts are accepted, a code of `codes.py`.
+        rule: [S] int8, how its drafts are accepted, a code of `kernels/__init__.py`.
         temperature, top_p, min_p, repetition, presence, frequency: [S] float32.
         top_k: [S] int32, 0 switches it off.
         seed: [S] int64.

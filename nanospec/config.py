@@ -1,6 +1,6 @@
 """Settings of the engine, of speculation and of a request. Bad values are refused with a sentence.
 
-The limit of a field stands beside it, or in `kernels/codes.py`. What a checkpoint says about itself is in
+The limit of a field stands beside it, or in `kernels/__init__.py`. What a checkpoint says about itself is in
 `models/config.py`. This file needs neither torch nor triton; whether a drafter exists and takes its options
 is checked when it is loaded (`drafters/loading.py`).
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from .kernels.codes import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
+from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
 from .text.checks import as_bytes, as_int, check_fields, check_number, limited, shown
 
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens

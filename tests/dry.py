@@ -19,7 +19,7 @@ from nanospec.config import SpecConfig
 from nanospec.device.orders import Stopwatch
 from nanospec.device.step import Step
 from nanospec.drafters.ngram import NgramDrafter
-from nanospec.kernels import dispatch
+from nanospec.kernels.launch import forced
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
@@ -46,7 +46,7 @@ class DryRun(TorchDispatchMode):
             run.launches.append(executor.fn.__name__)
 
         GridExecutor.__call__ = launch
-        self._forced = dispatch.forced("triton")
+        self._forced = forced("triton")
         self._forced.__enter__()
         return super().__enter__()
 
@@ -87,7 +87,7 @@ def meta_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Mode
     def weight(name: str) -> Tensor:
         return torch.empty(shapes[name], dtype=dtype, device="meta")
 
-    with dispatch.forced("triton"):  # weights as the kernels want them
+    with forced("triton"):  # weights as the kernels want them
         return Model(config, dtype, "meta", weight)
 
 

@@ -50,9 +50,7 @@ def tensors(architecture: str, tied: bool, seed: int = 0) -> dict[str, np.ndarra
     shapes["model.norm.weight"] = (HIDDEN,)
     if not tied:
         shapes["lm_head.weight"] = (VOCAB, HIDDEN)
-    return {
-        name: rng.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()
-    }
+    return {name: rng.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()}
 
 
 def gguf_name(name: str) -> str:

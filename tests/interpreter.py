@@ -188,7 +188,7 @@ def _ranges(args: Any) -> Iterator[tuple[int, int]]:
 def refuse_what_lies_outside() -> None:
     """The interpreter reads and writes whatever address it is given, which mostly is somebody's memory. Not
     noticed is what lies in another tensor of the same launch. A launch that makes pointers of integers
-    (`kernels/host_writes.py`) is not looked at: nobody says there which tensors it may write."""
+    (`kernels/transfer.py`) is not looked at: nobody says there which tensors it may write."""
     place: Callable[..., Any] = interpreter.GridExecutor._init_args_hst
     point: Callable[..., Any] = interpreter.InterpreterBuilder.create_int_to_ptr
     raw = interpreter._interpreter

@@ -21,7 +21,7 @@ from campaigns.simulate.served import simulate_served
 from campaigns.simulate.shrink import failure, place_of, shrink
 from nanospec.apps.serve import answers, openai_format
 from nanospec.engine.engine import Engine
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 
 SEEDS = (*range(24), 116)
 FOUND_BY = {  # seeds of small scenarios
@@ -148,7 +148,7 @@ def test_what_never_ends_is_a_failure() -> None:
 
 @pytest.mark.parametrize("seed", [1])
 def test_the_kernels_pass(seed: int) -> None:
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         assert simulate(scenario_of(seed, "triton"))["tokens"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.models.token_map import load_token_map
@@ -56,7 +56,7 @@ def mutate(data: bytes, rng: Random) -> bytes:
 
 
 def one(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as place, dispatch.forced("naive"):
+    with tempfile.TemporaryDirectory() as place, launch.forced("naive"):
         (Path(place) / "token_map.safetensors").write_bytes(data)
         ids = answer(load_token_map, Path(place), V)
         heads = answer(Heads.load, Path(place) / "token_map.safetensors", model())

@@ -1,10 +1,10 @@
 """The command line of the simulation.
 
-    python -m campaigns.simulate --seeds 1000            seeds 0 .. 999
-    python -m campaigns.simulate --seeds 5000:6000       these
-    python -m campaigns.simulate --replay FILE           a scenario that failed
-    python -m campaigns.simulate --seeds 20 --as triton  on the Triton kernels, interpreted; short requests
-    python -m campaigns.simulate --seeds 20 --as http    the same requests to a server
+python -m campaigns.simulate --seeds 1000            seeds 0 .. 999
+python -m campaigns.simulate --seeds 5000:6000       these
+python -m campaigns.simulate --replay FILE           a scenario that failed
+python -m campaigns.simulate --seeds 20 --as triton  on the Triton kernels, interpreted; short requests
+python -m campaigns.simulate --seeds 20 --as http    the same requests to a server
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from campaigns.simulate.driver import simulate
 from campaigns.simulate.limit import within
 from campaigns.simulate.scenario import Scenario
 from campaigns.simulate.shrink import failure, place_of, shrink
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from tests.interpreted import order_programs_by
 
 AT_ONCE = 25  # seeds that a process is given
@@ -106,7 +106,7 @@ def _run(scenario: Scenario, way: str) -> Counter[str]:
         from campaigns.simulate.served import simulate_served
 
         return simulate_served(scenario)
-    with dispatch.forced("triton" if way == "triton" else "auto"):
+    with launch.forced("triton" if way == "triton" else "auto"):
         return simulate(scenario)
 
 

@@ -64,9 +64,7 @@ class Mock(Model):
                 hidden[start : start + count, :4] = torch.from_numpy(self._states(*text, base, own))
         return hidden.to(self.dtype)
 
-    def _states(
-        self, ids: Any, positions: Any, base: int, masks: list[int] | None
-    ) -> Any:
+    def _states(self, ids: Any, positions: Any, base: int, masks: list[int] | None) -> Any:
         """The hidden states [n, 4] of the entries from `base` on, for chains or by what each query sees."""
         n = len(ids) - base
         worth = self.worth[np.clip(positions, 0, len(self.worth) - 1), ids]

@@ -23,7 +23,7 @@ from campaigns.simulate.model import SUMS, Mock
 from nanospec.config import SamplingParams
 from nanospec.engine.request import seed_of
 from nanospec.extras.grammar.grammar import LIMITS, Grammars, Guide
-from nanospec.kernels.codes import NAN_TOKEN
+from nanospec.kernels import NAN_TOKEN
 from nanospec.kernels.sampling import sample
 from nanospec.kernels.sampling.scores import penalize
 from nanospec.kernels.table import Table

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..batch import MAX_QUERIES, Batch
-from ..dispatch import use_triton
+from ..launch import use_triton
 from . import split_kv
 
 FEW = 16**3  # multiply-adds of a product for which PyTorch has another sum of bf16 and fp16

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent_launch import release_next, wait_for_previous
+from ..launch import release_next, wait_for_previous
 from .norm import Norm
 from .product import (
     Setup,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import use_native, use_triton
+from ..launch import use_native, use_triton
 from ..native import packed
 from ..native.packed import Packed
 from . import gemm

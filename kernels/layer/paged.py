@@ -19,7 +19,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from ..dependent_launch import prefetch, release_next, wait_for_previous
+from ..launch import prefetch, release_next, wait_for_previous
 from .online_softmax import FLOOR, State, add_states, add_tile, empty_state, total_weight
 
 UNROLL = tl.constexpr(8)  # partial results that a program fetches at once
@@ -38,7 +38,7 @@ Sizes = namedtuple("Sizes", "num_kv_heads head_stride table_stride window scale"
 
 # What a kernel is compiled for. GROUP: query heads to a KV head. SOFTCAP: factor inside the tanh, 0 for none.
 # SPLIT: whether several programs share the cache. COLUMNS: of a tile of queries. PARTS, PART: a head is in so
-# many parts of so many dimensions. PDL: see `dependent_launch.py`.
+# many parts of so many dimensions. PDL: see `launch.py`.
 Constants = namedtuple(
     "Constants", "GROUP HEAD_DIM BLOCK_SIZE WINDOW SOFTCAP SPLIT TILE SPAN_TILES COLUMNS PARTS PART PDL"
 )

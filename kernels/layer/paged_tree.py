@@ -16,7 +16,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from ..dependent_launch import release_next, wait_for_previous
+from ..launch import release_next, wait_for_previous
 from .online_softmax import add_tile, empty_state
 from .paged import (
     Queries,

@@ -29,8 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent_launch import LINE, options, prefetch
-from ..launch import NUM_TICKETS, ONE_SHAPE, arch, next_power_of_2, tickets, wrapped
+from ..launch import LINE, NUM_TICKETS, ONE_SHAPE, arch, next_power_of_2, options, prefetch, tickets, wrapped
 from .stream import Stream, inverse_rms, inverse_rms_of_many, load_squares
 from .tiling import MACHINES, Tiling, choose_tiling
 

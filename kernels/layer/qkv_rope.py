@@ -12,9 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch
-from ..dependent_launch import release_next, wait_for_previous
-from ..dispatch import use_triton
-from ..launch import arch
+from ..launch import arch, release_next, use_triton, wait_for_previous
 from .linear import Weight, norm_linear, plain
 from .product import (
     Tile,

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent_launch import release_next, wait_for_previous
-from ..dispatch import use_triton
+from ..launch import release_next, use_triton, wait_for_previous
 from . import norm as norms
 from .norm import MAX_WIDTH, Norm
 from .stream import Stream, row_options, store_row

@@ -31,8 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch
-from ..dependent_launch import options, release_next, wait_for_previous
-from ..dispatch import use_triton
+from ..launch import options, release_next, use_triton, wait_for_previous
 from . import norm
 from .norm import Norm
 from .stream import tree_sum

@@ -24,8 +24,7 @@ import triton
 from torch import Tensor
 
 from ..batch import MAX_QUERIES, Batch
-from ..dependent_launch import options
-from ..launch import LOG2_E, ONE_SHAPE, arch, next_power_of_2, tickets, wrapped
+from ..launch import LOG2_E, ONE_SHAPE, arch, next_power_of_2, options, tickets, wrapped
 from .paged import Constants, Operands, Partials, Sizes, _attend
 from .paged_tree import _attend_tree
 from .rope_cache import check_cache

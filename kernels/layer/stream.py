@@ -21,9 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent_launch import options, release_next, wait_for_previous
-from ..dispatch import use_triton
-from ..launch import next_power_of_2
+from ..launch import next_power_of_2, options, release_next, use_triton, wait_for_previous
 from .norm import Norm
 from .vocab_parallel import Vocabulary
 

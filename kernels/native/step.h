@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // kernels/codes.py
+constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // kernels/__init__.py
 constexpr int NAN_TOKEN = -1, OWN = -1;
 
 struct Table {

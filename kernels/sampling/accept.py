@@ -33,10 +33,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import EXACT, NAN_TOKEN, REJECTION, TYPICAL
 from ..batch import Batch
-from ..codes import EXACT, NAN_TOKEN, REJECTION, TYPICAL
-from ..dispatch import use_triton
-from ..launch import next_power_of_2
+from ..launch import next_power_of_2, use_triton
 from ..speculation.proposal import Proposal
 from ..speculation.walk import rows_of
 from ..table import Table

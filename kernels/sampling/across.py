@@ -14,9 +14,9 @@ A float32 holds a token's id exactly, as they are below 2^24.
 import torch
 from torch import Tensor
 
+from .. import NAN_TOKEN
 from ..batch import Batch
-from ..codes import NAN_TOKEN
-from ..dispatch import use_triton
+from ..launch import use_triton
 from ..speculation.walk import rows_of
 from ..table import Table
 from . import noise

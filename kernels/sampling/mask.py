@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dispatch import use_native, use_triton
+from ..launch import use_native, use_triton
 from ..native.call import call
 
 CHUNK = 4096  # tokens per program

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import NAN_TOKEN
 from ..batch import Batch
-from ..codes import NAN_TOKEN
-from ..dispatch import use_native, use_triton
+from ..launch import use_native, use_triton
 from ..native.call import batch_words, call
 from ..speculation.walk import rows_of
 from ..table import Table

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch, slots_of
-from ..dispatch import use_triton
-from ..launch import next_power_of_2
+from ..launch import next_power_of_2, use_triton
 from ..native import tiles
 from .verify import Verdict
 

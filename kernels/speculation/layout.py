@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import RUNNING
 from ..batch import Batch
-from ..codes import RUNNING
-from ..dispatch import use_native, use_triton
-from ..launch import next_power_of_2
+from ..launch import next_power_of_2, use_native, use_triton
 from ..native.call import call
 from ..table import Table
 from .proposal import Proposal

@@ -39,8 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dispatch import use_native, use_triton
-from ..launch import next_power_of_2
+from ..launch import next_power_of_2, use_native, use_triton
 from ..native.call import call
 from ..table import Table
 from .proposal import Node, Proposal, empty_proposal, of_nodes, room, room_of

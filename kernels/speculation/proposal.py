@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..codes import RUNNING
+from .. import RUNNING
 from ..table import Table
 
 _RUNNING = tl.constexpr(RUNNING)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..codes import OWN
+from .. import OWN
 
 NUM_COLUMNS = tl.constexpr(6)  # before the tokens
 _OWN = tl.constexpr(OWN)
@@ -32,7 +32,7 @@ class RowReport(NamedTuple):
         num_drafted, num_accepted: drafts, and those that verification accepted; at a stop more of them
             may be accepted than kept.
         drafter, match_len: see `Proposal`.
-        finished: a code of `codes.py`.
+        finished: a code of `kernels/__init__.py`.
         sources: of each kept token, see `Proposal.source`.
     """
 

@@ -26,10 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, OWN, RUNNING, STOPPED
 from ..batch import Batch
-from ..codes import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, OWN, RUNNING, STOPPED
-from ..dispatch import use_native, use_triton
-from ..launch import next_power_of_2
+from ..launch import next_power_of_2, use_native, use_triton
 from ..native.call import batch_words, call
 from ..table import Table
 from . import report

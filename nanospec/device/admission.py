@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
-from ..kernels.codes import EXACT, MAX_DRAFTS, MAX_TREE_WIDTH, RULES, RUNNING
-from ..kernels.host_writes import Write, write
+from ..kernels import EXACT, MAX_DRAFTS, MAX_TREE_WIDTH, RULES, RUNNING
 from ..kernels.table import Table
-from ..kernels.transfer import upload
+from ..kernels.transfer import Write, upload, write
 
 REHEARSAL_PERIOD = 7
 

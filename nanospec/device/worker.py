@@ -23,8 +23,8 @@ import torch
 from ..config import EngineConfig, SamplingParams
 from ..drafters.base import Drafter
 from ..drafters.costs import StepCosts
+from ..kernels import NOBODY, RUNNING, STOPPED
 from ..kernels.batch import Batch, Chunk
-from ..kernels.codes import NOBODY, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..kernels.table import Table
 from ..models.cpu import computed_by

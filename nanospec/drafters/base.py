@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import GUESSED, MAX_DRAFTS, NOBODY
 from ..kernels.batch import Batch
-from ..kernels.codes import GUESSED, MAX_DRAFTS, NOBODY
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.proposal import room as room  # for drafters
 from ..kernels.speculation.verify import Verdict
@@ -119,9 +119,7 @@ class Drafter:
         none beyond `room`. Token ids must lie within the vocabulary; on a GPU they are not checked."""
         raise NotImplementedError
 
-    def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
-    ) -> None:
+    def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
         """Take in the target's hidden states [T, H] and its verdict over `batch`, which is committed already.
         `proposal.drafter` is NOBODY for rows without drafts of this drafter."""
 

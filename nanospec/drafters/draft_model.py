@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels import NOBODY
 from ..kernels.batch import Batch
-from ..kernels.codes import NOBODY
 from ..kernels.layer.linear import pack
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.layout import lay_out_text
@@ -121,9 +121,7 @@ class ModelDrafter(
         proposal = guesses(torch.stack(drafts, 1), wanted)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
 
-    def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
-    ) -> None:
+    def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
         # The last draft was never fed to the model.
         right = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1
         drafted = (batch.rows >= 0) & (proposal.drafter != NOBODY)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import NOBODY
 from ..kernels.batch import Batch
-from ..kernels.codes import NOBODY
 from ..kernels.speculation.proposal import Proposal, room
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table

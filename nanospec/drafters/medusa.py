@@ -119,9 +119,7 @@ class MedusaDrafter(
             self._trees[k] = tensor(candidate).long(), tensor(parents), tensor(sizes)
         return self._trees[k]
 
-    def learn(
-        self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor
-    ) -> None:
+    def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
         last = (verdict.num_emitted - 1).clamp(min=0).long()
         query = batch.q_start + verdict.path.gather(1, last[:, None]).squeeze(1)
         row = torch.where((batch.rows >= 0) & (verdict.num_emitted > 0), batch.rows, -1)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ..kernels.codes import NOBODY
+from ..kernels import NOBODY
 from ..kernels.speculation.report import RowReport
 from .costs import StepCosts
 from .estimator import Estimator

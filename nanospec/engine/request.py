@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..config import SamplingParams
 from ..device.admission import Admission
 from ..device.extension import Constraint
-from ..kernels.codes import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
+from ..kernels import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text.chat import too_long

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.dispatch import use_native, use_triton
+from ..kernels.launch import use_native, use_triton
 from ..kernels.layer.norm import Norm
 from ..kernels.native.build import target
 from ..kernels.native.call import Word, batch_words, call, words

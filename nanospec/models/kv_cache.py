@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.dispatch import use_triton
+from ..kernels.launch import use_triton
 from ..kernels.native.mapped_memory import pages
 from ..kernels.native.tiles import is_tiled
 from .decoder import Model

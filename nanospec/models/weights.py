@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..kernels.dispatch import use_native
+from ..kernels.launch import use_native
 from ..text.checks import read_json, reason, shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class

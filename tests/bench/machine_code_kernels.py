@@ -20,7 +20,7 @@ import triton.language as tl
 
 from bench.compile import TARGETS, _Recorded, _source, sass
 from bench.machine_code import read
-from nanospec.kernels.dependent_launch import prefetch, release_next, wait_for_previous
+from nanospec.kernels.launch import prefetch, release_next, wait_for_previous
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from nanospec.device import graphs
 from nanospec.drafters.base import Target
 from nanospec.drafters.loading import load_drafters
 from nanospec.engine.engine import Engine
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from tests.drive import Job, run
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
@@ -68,7 +68,7 @@ def test_replay_works_in_a_step_recorded_before_any_request(monkeypatch: pytest.
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     text = [5, 6, 7, 8, 9, 5, 6, 1]
     config = config_of(2, False, max_num_seqs=1, max_model_len=48)
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         engine = replay(config, {tuple(PROMPT): text}, num_layers=1)
         [request] = run(engine, [Job(PROMPT, SamplingParams(temperature=0, max_tokens=8))])
     assert request.output_ids == text

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
 from nanospec.kernels.speculation import kv_move

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.kernels import REJECTION, TYPICAL
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import REJECTION, TYPICAL
 from nanospec.kernels.sampling import accept, logprobs, sample
 from nanospec.kernels.speculation import layout, ngram, verify
 from nanospec.kernels.speculation.proposal import Proposal

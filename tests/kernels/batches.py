@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanospec.kernels import GUESSED
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import GUESSED
 from nanospec.kernels.native.build import library
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import NUM_COLUMNS

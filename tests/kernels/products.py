@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.stream import Stream, embed

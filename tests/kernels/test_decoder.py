@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.models.decoder import Model
 from tests.tiny import GEMMA, Pages, tiny_model
 from tests.util import assert_close

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanospec.config import SamplingParams
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from nanospec.models.decoder import Model
 from tests.drive import Job, make_engine, oracle, run, use
 from tests.tiny import tiny_model
@@ -83,7 +83,7 @@ def traces(k: int, texts: list[list[int]] | None, num_blocks: int | None, budget
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ordered_dot")
 def test_keys_and_values_do_not_depend_on_speculation() -> None:
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         off = traces(0, None, None, 256)
         texts = [trace.text for trace in off]
         in_chunks, preempted = traces(8, texts, None, 17), traces(8, texts, 8, 48)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import MAX_QUERIES, Batch
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.layer import split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
 

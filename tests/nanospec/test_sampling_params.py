@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanospec.config import SamplingParams
-from nanospec.kernels.codes import MAX_STOP_IDS
+from nanospec.kernels import MAX_STOP_IDS
 
 BIG = 2**31 - 1
 

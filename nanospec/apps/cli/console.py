@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from ...kernels.codes import OWN
+from ...kernels import OWN
 
 if TYPE_CHECKING:
     from ...outputs import Piece

@@ -9,7 +9,7 @@ from ...extras.tracing.trace import Trace
 from ...llm import LLM, RequestOutput
 from .console import DIM, Console
 
-CODE = '''\
+CODE = """\
 class Stack:
     def __init__(self):
         self.items = []
@@ -29,7 +29,7 @@ class Stack:
 
     def size(self):
         return len(self.items)
-'''
+"""
 STORY = """\
 The lighthouse keeper rose before dawn, as she had done every day for thirty years. She climbed the \
 hundred and twelve steps, wiped the salt from the glass, and put out the lamp only when the sun had \

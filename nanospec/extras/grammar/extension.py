@@ -20,8 +20,8 @@ from ...config import SamplingParams
 from ...device.admission import HostWrites
 from ...device.extension import Extension
 from ...engine.request import Request
+from ...kernels import NOBODY
 from ...kernels.batch import Batch
-from ...kernels.codes import NOBODY
 from ...kernels.sampling.mask import mask
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table

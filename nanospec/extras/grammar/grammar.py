@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from itertools import cycle, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...kernels.codes import GUESSED
+from ...kernels import GUESSED
 from ...text.checks import reason
 from .response_format import check_together, checked
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanospec.kernels.dispatch import forced
-from nanospec.kernels.launch import ARCHITECTURES, targeting
+from nanospec.kernels.launch import ARCHITECTURES, forced, targeting
 from nanospec.kernels.layer import linear, product, tiling
 from nanospec.kernels.layer.norm import Norm
 from nanospec.kernels.layer.stream import Stream, embed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanospec.kernels.dispatch import Backend, forced
+from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.layer import norm
 from nanospec.kernels.layer.norm import Norm
 from tests.util import assert_close

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.layer import product, tiling
 from nanospec.kernels.layer.norm import Norm
 from nanospec.kernels.layer.qkv_rope import qkv_rope

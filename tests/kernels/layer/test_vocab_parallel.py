@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanospec.extras.tensor_parallel.group import Group
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.layer import vocab_parallel as split
 from nanospec.kernels.layer.linear import linear, linear_add, pack
 from nanospec.kernels.layer.norm import Norm

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.native import build
 from nanospec.models.cpu import CompiledModel
 from tests.processors import PROCESSORS, built_for

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec.kernels import dispatch
+from nanospec.kernels import EXACT, REJECTION, TYPICAL, launch
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import EXACT, REJECTION, TYPICAL
 from nanospec.kernels.sampling import accept, noise, sample
 from nanospec.kernels.sampling.accept import DELTA, EPSILON, TILE, Side
 from nanospec.kernels.sampling.scores import Inputs, penalize, scores_of, this_query
@@ -154,7 +153,7 @@ def test_lazy_walk_gives_the_same_verdict(form: str) -> None:
         lazy = sample.naive(case.logits, case.table, case.batch, lazy=True)
         exact = verified(lazy, case.batch)
         further += int((expected.num_emitted > exact.num_emitted).sum())
-        with dispatch.forced("naive"):
+        with launch.forced("naive"):
             actual = verified(accept.accept(*case._replace(targets=lazy)), case.batch)
         for a, e in zip(actual, expected):
             assert torch.equal(a, e)

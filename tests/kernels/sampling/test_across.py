@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.kernels import NAN_TOKEN
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import NAN_TOKEN
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.sampling import across, sample
 from nanospec.kernels.table import Table
 from tests.kernels.batches import S, make_batch, make_table, random_logits, real

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanospec.kernels import NAN_TOKEN
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import NAN_TOKEN
 from nanospec.kernels.sampling import noise, sample
 from nanospec.kernels.sampling.scores import MAX_VOCAB
 from nanospec.kernels.speculation import verify

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.native.build import library
 from nanospec.kernels.native.tiles import tiled_shape
 from nanospec.kernels.speculation import kv_move

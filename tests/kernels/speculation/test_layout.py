@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.kernels import STOPPED
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import STOPPED
-from nanospec.kernels.dispatch import Backend, forced
+from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.speculation import layout
 from nanospec.kernels.speculation.proposal import Proposal
 from tests.kernels.batches import compiled, ints, make_table

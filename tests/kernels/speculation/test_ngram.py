@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanospec.kernels.codes import RUNNING, STOPPED
+from nanospec.kernels import RUNNING, STOPPED
 from nanospec.kernels.speculation import ngram, verify
 from nanospec.kernels.speculation.proposal import Node, Proposal
 from nanospec.kernels.table import Table

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanospec.kernels import LENGTH, MAX_STOP_IDS, NAN, OWN, RUNNING, STOPPED
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import LENGTH, MAX_STOP_IDS, NAN, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation import report, verify
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport

@@ -59,9 +59,7 @@ def wide() -> Model:
 
 
 @pytest.mark.parametrize("mode", ["packed", "recorded"])
-@pytest.mark.parametrize(
-    ("method", "width"), [("ngram", 1), ("ngram", 4), ("ngram+medusa", 4)]
-)
+@pytest.mark.parametrize(("method", "width"), [("ngram", 1), ("ngram", 4), ("ngram+medusa", 4)])
 def test_tokens_and_log_probabilities_of_trees_are_those_without(
     wide: Model, width: int, method: str, mode: str
 ) -> None:

@@ -18,7 +18,7 @@ from nanospec.device.graphs import MAX_STEP_TOKENS, Bucket, EagerCapture, StepGr
 from nanospec.device.step import StepResult
 from nanospec.device.timing import elapsed_ms, replay_ms
 from nanospec.engine.engine import Engine
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from nanospec.kernels.transfer import upload
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
@@ -31,9 +31,11 @@ from tests.tiny import tiny_model
 def model() -> Model:
     return tiny_model()
 
+
 def graphs_of(engine: Engine) -> StepGraphs:
     assert engine.worker.graphs is not None
     return engine.worker.graphs
+
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 64, 100, 256])
 def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) -> None:
@@ -42,6 +44,7 @@ def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) 
     assert sizes[0] == 1
     assert sizes[-1] == largest
     assert all(b <= 2 * a for a, b in pairwise(sizes))
+
 
 def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
     engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
@@ -56,6 +59,7 @@ def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
             assert bucket.k <= k
     assert all(recorded.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
 
+
 def test_buckets_that_cannot_pay_are_left_out(model: Model) -> None:
     worker = make_engine(model, 4).worker
     found = StepGraphs(worker._step, model.device, 256, (1, 4, 16)).buckets()
@@ -63,6 +67,7 @@ def test_buckets_that_cannot_pay_are_left_out(model: Model) -> None:
     assert Bucket(256, 0) in found
     assert Bucket(256, 16) not in found
     assert found[0].batch * (found[0].k + 1) == max(b.batch * (b.k + 1) for b in found)
+
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["at-start", "lazy"])
 def test_no_step_falls_back(model: Model, lazy: bool) -> None:
@@ -73,11 +78,13 @@ def test_no_step_falls_back(model: Model, lazy: bool) -> None:
     assert graphs_of(engine).fallbacks == 0
     assert lazy == (len(graphs_of(engine).captures) > before)
 
+
 def test_a_missing_recording_is_counted(model: Model) -> None:
     engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=1)
     graphs_of(engine).captures.clear()
     run(engine, [Job([1, 2], SamplingParams(max_tokens=3))])
     assert graphs_of(engine).fallbacks == 1
+
 
 def test_rows_are_padded_to_the_bucket_and_cut_from_the_result(
     model: Model, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +103,7 @@ def test_rows_are_padded_to_the_bucket_and_cut_from_the_result(
     finish(engine)
     assert [0, 1, 2, -1] in given
     assert all(len(rows) in (1, 2, 4, 8) for rows in given)
+
 
 def test_a_fixed_k_is_cut_to_what_is_recorded_for_a_batch() -> None:
     steps = StepGraphs(lambda rows, k: None, torch.device("cpu"), 256, [3, 16], lazy=True)  # type: ignore
@@ -151,7 +159,7 @@ def test_a_recording_of_the_kernels_freezes_nothing(lag: bool, monkeypatch: pyte
     ]
     wanted = alone(tiny_model(num_layers=1), jobs)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         small = tiny_model(num_layers=1)  # made here, as weights are packed for the kernels
         engine = make_engine(
             small, 2, enforce_eager=False, max_num_seqs=2, max_model_len=48, async_scheduling=lag
@@ -161,6 +169,7 @@ def test_a_recording_of_the_kernels_freezes_nothing(lag: bool, monkeypatch: pyte
         assert_same(outcome(request), expected)
     assert sum(request.stats.num_accepted for request in requests) > 0
     assert graphs_of(engine).fallbacks == 0
+
 
 def test_the_tape_does_freeze_what_the_host_computes() -> None:
     """The test above would notice: here a step that asks the host for the number of rows."""
@@ -185,6 +194,7 @@ def test_the_tape_does_freeze_what_the_host_computes() -> None:
     bad: Callable[[Tensor], Tensor] = reads
     with pytest.raises(AssertionError, match="makes the host wait"):
         TapeCapture(bad, rows)  # type: ignore[arg-type]
+
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int) -> None:
@@ -247,7 +257,7 @@ def test_every_drafter_rides_the_recorded_step(way: str, monkeypatch: pytest.Mon
     ]
     wanted = alone(tiny_model(num_layers=1), jobs)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
         guess = {
             "method": way.replace("-tree", "").split(" ")[0],

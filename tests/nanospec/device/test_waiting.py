@@ -15,7 +15,7 @@ from nanospec.device.admission import HostWrites
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from nanospec.models.heads import Heads
 from tests.drive import Job, alone, make_engine, outcome, run
 from tests.tape import TapeCapture
@@ -59,7 +59,7 @@ def test_the_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) 
     """With admissions, prompts in chunks, growth, preemption, an abort and releases."""
     wanted = alone(tiny_model(num_layers=1), JOBS, max_model_len=48)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         engine = recorded_engine(way)
         plans = spy_on_plans(engine)
         with NoWaiting((TapeCapture, "replay")):
@@ -85,7 +85,7 @@ def test_neither_does_it_for_grammars(tmp_path: Path, monkeypatch: pytest.Monkey
     jobs = [Job([1, 2, 3], params), Job([5, 6, 5, 6], SamplingParams(temperature=0, max_tokens=9))]
     wanted = alone(target, jobs, tokenizer=tokenizer)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         engine = make_engine(
             tiny_model(num_layers=1, vocab_size=300), 2, tokenizer=tokenizer, max_num_seqs=2,
             max_model_len=32, enforce_eager=False, async_scheduling=True,
@@ -101,14 +101,14 @@ def test_neither_does_it_for_grammars(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_step_that_changes_nothing_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         engine = recorded_engine("ngram")
         for job in JOBS[:2]:
             engine.add(job.prompt, job.params)
         for _ in range(4):  # all decode, and have done so once
             engine.step()
         monkeypatch.setattr(engine.scheduler, "_extend", lambda request, plan: True)
-        for module in ("nanospec.device.graphs", "nanospec.kernels.host_writes", "nanospec.kernels.batch"):
+        for module in ("nanospec.device.graphs", "nanospec.kernels.transfer", "nanospec.kernels.batch"):
             monkeypatch.setattr(f"{module}.upload", None)
         engine.step()
 

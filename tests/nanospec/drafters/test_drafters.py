@@ -15,9 +15,8 @@ from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import CONTENDERS, MedusaDrafter, tree_paths
 from nanospec.drafters.policy import StepCosts
 from nanospec.engine.engine import Engine
-from nanospec.kernels import dispatch
+from nanospec.kernels import GUESSED, OWN, launch
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import GUESSED, OWN
 from nanospec.kernels.layer.linear import pack
 from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation.verify import Verdict
@@ -61,9 +60,7 @@ def engine_of(model: Model, parts: dict[str, Any], way: str, k: Any = 5, **optio
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)
-def test_output_is_that_of_decoding_alone(
-    model: Model, parts: dict[str, Any], way: str, mode: str
-) -> None:
+def test_output_is_that_of_decoding_alone(model: Model, parts: dict[str, Any], way: str, mode: str) -> None:
     """Greedy and seeded, penalties, logprobs, prefix hits, chunks and preemption, whoever drafts."""
     accepted = preempted = 0
     for seed in range(3):
@@ -347,9 +344,7 @@ def test_a_draft_model_rests_while_lookup_finds_something(
     assert not sizes  # not even the prompt
 
 
-def test_a_draft_model_that_does_not_pay_is_hardly_run(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_that_does_not_pay_is_hardly_run(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(
         model, "auto", guess=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400
     )
@@ -381,9 +376,7 @@ def test_what_a_draft_model_missed_is_computed_in_pieces(
     engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, **options)
     rng = random.Random(0)
     prompts = [rng.choices(range(VOCAB), k=150) for _ in range(3)]
-    plain, spec = (
-        SamplingParams(temperature=0, max_tokens=40, num_speculative_tokens=k) for k in (0, None)
-    )
+    plain, spec = (SamplingParams(temperature=0, max_tokens=40, num_speculative_tokens=k) for k in (0, None))
     run(engine, [Job(prompt, plain) for prompt in prompts])
     sizes = draft_prefills(engine, monkeypatch)
     requests = run(engine, [Job(prompt, spec) for prompt in prompts])
@@ -411,7 +404,7 @@ def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> No
     windowed = tiny_model(windows=(None, 4))
     parts = {"heads": Heads.random(windowed, 3, vocab=50)}
     jobs = random_jobs(random.Random(4), VOCAB, 5)
-    with dispatch.forced(backend):
+    with launch.forced(backend):
         engine = engine_of(windowed, parts, way, 12, max_num_seqs=4)
         run_as_alone(engine, windowed, jobs, way)
     assert engine.metrics.spec.num_accepted > 0
@@ -421,9 +414,7 @@ def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> No
 def test_a_draft_model_may_guess_from_a_part_of_the_vocabulary(model: Model, mode: str) -> None:
     token_map = torch.arange(0, VOCAB, 2)
     jobs = plain_jobs(5, 5, temperature=0.9)
-    engine = make_engine(
-        model, 3, guess=WAYS["draft"], draft_model=model, token_map=token_map, **MODES[mode]
-    )
+    engine = make_engine(model, 3, guess=WAYS["draft"], draft_model=model, token_map=token_map, **MODES[mode])
     requests = run_as_alone(engine, model, jobs)
     stats = engine.metrics.spec
     assert 0 < stats.num_accepted < stats.num_drafted
@@ -433,7 +424,7 @@ def test_a_draft_model_may_guess_from_a_part_of_the_vocabulary(model: Model, mod
 
 
 def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         target = tiny_model(num_layers=1)
         engine = make_engine(
             target, 2, guess=WAYS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,

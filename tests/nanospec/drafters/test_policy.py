@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nanospec.drafters.costs import StepCosts
 from nanospec.drafters.estimator import Estimator, tokens_per_step
 from nanospec.drafters.policy import SHARE, AutoPolicy, Offer, Policy
-from nanospec.kernels.codes import NOBODY
+from nanospec.kernels import NOBODY
 from nanospec.kernels.speculation.report import RowReport
 
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)

@@ -124,9 +124,7 @@ def hashes(text: list[int]) -> list[bytes]:
 
 
 def test_pool_keeps_its_invariants_in_any_order_of_calls() -> None:
-    run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=150, stateful_step_count=40)
-    )
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=150, stateful_step_count=40))
 
 
 def test_allocation_of_too_many_changes_nothing() -> None:

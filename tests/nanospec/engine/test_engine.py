@@ -143,9 +143,7 @@ def test_recording_and_running_behind_change_nothing(
 
 
 @pytest.mark.parametrize("k", [None, 3, "auto"], ids=lambda k: f"K{k}")
-def test_every_step_has_its_recording(
-    model: Model, jobs: list[Job], expected: list[Outcome], k: K
-) -> None:
+def test_every_step_has_its_recording(model: Model, jobs: list[Job], expected: list[Outcome], k: K) -> None:
     options: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": False}
     engine = make_engine(model, k, max_model_len=WINDOW, **options)
     assert engine.worker.graphs is not None
@@ -246,9 +244,7 @@ def test_the_truth_of_a_plain_python_lookup_is_drafted(model: Model) -> None:
 
 
 @pytest.mark.parametrize("k", [None, 0], ids=["none", "K0"])
-def test_without_speculation_nothing_is_proposed(
-    model: Model, k: K, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_speculation_nothing_is_proposed(model: Model, k: K, monkeypatch: pytest.MonkeyPatch) -> None:
     from nanospec.drafters.ngram import NgramDrafter
     from nanospec.drafters.policy import AutoPolicy
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.worker import Worker
 from nanospec.engine.request import Request, Status
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from nanospec.models.decoder import Model
 from nanospec.models.kv_cache import zero_blocks
 from tests import drive
@@ -305,9 +305,7 @@ HEALTHY = [
 def healthy_jobs() -> list[Job]:
     """Requests that never meet the poisoned token."""
     bias = {POISON: -1e6}
-    return [
-        Job(job.prompt, SamplingParams(**{**vars(job.params), "logit_bias": bias})) for job in HEALTHY
-    ]
+    return [Job(job.prompt, SamplingParams(**{**vars(job.params), "logit_bias": bias})) for job in HEALTHY]
 
 
 @pytest.mark.parametrize("k", [0, 4], ids=lambda k: f"K{k}")
@@ -402,7 +400,7 @@ def test_blocks_that_change_hands_are_zeroed(cyclic: Model) -> None:
     request = engine.add(cycle(0, 20), greedy())
     engine.step()
     assert torch.isfinite(engine.worker.kv_cache[:, :, :, request.blocks]).all()
-    with dispatch.forced("triton"):  # which never loads what it masks
+    with launch.forced("triton"):  # which never loads what it masks
         zero_blocks(engine.worker.kv_cache, [7])
     assert torch.isnan(engine.worker.kv_cache[:, :, :, 7]).all()
 

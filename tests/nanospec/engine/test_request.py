@@ -11,7 +11,7 @@ import pytest
 from nanospec.config import SamplingParams
 from nanospec.device.orders import as_dict
 from nanospec.engine.request import Limits, Request, Status, check_request, seed_of
-from nanospec.kernels.codes import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
+from nanospec.kernels import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
 from nanospec.text.chat import as_list

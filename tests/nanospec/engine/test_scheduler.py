@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from nanospec.config import SamplingParams
 from nanospec.engine.request import Request, Status
 from nanospec.engine.scheduler import Plan, Scheduler
-from nanospec.kernels.codes import LENGTH, NOBODY, OWN, RUNNING, STOPPED
+from nanospec.kernels import LENGTH, NOBODY, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 
 SIZE = 4  # tokens per block
@@ -254,9 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def test_scheduler_keeps_its_invariants_in_any_order_of_events() -> None:
-    run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=25)
-    )
+    run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=25))
 
 
 def test_who_passed_another_resumes_behind_it() -> None:

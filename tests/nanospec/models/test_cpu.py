@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch, Chunk
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.native import build, packed
 from nanospec.kernels.speculation.layout import lay_out
 from nanospec.kernels.speculation.proposal import Proposal

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanospec.config import SamplingParams
-from nanospec.kernels.dispatch import Backend, forced
+from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.native.build import library
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanospec.kernels.dispatch import forced
+from nanospec.kernels.launch import forced
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.models.token_map import lm_head_rows

@@ -43,9 +43,7 @@ def test_names_are_looked_up_in_order(places: dict[str, Path]) -> None:
     assert resolve_model("mine").samefile(path)
 
 
-def test_new_models_go_where_they_are_found(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_models_go_where_they_are_found(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     assert new_models_folder() == places["named"]
     monkeypatch.delenv("NANOSPEC_WEIGHTS")
     assert new_models_folder() == places["cache"]
@@ -69,9 +67,7 @@ def test_heads_of_the_package_are_found_last(places: dict[str, Path]) -> None:
     ("started", "typed"),
     [("bin/nanospec", "nanospec"), ("run.py", "python run.py"), ("mine.py", "python -m nanospec")],
 )
-def test_messages_name_what_the_user_types(
-    started: str, typed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_name_what_the_user_types(started: str, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [started])
     with pytest.raises(FileNotFoundError, match=f"Fetch one with: {typed} fetch NAME"):
         resolve_model("nothing")

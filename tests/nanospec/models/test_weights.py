@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from nanospec.models import weights
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model, resolve_dtype
@@ -226,11 +226,11 @@ def test_bfloat16_is_fast_where_the_c_plus_plus_runs_or_the_processor_has_it(
     monkeypatch: pytest.MonkeyPatch, capability: str, compiles: bool
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(dispatch, "library", lambda: object() if compiles else None)
+    monkeypatch.setattr(launch, "library", lambda: object() if compiles else None)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
     for native in (False, True):
         probe = partial(bool, native)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", probe, raising=False)
         assert weights.fast_in_bfloat16() == (native or (compiles and capability.startswith("AVX")))
-        with dispatch.forced("naive"):
+        with launch.forced("naive"):
             assert weights.fast_in_bfloat16() == native

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import nanospec.extras.grammar.grammar as grammar
 from nanospec.config import SamplingParams
 from nanospec.extras.grammar.grammar import FORCED, Grammars, Guide, look_up
-from nanospec.kernels.codes import GUESSED
+from nanospec.kernels import GUESSED
 from nanospec.kernels.speculation import ngram
 from nanospec.text.tokenizer import BYTES, Tokenizer
 from tests.nanospec.extras.grammar.guided import FORMATS, SCHEMA, VOCAB

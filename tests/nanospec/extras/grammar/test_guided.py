@@ -19,8 +19,7 @@ from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.extras.grammar.extension import Grammar
-from nanospec.kernels import dispatch
-from nanospec.kernels.codes import NOBODY
+from nanospec.kernels import NOBODY, launch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
@@ -141,7 +140,7 @@ def test_recorded_steps_freeze_nothing_of_the_host(
     jobs += [Job([40, 41, 40, 41], plain), Job([7], replace(params, seed=3))]
     wanted = alone(tiny_model(num_layers=1, vocab_size=VOCAB), jobs, tokenizer=tokenizer)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         engine = make_engine(
             tiny_model(num_layers=1, vocab_size=VOCAB), 2, max_num_seqs=2, max_model_len=32,
             tokenizer=tokenizer, **{**MODES["as-on-gpu"], "lazy_capture": False},

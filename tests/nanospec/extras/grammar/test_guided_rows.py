@@ -13,8 +13,8 @@ from torch import Tensor
 from nanospec.device.admission import HostWrites
 from nanospec.extras.grammar.extension import Grammar
 from nanospec.extras.grammar.grammar import Draft
+from nanospec.kernels import GUESSED, NOBODY
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.codes import GUESSED, NOBODY
 from nanospec.kernels.speculation.layout import lay_out
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table

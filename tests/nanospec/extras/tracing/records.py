@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanospec.engine.request import Request
 from nanospec.extras.tracing.trace import Record
-from nanospec.kernels.codes import GUESSED, OWN
+from nanospec.kernels import GUESSED, OWN
 
 
 def record_of(request: Request) -> Record:

@@ -18,7 +18,7 @@ from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.extras.tracing.drafts import Guesses
 from nanospec.extras.tracing.recorder import MAX_REQUESTS, recorder_of, walk
-from nanospec.kernels import dispatch
+from nanospec.kernels import launch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
@@ -105,7 +105,7 @@ def _engine_once(setup: str) -> Engine:
 
 def test_a_recorded_step_keeps_its_guesses_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with dispatch.forced("triton"):
+    with launch.forced("triton"):
         small = tiny_model(num_layers=1)
         few: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 32}
         engine = make_engine(small, 2, trace=True, guess={"tree_width": 2}, enforce_eager=False, **few)
