@@ -1,9 +1,9 @@
 """Structured output as an extension: rows with a `response_format` get drafts and masks from the host.
 
-The device holds, by request row, the drafts of `grammar.Guide` and where in `allowed` the row's masks begin;
-this memory is allocated when a request first has a grammar. A step takes these drafts in place of a
-drafter's, chains in a tree too, and bars in the logits what the masks do not allow. Steps that do so are
-captured apart from plain ones.
+The device holds, by request row, the drafts of `grammar.Guide` and where in `allowed` the row's masks begin.
+This memory is allocated, and `grammar.py` imported, when a request first has a grammar. A step takes these
+drafts in place of a drafter's, chains in a tree too, and masks the logits. Steps that do so are captured
+apart from plain ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,11 @@ from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
 from ...kernels.transfer import upload
 from ...text.tokenizer import Tokenizer
-from .grammar import PLAN_SECONDS, Draft, Grammars, Guide
-from .response_format import checked
+
+if TYPE_CHECKING:
+    from .grammar import Draft, Grammars
+
+PLAN_SECONDS = 0.02  # of a step, after which no more drafts are made in it: some masks take milliseconds
 
 
 class Grammar(Extension):
@@ -51,20 +55,25 @@ class Grammar(Extension):
 
     def attach(self, worker: Any) -> None:
         self._worker = worker
-        if self._tokenizer is not None:
-            self._grammars = Grammars(self._tokenizer, worker.model.config.vocab_size)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        from .grammar import Grammars
+
+        if self._tokenizer is None:
+            raise ValueError("response_format needs a tokenizer, which has the texts of tokens; load one.")
+        return Grammars(self._tokenizer, self._worker.model.config.vocab_size)
 
     @torch.inference_mode(False)  # written to between steps too
     def _allocate(self, words: int) -> Tensor:
         """Allocate the rows, for masks of so many int32 words; return `first`."""
         worker, graphs = self._worker, self._worker.graphs
-        S, K, device = worker.table.num_rows, max(worker.max_k, 1), worker.table.device
-        self._code, self._fixed = worker.methods.index(self.method), graphs is not None
-        self.first = torch.full((S,), -1, dtype=torch.int32, device=device)
+        shape, device = (worker.table.num_rows, max(worker.max_k, 1)), worker.table.device
+        self.first = torch.full(shape[:1], -1, dtype=torch.int32, device=device)
         self.count, self.match_len = torch.zeros_like(self.first), torch.zeros_like(self.first)
-        self.tokens, self.sources = (torch.zeros(S, K, dtype=torch.int32, device=device) for _ in range(2))
-        size = graphs.max_tokens if self._fixed else 0
-        self.allowed = torch.zeros(size, words, dtype=torch.int32, device=device)
+        self.tokens, self.sources = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
+        size = 0 if graphs is None else graphs.max_tokens, words
+        self.allowed = torch.zeros(size, dtype=torch.int32, device=device)
         return self.first
 
     def admit(self, writes: HostWrites, row: int) -> None:
@@ -75,10 +84,10 @@ class Grammar(Extension):
         lines = [line for _, draft in value for line in draft.masks[: k + 1]]
         masks = torch.frombuffer(bytearray().join(lines), dtype=torch.int32).view(len(lines), -1)
         first = self.first if self.first is not None else self._allocate(masks.shape[1])
-        if self._fixed:
-            upload(masks, torch.int32, first.device, out=self.allowed[: len(masks)])
-        else:
+        if self._worker.graphs is None:
             self.allowed = upload(masks, torch.int32, first.device)
+        else:
+            upload(masks, torch.int32, first.device, out=self.allowed[: len(masks)])
         begin = 0
         for row, draft in value:
             count = min(len(draft.tokens), k)
@@ -96,7 +105,7 @@ class Grammar(Extension):
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
         k, index, mine = proposal.drafts.shape[1], rows.clamp(min=0), self._first_of(rows) >= 0
-        count = self.count[index].clamp(max=k)
+        count, code = self.count[index].clamp(max=k), self._worker.methods.index(self.method)
         chain = torch.arange(k, dtype=torch.int32, device=rows.device)
         sampled = proposal.sampled
         if proposal.logits is not None:  # none of these drafts was drawn from them
@@ -107,7 +116,7 @@ class Grammar(Extension):
             torch.where(mine, count, proposal.num_drafts),
             torch.where(mine[:, None], self.sources[index, :k], proposal.source),
             torch.where(mine, self.match_len[index], proposal.match_len),
-            torch.where(mine, torch.where(count > 0, self._code, NOBODY), proposal.drafter).int(),
+            torch.where(mine, torch.where(count > 0, code, NOBODY), proposal.drafter).int(),
             None if proposal.parents is None else torch.where(mine[:, None], chain, proposal.parents),
             proposal.logits,
             sampled,
@@ -126,14 +135,11 @@ class Grammar(Extension):
         mask(logits, self.allowed, torch.where((first >= 0) & (i < batch.q_len[b]), first + i, -1).int())
 
     def check(self, params: SamplingParams) -> None:
-        if params.response_format is None:
-            return
-        if self._tokenizer is None:
-            raise ValueError("response_format needs a tokenizer, which has the texts of tokens; load one.")
-        self._grammars.check(params)
+        if params.response_format is not None:
+            self._grammars.check(params)
 
     def new(self, request: Request) -> None:
-        if (asked := checked(request.params.response_format)) is not None:
+        if (asked := request.params.response_format) is not None and asked["type"] != "text":
             request.constraint, request.stats.acceptance = self._grammars.guide(asked), "exact"
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, Draft]] | None:
@@ -141,7 +147,8 @@ class Grammar(Extension):
         lengths = spec.prompt_lookup_min, spec.prompt_lookup_max
         with self._worker.stages("propose"):
             for request, limit in zip(requests, limits, strict=True):
-                if isinstance(guide := request.constraint, Guide):
+                guide: Any = request.constraint  # a `grammar.Guide`
+                if guide is not None:
                     most = max(min(limit, request.max_len - request.num_tokens - 1), 0)
                     found.append((request.row, guide.plan(request.tokens, most, *lengths, end)))
         return found or None

@@ -1,12 +1,12 @@
-"""What an output may be, as masks of tokens: grammars, compiled and followed by llguidance (an extra).
+"""Constraints on an output as masks of tokens: grammars, compiled and followed by llguidance (an extra).
 
-    Grammars    of one tokenizer; compiles what `SamplingParams(response_format=...)` asks, for `Guide`s
-    Guide       follows the output of one request: which tokens may come next, and what to guess
+    Grammars    compiles what `SamplingParams(response_format=...)` asks, for one tokenizer
+    Guide       follows the output of one request: which tokens may come next, and drafts
 
-A guide knows committed tokens alone. Guesses are made here, on the host, as each must be followed to know the
-mask behind it: what the grammar leaves no choice about, and what a lookup in the request's own text finds, up
-to where the grammar would break. A mask depends on nothing but the tokens before it, so with guessing and
-without the same is drawn.
+A guide sees committed tokens only. Drafts are made here, on the host, as each must be followed to know the
+mask after it: tokens that the grammar forces, and those that a lookup in the request's own text finds, up to
+where the grammar would break. A mask depends on the tokens before it only, so the output is the same with
+drafts and without.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from ...config import SamplingParams
     from ...text.tokenizer import Tokenizer
 
-PLAN_SECONDS = 0.02  # of a step, after which no more is guessed in it: some masks take milliseconds
 FORCED = 64  # length of the "match" of tokens that the grammar forces: longer than any, as they are right
 LIMITS: Any = {"verbose_errors": False}  # beside llguidance's own
 CACHED = 32  # compiled grammars that are kept
 # Fixed separators: endless white space is what models fall for, and what is fixed can be guessed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MOST_CHOICES = 1000  # that llguidance's parser keeps apart; of more a regular expression is made
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")  # in a regular expression
 POINTER = re.compile(r"\s*(\^+|\d+ \|.*|<non-verbose/>)\s*")
 MISSING = "response_format needs the library llguidance: pip install 'nanospec[grammar]'."
@@ -98,8 +96,8 @@ class Guide:
         return taken
 
     def plan(self, text: list[int], most: int, min_n: int, max_n: int, end: float = math.inf) -> Draft:
-        """At most `most` guesses behind the request's text, prompt and output, and all masks. What is looked
-        up are `min_n` to `max_n` tokens; at the time `end` (`time.perf_counter()`) it is enough."""
+        """Return at most `most` drafts after the request's text (prompt and output), and all masks. Lookup
+        takes the last `min_n` to `max_n` tokens; no draft is added after the time `end` (`perf_counter`)."""
         drafts: list[int] = []
         sources: list[int] = []
         masks, match_len = [self._allowed], 0
@@ -122,7 +120,7 @@ class Guide:
         return Draft(drafts, sources, match_len, masks)
 
     def _run(self, text: list[int], min_n: int, max_n: int) -> tuple[int, Iterator[tuple[int, int]]]:
-        """What to guess behind a text that the matcher has followed: `match_len`, and tokens with sources."""
+        """Return `match_len` and drafts with their sources after a text that the matcher has followed."""
         if forced := self._matcher.compute_ff_tokens():
             return FORCED, zip(forced, repeat(GUESSED))
         first, length = look_up(text, min_n, max_n)
@@ -130,8 +128,8 @@ class Guide:
         return length, ((text[i], i) for i in sources)
 
     def _mask_behind(self, token: int, allowed: bytes) -> bytes | None:
-        """The mask behind a token, which the matcher then has followed; None if it may not come, or ends
-        the output."""
+        """Let the matcher follow a token and return the mask after it; None if it is not allowed, or ends the
+        output."""
         byte, bit = divmod(token, 8)
         if byte >= len(allowed) or not allowed[byte] >> bit & 1 or token in self._grammar.ends:
             return None
@@ -155,8 +153,8 @@ class Grammars:
             self._compiled(json.dumps(asked))
 
     def guide(self, asked: Mapping[str, Any]) -> Guide:
-        """Return the guide of one output; `asked` as `response_format.checked` gives it."""
-        return Guide(self._compiled(json.dumps(asked)))
+        """Return the guide of one output; `asked` has passed `check`."""
+        return Guide(self._compiled(json.dumps(checked(asked))))
 
     @cached_property
     def _tokens(self) -> Any:
@@ -202,26 +200,18 @@ def _grammar_of(asked: Mapping[str, Any]) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(asked[kind])
     if kind == "choice":
-        texts = dict.fromkeys(asked[kind])
-        if len(texts) > MOST_CHOICES:
-            return LLMatcher.grammar_from_regex("|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+        texts = dict.fromkeys(asked[kind])  # as a regular expression, since the parser keeps 1,000 apart
+        return LLMatcher.grammar_from_regex("|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
     return LLMatcher.grammar_from_lark(any_to_lark(asked[kind]))
 
 
 def look_up(text: Sequence[int], min_n: int, max_n: int) -> tuple[int, int]:
     """Return the first of `kernels.speculation.ngram.matches` for a list, or (-1, 0): the index of the token
     that followed it, and its length."""
-    data = array("i", text).tobytes()
-    size, end = array("i").itemsize, len(text)
-    for n in range(min(max_n, end - 1), min_n - 1, -1):
-        suffix, bound = data[(end - n) * size :], (end - 1) * size
-        at = data.rfind(suffix, 0, bound)
-        while at > 0 and at % size:  # between two tokens
-            bound = at + len(suffix) - 1
-            at = data.rfind(suffix, 0, bound)
-        if at >= 0:
-            return at // size + n, n
+    found = array("I", text).tobytes().decode("utf-32-le", "surrogatepass")  # a character for each token
+    for n in range(min(max_n, len(found) - 1), min_n - 1, -1):
+        if (at := found.rfind(found[-n:], 0, -1)) >= 0:
+            return at + n, n
     return -1, 0
 
 

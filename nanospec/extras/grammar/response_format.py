@@ -1,13 +1,13 @@
 """Check `SamplingParams(response_format=...)`, without the library that compiles it.
 
-    {"type": "text"}                                      anything, as None
+    {"type": "text"}                                      any text, as None
     {"type": "json_object"}                               a JSON object
     {"type": "json_schema", "json_schema": {"schema": {...}}}    beside it "name", "description", "strict"
-    {"type": "regex", "regex": "..."}                     all of the output matches
-    {"type": "grammar", "grammar": "..."}                 in Lark's notation or in GBNF
+    {"type": "regex", "regex": "..."}                     a full match
+    {"type": "grammar", "grammar": "..."}                 a text of this grammar, Lark or GBNF
     {"type": "choice", "choice": ["...", ...]}            one of these texts
 
-The first three are OpenAI's. It is plain data, so that JSON lines carry it. `grammar.py` compiles it.
+The first three are OpenAI's. Values are plain data, so that JSON lines carry them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...text.checks import shown
@@ -23,16 +24,15 @@ if TYPE_CHECKING:
     from ...config import SamplingParams
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
-CONSTRAINTS = {"json": "json_schema"}  # what vLLM calls them: the type
-CONSTRAINTS |= {kind: kind for kind in ("json_object", "regex", "choice", "grammar")}
 BARE = ("text", "json_object")  # that have no field of their own
+VLLM = ("json", "json_object", "regex", "choice", "grammar")  # vLLM's names of constraints
 MAX_BYTES, MAX_DEPTH = 64 << 10, 64  # of a grammar
 MAX_PATTERNS = 12  # that a schema may combine: each doubles what compiling takes, which is 8 GB for 30
 LEAST = -9 * 10**18  # of the numbers in a schema
 
 
 def checked(asked: Any) -> dict[str, Any] | None:
-    """A copy of what was asked, None for any text. Raises ValueError with a sentence."""
+    """Return a copy of a `response_format`, None for any text. Raises ValueError with a sentence."""
     if asked is None:
         return None
     if isinstance(asked, Mapping):
@@ -45,38 +45,40 @@ def checked(asked: Any) -> dict[str, Any] | None:
     if found.keys() != ({"type"} if kind in BARE else {"type", kind}):
         needs = "nothing" if kind in BARE else f"{kind!r} and nothing else"
         raise ValueError(f"response_format={shown(asked)} must hold {needs} beside its type {kind!r}.")
+    value = found.get(kind)
     if kind == "json_schema":
-        _check_schema(found[kind])
-    elif kind in ("regex", "grammar") and (not isinstance(found[kind], str) or not found[kind].strip()):
+        _check_schema(value)
+    elif kind in ("regex", "grammar") and (not isinstance(value, str) or not value.strip()):
         raise ValueError(f"response_format: {kind!r} must be a text that is not empty.")
-    elif kind == "choice":
-        _check_choice(found[kind])
+    elif kind == "choice" and not (
+        isinstance(value, list | tuple) and value and all(isinstance(text, str) and text for text in value)
+    ):
+        raise ValueError("response_format: 'choice' must be a list of texts that are not empty.")
     elif kind == "grammar":
-        _check_grammar(found[kind])
+        _check_parts(_schemas_in(value))
     return None if kind == "text" else json.loads(json.dumps(found))
 
 
 def of_vllm(name: str, asked: Any) -> dict[str, Any]:
-    """Return the `response_format` for vLLM's structured outputs, a dict with one of `CONSTRAINTS`, given as
-    the field `name` of a request. Raises TypeError for anything else."""
-    given = dict(asked) if isinstance(asked, Mapping) else {}
-    given = {what: value for what, value in given.items() if value is not None and value is not False}
-    what, value = next(iter(given.items()), ("", None))
-    if len(given) != 1 or what not in CONSTRAINTS:
-        known = ", ".join(CONSTRAINTS)
+    """Return the `response_format` for vLLM's structured outputs, a dict with one of `VLLM`, given as the
+    field `name` of a request. Raises TypeError for anything else."""
+    fields = asked.items() if isinstance(asked, Mapping) else ()
+    given = [(kind, value) for kind, value in fields if value is not None and value is not False]
+    kind, value = given[0] if len(given) == 1 else ("", None)
+    if kind not in VLLM:
+        known = ", ".join(VLLM)
         raise TypeError(f"{name}={shown(asked)} must hold one of {known}; its name here is response_format.")
-    if what == "json" and isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise TypeError(f"{name}: json={shown(value)} is no JSON: {error}.") from None
-    if what == "json_object":
-        return {"type": what}
-    return {"type": CONSTRAINTS[what], CONSTRAINTS[what]: {"schema": value} if what == "json" else value}
+    if kind != "json":
+        return {"type": kind} if kind == "json_object" else {"type": kind, kind: value}
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise TypeError(f"{name}: json={shown(value)} is no JSON: {error}.") from None
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def check_together(params: SamplingParams) -> None:
-    """Raise ValueError where something else asks for what a grammar may not leave."""
+    """Raise ValueError for other parameters that a grammar excludes."""
     for name, asks, why in (
         ("ignore_eos", params.ignore_eos, "where a grammar ends, so does the output"),
         ("min_tokens", params.min_tokens > 0, "where a grammar ends, so does the output"),
@@ -88,7 +90,7 @@ def check_together(params: SamplingParams) -> None:
 
 
 def _check_schema(given: Any) -> None:
-    """OpenAI's `json_schema`. Whatever "strict" says, the schema is kept to."""
+    """Check OpenAI's `json_schema`. The output matches the schema, whatever "strict" says."""
     kinds: dict[str, Any] = {"name": str, "description": str, "strict": bool | None, "schema": Mapping}
     if not isinstance(given, Mapping) or not isinstance(given.get("schema"), Mapping):
         raise ValueError("response_format: 'json_schema' must be an object with a 'schema', an object too.")
@@ -98,13 +100,13 @@ def _check_schema(given: Any) -> None:
             raise ValueError(f"response_format: 'json_schema' holds {shown(name)}; known are {known}.")
         if not isinstance(value, kinds[name]) and not (name == "description" and value is None):
             raise ValueError(f"response_format: 'json_schema' has a bad {shown(name)}: {shown(value)}.")
-    _check_parts(given["schema"])
+    _check_parts([given["schema"]])
 
 
-def _check_parts(schema: Any) -> None:
-    """Refuse a schema with which llguidance 1.9.1 ends the process, as it may ask of one text to match too
-    many regular expressions at once, or because a number is too close to the least of 64 bits."""
-    found, combines, parts = set[str](), False, [schema]
+def _check_parts(parts: list[Any]) -> None:
+    """Refuse schemas with which llguidance 1.9.1 ends the process: one text that has to match too many
+    regular expressions at once, or a number too close to the least of 64 bits."""
+    found, combines = set[str](), False
     while parts:
         part: Any = parts.pop()
         if isinstance(part, Mapping):
@@ -122,23 +124,17 @@ def _check_parts(schema: Any) -> None:
         )
 
 
-def _check_grammar(text: str) -> None:
-    """Refuse the same in a grammar, where `%json` begins a schema."""
-    for match in re.finditer(r"%json\s*", text):
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(text, match.end())
-        except (ValueError, RecursionError):  # llguidance will say so
-            continue
-        _check_parts(schema)
-
-
-def _check_choice(given: Any) -> None:
-    if not isinstance(given, list | tuple) or not given or not all(isinstance(t, str) and t for t in given):
-        raise ValueError("response_format: 'choice' must be a list of texts that are not empty.")
+def _schemas_in(grammar: Any) -> list[Any]:
+    """Return the schemas in a grammar, where `%json` begins one."""
+    found = []
+    for match in re.finditer(r"%json\s*", grammar):
+        with suppress(ValueError, RecursionError):  # llguidance reports these
+            found.append(json.JSONDecoder().raw_decode(grammar, match.end())[0])
+    return found
 
 
 def _check_size(found: Mapping[str, Any]) -> None:
-    """Refuse what is no plain data, too long or too deep."""
+    """Refuse a value that is not plain data, too long or too deep."""
     level: list[Any] = [found]
     for _ in range(MAX_DEPTH):
         inner = [part for one in level for part in (one.values() if isinstance(one, Mapping) else one)]

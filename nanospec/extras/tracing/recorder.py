@@ -1,20 +1,29 @@
-"""A record for each step of each request, and the extension that writes it."""
+"""The extension that writes a record for each step of each request, with rejected and unverified drafts.
+
+The step, captured or not, writes its proposal to device rows, which are copied to the host afterwards. The
+line of a row is
+
+    length of its text | number of drafts | drafts | sources | parents     [2 + 3 W] int32
+
+The length tells which step a line belongs to: a step without a proposal leaves the line of an earlier one.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...device.devices import current
 from ...device.extension import Extension
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
-from .drafts import DraftLines, Guesses
-from .trace import Origin, Record, StepRecord, Trace
+from ...kernels.transfer import to_host
+from .trace import Record, StepRecord, Trace
 
 if TYPE_CHECKING:
     from ...device.admission import HostWrites
@@ -26,6 +35,16 @@ if TYPE_CHECKING:
 MAX_REQUESTS = 64  # the latest, of which the recorder itself can tell
 
 
+class Guesses(NamedTuple):
+    """What was proposed for a row whose text had `length` tokens; see `Proposal`. In a chain, the parent of a
+    draft is the place before it: 0, 1, ..."""
+
+    length: int
+    drafts: list[int]
+    sources: list[int]
+    parents: list[int]
+
+
 class Recorder(Extension):
     """Writes the records.
 
@@ -35,35 +54,42 @@ class Recorder(Extension):
     """
 
     always = True
+    _lines: Tensor | None = None  # [rows + 1, 2 + 3 W]; the last one is for padding
 
     def __init__(self) -> None:
-        self._lines: DraftLines | None = None
         self._seconds: dict[str, float] = {}  # by stage, when the step before had been collected
         self.requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
         self.num_requests = 0
 
     def attach(self, worker: Worker) -> None:
-        self._worker = worker
+        self._worker, table = worker, worker.table
         if worker.max_k:
-            self._lines = DraftLines(worker.table, worker.max_k)
+            shape = table.num_rows + 1, 2 + 3 * worker.max_k
+            self._lines = torch.zeros(shape, dtype=torch.int32, device=table.device)
 
     def admit(self, writes: HostWrites, row: int) -> None:
         if self._lines is not None:
-            self._lines.clear(row)
+            self._lines[row].zero_()
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
         if self._lines is not None:
-            self._lines.write(table, rows, proposal)
+            k, row = proposal.drafts.shape[1], torch.where(rows >= 0, rows, table.num_rows)
+            self._lines[row, 0] = table.num_tokens[rows.clamp(min=0)]
+            self._lines[row, 1] = proposal.num_drafts.int()  # as lenient as the step
+            chain = torch.arange(k, dtype=torch.int32, device=rows.device).expand(len(rows), k)
+            parents = chain if proposal.parents is None else proposal.parents
+            for column, values in enumerate((proposal.drafts, proposal.source, parents)):
+                first = 2 + column * self._worker.max_k
+                self._lines[row, first : first + k] = values.int()
         return proposal
 
     def start(self, engine: Engine) -> None:
-        worker, tokenizer = self._worker, engine.tokenizer
+        worker, self._tokenizer = self._worker, engine.tokenizer
         self._costs = engine.policy.costs or worker.measure()
-        spec, runs = worker.config.spec, worker.runs()
-        about = {name: str(value) for name, value in runs.items()}
-        about |= {"model": tokenizer.name if tokenizer else "", "method": spec.method}
-        about |= {"k": str(spec.num_speculative_tokens), "acceptance": spec.acceptance}
-        self._origin = Origin(tokenizer, about)
+        spec, name = worker.config.spec, engine.tokenizer.name if engine.tokenizer else ""
+        facts = {**worker.runs(), "model": name, "method": spec.method}
+        facts |= {"k": spec.num_speculative_tokens, "acceptance": spec.acceptance}
+        self._about = {name: str(value) for name, value in facts.items()}
 
     def trace(self) -> Trace:
         """Return the trace of the latest requests."""
@@ -71,15 +97,27 @@ class Recorder(Extension):
         return Trace.of(outputs, num_omitted=self.num_requests - len(outputs))
 
     def add(self, request: Request) -> None:
-        request.kept = Record(self._origin, request.id, request.prompt_ids, request.arrival_time)
+        prompt, arrival = request.prompt_ids, request.arrival_time
+        request.kept = Record(self._tokenizer, self._about, request.id, prompt, arrival)
         self.requests.append(request)
         self.num_requests += 1
 
     def queued(self, rows: Sequence[int]) -> Callable[[], list[Guesses]] | None:
+        """Start copying the lines of rows to the host; the result waits for them."""
         if self._lines is None:
             return None
         with current(self._worker.device):
-            return self._lines.fetch(rows)
+            wait, width = to_host(self._lines[: max(rows) + 1]), self._worker.max_k
+
+        def guesses(line: list[int]) -> Guesses:
+            columns = (line[first : first + line[1]] for first in range(2, 2 + 3 * width, width))
+            return Guesses(line[0], *columns)
+
+        def read() -> list[Guesses]:
+            lines = wait()
+            return [guesses(lines[row]) for row in rows]
+
+        return read
 
     def collected(
         self, step: Queued, results: Sequence[RowResult], kept: Callable[[], list[Guesses]] | None
@@ -94,7 +132,7 @@ class Recorder(Extension):
             if record is None or request.num_tokens == record.num_tokens:
                 continue  # it had ended before
             report, before = result.report, record.num_tokens
-            if made is None or made.length != before:  # nobody was asked to guess
+            if made is None or made.length != before:  # the step had no proposal
                 made = Guesses(before, [], [], [])
             tokens = request.tokens[before:]
             record.add(
@@ -143,7 +181,7 @@ def recorder_of(extensions: Sequence[Extension]) -> Recorder | None:
 
 
 def walk(tokens: list[int], made: Guesses, verified: int) -> list[int]:
-    """The places of the guesses among `tokens`: from each to the child that carries the next token."""
+    """Return the places of the drafts among `tokens`: from each to the child that has the next token."""
     places: list[int] = []
     node = 0
     for token in tokens:

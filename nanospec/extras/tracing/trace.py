@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...outputs import NOT_TRACED, Completion
 from ...text.output_text import Detokenizer
@@ -63,18 +63,12 @@ class StepRecord:
     plain_ms: float
 
 
-class Origin(NamedTuple):
-    """What all requests of an engine have in common: for the texts of tokens, and facts to be shown."""
-
-    tokenizer: Tokenizer | None
-    about: dict[str, str]
-
-
 @dataclass
 class Record:
     """A request's steps, and what a `Lane` needs beside its completion."""
 
-    origin: Origin
+    tokenizer: Tokenizer | None  # needed for a trace only
+    about: dict[str, str]  # of the engine, to be shown
     id: str
     prompt_ids: list[int]
     arrival: float
@@ -147,14 +141,14 @@ class Trace:
         plain: Sequence[Completion] = (),
         num_omitted: int = 0,
     ) -> Trace:
-        """The trace of outputs of one engine. `plain`: the same, as they were without guesses, from runs of
+        """Return the trace of outputs of one engine. `plain`: the same outputs without drafts, from runs of
         their own. Raises ValueError for outputs of an engine without `trace=True`."""
         records = [record for output in outputs if (record := output.record) is not None]
         if not outputs:
             return cls()
         if len(records) < len(outputs):
             raise ValueError(NOT_TRACED)
-        origin, first = records[0].origin, min(record.arrival for record in records)
+        tokenizer, first = records[0].tokenizer, min(record.arrival for record in records)
         lanes = []
         for i, (output, record) in enumerate(zip(outputs, records)):
             lane = _lane(output, record, names[i] if names else record.id)
@@ -163,11 +157,12 @@ class Trace:
             else:
                 lane.start = record.arrival - first
             lanes.append(lane)
+        assert tokenizer is not None
         ids = {i for record in records for step in record.steps for i in (*step.tokens, *step.drafts)}
-        return cls(origin.about, lanes, token_texts(origin.tokenizer, ids), num_omitted)
+        return cls(records[0].about, lanes, {i: tokenizer.text_of(i) for i in sorted(ids)}, num_omitted)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; times and rates are rounded."""
+        """Return everything as plain data for JSON; times and rates are rounded."""
         found: dict[str, Any] = _rounded(asdict(self))
         return found
 
@@ -221,27 +216,20 @@ def embedded(data: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def token_texts(tokenizer: Tokenizer | None, ids: Iterable[int]) -> dict[int, str]:
-    """What each token stands for, by itself."""
-    if tokenizer is None:
-        return {i: f"{i} " for i in sorted(ids)}
-    return {i: tokenizer.text_of(i) for i in sorted(ids)}
-
-
 def _lane(output: Completion, record: Record, name: str) -> Lane:
-    """The lane of an output."""
-    tokenizer, steps = record.origin.tokenizer, record.steps
+    """Return the lane of an output."""
+    assert record.tokenizer is not None
+    steps, detokenizer = record.steps, Detokenizer(record.tokenizer, skip_special_tokens=False)
+    prompt = [detokenizer.push([token]) for token in record.prompt_ids]
+    prompt[-1:] = [text + detokenizer.flush() for text in prompt[-1:]]
     token_ids = output.token_ids[: record.num_tokens - len(record.prompt_ids)]  # the last step may be missing
-    pieces = [piece.text for piece in output.pieces[: len(token_ids)]]
-    if tokenizer is None:
-        pieces = [f"{i} " for i in token_ids]
     later = sum(len(step.tokens) * step.plain_ms for step in steps)
     later -= steps[0].plain_ms if steps else 0.0  # the first token takes as long
     return Lane(
         name=name,
-        prompt=prompt_texts(tokenizer, record.prompt_ids),
+        prompt=prompt,
         prompt_ids=record.prompt_ids,
-        output=pieces,
+        output=[piece.text for piece in output.pieces[: len(token_ids)]],
         token_ids=token_ids,
         steps=steps,
         start=0.0,
@@ -251,17 +239,6 @@ def _lane(output: Completion, record: Record, name: str) -> Lane:
         acceptance=output.stats.acceptance,
         plain_seconds=output.first_token_seconds + later / 1e3 if later > 0 else None,
     )
-
-
-def prompt_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
-    """The text that each token of a prompt completes, special tokens written out."""
-    if tokenizer is None:
-        return [f"{i} " for i in ids]
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-    texts = [detokenizer.push([i]) for i in ids]
-    if texts and (rest := detokenizer.flush()):
-        texts[-1] += rest
-    return texts
 
 
 def _rounded(data: Any) -> Any:

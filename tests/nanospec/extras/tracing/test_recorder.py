@@ -16,8 +16,7 @@ from nanospec import SamplingParams
 from nanospec.drafters.base import Drafter, guesses, room
 from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
-from nanospec.extras.tracing.drafts import Guesses
-from nanospec.extras.tracing.recorder import MAX_REQUESTS, recorder_of, walk
+from nanospec.extras.tracing.recorder import MAX_REQUESTS, Guesses, recorder_of, walk
 from nanospec.kernels import launch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
