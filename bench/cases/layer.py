@@ -12,12 +12,10 @@ from torch import Tensor
 from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
-from nanospec.kernels.layer.linear import linear, linear_add, norm_swiglu
+from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
 from nanospec.kernels.layer.norm import Norm, rms_norm
-from nanospec.kernels.layer.qkv_rope import qkv_rope
-from nanospec.kernels.layer.residual import residual_add
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
-from nanospec.kernels.layer.stream import Stream, embed
+from nanospec.kernels.layer.stream import Stream, embed, residual_add
 from nanospec.kernels.speculation.kv_move import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 
@@ -213,11 +211,7 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
         x, w, bias = stream(device), normal(device, qkv_width, H), None
         if shape is QWEN3_SMALL:
             bias = normal(device, qkv_width)
-        batch = make_batch(device, 1, T, T + 100)
-        cache, norm = make_cache(device, shape, batch), make_norm(device, shape.head_dim)
-        angles = Angles(torch.randn(T + 100, shape.head_dim, device=device), batch.positions, BF16)
-        norms = (norm, norm) if shape.qk_norm else None
-        return Built(lambda: qkv_rope(x, w, bias, cache, batch, angles, norms), {"cublas": lambda: x.x @ w.T})
+        return Built(lambda: norm_linear(x, w, bias), {"cublas": lambda: x.x @ w.T})
 
     def o(device: str) -> Built:
         x, h, w = stream(device), normal(device, T, q_width), normal(device, H, q_width)
@@ -236,7 +230,7 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
         return Built(lambda: linear(x, w), {"cublas": lambda: x @ w.T})
 
     for name, build, N, K, out in (
-        ("qkv_rope", qkv, qkv_width, H, qkv_width),
+        ("norm_linear", qkv, qkv_width, H, qkv_width),
         ("linear_add", o, H, q_width, 3 * H),  # reads one x, writes x and x * norm_weight
         ("norm_swiglu", gate_up, 2 * inner, H, inner),
         ("linear_add", down, H, inner, 3 * H),
@@ -248,8 +242,8 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
 
 
 def rope_cases() -> Iterator[Case]:
-    for shape in (PHI, STABLE):  # heads that the qkv product does not finish itself
-        for B, Q in ((1, 1), (1, 5), (64, 5)):
+    for shape in (*MODELS, PHI, STABLE, GEMMA):
+        for B, Q in ((1, 1), (64, 5)):
             yield rope_case(shape, B, Q)
 
 
@@ -275,7 +269,7 @@ def gemma_cases() -> Iterator[Case]:
         for B, Q in ((1, 1), (8, 5), (1, 2048)):
             yield attention_case(shape, B, Q, 4096)
     for T in (1, 5, 64, 2048):
-        for what in ("qkv_rope", "norm_swiglu", "residual_add", "embed"):
+        for what in ("rope_cache", "norm_swiglu", "residual_add", "embed"):
             yield gemma_case(GEMMA3, what, T)
     yield gemma_case(GEMMA2_LARGE, "residual_add", 1)
 
@@ -285,7 +279,7 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
     H, inner, D = shape.hidden, shape.intermediate, shape.head_dim
     width = (shape.heads + 2 * shape.kv_heads) * D
     moved, flops = {
-        "qkv_rope": (width * H + T * (H + width), 2 * T * width * H),
+        "rope_cache": (2 * T * width, 0),
         "norm_swiglu": (2 * inner * H + T * (H + inner), 4 * T * inner * H),
         "residual_add": (4 * T * H, 0),
         "embed": (3 * T * H, 0),
@@ -299,10 +293,10 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
         ids, table, h = torch.arange(T, device=device), normal(T, H), normal(T, H)
         x = embed(ids, table, norm, 50.5)
         batch = make_batch(device, 1, T, T + 100)
-        cache, weight, gate_up = make_cache(device, shape, batch), normal(width, H), normal(2 * inner, H)
+        cache, qkv, gate_up = make_cache(device, shape, batch), normal(T, width), normal(2 * inner, H)
         angles = Angles(normal(T + 100, D, dtype=torch.float32), batch.positions, BF16)
         calls: dict[str, Call] = {
-            "qkv_rope": lambda: qkv_rope(x, weight, None, cache, batch, angles, (head_norm, head_norm)),
+            "rope_cache": lambda: rope_cache(qkv, cache, batch, angles, (head_norm, head_norm)),
             "norm_swiglu": lambda: norm_swiglu(x, gate_up, None, "gelu"),
             "residual_add": lambda: residual_add(h[None], x.x, norm, own=norm),
             "embed": lambda: embed(ids, table, norm, 50.5),

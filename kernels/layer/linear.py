@@ -9,7 +9,7 @@
 
 On a CPU `pack` reorders a weight once, in bfloat16 for our own C++ (`native/packed.py`), else for oneDNN,
 which makes a product of few fp32 rows 3 times as fast as `F.linear`; every function takes packed and plain
-weights alike. The kernel, for any number of rows, is in `gemm.py`.
+weights alike. The kernel, for any number of rows, is in `product.py`.
 """
 
 from typing import Literal
@@ -21,11 +21,9 @@ from torch import Tensor
 from ..launch import use_native, use_triton
 from ..native import packed
 from ..native.packed import Packed
-from . import gemm
-from .gemm import GELU, SILU
 from .norm import Norm, rms_norm
-from .residual import residual_add
-from .stream import Stream
+from .product import GELU, SILU, product, product_add
+from .stream import Stream, residual_add
 from .vocab_parallel import Summed, Vocabulary
 
 Whole = Tensor | Packed  # plain, or packed by `pack`
@@ -77,7 +75,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | 
     if isinstance(weight, Vocabulary):
         return weight.whole(linear(x, weight.part, bias), out)
     if use_triton(x):
-        return gemm.launch(x, plain(weight), bias, out=out)
+        return product(x, plain(weight), bias, out=out)
     result = naive(x, _whole(weight), bias)
     return result if out is None else out.copy_(result)
 
@@ -85,7 +83,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | 
 def norm_linear(stream: Stream, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """RMSNorm(x) @ weight.T + bias."""
     if use_triton(stream.x):
-        return gemm.launch(stream, plain(weight), bias)
+        return product(stream, plain(weight), bias)
     return naive(rms_norm(stream.x, stream.norm), _whole(weight), bias)
 
 
@@ -94,7 +92,7 @@ def norm_swiglu(
 ) -> Tensor:
     """silu(g) * u of RMSNorm(x), or gelu by tanh; weight is [2I, K] and bias [2I], g first; gives [T, I]."""
     if use_triton(stream.x):
-        return gemm.launch(stream, plain(weight), bias, gate=(SILU if gate == "silu" else GELU).value)
+        return product(stream, plain(weight), bias, gate=(SILU if gate == "silu" else GELU).value)
     g, u = norm_linear(stream, weight, bias).chunk(2, -1)
     return (F.silu(g) if gate == "silu" else F.gelu(g, approximate="tanh")) * u
 
@@ -108,7 +106,7 @@ def linear_add(
     if own is not None:
         return residual_add(linear(h, weight, bias)[None], stream.x, norm, own=own)
     if use_triton(h):
-        return gemm.launch_add(h, plain(weight), bias, stream, norm)
+        return product_add(h, plain(weight), bias, stream, norm)
     return Stream(naive_add(h, _whole(weight), stream.x, bias), norm)
 
 

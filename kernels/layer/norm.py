@@ -4,21 +4,18 @@
 
 The weight is in x's dtype, or in float32 (1 + w of Gemma).
 
-Kernel: one program per row, which holds the whole row (H <= 65536). Launch and code depend on H
+Kernel: one program per row, which holds the whole row. Launch and code depend on H
 only, so a row's bits do not depend on its neighbours.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import next_power_of_2, options, release_next, use_triton, wait_for_previous
-
-MAX_WIDTH = 65536
 
 
 class Norm(NamedTuple):
@@ -38,33 +35,30 @@ def naive(x: Tensor, norm: Norm) -> Tensor:
 
 
 @triton.jit
-def _rms_norm(x, weight, out, row_stride, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(x, weight, out, row_stride, eps, H: tl.constexpr, PDL: tl.constexpr):
     release_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    inside = i < width
-    value = tl.load(x + row * row_stride + i, inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value) / width + eps)
-    w = tl.load(weight + i, inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + i, (value * scale * w).to(out.dtype.element_ty), inside)
+    i = tl.arange(0, triton.next_power_of_2(H))
+    value = tl.load(x + row * row_stride + i, i < H, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / H + eps)
+    w = tl.load(weight + i, i < H, other=0.0).to(tl.float32)
+    tl.store(out + row * H + i, (value * scale * w).to(out.dtype.element_ty), i < H)
 
 
 def launch(x: Tensor, norm: Norm) -> Tensor:
-    weight, eps = norm
-    width = x.shape[-1]
-    if weight.shape != (width,) or not weight.is_contiguous():
-        raise ValueError(f"The weight of RMSNorm must be [{width}] and contiguous, not {weight.shape}.")
-    if width > MAX_WIDTH:
-        raise ValueError(f"RMSNorm of width {width} exceeds the limit of {MAX_WIDTH} per program.")
-    rows = x.reshape(-1, width)
+    H = x.shape[-1]
+    assert norm.weight.shape == (H,)
+    rows = x.reshape(-1, H)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
-    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    if rows.shape[0]:
-        block = next_power_of_2(width)
-        warps = min(max(block // 512, 1), 16)  # 16 values or fewer per thread up to 8192
-        _rms_norm[(rows.shape[0],)](
-            rows, weight, out, rows.stride(0), width, eps, BLOCK=block, num_warps=warps, **options(x)
-        )
+    out = rows.new_empty(rows.shape)
+    if len(rows):
+        _rms_norm[(len(rows),)](rows, norm.weight, out, rows.stride(0), norm.eps, H=H, **row_options(H, x))
     return out.view(x.shape)
+
+
+def row_options(H: int, like: Tensor) -> dict[str, Any]:
+    """Return the options of kernels with one program per row of H numbers: up to 8192, 16 or fewer per
+    thread."""
+    return {"num_warps": min(max(next_power_of_2(H) // 512, 1), 16), **options(like)}

@@ -1,124 +1,182 @@
-"""What the matrix products of a layer share: `gemm.py`, and `qkv_rope.py`, which goes on with RoPE.
+"""The matrix product of a layer, for any number of rows, with what surrounds it; `linear.py` chooses it.
 
-    sums [N, T] of weight [N, K] @ x [T, K].T, tile by tile
+    out [T, N] = epilogue(x [T, K] @ weight [N, K].T)         epilogue: bias, gate, residual stream
 
-The bits of a token must not depend on the number of tokens beside it, so everything that fixes a sum's
-order depends on the weight's shape only. "Rows" here are those of the weight:
+The bits of a token do not depend on the number of tokens beside it: everything that fixes a sum's order
+depends on the weight's shape only. "Rows" here are those of the weight:
 
-* K is cut into parts of a fixed size (`tiling.py`). Each part is summed in one accumulator in ascending
-  order, the parts are added in ascending order. For few tokens the parts run *apart*: each is a program, and
-  the one that happens to finish last adds them; no floating-point atomics, no second launch. For many
-  tokens *one* program runs them all, adds a part to the total when it is done, and keeps nothing in memory.
+* K is cut into parts (`parts_of`). Each is summed in one accumulator in ascending order, and the parts are
+  added in ascending order. For few tokens the parts run *apart*: each is a program, and the one that happens
+  to finish last adds them; no floating-point atomics, no second launch. For many tokens *one* program runs
+  them all, adds a part to the total when it is done, and keeps nothing in memory.
 * The weight is the left operand: its rows are the rows of the matrix instruction, tokens the columns.
   So the instruction is the same family for 1 token and for 2,000 (only its width differs), and few
   tokens waste little of it.
 
-Some epilogues need two rows of the weight at once (gate and up; the two halves of a head that RoPE
-rotates). Such rows lie 8 apart in a program's tile, where a matrix instruction leaves both to the same
-thread: `paired_rows`, `split_pairs`.
+RMSNorm costs no launch and nothing in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x). The kernel
+that writes x also writes x * norm_weight and sums of its squares (`stream.py`); the product of the first is
+divided by the root of the second at its end.
 
-Calls on one device must not overlap on several streams: they share the tickets by which the last
-program knows itself.
+Calls on one device must not overlap on several streams: they share the tickets by which the last program
+knows itself.
 """
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import LINE, NUM_TICKETS, ONE_SHAPE, arch, next_power_of_2, options, prefetch, tickets, wrapped
-from .stream import Stream, inverse_rms, inverse_rms_of_many, load_squares
-from .tiling import MACHINES, Tiling, choose_tiling
+from ..launch import ONE_SHAPE, arch, options, prefetch, release_next, tickets, wait_for_previous, wrapped
+from .norm import Norm
+from .stream import Stream, Written, inverse_rms, inverse_rms_of_many, load_squares, store_squares
 
+# Values of GATE, which is 0 without one.
+SILU, GELU = tl.constexpr(1), tl.constexpr(2)
+
+# ---- how a product is cut into programs ----------------------------------------------------------
+
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes of each
 VALUES = 4096  # of a tile that a program finishes at a time
-AHEAD = 16 << 20  # bytes of a weight that all programs together ask for before the kernel ahead has ended
+SHORT = 1024  # columns of K that one program reads as fast as several, which wait for each other
+SHORTEST = 256  # columns of a part
+FEW = 256  # tokens up to which parts run apart; beyond, their sums are too much to write and read
 
-# x [T, K], weight [N, K], bias [N]; the sums of squares of `Stream`, for the norm of x. None for what is not
-# there.
-Operands = namedtuple("Operands", "x weight bias squares")
 
-# Room for parts that run apart, and their tickets: see `Setup`.
-Apart = namedtuple("Apart", "partial tickets")
+class Tiling(NamedTuple):
+    """How one product runs.
 
-Sizes = namedtuple("Sizes", "N K x_stride")
+    Attributes:
+        rows, width: of the weight and tokens in a program's tile.
+        block_k, warps, stages: columns per step, and what the compiler is told.
+        parts, part: K is summed in `parts` parts of `part` columns, the last may be shorter.
+        apart: each part is a program of its own; otherwise one program does all parts in turn.
+    """
+
+    rows: int
+    width: int
+    block_k: int
+    warps: int
+    stages: int
+    parts: int
+    part: int
+    apart: bool
+
+
+def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
+    """Return the number of parts of K and the columns of each but the last: as many as fill the machine with
+    programs of 64 rows, since a small step has no others. 0.6B down [1024, 3072] on 132 processors: 8."""
+    step = 128 if K % 128 == 0 else 64  # whole steps of the kernel's loop
+    most = K // SHORTEST if K > SHORT else 1
+    count = max(min(PROCESSORS[target] // triton.cdiv(N, 64), most), 1)
+    part = step * triton.cdiv(K, step * count)
+    return triton.cdiv(K, part), part
+
+
+@cache
+def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
+    """Return the tiling of x [T, K] and weight [N, K]: the largest tile that occupies most of the machine."""
+    parts, part = parts_of(N, K, target)
+    apart = parts > 1 and T <= FEW
+    tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
+    if T > 64:  # the first needs the registers of sm_90, and one sum alone (of a part, or of all)
+        tiles = [*([(256, 128)] if target == "sm_90" and parts == 1 else []), (128, 128), *tiles]
+    for rows, width in tiles:
+        programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if apart else 1)
+        if programs >= 0.75 * PROCESSORS[target]:
+            break
+    block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
+    share = triton.cdiv(programs, PROCESSORS[target])
+    together = min(share, max(128 * 128 // (rows * width), 1), 3)  # on one processor, whose memory they share
+    stages = SHARED[target] // together // ((rows + width) * block_k * itemsize)
+    warps = 8 if rows * width >= 128 * 64 else 4
+    return Tiling(rows, width, block_k, warps, max(min(stages, 6), 1), parts, part, apart)
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+# x [T, K], weight [N, K], bias [N]; the sums of squares of `Stream` for the norm of x; for parts that run
+# apart, `partial` [tiles, parts, BLOCK_T, BLOCK_N] float32 and `tickets`, see `launch.py`.
+Operands = namedtuple("Operands", "x weight bias squares partial tickets")
+
+# N: rows of the weight, or of its gate. eps: of the norm of x.
+Sizes = namedtuple("Sizes", "N K x_stride eps")
 
 # A program's tile of tokens, block of weight rows and part of K; these tokens t [BLOCK_T] and rows [BLOCK_N],
 # and which of them exist.
-Tile = namedtuple("Tile", "index block split t t_in rows rows_in")
+Tile = namedtuple("Tile", "index block part t t_in rows rows_in")
 
-# What a kernel is compiled for: how the product is cut, see `tiling.py`; SLICE tokens that it finishes at a
-# time, LINES of each weight row that it asks for ahead, GROUPS of sums of squares; what its file says.
+# What the kernel is compiled for: how the product is cut, see `Tiling`; SLICE tokens that it finishes at a
+# time; GROUPS of sums of squares; what surrounds the product.
 Constants = namedtuple(
-    "Constants",
-    "SPLITS APART BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION LINES PDL GROUPS BIAS GATE ADD HEAD_DIM NORM",
-    defaults=(0, False, 0, False),
+    "Constants", "PARTS APART BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION PDL GROUPS BIAS GATE ADD"
 )
 
 
-@triton.jit
-def paired_rows(block, half, ROWS: tl.constexpr):
-    """(weight row [ROWS], its pair's number [ROWS]) of a tile of pairs: row and row + half are a pair.
-    Pair p stands for rows (p // half) * 2 * half + p % half and that + half."""
-    i = tl.arange(0, ROWS)
-    pair = block * (ROWS // 2) + i // 16 * 8 + i % 8
-    return pair // half * (2 * half) + i // 8 % 2 * half + pair % half, pair
-
-
-@triton.jit
-def split_pairs(tile):
-    """Return the first and the second rows of a tile of pairs [ROWS, WIDTH], each [ROWS / 2, WIDTH]."""
-    ROWS: tl.constexpr = tile.shape[0]
-    WIDTH: tl.constexpr = tile.shape[1]
-    both = tl.permute(tl.reshape(tile, [ROWS // 16, 2, 8, WIDTH]), [0, 2, 3, 1])
-    first, second = tl.split(both)
-    return tl.reshape(first, [ROWS // 2, WIDTH]), tl.reshape(second, [ROWS // 2, WIDTH])
-
-
-@triton.jit
-def prefetch_weight(weight, rows, first, K, C: tl.constexpr):
-    """Ask for the first LINES cache lines of each of the rows [BLOCK_N], from column `first` on."""
-    if C.PDL and C.LINES > 0:
-        WIDTH: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
-        column = tl.minimum(first + tl.arange(0, C.LINES) * WIDTH, K - 1)
-        prefetch(weight + rows.to(tl.int64)[:, None] * K + column[None, :], C.PDL)
-
-
-@triton.jit
-def early_scale(operands, tile, T, K, eps, C: tl.constexpr):
-    """Return what `late_scale` needs: few sums of squares are loaded before the product and added behind it,
-    many are added here, or there if only the last of several programs needs them."""
+@triton.jit(do_not_specialize=["T", "steps"])
+def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
+    """Grid: tiles of tokens, blocks of weight rows, parts of K that run apart. A part has `steps` steps of
+    BLOCK_K columns."""
+    release_next(C.PDL)
+    index, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t = index * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
+    t_in = t < T
+    i = tl.arange(0, C.BLOCK_N)
+    rows = block * C.BLOCK_N + i
+    column = rows
+    if C.GATE:  # rows `column` and N + column, 8 apart, where a matrix instruction leaves both to one thread
+        column = block * (C.BLOCK_N // 2) + i // 16 * 8 + i % 8
+        rows = column + i // 8 % 2 * sizes.N
+    rows_in = column < sizes.N
+    tile = Tile(index, block, part, t, t_in, rows, rows_in)
+    prefetch_weight(operands.weight, tile, part * steps * C.BLOCK_K, sizes.K, C)
+    wait_for_previous(C.PDL)
+    # Few sums of squares are loaded before the product and added behind it; many would take its registers.
     scale = tl.full([1, C.BLOCK_T], 1.0, tl.float32)
     if C.GROUPS > 0 and C.BLOCK_T <= 32:
-        scale = load_squares(operands.squares, tile.t, tile.t_in, T, C.GROUPS)
-    elif C.GROUPS > 0 and not C.APART:
-        scale = inverse_rms_of_many(operands.squares, tile.t, tile.t_in, T, K, eps, C.GROUPS)
-    return scale
+        squares = load_squares(operands.squares, t, t_in, T, C.GROUPS)
+    acc = sum_of_products(operands, tile, steps, sizes, C)
+    if C.APART:
+        acc, last = add_parts(acc, operands, tile, C)
+        if not last:
+            return
+    if C.GROUPS > 0:
+        if C.BLOCK_T <= 32:
+            scale = inverse_rms(squares, sizes.K, sizes.eps)
+        else:
+            scale = inverse_rms_of_many(operands.squares, t, t_in, T, sizes.K, sizes.eps, C.GROUPS)
+    for s in tl.static_range(C.BLOCK_T // C.SLICE):  # one after the other, because registers are dear here
+        value = token_slice(acc, s, C.SLICE) * token_slice(scale, s, C.SLICE)
+        if C.BIAS:
+            value += tl.load(operands.bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+        finish(value, new, tile, s, T, sizes.N, C)
 
 
 @triton.jit
-def late_scale(scale, operands, tile, T, K, eps, C: tl.constexpr):
-    """Return the factors [1, BLOCK_T] of the tokens: 1 / rms, or 1 without a norm."""
-    if C.GROUPS > 0 and C.BLOCK_T <= 32:
-        scale = inverse_rms(scale, K, eps)
-    elif C.GROUPS > 0 and C.APART:
-        scale = inverse_rms_of_many(operands.squares, tile.t, tile.t_in, T, K, eps, C.GROUPS)
-    return scale
+def prefetch_weight(weight, tile, first, K, C: tl.constexpr):
+    """Ask for the first cache lines of each of the tile's rows, from column `first` on."""
+    if C.PDL:
+        LINES: tl.constexpr = 512 // C.BLOCK_N
+        WIDTH: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+        column = tl.minimum(first + tl.arange(0, LINES) * WIDTH, K - 1)
+        row = tl.where(tile.rows_in, tile.rows, 0).to(tl.int64)
+        prefetch(weight + row[:, None] * K + column[None, :], C.PDL)
 
 
 @triton.jit
-def products(operands, tile, sizes, steps, C: tl.constexpr):
-    """Return the sums [BLOCK_N, BLOCK_T] of a tile over K, or a part of K where parts run apart. A part has
-    `steps` steps of BLOCK_K columns."""
+def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr):
+    """Return the sums [BLOCK_N, BLOCK_T] of a tile over K, or a part of K where parts run apart."""
     k = tl.arange(0, C.BLOCK_K)
     x_row = operands.x + tile.t.to(tl.int64)[:, None] * sizes.x_stride
     w_row = operands.weight + tile.rows.to(tl.int64)[:, None] * sizes.K
     count = tl.cdiv(sizes.K, C.BLOCK_K)
     first = 0
     if C.APART:
-        first = tile.split * steps
+        first = tile.part * steps
         count = tl.minimum(count - first, steps)
     total = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
     acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
@@ -129,56 +187,34 @@ def products(operands, tile, sizes, steps, C: tl.constexpr):
         value = tl.load(x_row + column[None, :], tile.t_in[:, None] & k_in[None, :], other=0.0)
         w = tl.load(w_row + column[None, :], tile.rows_in[:, None] & k_in[None, :], other=0.0)
         acc = tl.dot(w, tl.trans(value), acc, input_precision=C.PRECISION)
-        if C.SPLITS > 1 and not C.APART:
+        if C.PARTS > 1 and not C.APART:
             left -= 1
             if left == 0:
                 total += acc
                 acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
                 left = steps
-    if C.SPLITS > 1 and not C.APART:
+    if C.PARTS > 1 and not C.APART:
         acc = total + acc  # zero, or the last part, which is shorter
     return acc
 
 
 @triton.jit
-def last_of_parts(acc, apart, tile, T, C: tl.constexpr):
-    """Store the sums of this part; return whether all other parts have been stored."""
-    corner, at = place_of_part(tile.split, tile, T, C)
-    tl.store(apart.partial + corner + at, acc, tile.t[None, :] < T)
+def add_parts(acc, operands, tile, C: tl.constexpr):
+    """Store the sums of this part. Return (all parts added in ascending order, True) in the program that is
+    the last of a tile to get here, (acc, False) in the others."""
+    number = tile.block * tl.num_programs(0) + tile.index
+    i, t = tl.arange(0, C.BLOCK_N)[:, None], tl.arange(0, C.BLOCK_T)[None, :]
+    place = operands.partial + number * C.PARTS * C.BLOCK_N * C.BLOCK_T + t * C.BLOCK_N + i
+    tl.store(place + tile.part * C.BLOCK_N * C.BLOCK_T, acc, tile.t_in[None, :])
     tl.debug_barrier()  # all threads have stored before one of them says so
-    ticket = apart.tickets + tile.block * tl.num_programs(0) + tile.index
-    last = tl.atomic_add(ticket, 1, sem="acq_rel") == C.SPLITS - 1
+    last = tl.atomic_add(operands.tickets + number, 1, sem="acq_rel") == C.PARTS - 1
     if last:
-        tl.store(ticket, 0)  # ready for the next launch
-    return last
-
-
-@triton.jit
-def sum_of_parts(apart, tile, T, C: tl.constexpr):
-    """Add all parts in ascending order. Unrolled, so that their loads are under way together."""
-    acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
-    for split in tl.static_range(C.SPLITS):
-        corner, at = place_of_part(split, tile, T, C)
-        acc += tl.load(apart.partial + corner + at, tile.t[None, :] < T, other=0.0, cache_modifier=".cg")
-    return acc
-
-
-@triton.jit
-def place_of_part(split, tile, T, C: tl.constexpr):
-    """Return where a tile of a part begins in `partial` [SPLITS, T, blocks * BLOCK_N], and offsets from
-    there [BLOCK_N, BLOCK_T]."""
-    width = tl.num_programs(1) * C.BLOCK_N
-    corner = (split * T + tile.index * C.BLOCK_T).to(tl.int64) * width + tile.block * C.BLOCK_N
-    return corner, tl.arange(0, C.BLOCK_T)[None, :] * width + tl.arange(0, C.BLOCK_N)[:, None]
-
-
-@triton.jit
-def finished_slice(acc, scale, operands, tile, INDEX: tl.constexpr, C: tl.constexpr):
-    """Return slice INDEX [BLOCK_N, SLICE] of the sums times the factors of their tokens, plus the bias."""
-    part = token_slice(acc, INDEX, C.SLICE) * token_slice(scale, INDEX, C.SLICE)
-    if C.BIAS:
-        part += tl.load(operands.bias + tile.rows, tile.rows_in, other=0.0).to(tl.float32)[:, None]
-    return part
+        tl.store(operands.tickets + number, 0)  # ready for the next launch
+        acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
+        for part in tl.static_range(C.PARTS):  # unrolled, so that their loads are under way together
+            at = place + part * C.BLOCK_N * C.BLOCK_T
+            acc += tl.load(at, tile.t_in[None, :], other=0.0, cache_modifier=".cg")
+    return acc, last
 
 
 @triton.jit
@@ -196,90 +232,82 @@ def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr):
     return tile
 
 
-class Setup(NamedTuple):
-    """What the launch of a product needs.
-
-    Attributes:
-        grid: tiles of tokens, blocks of weight rows, parts of K that run apart.
-        operands, sizes: see above.
-        apart: [parts, T, blocks * BLOCK_N] float32 for the sums of parts that run apart, and [NUM_TICKETS]
-            int32, see `launch.py`; None where no parts do.
-        steps: of BLOCK_K columns to a part.
-        eps: of the norm of x, 0 if there is none.
-        constants: of the kernel.
-        options: of its launch.
-    """
-
-    grid: tuple[int, int, int]
-    operands: Operands
-    apart: Apart
-    sizes: Sizes
-    steps: int
-    eps: float
-    constants: Constants
-    options: dict[str, Any]
-
-
-def prepare(
-    source: Tensor | Stream, weight: Tensor, bias: Tensor | None, unit: int = 1, **epilogue: Any
-) -> Setup:
-    """Cut the product of a tensor [T, K], or a stream's norm, and a weight [N, K] into programs that hold
-    whole groups of `unit` rows of the weight; `epilogue` are the constants of what comes after it."""
-    x, squares, groups, eps = operand(source)
-    (T, K), N, target = x.shape, weight.shape[0], arch(x)
-    check_product(x, weight)
-    check_shapes(bias=(bias, weight.shape[:1]))
-    tiling = choose_tiling(max(T, 1), N, K, target, x.itemsize, unit)
-    tiles, blocks = triton.cdiv(T, tiling.width), triton.cdiv(N, tiling.rows)
-    apart, num_apart = Apart(None, None), tiling.splits if tiling.apart else 1
-    if tiling.apart:
-        partial = torch.empty(tiling.splits, T, blocks * tiling.rows, dtype=torch.float32, device=x.device)
-        apart = Apart(partial, tickets(x.device, "product"))
-        if blocks * tiles > NUM_TICKETS:
-            raise ValueError(f"{blocks * tiles} output tiles exceed the {NUM_TICKETS} tickets.")
-    given = options(x)
-    constants = Constants(
-        SPLITS=tiling.splits, APART=tiling.apart, BLOCK_T=tiling.width, BLOCK_N=tiling.rows,
-        BLOCK_K=tiling.block_k, SLICE=min(tiling.width, 32, VALUES // tiling.rows),
-        EVEN=K % tiling.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        LINES=_lines(tiling, blocks * num_apart, x.itemsize, target), PDL=given.pop("PDL"),
-        GROUPS=groups, BIAS=bias is not None, **epilogue,
-    )  # fmt: skip
-    given |= {"num_warps": tiling.warps, "num_stages": tiling.stages, **ONE_SHAPE.get(target, {})}
-    columns = N // 2 if constants.GATE else N
-    return Setup(
-        (tiles, blocks, num_apart), Operands(x, weight, bias, squares), apart, Sizes(columns, K, x.stride(0)),
-        tiling.part // tiling.block_k, eps, wrapped(constants), given,
-    )  # fmt: skip
+@triton.jit
+def finish(value, new, tile, s, T, N, C: tl.constexpr):
+    """Write the outputs of slice `s` of a tile, whose sums are `value` [BLOCK_N, SLICE]."""
+    if C.GATE:
+        halves = tl.reshape(value, [C.BLOCK_N // 16, 2, 8, C.SLICE])
+        gate, up = tl.split(tl.permute(halves, [0, 2, 3, 1]))
+        turn = gate  # silu(x) = x / (1 + e^-x)
+        if C.GATE == GELU:  # and gelu, by tanh: x / (1 + e^-y) with this y
+            turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        value = tl.reshape(gate / (1.0 + tl.exp(-turn)) * up, [C.BLOCK_N // 2, C.SLICE])
+    COLUMNS: tl.constexpr = value.shape[0]
+    first = tile.index * C.BLOCK_T + s * C.SLICE
+    n, t = tile.block * COLUMNS + tl.arange(0, COLUMNS), first + tl.arange(0, C.SLICE)
+    inside = (n < N)[:, None] & (t < T)[None, :]
+    corner = first.to(tl.int64) * N + tile.block * COLUMNS
+    at = tl.arange(0, C.SLICE)[None, :] * N + tl.arange(0, COLUMNS)[:, None]  # fits 32 bits
+    if C.ADD:
+        value += tl.load(new.residual + corner + at, inside, other=0.0).to(tl.float32)
+    value = value.to(new.x.dtype.element_ty)
+    tl.store(new.x + corner + at, value, inside)
+    if C.ADD:
+        wide = value.to(tl.float32)
+        by = tl.load(new.weight + n, n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(new.scaled + corner + at, (wide * by).to(new.scaled.dtype.element_ty), inside)
+        store_squares(wide, new.squares, n, t, T, N)
 
 
-def _lines(tiling: Tiling, programs: int, itemsize: int, target: str) -> int:
-    """Cache lines of each weight row that a program asks for ahead: of its part, up to 16, a power of two."""
-    together = min(programs, 3 * MACHINES[target].processors)
-    most = min(AHEAD // (together * tiling.rows * LINE.value), tiling.part * itemsize // LINE.value, 16)
-    return next_power_of_2(most + 1) // 2
+# ---- its launch ----------------------------------------------------------------------------------
 
 
-def operand(source: Tensor | Stream) -> tuple[Tensor, Tensor | None, int, float]:
-    """(x [T, K], sums of squares, number of these, eps) of a product with a tensor or a stream's norm."""
+def product(
+    source: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gate: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `source`, a tensor or a stream's norm, @ weight.T + bias; with a gate if it is SILU or GELU."""
+    x = source if isinstance(source, Tensor) else source.x
+    if out is None:
+        out = x.new_empty(len(x), len(weight) // 2 if gate else len(weight))
+    _launch(source, weight, bias, Written(None, None, out, None, None), gate)
+    return out
+
+
+def product_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, norm: Norm) -> Stream:
+    """Return the stream plus x @ weight.T + bias, for the `norm` that comes next."""
+    new = Stream.empty(len(x), norm, x)
+    _launch(x, weight, bias, new.written(stream.x))
+    return new
+
+
+def _launch(
+    source: Tensor | Stream, weight: Tensor, bias: Tensor | None, new: Written, gate: int = 0
+) -> None:
     if isinstance(source, Tensor):
-        return source, None, 0, 0.0
-    if source.scaled is None or source.squares is None:
-        raise ValueError("The kernels need a stream that a kernel wrote: begin with `embed`.")
-    return source.scaled, source.squares, len(source.squares), source.norm.eps
-
-
-def check_product(x: Tensor, weight: Tensor) -> None:
-    """Refuse what the kernel would read wrongly."""
-    if x.stride(-1) != 1 or not weight.is_contiguous():
-        raise ValueError("x must be contiguous in its last dimension, the weight in all.")
-    if weight.shape[1] != x.shape[1]:
-        raise ValueError(f"x {list(x.shape)} does not fit a weight of {list(weight.shape)}.")
-
-
-def check_shapes(**extras: tuple[Tensor | None, torch.Size]) -> None:
-    """Refuse tensors that are not contiguous and of these shapes."""
-    for name, (tensor, shape) in extras.items():
-        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
-            name = name.replace("_", " ")
-            raise ValueError(f"The {name} must be contiguous {list(shape)}, not {list(tensor.shape)}.")
+        x, squares, eps = source, None, 0.0
+    else:
+        x, squares, eps = source.scaled, source.squares, source.norm.eps
+        assert x is not None  # as it is where `embed` took its kernel
+    (T, K), N, target = x.shape, len(weight), arch(x)
+    assert weight.shape[1] == K
+    assert weight.is_contiguous()
+    if T == 0:
+        return
+    cut, given = choose_tiling(T, N, K, target, x.itemsize), options(x)
+    tiles, blocks, apart = triton.cdiv(T, cut.width), triton.cdiv(N, cut.rows), cut.parts if cut.apart else 1
+    partial = x.new_empty(tiles * blocks * apart * cut.apart, cut.rows * cut.width, dtype=torch.float32)
+    constants = Constants(
+        cut.parts, cut.apart, cut.width, cut.rows, cut.block_k, min(cut.width, 32, VALUES // cut.rows),
+        EVEN=K % cut.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=given.pop("PDL"), GROUPS=0 if squares is None else len(squares), BIAS=bias is not None,
+        GATE=gate, ADD=new.residual is not None,
+    )  # fmt: skip
+    _gemm[tiles, blocks, apart](
+        Operands(x, weight, bias, squares, partial, tickets(x.device, "product")), new, T,
+        cut.part // cut.block_k, Sizes(N // 2 if gate else N, K, x.stride(0), eps), wrapped(constants),
+        num_warps=cut.warps, num_stages=cut.stages, **given, **ONE_SHAPE.get(target, {}),
+    )  # fmt: skip

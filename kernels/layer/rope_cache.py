@@ -17,8 +17,7 @@ for CPUs promise this: `naive` leaves values as they are and its attention adds 
 so that there a draft whose token is NaN in the embedding reaches the query before it.
 
 Kernel: one program per token and group of heads, all in float32 between load and store (`naive` rounds
-in between). A head's arithmetic involves no other head or token, so neither do its bits. `rotate_and_write`
-is also the end of the product that computes qkv, `qkv_rope.py`.
+in between). A head's arithmetic involves no other head or token, so neither do its bits.
 """
 
 from collections import namedtuple

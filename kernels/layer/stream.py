@@ -9,11 +9,18 @@ The sums of squares are those of x as rounded, by a tree over each group of 64 c
 over the groups: the same bits whatever tile wrote them. (A square of bf16 or fp16 is exact in float32,
 so it does not matter where the compiler fuses it with the addition.)
 
-`embed` makes the first one: x [T, H] = table [V, H] at ids [T], times a number.
+* `embed` makes the first one: x [T, H] = table [V, H] at ids [T], times a number.
+* `residual_add` is for what a product cannot add itself: x + h, or x + RMSNorm(h) with a norm of its own
+  (Gemma), which needs whole rows; h [T, H] is the sum of `parts` [N, T, H], which N ranks computed of one
+  product. They are added in their order in float32 and rounded once, so h depends neither on the rank nor on
+  T.
+
+Both kernels have one program per token, which holds the whole row; all in float32 but for h. Launch and code
+depend on N and H only, so a token's bits do not depend on its neighbours.
 """
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import next_power_of_2, options, release_next, use_triton, wait_for_previous
-from .norm import Norm
-from .vocab_parallel import Vocabulary
+from ..launch import release_next, use_triton, wait_for_previous
+from . import norm as norms
+from .norm import Norm, row_options
+from .vocab_parallel import Vocabulary, total
 
 GROUP = tl.constexpr(64)  # columns to a sum of squares
-
 
 # What a kernel writes: x, scaled and squares of `Stream` for a norm with `weight`; and the x that it adds to,
 # `residual`, or None.
@@ -64,12 +71,32 @@ def embed(ids: Tensor, table: Tensor | Vocabulary, norm: Norm, scale: float = 1.
     """The embeddings of `ids`, each in 0 .. V - 1, times `scale`, for the first norm."""
     if isinstance(table, Vocabulary):
         ids, table = torch.arange(len(ids), device=ids.device), table.lookup(ids)
-    return launch(ids, table, norm, scale) if use_triton(table) else Stream(naive(ids, table, scale), norm)
+    T, H = len(ids), table.shape[1]
+    if not use_triton(table):
+        x = F.embedding(ids, table)
+        return Stream(x if scale == 1 else x * scale, norm)
+    stream = Stream.empty(T, norm, table)
+    if T:
+        _embed[(T,)](ids, table, stream.written(), SCALE=scale, H=H, **row_options(H, table))
+    return stream
 
 
-def naive(ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-    x = F.embedding(ids, table)
-    return x if scale == 1 else x * scale
+def residual_add(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
+    """Return x plus h, or plus its `own` norm, for the `norm` that comes next."""
+    if not use_triton(parts):
+        return Stream(naive(parts, x, own), norm)
+    N, T, H = parts.shape
+    stream, (weight, eps) = Stream.empty(T, norm, x), own or (None, 0.0)
+    if T:
+        _residual_add[(T,)](
+            parts, weight, stream.written(x), eps, PARTS=N, H=H, **row_options(H, parts)
+        )  # fmt: skip
+    return stream
+
+
+def naive(parts: Tensor, x: Tensor, own: Norm | None = None) -> Tensor:
+    h = parts[0] if len(parts) == 1 else total(parts)
+    return x + (h if own is None else norms.naive(h, own))
 
 
 @triton.jit
@@ -85,22 +112,15 @@ def tree_sum(x):
 
 
 @triton.jit
-def next_norm(value, new, area, T, N):
-    """Write what belongs to a tile `value` [columns, tokens] of x.T; zero outside."""
-    GROUPS: tl.constexpr = value.shape[0] // GROUP
-    WIDTH: tl.constexpr = value.shape[1]
-    n, t, n_in = area.n, area.t, area.n < N
-    scaled = new.scaled + area.corner
-    wide = value.to(tl.float32)
-    by = tl.load(new.weight + n, n_in, other=0.0).to(tl.float32)
-    inside = n_in[:, None] & (t < T)[None, :]
-    tl.store(scaled + area.at, (wide * by[:, None]).to(new.scaled.dtype.element_ty), inside)
-    rows = tl.reshape(tl.trans(wide * wide), [WIDTH * GROUPS, GROUP])
+def store_squares(x, squares, n, t, T, H):
+    """Write the sums of squares of a tile x [columns n, tokens t] of x.T, which is zero outside."""
+    GROUPS: tl.constexpr = x.shape[0] // GROUP
+    WIDTH: tl.constexpr = x.shape[1]
+    rows = tl.reshape(tl.trans(x * x), [WIDTH * GROUPS, GROUP])
     sums = tl.reshape(tree_sum(rows), [WIDTH, GROUPS])
     group = tl.min(n, 0) // GROUP + tl.arange(0, GROUPS)
-    known = tl.max(tl.where(n_in, n, 0), 0) // GROUP
-    squares = new.squares + group[None, :] * T + t[:, None]
-    tl.store(squares, sums, (t < T)[:, None] & (group <= known)[None, :])
+    inside = (t < T)[:, None] & (group < tl.cdiv(H, GROUP))[None, :]
+    tl.store(squares + group[None, :] * T + t[:, None], sums, inside)
 
 
 @triton.jit
@@ -142,11 +162,11 @@ def _sum_of_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.
 
 
 @triton.jit
-def store_row(value, by, new, token, T, H):
+def store_row(value, by, new, H: tl.constexpr):
     """Write a token's row of x, `value` [BLOCK], that times the norm's weight `by`, and the sums of squares
     of its groups."""
     BLOCK: tl.constexpr = value.shape[0]
-    i = tl.arange(0, BLOCK)
+    token, T, i = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     at = token.to(tl.int64) * H + i
     tl.store(new.x + at, value, i < H)
     wide = value.to(tl.float32)
@@ -157,34 +177,40 @@ def store_row(value, by, new, token, T, H):
     tl.store(new.squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
 
 
-@triton.jit(do_not_specialize=["T"])
-def _embed(ids, table, new, T, H, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit
+def columns_of(H: tl.constexpr):
+    """Return the columns of a row, padded to a power of two of whole groups."""
+    return tl.arange(0, triton.next_power_of_2((H + GROUP - 1) // GROUP) * GROUP)
+
+
+@triton.jit
+def _embed(ids, table, new, SCALE: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr):
     release_next(PDL)
-    token = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
-    inside = i < H
-    by = tl.load(new.weight + i, inside, other=0.0).to(tl.float32)
+    i = columns_of(H)
+    by = tl.load(new.weight + i, i < H, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    row = tl.load(ids + token).to(tl.int64)
-    value = tl.load(table + row * H + i, inside, other=0.0)
+    row = tl.load(ids + tl.program_id(0)).to(tl.int64)
+    value = tl.load(table + row * H + i, i < H, other=0.0)
     if SCALE != 1:
         value = (value.to(tl.float32) * SCALE).to(value.dtype)
-    store_row(value, by, new, token, T, H)
+    store_row(value, by, new, H)
 
 
-def launch(ids: Tensor, table: Tensor, norm: Norm, scale: float = 1.0) -> Stream:
-    T, H = ids.shape[0], table.shape[1]
-    if norm.weight.shape != (H,) or not norm.weight.is_contiguous() or not table.is_contiguous():
-        raise ValueError(
-            f"The table must be contiguous and the norm weight [{H}], not {list(norm.weight.shape)}."
-        )
-    stream = Stream.empty(T, norm, table)
-    if T:
-        _embed[(T,)](ids, table, stream.written(), T, H, SCALE=scale, **row_options(H, table))
-    return stream
-
-
-def row_options(H: int, like: Tensor) -> dict[str, Any]:
-    """Return the constants and options of kernels with one program per row of H numbers."""
-    block = max(next_power_of_2(H), GROUP.value)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16), **options(like)}
+@triton.jit
+def _residual_add(
+    parts, own, new, eps, PARTS: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    release_next(PDL)
+    i = columns_of(H)
+    by = tl.load(new.weight + i, i < H, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    at = tl.program_id(0).to(tl.int64) * H + i
+    h = tl.load(parts + at, i < H, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        h += tl.load(parts + part * tl.num_programs(0).to(tl.int64) * H + at, i < H, other=0.0).to(tl.float32)
+    h = h.to(new.x.dtype.element_ty).to(tl.float32)
+    value = h
+    if own is not None:
+        value = h * tl.rsqrt(tl.sum(h * h) / H + eps) * tl.load(own + i, i < H, other=0.0).to(tl.float32)
+    value = (value + tl.load(new.residual + at, i < H, other=0.0).to(tl.float32)).to(new.x.dtype.element_ty)
+    store_row(value, by, new, H)

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.layer.attention import AttentionMetadata, attention
-from ..kernels.layer.linear import Weight, linear, linear_add, norm_swiglu, num_bytes, pack
+from ..kernels.layer.linear import Weight, linear, linear_add, norm_linear, norm_swiglu, num_bytes, pack
 from ..kernels.layer.norm import Norm, rms_norm
-from ..kernels.layer.qkv_rope import qkv_rope
-from ..kernels.layer.rope_cache import Angles
+from ..kernels.layer.rope_cache import Angles, rope_cache
 from ..kernels.layer.stream import Stream, embed
 from .config import ModelConfig
 from .rope import Rope, cos_sin_table
@@ -167,7 +166,8 @@ class Model:
         A stream carries the norm that reads it next; `norm` is the one after this layer.
         """
         c = self.config
-        q = qkv_rope(stream, *layer.qkv, cache, seen.batch, angles, layer.qk_norms)  # [T, Hq, D]
+        qkv = norm_linear(stream, *layer.qkv)  # [T, (Hq + 2 Hkv) * D]
+        q = rope_cache(qkv, cache, seen.batch, angles, layer.qk_norms)  # [T, Hq, D]
         out = attention(q, cache, seen, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
         stream = linear_add(out, layer.o.weight, stream, layer.post_norm, layer.o.bias, layer.o_norm)
         h = norm_swiglu(stream, *layer.gate_up, c.gate)  # [T, I]

@@ -24,7 +24,7 @@ RESULTS = ROOT / "bench" / "results"
 Row = dict[str, Any]  # of the table of `bench/compile.py`
 
 # What runs in a decoder layer, by the public functions that launch it.
-PRODUCTS = ("qkv_rope", "linear_add", "norm_swiglu")
+PRODUCTS = ("norm_linear", "linear_add", "norm_swiglu")
 ATTENTION = ("_attend", "_attend_tree")
 LAYER = (*PRODUCTS, "embed", "rope_cache", "attention")
 
@@ -53,10 +53,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Row]:
 
 @pytest.fixture
 def hopper(compiled: tuple[list[Row], Row]) -> list[Row]:
-    """The kernels of a layer of Qwen3-0.6B on sm_90, attention of 8B too (RoPE by itself: of Phi-3)."""
+    """The kernels of a layer of Qwen3-0.6B on sm_90, attention of 8B too."""
     attention = [f"attention-qwen3-{case}" for case in ("0.6b-B1-q1-L1024", "8b-B64-q5-L4096", "8b-B1-q2048")]
     products = [f"{kernel}-qwen3-0.6b" for kernel in PRODUCTS]
-    parts = [*products, *attention, "embed", "rope_cache-phi-3-mini-B1"]
+    parts = [*products, *attention, "embed", "rope_cache-qwen3-0.6b"]
     rows = [row for row in compiled[0] if row["target"] == "sm_90"]
     return [row for row in rows if any(part in "{kernel}-{case}".format(**row) for part in parts)]
 
@@ -65,7 +65,7 @@ def hopper(compiled: tuple[list[Row], Row]) -> list[Row]:
 def test_no_spills_within_limits_on_tensor_cores(compiled: tuple[list[Row], Row]) -> None:
     results, summary = compiled
     assert summary["rows"] == len(results) > 100
-    assert {row["function"] for row in results if row["needs_mma"]} == {"_gemm", "_qkv_rope", *ATTENTION}
+    assert {row["function"] for row in results if row["needs_mma"]} == {"_gemm", *ATTENTION}
     assert summary["problems"] == 0
 
 
@@ -74,7 +74,7 @@ def test_one_instruction_per_weight_whatever_the_number_of_rows(compiled: tuple[
     """Only the instruction's width, which is that of the tile of tokens, may vary: see product.py."""
     shapes = defaultdict(set)
     for result in compiled[0]:
-        if result["function"] in ("_gemm", "_qkv_rope"):
+        if result["function"] == "_gemm":
             family, _, shape = result["mma"].partition(" ")
             if family == "wgmma":  # m64n16k16: n counts tokens
                 shape = shape[: shape.index("n")] + shape[shape.index("k") :]
@@ -116,7 +116,7 @@ def test_a_kernel_of_a_layer_starts_before_the_last_one_ends(hopper: list[Row], 
     assert rows
     for row in rows:
         order = row["order"].split()
-        if row["function"] in ("_qkv_rope", "_rope_cache"):  # attention, behind them, reads before it waits
+        if row["function"] == "_rope_cache":  # attention, behind it, reads before it waits
             assert order.index("wait") < order.index("trigger") < order.index("read"), named(row)
         else:
             assert order[0] == "trigger", named(row)
@@ -127,7 +127,7 @@ def test_a_kernel_of_a_layer_starts_before_the_last_one_ends(hopper: list[Row], 
 
 @pytest.mark.timeout(900)
 def test_rows_compiled_anew_are_those_of_the_table(compiled: tuple[list[Row], Row], tmp_path: Path) -> None:
-    cases = ("qwen3-0.6b-o-T1", "attention-qwen3-0.6b-B1-q1-L1024", "rope_cache-phi-3-mini-B1")
+    cases = ("qwen3-0.6b-o-T1", "attention-qwen3-0.6b-B1-q1-L1024", "rope_cache-qwen3-0.6b-B1")
     rows, summary = run_compile(tmp_path, "--only", *cases)
     assert {row["function"] for row in rows} > {"_gemm", "_attend", "_rope_cache"}
     assert {row["target"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}

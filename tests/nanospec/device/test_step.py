@@ -40,7 +40,7 @@ HEAD = ["_rms_norm", "_gemm", "_scan", "_finish", "_commit"]
 def test_a_step_launches_little_beside_its_layers(k: int, expected: list[str]) -> None:
     assert launches(0, k) == expected
     begin = expected.index("_embed") + 1
-    layer = ["_qkv_rope", "_attend", "_gemm", "_gemm", "_gemm"]
+    layer = ["_gemm", "_rope_cache", "_attend", "_gemm", "_gemm", "_gemm"]
     assert launches(2, k) == [*expected[:begin], *layer, *layer, *expected[begin:]]
     assert not [name for name in launches(2, k) if not name.startswith("_")]
 
