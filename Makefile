@@ -13,7 +13,6 @@ SEED   ?= 0
 PEERS  ?= .peers
 PEER   ?= vllm hf llama
 PYTHONS ?= $(PYTHON)
-SAMPLES ?= 40
 TORCH  ?= auto
 TARGET ?=
 SECONDS_EACH ?= 60
@@ -61,9 +60,8 @@ mutants: $(DONE)test  ## defects in FILES that tests should notice: SAMPLE, SEED
 
 faults: $(DONE)test  ## faults at every line, call and byte: an hour; FAULTS=500 for fewer
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults campaigns/faults $(ARGS)
-statistics: $(DONE)test  ## what is drawn against what must be: SAMPLES of each, SEED, OUT
+statistics: $(DONE)test  ## what is drawn against what must be, in every way of guessing
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
-	@$(BIN)/python bench/distributions.py --samples $(SAMPLES) --seed $(SEED) --out $(OUT)
 fuzz: $(DONE)fuzz  ## what reads files and requests: SECONDS_EACH (60); TARGET=NAME for one
 	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 

@@ -22,9 +22,9 @@ wrote, and compiles only the others: a quarter of a minute instead of ten, a few
 changed and no fingerprint, as when a kernel is divided into functions. Leave it out after a change to what is
 read.
 
-`--out` writes the table to `compile.json` and `compile.md` and keeps the rows that another triton left
-there. The GPU machines do not all have the newest triton, so the committed table is of several: run it once
-in an environment of each before committing a change to a kernel,
+`--out` writes the table to `compile.json` and keeps the rows that another triton left there. The GPU
+machines do not all have the newest triton, so the committed table is of several: run it once in an
+environment of each before committing a change to a kernel,
 
     python bench/compile.py --known bench/results --out bench/results          (triton 3.9 and 3.7)
     OTHER/bin/python bench/compile.py --known bench/results --out bench/results  (triton 3.6, torch 2.11)
@@ -65,7 +65,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature  # no
 
 from bench import machine_code  # noqa: E402
 from bench.cases import Case, all_cases  # noqa: E402
-from bench.compile_table import Result, load, markdown, problems, save  # noqa: E402
+from bench.compile_table import Result, load, problems, save  # noqa: E402
 from nanospec.kernels import launch  # noqa: E402
 
 TARGETS = {
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--known", type=Path, help="folder of a table whose rows need not be made again")
-    parser.add_argument("--out", type=Path, help="folder for compile.json and compile.md")
+    parser.add_argument("--out", type=Path, help="folder for compile.json")
     arguments = parser.parse_args()
     if missing := unmatched(arguments.only):
         parser.error(f"no case matches {', '.join(missing)}.")
@@ -308,7 +308,8 @@ def main() -> None:
         _known.update({key: r for r in rows for key in (r.source, r.fingerprint)})
     begin = time.perf_counter()
     results, failures = compile_all(arguments.targets, arguments.only, arguments.jobs)
-    print(markdown(results))
+    for r in results:
+        print(f"{r}: {r.registers} registers, {r.spills} bytes spilled, {r.shared} bytes shared")
     found = failures + problems(save(results, arguments.out) if arguments.out else results)
     for problem in found:
         print(problem)

@@ -1,4 +1,4 @@
-"""The table of `bench/compile.py`: a row per kernel, target and triton; what no row may have; its looks."""
+"""The table of `bench/compile.py`: a row per kernel, target and triton; what no row may have."""
 
 from __future__ import annotations
 
@@ -99,45 +99,4 @@ def save(results: list[Result], folder: Path) -> list[Result]:
     folder.mkdir(parents=True, exist_ok=True)
     rows = ",\n".join(json.dumps(asdict(r)) for r in table)
     (folder / "compile.json").write_text(f"[\n{rows}\n]\n")
-    (folder / "compile.md").write_text(markdown(table))
     return table
-
-
-COLUMNS = {
-    "warps": "num_warps",
-    "stages": "num_stages",
-    "registers": "registers",
-    "spills": "spills",
-    "shared": "shared",
-    "tensor cores": "mma",
-    "main loop": "loop",
-    "order": "order",
-}
-
-
-def markdown(results: list[Result]) -> str:
-    """One line per kernel and target; where versions of triton differ, all of their values."""
-    versions = sorted({r.triton for r in results})
-    head = ["kernel", "case", "function", "constants", "target", *COLUMNS]
-    lines = [
-        "# Kernels as compiled",
-        "",
-        f"Written by `python bench/compile.py` with triton {' and '.join(versions)}; a cell with a bar has a",
-        "value for each, in this order. Spills in bytes per thread, shared memory in bytes per program. Main",
-        "loop: bytes per thread of its loads; copies in flight / asked for per turn; early: copies issued",
-        "while its products run. Order: what the kernel does first, see `bench/machine_code.py`.",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-    ]
-    rows = defaultdict(list)
-    for r in results:
-        rows[r.key].append(r)
-    for same in rows.values():
-        r = same[0]
-        cells = [r.kernel, r.case, r.function, r.constants, r.target]
-        for field in COLUMNS.values():
-            values = [str(getattr(one, field)) for one in same]
-            cells.append(values[0] if len(set(values)) == 1 else " \\| ".join(values))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

@@ -2,7 +2,7 @@
 
     python bench/e2e.py [--shape qwen3-0.6b] [--batches 1 16 64] [--max-tokens 200] [--out bench/results]
 
-The output of each request is a given text (`bench/simulation.py`), while the device does all the work of
+The output of each request is a given text (`ReplayWorker`), while the device does all the work of
 decoding, so n-gram lookup finds and the target accepts what it would in real text. Texts are this
 repository's: `code edits` repeats a file with one name changed, `prose` goes on with the last part of a page
 of the documents. A token is a word or a sign. K = 0, fixed and automatic K take turns; ratios to K = 0 are
@@ -15,23 +15,82 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+from torch import Tensor
+
 from bench import common, roofline
 from bench.rows import Rows
 from bench.rows import run as run_rows
-from bench.simulation import ReplayWorker
 from bench.steps import engine_config, load_shape
 from nanospec import SamplingParams
+from nanospec.config import EngineConfig
+from nanospec.device.admission import Admission
+from nanospec.device.step import Step
+from nanospec.device.worker import Worker
+from nanospec.drafters.base import Drafter
 from nanospec.drafters.ngram import NgramDrafter
 from nanospec.engine.engine import Engine
+from nanospec.kernels.batch import Batch
+from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.models.decoder import Model
 
 Text = tuple[list[int], list[int]]
 """A prompt and its output, in tokens."""
 SYSTEMS: dict[str, int | str] = {"K=0": 0, "K=4": 4, "auto": "auto"}
+
+
+class ReplayStep(Step):
+    """A step whose targets, [T] int32, are those of the worker in place of the model's."""
+
+    replace: Callable[[Tensor, Batch], Tensor]
+
+    def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
+        return self.replace(super().draw(logits, batch, proposal), batch)
+
+
+class ReplayWorker(Worker):
+    """The output of a request is its reference text, by prompt; after its end, the model's own. Outputs are
+    labelled `simulated`."""
+
+    simulated = "replay"
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        drafters: Sequence[Drafter],
+        references: Mapping[tuple[int, ...], Sequence[int]],
+    ) -> None:
+        """`references`: prompt ids -> the output's ids."""
+        self.references = references
+        super().__init__(config, model, drafters)
+
+    def make_step(self, kind: type[Step] = Step) -> Step:
+        self._texts = torch.zeros_like(self.table.tokens)  # prompt and output
+        self._lengths = torch.zeros_like(self.table.num_tokens)
+        step = super().make_step(ReplayStep)
+        step.replace = self._targets  # type: ignore[attr-defined]
+        return step
+
+    def admit(self, requests: Sequence[Admission]) -> None:
+        super().admit(requests)
+        for request in requests:
+            prompt = request.tokens[: request.num_prompt]
+            text = [*prompt, *self.references[tuple(prompt)]][: self._texts.shape[1]]
+            self.writes.put(self._texts, request.row, text)
+            self.writes.set(self._lengths, request.row, len(text))
+
+    def _targets(self, drawn: Tensor, batch: Batch) -> Tensor:
+        t = torch.arange(batch.num_tokens, device=batch.q_start.device, dtype=batch.q_start.dtype)
+        row = batch.rows.clamp(min=0)[torch.searchsorted(batch.q_start, t, right=True) - 1]
+        at = batch.positions + 1
+        known = at < self._lengths[row]
+        return torch.where(known, self._texts[row, torch.where(known, at, 0)], drawn)
 
 
 def texts(vocab_size: int, count: int, length: int) -> dict[str, list[Text]]:

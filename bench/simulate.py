@@ -10,12 +10,11 @@ Two forms of a step, one policy:
 * recorded: one K for the whole batch, chosen before the drafts are known, every row padded to K + 1
   tokens; results are known one step late (the way of captured graphs)
 
-Reported is the speed-up over K = 0 for every fixed K, the automatic choice and an oracle that knows
-which drafts will be accepted; *regret* is what the automatic choice loses against the best fixed K, known
-only in hindsight. `last_done` is the speed-up where no request waits: until the last of B requests that
-began together has ended. Costs are those of the roofline with launches (`roofline.py`), of an H200 at a
-context of 1024, and for the CPU what SmolLM2-135M was measured to take on two cores in bf16.
-"""
+Reported is the speed-up over K = 0 for every fixed K and the automatic choice; *regret* is what the
+automatic choice loses against the best fixed K, known only in hindsight. `last_done` is the speed-up where
+no request waits: until the last of B requests that began together has ended. Costs are those of the
+roofline with launches (`roofline.py`), of an H200 at a context of 1024, and for the CPU what SmolLM2-135M
+was measured to take on two cores in bf16. """
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from bench import common, roofline, traces
-from bench.strategies import Fixed, Oracle, Strategy, automatic, last_done, simulate
+from bench.strategies import Fixed, Strategy, automatic, last_done, simulate
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.config import SpecConfig
 from nanospec.drafters.costs import StepCosts
@@ -43,14 +42,6 @@ STEADY = (10000, 400)  # tokens of a run: at least, and per row
 CPU_MS = {1: 9.6, 2: 9.7, 4: 9.9, 8: 10.7, 16: 12.5, 32: 17.0, 64: 27.0}  # by tokens per step
 
 
-def oracle(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int, start: float) -> float:
-    """The best rate with known drafts (Dinkelbach's iteration: what pays depends on the rate)."""
-    rate = start
-    for _ in range(3):
-        rate = max(rate, simulate(source, B, Oracle(costs, rate), tokens).rate)
-    return rate
-
-
 def waves(source: Sequence[Trace], B: int, costs: StepCosts) -> float:
     """Return the automatic choice's speed-up over K = 0 until the last of B requests that begin together has
     ended."""
@@ -58,7 +49,7 @@ def waves(source: Sequence[Trace], B: int, costs: StepCosts) -> float:
 
 
 def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> dict[str, Any]:
-    """Speed-up over K = 0 of every fixed K, automatic and oracle."""
+    """Speed-up over K = 0 of every fixed K, and automatic."""
     ks = costs.by_k(B, MAX_DRAFTS) if costs.captured else KS
     strategies: dict[str, Strategy] = {f"K={k}": Fixed(k, costs) for k in ks if k}
     strategies["auto"] = automatic(costs)
@@ -68,13 +59,11 @@ def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> d
     speed |= {name: outcome.rate / plain for name, outcome in outcomes.items()}
     fixed = {name: s for name, s in speed.items() if name != "auto"}
     best = max(fixed, key=fixed.__getitem__)
-    upper = oracle(source, B, costs, tokens, max(speed.values()) * plain) / plain
     auto = outcomes["auto"]
     last = {"last_done": round(waves(source, B, costs), 3)} if 1 in costs.packed else {}
     return {
         "speedup": {name: round(s, 3) for name, s in speed.items()},
         **last,
-        "oracle": round(upper, 3),
         "best_fixed": best,
         "auto_to_best_fixed": round(speed["auto"] / speed[best], 3),
         "tokens_per_step": round(auto.tokens / auto.steps / B, 3),
@@ -168,12 +157,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show(system: str, by_name: dict[str, dict[int, dict[str, Any]]]) -> None:
-    """Automatic, best fixed K and oracle, and the regret."""
-    print(f"\n{system}: speed-up over K=0: automatic (best fixed K; oracle), automatic / best fixed")
+    """Print automatic and best fixed K, and the regret."""
+    print(f"\n{system}: speed-up over K=0: automatic (best fixed K), automatic / best fixed")
     for name, by_batch in by_name.items():
         cells = [
-            f"{B}: {r['speedup']['auto']:.2f} ({r['speedup'][r['best_fixed']]:.2f} {r['best_fixed']}; "
-            f"{r['oracle']:.2f}) {r['auto_to_best_fixed']:.1%}"
+            f"{B}: {r['speedup']['auto']:.2f} ({r['speedup'][r['best_fixed']]:.2f} {r['best_fixed']}) "
+            f"{r['auto_to_best_fixed']:.1%}"
             for B, r in by_batch.items()
         ]
         print(f"  {name:15} " + "   ".join(cells))

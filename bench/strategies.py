@@ -143,33 +143,6 @@ def automatic(costs: StepCosts) -> Auto:
     return Auto(AutoPolicy(costs), costs)
 
 
-@dataclass
-class Oracle(Strategy):
-    """Knows which drafts are right, and verifies as many as pay at the rate (tokens per ms) that it
-    achieves: of a packed step right ones only, of a recorded one as many for every row."""
-
-    costs: StepCosts
-    rate: float
-
-    def plan(self, batch: Batch) -> tuple[list[int], float]:
-        return (self._recorded if self.costs.captured else self._packed)(batch)
-
-    def _packed(self, batch: Batch) -> tuple[list[int], float]:
-        B, right = len(batch), batch.right()
-        step = [self.costs.cost(B, B + n) for n in range(sum(right) + 1)]
-        number = max(range(len(step)), key=lambda n: n - self.rate * step[n])
-        drafts, left = [0] * B, number
-        for b, n in enumerate(right):
-            drafts[b] = min(n, left)
-            left -= drafts[b]
-        return drafts, step[number]
-
-    def _recorded(self, batch: Batch) -> tuple[list[int], float]:
-        right, ms = batch.right(), self.costs.by_k(len(batch), MAX_DRAFTS)
-        k = max(ms, key=lambda k: sum(min(n, k) for n in right) - self.rate * ms[k])
-        return batch.offered(k), ms[k]
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a run of one strategy gave."""

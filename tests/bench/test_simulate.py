@@ -96,7 +96,6 @@ def test_no_regret(form: str, acceptance: float, B: int, shape: str) -> None:
     result = compare(source, B, step_costs(form, B, shape), tokens=max(8000, 150 * B))
     assert result["auto_to_best_fixed"] >= 0.95
     assert result["speedup"]["auto"] >= 0.98
-    assert result["oracle"] >= max(result["speedup"].values())
 
 
 @pytest.mark.parametrize("shape", ["cpu", "qwen3-0.6b", "qwen3-8b", "linear"])

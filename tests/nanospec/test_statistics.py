@@ -1,11 +1,11 @@
 """Whole outputs are distributed as the probabilities of all outputs say, whoever guesses; and these tests
-see small defects. The whole grid is in `bench/distributions.py`; `make statistics` runs it, and what is
-marked here.
+see small defects. `make statistics` runs those that are marked, too: all ways, all parameters.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,22 @@ from tests.exact import (
     next_token,
     together,
 )
-from tests.ways import LENGTH, LOSSLESS, PROMPT, VOCAB, World, asked, draw, engine_for, make_world, rules
+from tests.ways import (
+    ASKED,
+    LENGTH,
+    LOSSLESS,
+    PROMPT,
+    TEMPERATURES,
+    VOCAB,
+    WAYS,
+    Likely,
+    World,
+    asked,
+    draw,
+    engine_for,
+    make_world,
+    rules,
+)
 
 BOUND = 1e-6  # seeds are fixed, so what passes once passes always
 
@@ -49,7 +64,7 @@ def logits(world: World) -> Logits:
     return logits_by_output(world.folder, PROMPT, VOCAB, LENGTH)
 
 
-# Those that differ in how they draw, lay out, accept or share; the others are in the grid.
+# Those that differ in how they draw, lay out, accept or share.
 SOME_WAYS = (
     "none",
     "draft of four tokens",
@@ -83,6 +98,20 @@ def test_outputs_are_distributed_as_counted(world: World, logits: Logits) -> Non
         ratios.append([fit(counter, expected).ratio for counter in counters])
     assert np.abs(np.mean(ratios, 0) - 1).max() < 0.1, ratios
     assert np.abs(np.array(ratios)[:, 2] - 1).max() < 0.25, ratios
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_with_all_that_may_be_asked(way: str, world: World, logits: Logits) -> None:
+    grid = itertools.product(ASKED, TEMPERATURES, rules(way))
+    cells = [asked(what, temperature, rule) for what, temperature, rule in grid]
+    modes = ["plain"] if WAYS[way].own is Likely else MODES  # drafts made on the host cannot be captured
+    engines = [engine_for(world, way, **MODES[mode]) for mode in modes]
+    found = draw(engines, cells, 40, list(WAYS).index(way) * 10**9)
+    fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(found, cells)]
+    assert together(fits).p > BOUND, fits
+    drafted, accepted = (sum(column) for column in list(zip(*found))[1:])
+    assert 0.05 * drafted <= accepted <= 0.95 * drafted
 
 
 def test_what_may_come_is_what_has_a_chance() -> None:

@@ -1,14 +1,13 @@
-"""Benchmark modes: the output is what was asked for, all of it is marked, and none comes by accident."""
+"""`ReplayWorker`: the output is the reference, and is marked as simulated."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from bench.simulation import ReplayWorker, SyntheticWorker
-from nanospec import LLM, SamplingParams, SpecConfig
+from bench.e2e import ReplayWorker
+from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device import graphs
 from nanospec.drafters.base import Target
@@ -35,11 +34,6 @@ def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shap
     return Engine(config, ReplayWorker(config, model, drafters, texts))
 
 
-def synthetic(acceptance: float, eager: bool) -> Engine:
-    config = config_of(3, eager)
-    return Engine(config, SyntheticWorker(acceptance, config, tiny_model()))
-
-
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
 @pytest.mark.parametrize("k", [0, 4])
 def test_replay_gives_the_reference_and_drafts_are_those_of_real_text(k: int, eager: bool) -> None:
@@ -50,17 +44,8 @@ def test_replay_gives_the_reference_and_drafts_are_those_of_real_text(k: int, ea
     for request, text in zip(requests, texts.values(), strict=True):
         assert request.output_ids == text
         assert (request.stats.num_accepted > 0) == (k > 0)
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
-@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
-def test_synthetic_acceptance_is_as_given(acceptance: float, eager: bool) -> None:
-    engine = synthetic(acceptance, eager)
-    params = SamplingParams(temperature=0, max_tokens=150)
-    stats = [r.stats for r in run(engine, [Job(list(range(1, 9 + i)), params) for i in range(4)])]
-    steps = sum(s.num_steps for s in stats)
-    expected = 1 + acceptance + acceptance**2 + acceptance**3
-    assert sum(s.num_tokens for s in stats) / steps == pytest.approx(expected, rel=0.15)
+        assert request.completion().to_dict()["simulated"] == "replay"
+    assert engine.metrics.to_dict()["simulated"] == "replay"
 
 
 def test_replay_works_in_a_step_recorded_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,15 +58,3 @@ def test_replay_works_in_a_step_recorded_before_any_request(monkeypatch: pytest.
         [request] = run(engine, [Job(PROMPT, SamplingParams(temperature=0, max_tokens=8))])
     assert request.output_ids == text
     assert request.stats.num_accepted > 0
-
-
-def test_every_output_is_marked() -> None:
-    engine = synthetic(0.5, eager=True)
-    [request] = run(engine, [Job([1, 2, 3], SamplingParams(max_tokens=4))])
-    assert request.completion().to_dict()["simulated"] == "synthetic acceptance 0.5"
-    assert json.loads(json.dumps(engine.metrics.to_dict()))["simulated"] == "synthetic acceptance 0.5"
-
-
-def test_a_user_cannot_switch_it_on() -> None:
-    with pytest.raises(TypeError, match="simulation"):
-        LLM("nowhere", simulation="replay")
