@@ -147,7 +147,7 @@ endef
 $(DONE)run:
 	$(ANNOUNCE_MODEL)
 	@echo "Installing nanospec into $(VENV)"
-	@$(INSTALL) '.[gguf,chat,grammar,serve]'
+	@$(INSTALL) '.[gguf,grammar,serve]'
 	@touch $@
 
 $(DONE)test:

@@ -36,7 +36,7 @@ class StepCosts:
         self._tokens, self._ms = [*self.packed], [*self.packed.values()]
         self._slopes = [(b - a) / (n - m) for (m, a), (n, b) in pairwise(self.packed.items())]
 
-    def cost(self, batch: int, tokens: int, context: int = 0) -> float:
+    def cost(self, batch: int, tokens: float, context: int = 0) -> float:
         """ms of a step that scores so many tokens of so many rows, which have `context` cached positions
         together, without `propose`. Captured: of the next larger batch and K."""
         if self.captured:
@@ -59,7 +59,7 @@ class StepCosts:
     def _bucket(self, batch: int) -> dict[int, float]:
         return next(by_k for size, by_k in self.captured.items() if size >= batch)
 
-    def _segment(self, tokens: int) -> int:
+    def _segment(self, tokens: float) -> int:
         return min(max(bisect_left(self._tokens, tokens) - 1, 0), len(self._slopes) - 1)
 
     def report(self) -> dict[str, object]:

@@ -1,12 +1,7 @@
-"""Chat with a model: read messages, run commands, stream answers that Ctrl-C ends.
-
-On a terminal prompt_toolkit (the extra `[chat]`) reads messages of several lines and keeps a history. Without
-it Python's `input` reads, with readline if it is there. Other input has one message in a line.
-"""
+"""Chat with a model: read messages, run commands, stream answers that Ctrl-C ends."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +9,6 @@ from contextlib import suppress
 
 from ...config import SamplingParams
 from ...llm import LLM
-from ...models.hub import cache_folder
 from ...outputs import RequestOutput
 from ...text.chat import with_system
 from .console import DIM, Console
@@ -32,8 +26,7 @@ HELP = """\
 /undo           take back the last message and its answer
 /system TEXT    what the model is told beforehand; without a text: show it
 /exit           end the chat; so do Ctrl-D, and Ctrl-C twice
-Enter sends; Alt-Enter, or a backslash and Enter, begins a new line.
-Text that is pasted is one message. Ctrl-C ends an answer.
+Enter sends; a backslash and Enter begin a new line. Ctrl-C ends an answer.
 A message that begins with a slash needs a blank before it."""
 
 
@@ -108,83 +101,33 @@ class Chat:
 
 
 def typed_messages(console: Console) -> Iterator[str]:
-    """Yield messages until the end of input or two Ctrl-C in a row. Prompts go to the console."""
-    ask = _reader(console)
-    interrupted = False
+    """Yield messages until the end of input or two Ctrl-C in a row. Prompts go to the console. A line that
+    ends with a backslash continues in the next one."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input() edits lines and keeps a history with it)
+    text, interrupted = "", False
     while True:
         try:
-            text = ask()
+            text += _line(console, CONTINUED if text else PROMPT)
         except EOFError:
+            console.line()
             return
         except KeyboardInterrupt:
             if interrupted:
                 return
-            interrupted = True
+            text, interrupted = "", True
             console.line("\nCtrl-C again or Ctrl-D ends the chat.", DIM)
             continue
         interrupted = False
+        if text.endswith("\\"):
+            text = text[:-1] + "\n"
+            continue
         yield text
+        text = ""
 
 
-def _reader(console: Console) -> Callable[[], str]:
-    """Return a function that asks for a message. It raises EOFError and KeyboardInterrupt."""
-    if sys.stdin.isatty() and console.stream.isatty():
-        try:
-            return _with_prompt_toolkit(console)
-        except ImportError:
-            console.line("For history and messages of several lines: pip install prompt_toolkit", DIM)
-        with suppress(ImportError):
-            import readline  # noqa: F401 (input() uses it from now on)
-
-    def ask() -> str:
-        try:
-            if console.stream is sys.stdout:
-                return input(PROMPT)
-            console.write(PROMPT)
-            return input()
-        except EOFError:
-            console.line()
-            raise
-
-    return ask
-
-
-def _with_prompt_toolkit(console: Console) -> Callable[[], str]:
-    """Return a prompt where Enter sends a message, Alt-Enter and Enter behind a backslash begin a new line,
-    and Ctrl-C clears what was typed, if anything was. Its history is a file that only its owner can read."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.application import get_app
-    from prompt_toolkit.filters import Condition, is_searching
-    from prompt_toolkit.history import FileHistory
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-    from prompt_toolkit.output import create_output
-
-    keys = KeyBindings()
-
-    @keys.add("enter", filter=~is_searching)
-    def send(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.document.char_before_cursor == "\\":
-            buffer.delete_before_cursor()
-            buffer.newline(copy_margin=False)
-        else:
-            buffer.validate_and_handle()
-
-    keys.add("escape", "enter")(lambda event: event.current_buffer.newline(copy_margin=False))
-    is_typed = Condition(lambda: bool(get_app().current_buffer.text))
-    keys.add("c-c", filter=is_typed)(lambda event: event.current_buffer.reset())
-
-    path, history = cache_folder() / "chat_history", None
-    with suppress(OSError):  # where it cannot be written, history is that of this chat
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        history = FileHistory(str(path))
-    session: PromptSession[str] = PromptSession(
-        PROMPT,
-        multiline=True,
-        prompt_continuation=lambda width, line, wrapped: "" if wrapped else CONTINUED,
-        key_bindings=keys,
-        history=history,
-        output=create_output(console.stream),
-    )
-    return session.prompt
+def _line(console: Console, prompt: str) -> str:
+    if console.stream is sys.stdout:
+        return input(prompt)
+    console.write(prompt)
+    return input()

@@ -13,13 +13,13 @@ t * ms(1) / ms(1 + d) times as fast as one token per step.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from ...config import SamplingParams
+from ...drafters.costs import StepCosts
 from ...kernels.layer.linear import linear, pack
 from ...kernels.transfer import synchronize
 from ...llm import LLM
@@ -95,16 +95,6 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
     return min(times)
 
 
-def interpolated(ms: Mapping[int, float], tokens: float) -> float:
-    """Return the ms of a step of `tokens` tokens, between and beyond the sizes that were measured."""
-    sizes = sorted(ms)
-    i = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
-    if i < 1:
-        return ms[sizes[0]]
-    low, high = sizes[i - 1], sizes[i]
-    return ms[low] + (ms[high] - ms[low]) * (tokens - low) / (high - low)
-
-
 def explain(llm: LLM, console: Console) -> None:
     """Print the figures of this model on this machine."""
     engine, model = llm.engine, llm.engine.worker.model
@@ -130,7 +120,8 @@ def explain(llm: LLM, console: Console) -> None:
 
 def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None:
     """Print when drafts pay, and the speed-up of the demo's code edit."""
-    ratio = interpolated(ms, 1 + DRAFTS) / ms[1]
+    measured = StepCosts(packed=ms)
+    ratio = measured.cost(1, 1 + DRAFTS) / ms[1]
     gains = ", ".join(f"{a:.0%}: {sum(a**j for j in range(1 + DRAFTS)) / ratio:.2f}x" for a in ACCEPTANCES)
     console.line(f"\n{DRAFTS} drafts break even at {ratio:.2f} tokens per step; by acceptance: {gains}")
     if llm.engine.max_model_len < WINDOW:
@@ -145,7 +136,7 @@ def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None
     plain, spec = answer(0), answer(None)
     stats = spec.stats
     drafted = stats.num_drafted / stats.num_steps
-    predicted = stats.tokens_per_step * ms[1] / interpolated(ms, 1 + drafted)
+    predicted = stats.tokens_per_step * ms[1] / measured.cost(1, 1 + drafted)
     console.line(
         f"A code edit: {stats.tokens_per_step:.2f} tokens per step with {drafted:.1f} drafts; speed-up "
         f"{predicted:.2f}x predicted, {decode_rate(spec) / decode_rate(plain):.2f}x measured"

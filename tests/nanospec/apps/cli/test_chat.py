@@ -1,5 +1,5 @@
 """A chat: what is kept of a conversation, what commands do, and what is typed in a terminal: a paste is one
-message, nothing is cut, history is private."""
+message, and nothing is cut."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,16 +26,13 @@ from nanospec.outputs import Piece
 Messages = list[dict[str, str]]
 CODE = """\
 import json, sys
-{}
 from nanospec.apps.cli.console import Console
 from nanospec.apps.cli.chat import typed_messages
 for message in typed_messages(Console({})):
     print("GOT" + json.dumps(message) + "TOG", flush=True)
 print("ENDED", flush=True)
 """
-WITHOUT = "sys.modules['prompt_toolkit'] = None"
 PASTE = "def f():\n    return '日本語'\n" + "x" * 6000
-with_toolkit = pytest.mark.skipif(not find_spec("prompt_toolkit"), reason="needs the extra [chat]")
 
 
 class Echo:
@@ -112,17 +108,17 @@ def test_a_model_without_a_template_does_not_chat() -> None:
 class Terminal:
     """A process at a terminal. `json`: its prompts go to standard error."""
 
-    def __init__(self, cache: Path | str, imports: str = "", stream: str = "") -> None:
-        code = CODE.format(imports, stream)
+    def __init__(self, stream: str = "") -> None:
+        code = CODE.format(stream)
         self.master, slave = pty.openpty()
-        env = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_CACHE_HOME": str(cache)}
+        env = {**os.environ, "TERM": "xterm"}
         out = subprocess.PIPE if stream else slave
         command = [sys.executable, "-c", code]
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=out, stderr=slave, env=env, start_new_session=True
         )
         os.close(slave)
-        self.seen = self.wait(">")  # the prompt
+        self.wait(">")  # the prompt
 
     def wait(self, pattern: str, seconds: float = 60) -> str:
         """Read until `pattern` appears; what came until then."""
@@ -168,35 +164,26 @@ def pasted(text: str) -> str:
     return f"\x1b[200~{text}\x1b[201~\r".replace("\n", "\r")
 
 
-@with_toolkit
-def test_prompt_toolkit_takes_lines_pastes_and_history(tmp_path: Path, terminals: list[Terminal]) -> None:
-    terminals.append(Terminal(tmp_path))
-    first = terminals[0]
-    assert first.message(pasted(PASTE)) == PASTE
-    assert first.message("日本語\\\rtwo\x1b\rthree\r") == "日本語\ntwo\nthree"
-    [file] = tmp_path.rglob("chat_history")
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert first.message("half\x03half\x03whole\r") == "whole"
-    first.type("\x04")
-    first.wait("ENDED")
-    terminals.append(Terminal(tmp_path))
-    assert terminals[1].message("\x1b[A\r") == "whole"
-    terminals[1].type("\x03")
-    terminals[1].wait("Ctrl-C again.*>")
-    terminals[1].type("\x03")
-    terminals[1].wait("ENDED")
-
-
-def test_readline_cuts_nothing_either(tmp_path: Path, terminals: list[Terminal]) -> None:
+def test_readline_takes_lines_pastes_and_history(terminals: list[Terminal]) -> None:
     readline = pytest.importorskip("readline")
+    terminals.append(terminal := Terminal())
     text = "x" * 6000 if "libedit" in readline.__doc__ else PASTE
-    terminals.append(Terminal(tmp_path, WITHOUT))
-    assert "pip install prompt_toolkit" in terminals[0].seen
-    assert terminals[0].message(pasted(text) if text == PASTE else text + "\r") == text
+    assert terminal.message(pasted(text) if text == PASTE else text + "\r") == text
+    assert terminal.message("日本語\\\rtwo\r") == "日本語\ntwo"
+    assert terminal.message("\x1b[A\r") == "two"
+    terminal.type("half\\\r")
+    terminal.wait(r"\. ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait("Ctrl-C again.*>")
+    assert terminal.message("whole\r") == "whole"
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait("Ctrl-C again.*>")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait("ENDED")
 
 
-def test_prompts_may_go_to_standard_error(tmp_path: Path, terminals: list[Terminal]) -> None:
-    terminals.append(Terminal(tmp_path, "", "sys.stderr"))
+def test_prompts_may_go_to_standard_error(terminals: list[Terminal]) -> None:
+    terminals.append(Terminal("sys.stderr"))
     terminals[0].type("a\r")
     out = terminals[0].process.stdout
     assert out is not None

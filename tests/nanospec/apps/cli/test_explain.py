@@ -30,12 +30,6 @@ def test_a_step_reads_the_weights_and_the_cache_once(smollm2: Path) -> None:
     assert windows == explain.parts(config, 3, 10, 2)
 
 
-@pytest.mark.parametrize(("tokens", "ms"), [(1, 10.0), (1.5, 10.5), (3, 13.0), (6, 19.0)])
-def test_steps_between_and_beyond_measured_sizes(tokens: float, ms: float) -> None:
-    assert explain.interpolated({1: 10.0, 2: 11.0, 4: 15.0}, tokens) == ms
-    assert explain.interpolated({1: 10.0}, tokens) == 10.0
-
-
 def test_the_figures_are_printed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "MAX_TOKENS", 12)
     monkeypatch.setattr(explain, "BLOCK", 1 << 20)
