@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams, SpecConfig
-    from .drafters.base import Drafter
-    from .drafters.simple import SimpleDrafter
+    from .drafters.base import Drafter, SimpleDrafter
     from .llm import LLM
     from .outputs import Completion, RequestOutput
 
@@ -32,7 +31,7 @@ _MODULES = {  # others: config
     "Completion": "outputs",
     "RequestOutput": "outputs",
     "Drafter": "drafters.base",
-    "SimpleDrafter": "drafters.simple",
+    "SimpleDrafter": "drafters.base",
 }
 
 

@@ -49,6 +49,7 @@ class SpecConfig:
             the same vocabulary write ahead; "medusa" has heads guess from the target's last hidden state.
             "ngram+draft", "ngram+medusa": a model where lookup finds nothing; "none" does not speculate.
         draft_model: for "draft": a folder, a name under `weights/`, or a hub id.
+        draft_tensor_parallel_size: among how many devices the draft model is split: 1, or all.
         heads: for "medusa": a file; None takes the one under `weights/heads/` that is named
             like the target.
         tree_width: most continuations guessed for a request in one step; 1 guesses chains. K stays the
@@ -63,11 +64,11 @@ class SpecConfig:
         prompt_lookup_min: shortest suffix that is looked up.
         prompt_lookup_max: longest suffix that is looked up. Longer ones match less often and more reliably.
         speculation_lengths: the Ks for which steps are captured (GPU), as far as the bounds above allow.
-        options: what further methods let one set, by name.
     """
 
     method: str = "ngram"
     draft_model: str | None = None
+    draft_tensor_parallel_size: int = limited(1, 1, 64)
     heads: str | None = None
     tree_width: int = limited(1, 1, MAX_TREE_WIDTH)
     acceptance: str = "exact"
@@ -76,7 +77,6 @@ class SpecConfig:
     prompt_lookup_max: int = limited(8, 1, 32)
     max_speculative_tokens: int = limited(16, 1, MAX_DRAFTS)
     speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         k, lengths = as_int(self.num_speculative_tokens), self.speculation_lengths
@@ -87,8 +87,6 @@ class SpecConfig:
         object.__setattr__(self, "num_speculative_tokens", k)
         check_fields(self)
         check_acceptance(self.acceptance)
-        if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
-            raise ValueError(f"options={shown(self.options)} must map names to values.")
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
@@ -113,9 +111,6 @@ class SpecConfig:
         method = "draft" if method == "draft_model" else method or ("draft" if model else "ngram")
         if model is not None:
             ours["heads" if method == "medusa" else "draft_model"] = model
-        size, options = ours.pop("draft_tensor_parallel_size", 1), ours.get("options", {})
-        if isinstance(options, Mapping) and not (isinstance(size, int) and size == 1):
-            ours["options"] = {**options, "draft_tensor_parallel_size": size}
         if "prompt_lookup_min" in ours:  # alone it is the longest, too
             ours.setdefault("prompt_lookup_max", ours["prompt_lookup_min"])
         check_names(ours, cls)
@@ -192,10 +187,10 @@ class EngineConfig:
         if not isinstance(self.spec, SpecConfig):
             raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, say SpecConfig(method='ngram').")
         check_fields(self)
-        drafting = self.spec.options.get("draft_tensor_parallel_size", 1)
-        if not isinstance(drafting, int) or drafting not in (1, self.tensor_parallel_size):
+        drafting = self.spec.draft_tensor_parallel_size
+        if drafting not in (1, self.tensor_parallel_size):
             raise ValueError(
-                f"draft_tensor_parallel_size={shown(drafting)} must be 1, which gives every device all of "
+                f"draft_tensor_parallel_size={drafting} must be 1, which gives every device all of "
                 f"the draft model, or tensor_parallel_size={self.tensor_parallel_size}."
             )
         if self.block_size & (self.block_size - 1):

@@ -27,7 +27,6 @@ import nanospec
 from nanospec import llm
 from nanospec.apps.cli.options import build_parser, parse
 from nanospec.apps.serve.command import build_parser as build_server_parser
-from nanospec.drafters import base
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("nanospec", "kernels", "bench", "campaigns", "tests", "docs")
@@ -232,7 +231,6 @@ def test_snippets_of_a_document_run(
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(llm, "LLM", loaded_once)
-    monkeypatch.setattr(base, "METHODS", dict(base.registered()))
     model_is_there = (ROOT / "weights/smollm2-135m-instruct/model.safetensors").is_file()
     left_out, names = 0, dict[str, Any](__name__="__main__")
     for code, output in snippets(document):

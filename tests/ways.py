@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanospec.config import SamplingParams
-from nanospec.drafters.base import Drafter, guesses, room
-from nanospec.drafters.simple import SimpleDrafter
+from nanospec.drafters.base import Drafter, SimpleDrafter, guesses, room
 from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling.sample import sample
 from nanospec.kernels.speculation.layout import lay_out_text

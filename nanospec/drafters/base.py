@@ -1,18 +1,17 @@
-"""The interface of drafters, and the register of methods.
+"""The interface of drafters: `Drafter` works on tensors of all rows, `SimpleDrafter` on the tokens of one.
 
 A step calls `propose`, verifies the drafts, and calls `learn`. Both calls may be captured, so they must not
 wait for the device unless `attach` said that they may. What a drafter remembers of requests lies in device
 rows of its own, one per request row, and a last one that padding rows may write to.
 
-A drafter is a subclass of `Drafter`, or of `SimpleDrafter` (`simple.py`) for plain Python; see
-`docs/extend-drafter.md`. `LLM(model, drafter=Echo())` uses an object. A class in a file of this folder with a
-method, as in `class Echo(Drafter, method="echo")`, is also known by that name: `--spec echo`.
+`LLM(model, drafter=Echo())` uses an object; `docs/extend-drafter.md` shows how to write one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +24,7 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.proposal import room as room  # for drafters
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
-from ..models.plugins import import_all
+from ..text.checks import as_int, shown
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
@@ -33,16 +32,6 @@ if TYPE_CHECKING:
     from ..models.decoder import Model
     from ..models.weights import Split
     from ..text.tokenizer import Tokenizer
-
-
-class Option(NamedTuple):
-    """A setting of a method: `--some-name` on the command line, and a field of `SpecConfig` or, if there is
-    none of that name, an entry of `SpecConfig.options`."""
-
-    name: str
-    help: str
-    kind: Callable[[str], Any] = str
-    metavar: str | None = None
 
 
 class Target(NamedTuple):
@@ -82,13 +71,8 @@ class Drafter:
     makes_trees: bool = False
     memory: Memory = Memory()
 
-    def __init_subclass__(
-        cls, method: str = "", help: str = "", options: Sequence[Option] = (), **further: Any
-    ) -> None:
-        super().__init_subclass__(**further)
-        cls.name = method or cls.__name__
-        if method:
-            METHODS[method] = Method(cls, help, tuple(options))
+    def __init_subclass__(cls) -> None:
+        cls.name = vars(cls).get("name", cls.__name__)
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> Drafter:
@@ -124,21 +108,67 @@ class Drafter:
         `proposal.drafter` is NOBODY for rows without drafts of this drafter."""
 
 
-class Method(NamedTuple):
-    """A registered drafter: its help and options for the command line."""
+class SimpleDrafter(Drafter):
+    """Drafts on the host, in plain Python. Only `guess` must be defined; `__init__` is the subclass's own.
 
-    drafter: type[Drafter]
-    help: str
-    options: tuple[Option, ...]
+        class Again(SimpleDrafter):
+            def guess(self, tokens, k):
+                return tokens[-1:] * k
 
+    It reads texts on the host, so steps with it are not captured: natural on a CPU, on a GPU slower than a
+    `Drafter` that proposes on the device. A wrong guess costs speed or gives an error, never another output:
+    guesses are checked here, and verified as those of other drafters.
 
-METHODS: dict[str, Method] = {}
+    Attributes:
+        max_drafts: the most it ever guesses; may be set lower by the subclass.
+        notes: a dict for what `guess` remembers of the request that it is asked about; empty when the request
+            begins, or begins again after it had to make room for others.
+    """
 
+    runs_model = True  # drafting takes time
+    reads_on_host = True
+    notes: dict[str, Any]
 
-def registered() -> Mapping[str, Method]:
-    """Return all methods in the order of their names, those of this folder included."""
-    import_all(__package__)
-    return dict(sorted(METHODS.items()))
+    def guess(self, tokens: list[int], k: int) -> Iterable[int]:
+        """Return up to `k` >= 1 tokens that may follow `tokens`, prompt and output so far; [] for no guess.
+
+        Any iterable of integers will do; what is beyond k is not read. With an automatic number of drafts it
+        is not called in every step, and seldom if a call takes longer than it saves.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define guess(self, tokens, k).")
+
+    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+        self._notes: dict[int, dict[str, Any]] = {}
+
+    def release(self, row: int) -> None:
+        self._notes.pop(row, None)
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        wanted = room(table, rows, min(k, self.max_drafts)).tolist()
+        if not any(wanted):
+            return nothing(rows, k)
+        found = [self._ask(table, row, n) if n else [] for row, n in zip(rows.tolist(), wanted, strict=True)]
+        counts = torch.tensor([len(drafts) for drafts in found], dtype=torch.int32, device=rows.device)
+        padded = [drafts + [0] * (k - len(drafts)) for drafts in found]
+        return guesses(torch.tensor(padded, dtype=torch.int32, device=rows.device), counts)
+
+    def _ask(self, table: Table, row: int, most: int) -> list[int]:
+        """Return the guesses for one row, checked."""
+        text, name = table.tokens[row, : int(table.num_tokens[row])].tolist(), type(self).__name__
+        length, self.notes = len(text), self._notes.setdefault(row, {})
+        try:
+            given = self.guess(text, most)
+            found: list[Any] = [as_int(token) for token in islice(given, most)]
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"{name}.guess failed on {length} tokens, k={most}: {what}") from error
+        for token in found:
+            if type(token) is not int or not 0 <= token < table.vocab_size:
+                ids = f"token ids are integers from 0 to {table.vocab_size - 1}"
+                raise ValueError(f"{name}.guess gave {shown(token)}; {ids}.")
+        return found
 
 
 def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:

@@ -26,22 +26,14 @@ from ..models.hub import resolve_model
 from ..models.token_map import lm_head_rows, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
-from .base import Drafter, Memory, Option, Target, guesses, nothing, room
+from .base import Drafter, Memory, Target, guesses, nothing, room
 from .draft_cache import DraftCache
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
 
 
-class ModelDrafter(
-    Drafter,
-    method="draft",
-    help="a small model with the same vocabulary writes ahead",
-    options=[
-        Option("draft_model", "a small model, same vocabulary", str, "MODEL"),
-        Option("draft_tensor_parallel_size", "devices it is split among: 1 (all have it) or all", int, "N"),
-    ],
-):
+class ModelDrafter(Drafter):
     """A draft model with its cache.
 
     Attributes:
@@ -50,6 +42,7 @@ class ModelDrafter(
             step behind lookup more.
     """
 
+    name = "draft"
     runs_model = True
 
     def __init__(
@@ -72,7 +65,7 @@ class ModelDrafter(
         folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
-        split = target.split if spec.options.get("draft_tensor_parallel_size", 1) > 1 else None
+        split = target.split if spec.draft_tensor_parallel_size > 1 else None
         own = target.model
         model = load_model(folder, own.dtype, own.device, split=split)
         vocab_size = own.config.vocab_size

@@ -1,10 +1,10 @@
-"""A model with the drafter that a `SpecConfig` asks for, or that the user has made."""
+"""Load a model with the drafters that a `SpecConfig` names, or that the user has made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -15,9 +15,14 @@ from ..models.decoder import Model
 from ..models.weights import Split, load_model, resolve_dtype
 from ..text.checks import shown
 from ..text.tokenizer import Tokenizer
-from .base import Drafter, Target, registered
+from .base import Drafter, Target
 
-OPTIONAL = ("draft_model", "heads")  # of `SpecConfig`, None unless they are given
+METHODS = {  # the class of each, imported when it is used
+    "draft": "draft_model.ModelDrafter",
+    "medusa": "medusa.MedusaDrafter",
+    "ngram": "ngram.NgramDrafter",
+}
+USED_BY = {"draft_model": "draft", "draft_tensor_parallel_size": "draft", "heads": "medusa"}  # by field
 
 Guessers = Drafter | str | Sequence[Drafter | str]
 """Who guesses: a drafter or the name of a method, or several, first come first."""
@@ -26,14 +31,13 @@ Guessers = Drafter | str | Sequence[Drafter | str]
 def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str, ...]:
     """Return the drafters `given`, or the methods of `spec` if None. Raises ValueError if they do not fit
     together, or have no use for what is set."""
-    known = registered()
     if given is None:
         check_method(spec)
         found: tuple[Drafter | str, ...] = spec.methods
     else:
         found = tuple(given) if isinstance(given, list | tuple) else (given,)  # type: ignore[assignment]
         check_given(spec, found)
-    kinds = [known[who].drafter if isinstance(who, str) else who for who in found]
+    kinds = [drafter_class(who) if isinstance(who, str) else who for who in found]
     if costly := [kind for kind in kinds[:-1] if kind.runs_model]:
         raise ValueError(f"{costly[0].name} takes time to guess, so it must come last.")
     if spec.tree_width > 1 and not any(kind.makes_trees for kind in kinds):
@@ -42,15 +46,21 @@ def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | str
     return found
 
 
+def drafter_class(method: str) -> type[Drafter]:
+    """Return the class of one of `METHODS`."""
+    module, name = METHODS[method].split(".")
+    found: type[Drafter] = getattr(import_module(f".{module}", __package__), name)
+    return found
+
+
 def check_given(spec: SpecConfig, given: Sequence[Drafter | str]) -> None:
     """Raise ValueError unless all that is given are drafters, or methods without weights."""
-    known = registered()
     for who in given:
         if isinstance(who, type):
             raise ValueError(f"drafter={who.__name__} is a class; make one of it: {who.__name__}().")
-        if not isinstance(who, Drafter) and not (isinstance(who, str) and who in known):
-            raise ValueError(f"drafter={shown(who)} is neither a Drafter nor one of {', '.join(known)}.")
-        if isinstance(who, str) and known[who].drafter.runs_model:
+        if not isinstance(who, Drafter) and not (isinstance(who, str) and who in METHODS):
+            raise ValueError(f"drafter={shown(who)} is neither a Drafter nor one of {', '.join(METHODS)}.")
+        if isinstance(who, str) and drafter_class(who).runs_model:
             raise ValueError(f"{who!r} has weights of its own, so only method=... loads it; give drafters.")
     if not given or spec.method != SpecConfig.method:
         raise ValueError(
@@ -60,25 +70,19 @@ def check_given(spec: SpecConfig, given: Sequence[Drafter | str]) -> None:
 
 
 def check_method(spec: SpecConfig) -> None:
-    """Raise ValueError unless the method exists and has a use for its options."""
-    known = registered()
-    pairs = [f"{a}+{b}" for a in known for b in known if a != b and not known[a].drafter.runs_model]
-    names = [*known, *pairs, "none"]
+    """Raise ValueError unless the method exists and has a use for its settings."""
+    names = [*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none"]
     if spec.method not in names:
-        turned = [name for name in names if sorted(name.split("+")) == sorted(spec.method.split("+"))]
-        meant = [*turned, *get_close_matches(spec.method, names, 1)][:1]
+        turned = "+".join(reversed(spec.method.split("+")))
+        meant = [turned] if turned in names else get_close_matches(spec.method, names, 1)
         hint = f"did you mean {meant[0]!r}? There are" if meant else "use one of"
         raise ValueError(f"method={shown(spec.method)} is unknown; {hint} {', '.join(names)}.")
-    if fields_too := sorted(spec.options.keys() & {declared.name for declared in fields(spec)}):
-        raise ValueError(f"options={shown(spec.options)} holds the field {fields_too[0]!r}; set that.")
-    given = {name: value for name in OPTIONAL if (value := getattr(spec, name)) is not None}
-    for name, value in {**given, **spec.options}.items():
-        takes = [method for method in known if name in {option.name for option in known[method].options}]
-        if not set(takes) & set(spec.methods):
-            use = f"; use method={takes[0]!r}" if takes else ""
-            said = f"{name[:100]}={shown(value)}"
-            raise ValueError(f"{said} is of no use to method={spec.method!r}{use}.")
-        if name in OPTIONAL and value == "":
+    for name, method in USED_BY.items():
+        value = getattr(spec, name)
+        if value != getattr(SpecConfig, name) and method not in spec.methods:
+            said = f"{name}={shown(value)} is of no use to method={spec.method!r}"
+            raise ValueError(f"{said}; use method={method!r}.")
+        if value == "":
             raise ValueError(f"{name}='' must be the name of a folder or file.")
 
 
@@ -110,6 +114,6 @@ def load_drafters(
     if not spec.max_k:
         return ()
     return tuple(
-        who if isinstance(who, Drafter) else ready.get(who) or registered()[who].drafter.load(spec, target)
+        who if isinstance(who, Drafter) else ready.get(who) or drafter_class(who).load(spec, target)
         for who in found
     )

@@ -26,7 +26,7 @@ from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.heads import Heads
 from ..models.hub import default_heads
-from .base import Drafter, Memory, Option, Target, guesses, nothing, room
+from .base import Drafter, Memory, Target, guesses, nothing, room
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
@@ -35,12 +35,7 @@ if TYPE_CHECKING:
 CONTENDERS = 16  # tokens of a head among which it draws
 
 
-class MedusaDrafter(
-    Drafter,
-    method="medusa",
-    help="heads guess from the target's last hidden state",
-    options=[Option("heads", "Medusa heads (default: those found for the model)", str, "FILE")],
-):
+class MedusaDrafter(Drafter):
     """Medusa heads and the hidden states they start from.
 
     Attributes:
@@ -49,6 +44,7 @@ class MedusaDrafter(
         ready: [S + 1] bool, whether `hidden` has it.
     """
 
+    name = "medusa"
     runs_model = True
     makes_trees = True
 

@@ -9,23 +9,16 @@ from torch import Tensor
 from ..kernels.speculation import ngram
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
-from .base import Drafter, Option, Target
+from .base import Drafter, Target
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
 
 
-class NgramDrafter(
-    Drafter,
-    method="ngram",
-    help="what followed the last tokens where they occurred before",
-    options=[
-        Option("prompt_lookup_min", "shortest text to look up (default: 1 token)", int, "N"),
-        Option("prompt_lookup_max", "longest text to look up (default: 8 tokens)", int, "N"),
-    ],
-):
+class NgramDrafter(Drafter):
     """Prompt lookup over the device-side history. Has no parameters and remembers nothing."""
 
+    name = "ngram"
     makes_trees = True
 
     def __init__(self, spec: SpecConfig) -> None:

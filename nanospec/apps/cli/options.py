@@ -3,7 +3,7 @@
 Each field of `SpecConfig`, `SamplingParams` and `EngineConfig` is an option: its name is the field's, its
 parser follows from the field's type, and its help is in the docstring of the class. The first class that has
 a name gets it (`--seed` is sampling's). An option that is not given keeps the default of the class, or of
-`DEFAULTS`. Only `add_further` imports torch.
+`DEFAULTS`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # classes of settings with their titl
 )
 FLAGS = {"method": "--spec"}  # of fields that the option is not named like
 SHORT = {"tensor_parallel_size": "-tp"}
-NO_OPTIONS = ("options",)  # fields that are filled from other options
 DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
 COMMON = (  # in --help
     "method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed",
@@ -115,7 +114,7 @@ def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, fu
     group = parser.add_argument_group(title)
     for field in fields(settings):
         name, flag = field.name, flag_of(field.name)
-        if name in NO_OPTIONS or flag in parser._option_string_actions:
+        if flag in parser._option_string_actions:
             continue
         how = next(how for kind, how in READ_AS if kind in str(field.type))
         if "read" in field.metadata:
@@ -136,21 +135,6 @@ def _default(field: Field[Any]) -> str:
     return "" if value in (None, MISSING, ()) else f" (default: {value})"
 
 
-def add_further(parser: argparse.ArgumentParser) -> None:
-    """Add the options of single drafters. Imports torch, as all drafters are imported."""
-    from ...drafters.base import registered
-
-    spec = parser._option_string_actions["--spec"]
-    for name, method in registered().items():
-        if spec.help and f'"{name}"' not in spec.help:
-            spec.help = spec.help.replace(" (default", f' "{name}": {method.help}. (default')
-        for option in method.options:
-            if (flag := flag_of(option.name)) not in parser._option_string_actions:
-                how: dict[str, Any] = {"type": option.kind, "metavar": option.metavar}
-                how["help"] = f"for --spec {name}: {option.help}"
-                parser.add_argument(flag, dest=f"options.{option.name}", default=argparse.SUPPRESS, **how)
-
-
 def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
     """Return the fields of a class of settings that are on the command line."""
     prefix = settings + "."
@@ -159,7 +143,7 @@ def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
 
 def spec_config(args: argparse.Namespace) -> SpecConfig:
     """Return the speculation. Raises ValueError for options that do not fit together."""
-    return SpecConfig(**given(args, "SpecConfig"), options=given(args, "options"))
+    return SpecConfig(**given(args, "SpecConfig"))
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -175,10 +159,7 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         known = [*commands, *parser._option_string_actions]
         meant = did_you_mean(words, known) or "; a text to answer is given as --prompt TEXT"
         parser.error(f"there is no command {shown(words)}{meant}")
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        add_further(parser)
-        args = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if args.help_all:
         build_parser(full=True).print_help()
         parser.exit()
@@ -235,6 +216,4 @@ def build_parser(full: bool = False) -> Parser:
     add("--show-drafts", action="store_true", help="colour the tokens that were guessed right (terminal)")
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full)
-    if full:
-        add_further(parser)
     return parser

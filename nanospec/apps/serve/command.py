@@ -11,7 +11,7 @@ from typing import Any
 from ...config import EngineConfig, SpecConfig
 from ...models.hub import program, resolve_model
 from ...text.checks import shown
-from ..cli.options import add_further, add_settings, given, in_flags, spec_config
+from ..cli.options import add_settings, given, in_flags, spec_config
 from ..cli.parser import Parser
 from .settings import ServeConfig
 
@@ -24,10 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit status. Raises what is wrong, in the words of the
     command line."""
     parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        add_further(parser)
-        args = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if args.help_all:
         build_parser(full=True).print_help()
         return 0
@@ -70,7 +67,6 @@ def build_parser(full: bool = False) -> Parser:
     if full:
         chunk = parser._option_string_actions["--max-num-batched-tokens"]
         chunk.help = str(chunk.help).replace(f"{EngineConfig.max_num_batched_tokens})", f"{CHUNK})")
-        add_further(parser)
     return parser
 
 

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from ...config import EngineConfig
 from ...device.devices import current, resolve_device
 from ...device.threads import use_threads
-from ...drafters.base import registered
 from ...drafters.loading import Guessers, load_parts, who_guesses
 from ...models.config import ModelConfig
 from ...text.checks import shown
@@ -149,19 +148,15 @@ def _start_followers(parts: Parts) -> tuple[Place, Job]:
 
 
 def _pickled(parts: Parts) -> bytes:
-    """Return what followers need, with the classes that other modules have added to the known drafters."""
-    methods = registered()
+    """Return what followers need."""
     for each in who_guesses(parts.config.spec, parts.drafter):
-        kind = methods[each].drafter if isinstance(each, str) else type(each)
-        if kind.__module__ == "__main__":
+        if type(each).__module__ == "__main__":
             raise ValueError(
-                f"{kind.__name__} is defined in the script, which other ranks do not run: define it in a "
-                "module that the script imports."
+                f"{type(each).__name__} is defined in the script, which other ranks do not run: define it in "
+                "a module that the script imports."
             )
-    kinds = [method.drafter for method in methods.values()]
-    added = [kind for kind in kinds if not kind.__module__.startswith(("nanospec.", "__main__"))]
     try:
-        return pickle.dumps(added) + pickle.dumps(parts)
+        return pickle.dumps(parts)
     except Exception as error:
         raise ValueError(f"drafter={shown(parts.drafter)} cannot be sent to other ranks: {error}") from None
 
@@ -183,7 +178,7 @@ def begin() -> NoReturn:
     """Run the process of a follower that the leader has started."""
     leader, place = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with, args=(leader, place), daemon=True, name="leader").start()
-    status = serve(place, lambda: [pickle.load(sys.stdin.buffer) for _ in range(2)][1])
+    status = serve(place, lambda: pickle.load(sys.stdin.buffer))
     if os.getppid() != leader:
         _end_with(leader, place)
     sys.exit(status)

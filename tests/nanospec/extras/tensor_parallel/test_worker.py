@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.drafters.base import Drafter, Target
+from nanospec.drafters.base import Drafter, SimpleDrafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import load_drafters
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.ngram import NgramDrafter
-from nanospec.drafters.simple import SimpleDrafter
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.extras.tensor_parallel.worker import Rank
@@ -48,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "ngram-tree": {"method": "ngram", "tree_width": 3},
     "draft": {"method": "draft"},
-    "split-draft": {"method": "draft", "options": {"draft_tensor_parallel_size": 2}},
+    "split-draft": {"method": "draft", "draft_tensor_parallel_size": 2},
     "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+medusa": {"method": "ngram+medusa"},
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
@@ -84,7 +83,7 @@ class Drafters:
     def __call__(self, model: Model, group: Group) -> Sequence[Drafter]:
         config, ready = tiny_config(num_layers=1), dict[str, Drafter]()
         if "draft" in self.spec.methods:
-            split = "draft_tensor_parallel_size" in self.spec.options
+            split = self.spec.draft_tensor_parallel_size > 1
             draft = part_of(config, weights_of(config), group) if split else tiny_model(num_layers=1)
             ready["draft"] = ModelDrafter(self.spec, draft, VOCAB)
         if "medusa" in self.spec.methods:
@@ -101,9 +100,8 @@ def options_of(
         local = Shard(of.config, groups_of(size)[0]).config
         per_token = local.kv_bytes_per_token(torch.float32)
         if "draft" in spec.methods:
-            per_token += tiny_config(num_layers=1).kv_bytes_per_token(torch.float32) // (
-                2 if spec.options else 1
-            )
+            per_draft = tiny_config(num_layers=1).kv_bytes_per_token(torch.float32)
+            per_token += per_draft // spec.draft_tensor_parallel_size
         more["kv_cache_memory"] = 16 * num_blocks * per_token
     options = {"max_num_seqs": 4, "max_model_len": 128, "tensor_parallel_size": size, **more}
     return EngineConfig(spec=spec, **options)
