@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from nanospec.apps.cli.batch import finished, head_of
 from nanospec.apps.cli.batch_lines import Defaults, LineError, Task, read_tasks
-from nanospec.apps.cli.batch_results import finished, head_of
 from nanospec.config import SamplingParams
 
 from .mutation import mutate_bytes as mutate

@@ -48,8 +48,7 @@ from ..text.chat import check_conversation
 from ..text.checks import check_fields, limited, strict_json
 from ..text.tokenizer import Tokenizer
 from .cli.batch_lines import LineError, place, read_lines
-from .cli.options import add_settings, given, in_flags
-from .cli.parser import Parser
+from .cli.options import Parser, add_settings, given, in_flags
 
 WINDOW = 1024  # tokens; longer texts are cut
 HELD_OUT = 16  # of so many texts, one is left out of training and measured

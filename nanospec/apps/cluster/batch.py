@@ -24,9 +24,8 @@ from ...llm import LLM
 from ...models.config import ModelConfig
 from ...outputs import Completion, RequestOutput
 from ...text.tokenizer import Tokenizer
-from ..cli.batch import Check, num_tokens, prompt_ids, refused, say_how, seeded
+from ..cli.batch import Batch, Check, num_tokens, prompt_ids, refused, result_line, say_how, seeded
 from ..cli.batch_lines import Task
-from ..cli.batch_results import Batch, result_line
 from ..serve.jobs import JobFailed
 from ..serve.loop import EngineLoop
 from .start import Share, last_error, load, need_ray, ray_for

@@ -11,8 +11,7 @@ from typing import Any
 from ...config import EngineConfig, SpecConfig
 from ...models.hub import program, resolve_model
 from ...text.checks import shown
-from ..cli.options import add_settings, given, in_flags, spec_config
-from ..cli.parser import Parser
+from ..cli.options import Parser, add_settings, given, in_flags, spec_config
 from .settings import ServeConfig
 
 CHUNK = 512  # default of --max-num-batched-tokens: how long a prompt holds up the others

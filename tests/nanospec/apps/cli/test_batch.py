@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanospec.apps.cli.batch import batch_summary, open_batch
+from nanospec.apps.cli.batch import batch_summary, finished, head_of, open_batch, results_file
 from nanospec.apps.cli.batch_lines import Defaults, LineError, Task, read_tasks
-from nanospec.apps.cli.batch_results import finished, head_of, results_file
 from nanospec.apps.cli.options import parse
 from nanospec.config import SamplingParams
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from nanospec.apps.cli.batch import result_line
 from nanospec.apps.cli.batch_lines import LineError
-from nanospec.apps.cli.batch_results import result_line
 from nanospec.config import SamplingParams
 from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats
 from tests.nanospec.apps.cli.test_batch import of_lines

@@ -25,9 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.apps.cli.batch import open_batch, run_batch, seeded
+from nanospec.apps.cli.batch import open_batch, result_line, run_batch, seeded
 from nanospec.apps.cli.batch_lines import LineError, Task
-from nanospec.apps.cli.batch_results import result_line
 from nanospec.apps.cli.main import main
 from nanospec.apps.cli.options import parse, sampling_params
 from nanospec.apps.cluster import start
