@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanospec.models.config import ModelConfig
+from nanospec.models.families import config_of
 
 KERNELS_PER_LAYER = 5
 ITEM = 2  # bytes of a weight, an activation, a logit
@@ -141,7 +142,7 @@ def _shape(family: str, sizes: tuple[int, ...], tied: bool, window: int) -> Mode
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "vocab_size",
     )  # fmt: skip
-    return ModelConfig.from_dict(
+    return config_of(
         {
             "architectures": [f"{family}ForCausalLM"],
             **dict(zip(names, sizes)),

@@ -29,9 +29,9 @@ from nanospec.device.graphs import Bucket, EagerCapture, StepGraphs
 from nanospec.device.timing import replay_ms
 from nanospec.device.worker import Worker
 from nanospec.drafters.ngram import NgramDrafter
-from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.models.random_weights import random_model
+from nanospec.models.families import config_of
+from tests.random_weights import random_model
 
 MODES = ("graph", "graph, no PDL", "eager")
 ROOM = 128  # tokens of a window behind the context
@@ -45,7 +45,7 @@ TINY = {
 
 def load_shape(shape: str, out: Rows) -> Model:
     """Return a model of a named shape with random weights; "tiny" for dry runs."""
-    config = ModelConfig.from_dict(TINY) if shape == "tiny" else roofline.MODELS[shape]
+    config = config_of(TINY) if shape == "tiny" else roofline.MODELS[shape]
     return random_model(config, out.dtype, out.device)
 
 

@@ -24,9 +24,9 @@ from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
-from nanospec.models.random_weights import random_weights
 from nanospec.outputs import Logprob
 from nanospec.text.tokenizer import Tokenizer
+from tests.random_weights import random_weights
 from tests.tiny import tiny_config
 
 K = int | Literal["auto"] | None

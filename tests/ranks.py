@@ -29,7 +29,7 @@ from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.extras.tensor_parallel.worker import Rank
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.models.random_weights import random_weights
+from tests.random_weights import random_weights
 
 Weights = dict[str, Tensor]
 MakeDrafter = Callable[[Model, Group], Sequence[Drafter]]

@@ -22,9 +22,9 @@ from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.models.random_weights import random_model
 from nanospec.models.rope import Rope
 from nanospec.text.tokenizer import Tokenizer
+from tests.random_weights import random_model
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:

@@ -28,6 +28,7 @@ from nanospec.models.heads import Heads
 from nanospec.models.weights import load_model
 from tests.drive import Job, K, make_engine, run
 from tests.exact import Output
+from tests.random_weights import random_heads
 from tests.tiny import checkpoint
 
 VOCAB, LENGTH = 5, 4
@@ -61,7 +62,7 @@ def make_world(folder: Path) -> World:
     save_file(weights, blurred / "model.safetensors", metadata={"format": "pt"})
     model, draft = (load_model(path, torch.float32, torch.device("cpu")) for path in (target, blurred))
     said = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
-    return World(target, model, draft, Heads.random(model, 3), said)
+    return World(target, model, draft, random_heads(model, 3), said)
 
 
 class Likely(SimpleDrafter):

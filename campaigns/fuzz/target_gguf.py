@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from random import Random
 
-from nanospec.models.config import ModelConfig
+from nanospec.models.families import read_config
 from nanospec.models.gguf import convert
 from nanospec.models.weights import weight_files
 from nanospec.text.tokenizer import Tokenizer
@@ -50,5 +50,5 @@ def one(data: bytes) -> None:
         answer(convert, source, folder, "bfloat16")
         written = weight_files(folder) if (folder / "model.safetensors").is_file() else []
         if written:
-            answer(ModelConfig.from_path, folder)
+            answer(read_config, folder)
             answer(Tokenizer, folder)

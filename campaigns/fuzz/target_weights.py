@@ -21,6 +21,7 @@ import torch
 
 from nanospec.models import weights
 from nanospec.models.config import ModelConfig
+from nanospec.models.families import config_of
 
 from .mutation import mutate_bytes, mutate_json
 from .refusal import answer
@@ -29,7 +30,7 @@ from .target_config import SMALL
 __all__ = ["SEEDS", "mutate", "one"]
 
 CONFIG = {**SMALL, "architectures": ["LlamaForCausalLM"], "mlp_bias": False, "num_hidden_layers": 1}
-SHAPES = ModelConfig.from_dict(CONFIG).parameter_shapes()
+SHAPES = config_of(CONFIG).parameter_shapes()
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 

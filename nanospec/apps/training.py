@@ -37,11 +37,11 @@ from tqdm import tqdm, trange
 from ..device.devices import resolve_device
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
-from ..models.config import ModelConfig
+from ..models.cpu import empty_cache
 from ..models.decoder import Model
+from ..models.families import read_config
 from ..models.heads import Heads
 from ..models.hub import program, resolve_model, weights_folders
-from ..models.kv_cache import empty_cache
 from ..models.token_map import TOKEN_MAP, lm_head_rows
 from ..models.weights import load_model, resolve_dtype
 from ..text.chat import check_conversation
@@ -267,7 +267,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out = args.out or there / "heads" / f"{folder.name}.safetensors"
     if out.suffix != ".safetensors":
         raise ValueError(f"--out {out} must end in .safetensors.")
-    config, device = ModelConfig.from_path(folder), resolve_device(args.device)
+    config, device = read_config(folder), resolve_device(args.device)
     texts = read_texts(args.text, Tokenizer(folder), min(WINDOW, config.max_position_embeddings))
     training = [ids for i, ids in enumerate(texts) if i % HELD_OUT]
     if not training:

@@ -27,9 +27,8 @@ from ..kernels import NOBODY, RUNNING, STOPPED
 from ..kernels.batch import Batch, Chunk
 from ..kernels.speculation.report import RowReport
 from ..kernels.table import Table
-from ..models.cpu import computed_by
+from ..models.cpu import computed_by, empty_cache, zero_blocks
 from ..models.decoder import Model
-from ..models.kv_cache import empty_cache, zero_blocks
 from . import admission
 from .admission import Admission, HostWrites
 from .devices import on_own_device

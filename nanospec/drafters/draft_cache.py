@@ -22,8 +22,8 @@ from torch import Tensor
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
+from ..models.cpu import empty_cache, zero_blocks
 from ..models.decoder import Model
-from ..models.kv_cache import empty_cache, zero_blocks
 
 ALL = torch.iinfo(torch.int32).max  # computed of a row without a request: rows that time a step draft
 

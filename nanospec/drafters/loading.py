@@ -12,6 +12,7 @@ import torch
 from ..config import EngineConfig, SpecConfig
 from ..models.config import ModelConfig
 from ..models.decoder import Model
+from ..models.families import read_config
 from ..models.weights import Split, load_model, resolve_dtype
 from ..text.checks import shown
 from ..text.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ def load_parts(
 ) -> tuple[Model, tuple[Drafter, ...]]:
     """Return the model in a folder, or this device's part of it if it is `split`, and the drafters: `given`,
     or those of `config.spec`."""
-    dtype = resolve_dtype(config.dtype, ModelConfig.from_path(folder), device)
+    dtype = resolve_dtype(config.dtype, read_config(folder), device)
     model = load_model(folder, dtype, device, config.max_model_len, split)
     return model, load_drafters(config.spec, Target(model, folder, tokenizer, split), given=given)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from ..text.checks import read_json, shown
+from ..text.checks import shown
 from .rope import Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,25 +75,6 @@ class ModelConfig:
             raise ValueError(f"longrope needs a short and a long factor for each of {rotated // 2} pairs.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={shown(self.dtype)} is not one of {', '.join(DTYPES)}.")
-
-    @classmethod
-    def from_path(cls, folder: str | Path) -> ModelConfig:
-        """Read `config.json` in `folder`. Raises FileNotFoundError or ValueError."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is no file; a model folder needs a config.json.")
-        raw = read_json(path)
-        try:
-            return cls.from_dict(raw)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Translate the content of a `config.json`. Raises ValueError for what is not supported."""
-        from .families.base import family_of
-
-        return family_of(raw).config(raw)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -1,9 +1,14 @@
-"""The model whose forward pass is one call of `kernels/native/decoder.cpp`: what a CUDA graph is on a GPU."""
+"""The model whose forward pass is one call of `kernels/native/decoder.cpp`: what a CUDA graph is on a GPU.
+
+Also the memory of KV caches, which a CPU gets page by page.
+"""
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +19,9 @@ from ..kernels.launch import use_native, use_triton
 from ..kernels.layer.norm import Norm
 from ..kernels.native.build import target
 from ..kernels.native.call import Word, batch_words, call, words
+from ..kernels.native.mapped_memory import pages
 from ..kernels.native.packed import WIDTH, Packed, empty_rows, row_words
-from ..kernels.native.tiles import cache_words, tiled_shape
+from ..kernels.native.tiles import cache_words, is_tiled, tiled_shape
 from .config import ModelConfig
 from .decoder import GetWeight, Layer, Model
 
@@ -94,6 +100,29 @@ def computed_by(model: Model) -> str:
     if isinstance(model, CompiledModel):
         return f"C++ ({target()})"
     return f"PyTorch, products in C++ ({target()})" if isinstance(model.lm_head, Packed) else "PyTorch"
+
+
+def empty_cache(model: Model, num_blocks: int, block_size: int) -> Tensor:
+    """Allocate the KV cache of a model, all zeros. A block in tiles is contiguous and fills large pages."""
+    shape = model.kv_shape(num_blocks, block_size)
+    if model.device.type != "cpu":
+        return torch.zeros(shape, dtype=model.dtype, device=model.device)
+    return zeros_on_demand(shape, model.dtype, large_pages=isinstance(model, CompiledModel))
+
+
+def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, large_pages: bool = False) -> Tensor:
+    """Return zeros on the CPU, in pages that cost neither time nor memory before they are written."""
+    memory = pages(math.prod(shape) * dtype.itemsize, large_pages)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+def zero_blocks(kv_cache: Tensor, blocks: Sequence[int]) -> None:
+    """Zero the blocks that get a new owner, where attention is `naive`: it multiplies masked values by 0, so
+    a NaN of the previous owner would stay NaN. Kernels do not load masked values; compiled models never
+    write NaN."""
+    if not use_triton(kv_cache) and not is_tiled(kv_cache):
+        for block in blocks:
+            kv_cache[:, :, :, block] = 0
 
 
 def _double(number: float) -> int:

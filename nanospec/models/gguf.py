@@ -18,7 +18,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
 from ..text.checks import reason, shown
-from .config import DTYPES, ModelConfig
+from .config import DTYPES
+from .families import config_of
 
 try:
     import gguf
@@ -266,7 +267,7 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     try:
         file = GGUFFile(source)
         config, tokenizer = model_config(file, dtype), build_tokenizer(file)
-        ModelConfig.from_dict(config)  # refuses what could not be loaded
+        config_of(config)  # refuses what could not be loaded
         folder.mkdir(parents=True)
         write_json(folder / "config.json", config)
         ends = {"eos_token_id": file.end_ids(), "pad_token_id": file.token_id("padding")}

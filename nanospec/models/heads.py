@@ -107,24 +107,7 @@ class Heads:
                 tensor: Tensor = handle.get_tensor(stored[name])
                 return tensor.to(model.device, model.dtype, copy=True)
 
-            return _assemble(model, layout, token_map, get, own=stored)
-
-    @classmethod
-    def random(cls, model: Model, num_heads: int, vocab: int | None = None, seed: int = 0) -> Heads:
-        """Make heads of one block with random weights that share the target's lm_head, for tests. `vocab`
-        restricts the guesses to that many random tokens."""
-        generator = torch.Generator().manual_seed(seed)
-        size, hidden = model.config.vocab_size, model.config.hidden_size
-        token_map = None
-        if vocab is not None:
-            token_map = torch.randperm(size, generator=generator)[:vocab].sort().values.to(model.device)
-
-        def get(name: str) -> Tensor:
-            is_bias = name.endswith("bias")
-            noise = torch.randn((hidden,) if is_bias else (hidden, hidden), generator=generator)
-            return (0.1 * noise if is_bias else noise / hidden**0.5).to(model.device, model.dtype)
-
-        return _assemble(model, Layout(num_heads, 1), token_map, get)
+            return assemble(model, layout, token_map, get, own=stored)
 
     @property
     def weight_bytes(self) -> int:
@@ -157,7 +140,7 @@ def _each(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, .
     return torch.stack([linear(*parts) for parts in zip(columns, weights, biases, strict=True)], 1)
 
 
-def _assemble(
+def assemble(
     model: Model, layout: Layout, token_map: Tensor | None, get: GetWeight, own: Collection[str] = ()
 ) -> Heads:
     """Make heads of the tensors that `get` returns; projections that are not in `own` are the target's."""

@@ -1,6 +1,6 @@
 """Load a `Model` from a folder of safetensors.
 
-    dtype = resolve_dtype("auto", ModelConfig.from_path(path), device)
+    dtype = resolve_dtype("auto", read_config(path), device)
     model = load_model(path, dtype, device)
 
 The files are memory-mapped and copied tensor by tensor, so loading takes little more memory than the weights.
@@ -24,7 +24,7 @@ from ..text.checks import read_json, reason, shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
 from .decoder import Model
-from .families.base import family_of, stored_shapes
+from .families import family_of, read_config
 
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch
@@ -94,13 +94,13 @@ def load_model(
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give the folder of a downloaded model.")
-    config = _within(ModelConfig.from_path(folder), max_len, folder)
+    config = _within(read_config(folder), max_len, folder)
     family = family_of(read_json(folder / "config.json"))
     with ExitStack() as stack:
         places = family.places(config)
         source = {n: file for n, file in _opened(folder, stack).items() if not family.is_ignored(n, config)}
         used = {name: file.get_slice(name) for name, file in source.items()}
-        check_fit(used, stored_shapes(config, places), f"The weights in {folder} do not fit its config.json")
+        check_fit(used, family.stored_shapes(config), f"The weights in {folder} do not fit its config.json")
 
         part = None if split is None else split(config)
 

@@ -13,10 +13,10 @@ import torch
 from nanospec import SimpleDrafter
 from nanospec.config import SamplingParams
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from tests.drive import Job, make_engine, outcome, random_jobs, run
 from tests.nanospec.extras.grammar.guided import guided_jobs, is_right
 from tests.nanospec.extras.tracing.records import check, record_of
+from tests.random_weights import random_heads
 from tests.tiny import GEMMA, tiny_model, tiny_tokenizer
 
 VOCAB = 512
@@ -228,7 +228,7 @@ def test_whoever_drafts_on_equals_off(model: Model, way: str) -> None:
     if "draft" in way:
         parts["draft_model"] = tiny_model(dtype=dtype, device="cuda", vocab_size=VOCAB, num_layers=1)
     if "medusa" in way:
-        parts["heads"] = Heads.random(target, 3)
+        parts["heads"] = random_heads(target, 3)
     jobs = make_jobs(3)
     options: dict[str, Any] = {"max_model_len": 256, "enable_prefix_caching": False}
     plain = make_engine(target, None, max_num_seqs=1, enforce_eager=True, async_scheduling=False, **options)

@@ -17,8 +17,8 @@ from nanospec.device.graphs import CudaCapture
 from nanospec.engine.engine import Engine
 from nanospec.kernels.batch import Chunk
 from nanospec.kernels.table import Table
-from nanospec.models.heads import Heads
 from tests.drive import finish, make_engine, outcome
+from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 from tests.waiting import NoWaiting
 
@@ -35,7 +35,7 @@ def make(way: str, **options: Any) -> Engine:
     target, draft = tiny_model(**kinds), tiny_model(num_layers=1, **kinds)
     return make_engine(
         target, 3, guess={"method": way}, draft_model=draft if "draft" in way else None,
-        heads=Heads.random(target, 3) if way == "medusa" else None, **options,
+        heads=random_heads(target, 3) if way == "medusa" else None, **options,
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from nanospec.config import SamplingParams
-from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
+from nanospec.models.families import read_config
 from nanospec.models.rope import cos_sin_table
 from tests.drive import Job, alone, assert_same, make_engine, outcome, run
 from tests.tiny import Pages, checkpoint, tiny_model
@@ -164,7 +164,7 @@ def test_angles_of_far_positions(tmp_path: Path, variant: str) -> None:
 
     far, places = 1 << 17, torch.tensor([[0, 1, 8191, 65535, (1 << 17) - 1]])
     folder = checkpoint(tmp_path, variant, max_position_embeddings=far)
-    config = ModelConfig.from_path(folder)
+    config = read_config(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     cos, sin = (part[0].double() for part in model.model.rotary_emb(torch.zeros(1, 5, 1), places))
     own = cos_sin_table(config.rope, config.head_dim, far, "cpu")[places[0]].double()

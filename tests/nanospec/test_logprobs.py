@@ -13,9 +13,9 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.engine.request import Request
-from nanospec.models.heads import Heads
 from nanospec.models.weights import load_model
 from tests.drive import MODES, Job, make_engine, run
+from tests.random_weights import random_heads
 from tests.tiny import checkpoint, reference_logits
 
 LENGTH = 12
@@ -79,7 +79,7 @@ def test_log_probabilities_are_those_of_transformers(variant: str, tmp_path: Pat
     model = load_model(folder, torch.float32, torch.device("cpu"))
     parts: dict[str, dict[str, Any]] = {
         "draft": {"draft_model": model},
-        "medusa": {"heads": Heads.random(model, 3)},
+        "medusa": {"heads": random_heads(model, 3)},
     }
     for request in run(make_engine(model, None), jobs()):
         check(request, folder)

@@ -21,7 +21,7 @@ from ...config import EngineConfig, SamplingParams
 from ...engine.request import Limits, check_request
 from ...extras.grammar.grammar import Grammars
 from ...llm import LLM
-from ...models.config import ModelConfig
+from ...models.families import read_config
 from ...outputs import Completion, RequestOutput
 from ...text.tokenizer import Tokenizer
 from ..cli.batch import Batch, Check, num_tokens, prompt_ids, refused, result_line, say_how, seeded
@@ -44,7 +44,7 @@ def run_on_ray(
     config = EngineConfig(**options)
     todo, tokenizer = batch.todo, Tokenizer(folder)
     say_how(tokenizer, todo)
-    window = config.max_model_len or ModelConfig.from_path(folder).max_position_embeddings
+    window = config.max_model_len or read_config(folder).max_position_embeddings
     check, params = checks(folder, config, window, tokenizer), seeded(batch.tasks, config.seed)
     prompts = [prompt_ids(tokenizer, check, window, task, batch.source) for task in todo]
     lines = [(task, ids, params[task.index]) for task, ids in zip(todo, prompts, strict=True)]
@@ -62,7 +62,7 @@ def run_on_ray(
 def checks(folder: Path, config: EngineConfig, window: int, tokenizer: Tokenizer) -> Check:
     """Return a function that raises what an engine would, without its weights. A replica may still have a
     smaller window, where memory is short."""
-    vocab_size = ModelConfig.from_path(folder).vocab_size
+    vocab_size = read_config(folder).vocab_size
     limits = Limits(vocab_size, window, True, config.spec.acceptance)
     grammars = Grammars(tokenizer, vocab_size)
 

@@ -29,7 +29,7 @@ from ...config import EngineConfig
 from ...device.devices import current, resolve_device
 from ...device.threads import use_threads
 from ...drafters.loading import Guessers, load_parts, who_guesses
-from ...models.config import ModelConfig
+from ...models.families import read_config
 from ...text.checks import shown
 from ...text.tokenizer import Tokenizer
 from .. import wanted
@@ -91,7 +91,7 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Rank:
     """
     config, place = parts.config, torchrun_place()
     size = config.tensor_parallel_size
-    check_split(ModelConfig.from_path(parts.folder), size)
+    check_split(read_config(parts.folder), size)
     _check_devices(config, size if place is None else place.gpu + 1)
     others = parts._replace(drafter=for_followers(parts.drafter))
     if place is None:

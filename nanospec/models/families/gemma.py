@@ -13,8 +13,7 @@ from torch import Tensor
 from ...text.checks import shown
 from ..config import ModelConfig
 from ..rope import Rope
-from .base import Family
-from .values import Raw, layer_windows, optional, read, rope, value
+from .base import Family, Raw, layer_windows, optional, read, rope, value
 
 # Llama's name for the norm before the MLP is Gemma's for the one after attention.
 NORMS = {
@@ -33,7 +32,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers; released files leave them out
 }
 
 
-class Gemma2(Family, architectures=("Gemma2ForCausalLM",)):
+class Gemma2(Family):
     def config(self, raw: Raw) -> ModelConfig:
         raw = {**DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192, **_given(raw)}
         return _read(
@@ -52,7 +51,7 @@ class Gemma2(Family, architectures=("Gemma2ForCausalLM",)):
         return 1 + tensor.float() if name.endswith("norm.weight") else tensor
 
 
-class Gemma3(Gemma2, architectures=("Gemma3ForCausalLM",)):
+class Gemma3(Gemma2):
     def config(self, raw: Raw) -> ModelConfig:
         raw = {**DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, **_given(raw)}
         wide, local = _ropes(raw)
@@ -67,7 +66,7 @@ class Gemma3(Gemma2, architectures=("Gemma3ForCausalLM",)):
         )
 
 
-class Gemma3WithImages(Gemma3, architectures=("Gemma3ForConditionalGeneration",)):
+class Gemma3WithImages(Gemma3):
     """The text model of a model with images."""
 
     ignored = ("vision_tower.", "multi_modal_projector.")

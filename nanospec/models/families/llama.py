@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from ..config import ModelConfig
-from .base import Family
-from .values import Raw, read, value
+from .base import Family, Raw, read, value
 
 
-class Llama(Family, architectures=("LlamaForCausalLM",)):
+class Llama(Family):
     def config(self, raw: Raw) -> ModelConfig:
         bias = value(raw, "attention_bias", bool, False)
         return read(raw, qkv_bias=bias, o_bias=bias, mlp_bias=value(raw, "mlp_bias", bool, False))
 
 
-class Mistral(Family, architectures=("MistralForCausalLM",)):
+class Mistral(Family):
     def config(self, raw: Raw) -> ModelConfig:
         return read(raw, windows=(sliding_window(raw),) * value(raw, "num_hidden_layers", int))
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from .base import Family
-from .values import Raw, read, rope, rope_entry, value
+from .base import Family, Raw, read, rope, rope_entry, value
 
 FUSED = {f"self_attn.{part}_proj": "self_attn.qkv_proj" for part in "qkv"}
 FUSED |= {f"mlp.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")}
 
 
-class Phi3(Family, architectures=("Phi3ForCausalLM",)):
+class Phi3(Family):
     def config(self, raw: Raw) -> ModelConfig:
         longest = value(raw, "max_position_embeddings", int)
         window = value(raw, "sliding_window", int, longest)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from ...text.checks import shown
 from ..config import ModelConfig
-from .base import Family
+from .base import Family, Raw, Windows, layer_windows, read, value
 from .llama import sliding_window
-from .values import Raw, Windows, layer_windows, read, value
 
 
-class Qwen2(Family, architectures=("Qwen2ForCausalLM",)):
+class Qwen2(Family):
     def config(self, raw: Raw) -> ModelConfig:
         return read(raw, windows=_windows(raw), qkv_bias=True)
 
 
-class Qwen3(Family, architectures=("Qwen3ForCausalLM",)):
+class Qwen3(Family):
     def config(self, raw: Raw) -> ModelConfig:
         bias, head_dim = value(raw, "attention_bias", bool, False), value(raw, "head_dim", int, 128)
         return read(raw, windows=_windows(raw), head_dim=head_dim, qkv_bias=bias, o_bias=bias, qk_norm=True)

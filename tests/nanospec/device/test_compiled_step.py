@@ -13,8 +13,8 @@ from nanospec.config import SamplingParams
 from nanospec.kernels.native.build import library
 from nanospec.models.cpu import CompiledModel
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from tests.drive import Job, K, Outcome, alone, make_engine, outcome, random_jobs, run
+from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -69,7 +69,7 @@ def test_tokens_and_log_probabilities_of_trees_are_those_without(
         Job(job.prompt * rng.choice((1, 4)), replace(job.params, logprobs=3))
         for job in random_jobs(rng, VOCAB, 10, max_tokens=80)
     ]
-    heads = Heads.random(wide, 3, vocab=20) if "medusa" in method else None
+    heads = random_heads(wide, 3, vocab=20) if "medusa" in method else None
     engine = make_engine(
         wide, 12, guess={"method": method, "tree_width": width}, heads=heads, max_model_len=400,
         enforce_eager=mode == "packed",

@@ -21,8 +21,8 @@ from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from nanospec.kernels.transfer import upload
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
+from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
 
@@ -266,7 +266,7 @@ def test_every_drafter_rides_the_recorded_step(way: str, monkeypatch: pytest.Mon
         }
         if "rejection" in way:  # the others keep to their own rule
             jobs[1] = Job(jobs[1].prompt, replace(jobs[1].params, acceptance="exact"))
-        heads = Heads.random(target, 2, vocab=40)
+        heads = random_heads(target, 2, vocab=40)
         engine = make_engine(
             target, 2, guess=guess, draft_model=draft if "draft" in way else None, heads=heads,
             enforce_eager=False, max_num_seqs=2, max_model_len=32, async_scheduling=True,

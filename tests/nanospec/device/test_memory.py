@@ -19,7 +19,7 @@ from nanospec.device import memory
 from nanospec.device.graphs import StepGraphs
 from nanospec.device.memory import plan_cache, step_bytes
 from nanospec.kernels.batch import Batch
-from nanospec.models.kv_cache import zeros_on_demand
+from nanospec.models.cpu import zeros_on_demand
 from tests.drive import finish, make_engine
 from tests.dry import DryRun, dry_step, meta_model
 from tests.tiny import tiny_config, tiny_model

@@ -16,8 +16,8 @@ from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan
 from nanospec.kernels import launch
-from nanospec.models.heads import Heads
 from tests.drive import Job, alone, make_engine, outcome, run
+from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.waiting import NoWaiting, Waits
@@ -35,7 +35,7 @@ def recorded_engine(way: str) -> Engine:
     target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
     return make_engine(
         target, 1, guess={"method": way}, draft_model=draft if "draft" in way else None,
-        heads=Heads.random(target, 1) if "medusa" in way else None, num_blocks=3,
+        heads=random_heads(target, 1) if "medusa" in way else None, num_blocks=3,
         enforce_eager=False, async_scheduling=True, max_num_seqs=2, max_model_len=48,
         max_num_batched_tokens=16,
     )  # fmt: skip

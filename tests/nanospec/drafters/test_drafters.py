@@ -25,6 +25,7 @@ from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from tests.drive import MODES, Job, cycle, cycle_model, make_engine, random_jobs, run, run_as_alone
 from tests.kernels.batches import guessed, make_batch
+from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 VOCAB = 64
@@ -48,7 +49,7 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def parts(model: Model) -> dict[str, Any]:
     """A draft model and heads that are sometimes right."""
-    return {"draft_model": tiny_model(num_layers=1), "heads": Heads.random(model, 3, vocab=50)}
+    return {"draft_model": tiny_model(num_layers=1), "heads": random_heads(model, 3, vocab=50)}
 
 
 def engine_of(model: Model, parts: dict[str, Any], way: str, k: Any = 5, **options: Any) -> Any:
@@ -182,7 +183,7 @@ def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
 def cycle_heads(model: Model, count: int) -> Heads:
     """Heads that know how the text of `cycle_model` goes on."""
     hidden = model.config.hidden_size
-    blocks = Heads.random(model, count).blocks
+    blocks = random_heads(model, count).blocks
     silent = replace(
         blocks[0],
         weights=(pack(torch.zeros(count * hidden, hidden)),),
@@ -243,7 +244,7 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool, w
 def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
     """Three heads that make trees, and rows of requests that want 8 drafts each."""
     guess = {"method": "medusa", "tree_width": width}
-    heads = Heads.random(model, 3, vocab=20)
+    heads = random_heads(model, 3, vocab=20)
     engine = make_engine(model, 8, guess=guess, heads=heads, max_num_seqs=3)
     drafter, table = engine.worker.drafters[0], engine.worker.table
     assert isinstance(drafter, MedusaDrafter)
@@ -389,12 +390,12 @@ def test_what_a_draft_model_missed_is_computed_in_pieces(
 def test_heads_must_fit_the_target(model: Model) -> None:
     other = tiny_model(hidden_size=48, num_heads=3, num_kv_heads=3)
     with pytest.raises(ValueError, match="hidden states of 48"):
-        make_engine(model, 3, guess={"method": "medusa"}, heads=Heads.random(other, 2))
+        make_engine(model, 3, guess={"method": "medusa"}, heads=random_heads(other, 2))
     with pytest.raises(ValueError, match="more than the 4 tokens"):
-        make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=Heads.random(model, 2, 4))
+        make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=random_heads(model, 2, 4))
     few = tiny_model(vocab_size=5)
     with pytest.raises(ValueError, match="tree_width=6 is more than the 5 tokens"):
-        make_engine(few, 3, guess={"method": "medusa", "tree_width": 6}, heads=Heads.random(few, 2))
+        make_engine(few, 3, guess={"method": "medusa", "tree_width": 6}, heads=random_heads(few, 2))
 
 
 @pytest.mark.parametrize("backend", ["naive", "auto"])
@@ -402,7 +403,7 @@ def test_heads_must_fit_the_target(model: Model) -> None:
 def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> None:
     """Which holds the last positions of a node's own path, wherever those lie."""
     windowed = tiny_model(windows=(None, 4))
-    parts = {"heads": Heads.random(windowed, 3, vocab=50)}
+    parts = {"heads": random_heads(windowed, 3, vocab=50)}
     jobs = random_jobs(random.Random(4), VOCAB, 5)
     with launch.forced(backend):
         engine = engine_of(windowed, parts, way, 12, max_num_seqs=4)

@@ -17,8 +17,8 @@ from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.worker import Worker
 from nanospec.engine.request import Request, Status
 from nanospec.kernels import launch
+from nanospec.models.cpu import zero_blocks
 from nanospec.models.decoder import Model
-from nanospec.models.kv_cache import zero_blocks
 from tests import drive
 from tests.drive import (
     MODES,

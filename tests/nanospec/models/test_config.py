@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanospec.models.config import ModelConfig
-from nanospec.models.families.base import family_of, stored_shapes
+from nanospec.models.families import config_of, family_of, read_config
 from nanospec.models.rope import Rope
 from tests.tiny import VARIANTS, checkpoint
 
@@ -27,7 +27,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
 
 def parse(architecture: str = "Llama", **changes: Any) -> ModelConfig:
     names = [f"{architecture}ForCausalLM"]
-    return ModelConfig.from_dict({**LLAMA, "architectures": names, **changes})
+    return config_of({**LLAMA, "architectures": names, **changes})
 
 
 def test_llama_with_defaults() -> None:
@@ -165,12 +165,12 @@ def test_shapes_equal_those_of_transformers(variant: str, tmp_path: Path) -> Non
     from safetensors import safe_open
 
     folder = checkpoint(tmp_path, variant)
-    config = ModelConfig.from_path(folder)
+    config = read_config(folder)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         count = sum(file.get_tensor(name).numel() for name in stored)
     family = family_of(json.loads((folder / "config.json").read_text()))
-    assert stored_shapes(config, family.places(config)) == stored
+    assert family.stored_shapes(config) == stored
     assert config.num_parameters == count
 
 
@@ -185,9 +185,9 @@ def test_derived_numbers() -> None:
 def test_from_path(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(FileNotFoundError, match=r"needs a config\.json"):
-        ModelConfig.from_path(tmp_path)
+        read_config(tmp_path)
     path.write_text(json.dumps(LLAMA))
-    assert ModelConfig.from_path(tmp_path) == parse()
+    assert read_config(tmp_path) == parse()
     for content, words in [
         ("{", "config.json is not valid JSON"),
         ("[]", "must hold a JSON object, not a list"),
@@ -195,8 +195,8 @@ def test_from_path(tmp_path: Path) -> None:
     ]:
         path.write_text(content)
         with pytest.raises(ValueError, match=words):
-            ModelConfig.from_path(tmp_path)
+            read_config(tmp_path)
     for broken in (b"\xff\xfe{", b"[" * 100_000):
         path.write_bytes(broken)
         with pytest.raises(ValueError, match=r"config\.json is no.* (JSON|UTF-8).*; fetch it again\.$"):
-            ModelConfig.from_path(tmp_path)
+            read_config(tmp_path)

@@ -25,8 +25,8 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel, computed_by, model_class
 from nanospec.models.decoder import GetWeight, Model
-from nanospec.models.random_weights import random_weights
 from tests.processors import built_for, compiled_for, other_library
+from tests.random_weights import random_weights
 from tests.tiny import GEMMA, Pages, tiny_config, tiny_model
 
 __all__ = ["built_for", "compiled_for", "other_library"]

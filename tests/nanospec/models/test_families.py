@@ -21,8 +21,8 @@ from nanospec.kernels.native.build import library
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel
 from nanospec.models.decoder import Model
-from nanospec.models.families.base import FAMILIES, Family, family_of
-from nanospec.models.families.values import Raw, read
+from nanospec.models.families import FAMILIES, config_of, family_of
+from nanospec.models.families.base import Family, Raw, read
 from nanospec.models.token_map import lm_head_rows
 from nanospec.models.weights import load_model
 from tests.drive import Job, make_engine, outcome, run
@@ -171,7 +171,7 @@ PHI3: dict[str, Any] = {
 
 
 def test_gemma_2_as_released() -> None:
-    config = ModelConfig.from_dict(GEMMA2_2B)
+    config = config_of(GEMMA2_2B)
     assert config.windows[:3] == (4096, None, 4096)
     assert config.tie_word_embeddings
     assert (config.attention_softcap, config.logit_softcap) == (50, 30)
@@ -181,7 +181,7 @@ def test_gemma_2_as_released() -> None:
 
 def test_gemma_3_as_released() -> None:
     """Most of what it needs is left to the defaults."""
-    config = ModelConfig.from_dict(GEMMA3_4B)
+    config = config_of(GEMMA3_4B)
     assert config.windows[:7] == (1024,) * 5 + (None, 1024)
     assert (config.rope.kind, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8)
     assert config.local_rope is not None
@@ -192,15 +192,15 @@ def test_gemma_3_as_released() -> None:
 
 
 def test_phi_3_as_released() -> None:
-    config = ModelConfig.from_dict(PHI3)
+    config = config_of(PHI3)
     assert config.windows == (None,) * 32  # it is longer than any text
     assert config.rope.kind == "longrope"
     assert abs(config.rope.amplitude - 1.1902380714) < 1e-9
     assert config.num_parameters == 3_821_079_552
     mini = {**PHI3, "partial_rotary_factor": 0.75, "num_attention_heads": 24, "num_key_value_heads": 8}
     with pytest.raises(ValueError, match=r"a short and a long factor for each of 48 pairs"):
-        ModelConfig.from_dict({**mini, "rope_scaling": {**PHI3["rope_scaling"], "short_factor": [1.0]}})
-    config = ModelConfig.from_dict(mini)
+        config_of({**mini, "rope_scaling": {**PHI3["rope_scaling"], "short_factor": [1.0]}})
+    config = config_of(mini)
     assert (config.head_dim, config.rope.rotated(128)) == (128, 96)
 
 
@@ -218,31 +218,29 @@ def test_phi_3_as_released() -> None:
 )
 def test_refuses(raw: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        ModelConfig.from_dict({**raw, **changes})
+        config_of({**raw, **changes})
     assert str(caught.value).endswith(".")
 
 
 # ---- a new family is one class -----------------------------------------------------------------------
 
 
-def test_a_family_registers_itself(tmp_path: Path) -> None:
-    class Toy(Family, architectures=("ToyForCausalLM",)):
+def test_a_new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Toy(Family):
         def config(self, raw: Raw) -> ModelConfig:
             return read(raw, qkv_bias=True)
 
         def stored_name(self, name: str) -> str:
             return name.replace("model.", "toy.")
 
-    try:
-        folder = checkpoint(tmp_path, "qwen2-tied")
-        expected = Pages(load_model(folder, torch.float32, "cpu"), 1, 32).step({0: tokens(20)})[0]
-        raw = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["ToyForCausalLM"]}))
-        stored = load_file(folder / "model.safetensors")
-        save_file({n.replace("model.", "toy."): t for n, t in stored.items()}, folder / "model.safetensors")
-        model = load_model(folder, torch.float32, "cpu")
-        assert torch.equal(Pages(model, 1, 32).step({0: tokens(20)})[0], expected)
-        assert isinstance(family_of({"architectures": ["ToyForCausalLM"]}), Toy)
-        assert isinstance(model, Model)
-    finally:
-        del FAMILIES["ToyForCausalLM"]
+    monkeypatch.setitem(FAMILIES, "ToyForCausalLM", Toy)
+    folder = checkpoint(tmp_path, "qwen2-tied")
+    expected = Pages(load_model(folder, torch.float32, "cpu"), 1, 32).step({0: tokens(20)})[0]
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["ToyForCausalLM"]}))
+    stored = load_file(folder / "model.safetensors")
+    save_file({n.replace("model.", "toy."): t for n, t in stored.items()}, folder / "model.safetensors")
+    model = load_model(folder, torch.float32, "cpu")
+    assert torch.equal(Pages(model, 1, 32).step({0: tokens(20)})[0], expected)
+    assert isinstance(family_of({"architectures": ["ToyForCausalLM"]}), Toy)
+    assert isinstance(model, Model)

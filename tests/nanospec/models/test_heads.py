@@ -17,6 +17,7 @@ from nanospec.kernels.launch import forced
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads
 from nanospec.models.token_map import lm_head_rows
+from tests.random_weights import random_heads
 from tests.tiny import tiny_config
 from tests.util import assert_close
 
@@ -109,7 +110,7 @@ def test_rows_of_a_packed_lm_head_are_read_exactly(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("vocab", [None, 10], ids=["all", "map"])
 def test_top_gives_token_ids_in_order(vocab: int | None) -> None:
-    heads = Heads.random(target()[0], 4, vocab, seed=1)
+    heads = random_heads(target()[0], 4, vocab, seed=1)
     scores = torch.full((9, 4, V), -torch.inf)
     scores[..., torch.arange(V) if heads.token_map is None else heads.token_map] = heads.logits(states(9))
     for count in (1, 2, 10):

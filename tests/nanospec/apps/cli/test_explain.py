@@ -12,11 +12,11 @@ import pytest
 from nanospec import LLM, SpecConfig
 from nanospec.apps.cli import explain
 from nanospec.apps.cli.console import Console
-from nanospec.models.config import ModelConfig
+from nanospec.models.families import read_config
 
 
 def test_a_step_reads_the_weights_and_the_cache_once(smollm2: Path) -> None:
-    config = ModelConfig.from_path(smollm2)
+    config = read_config(smollm2)
     for tie in (True, False):
         shape = replace(config, tie_word_embeddings=tie)
         read = 2 * (shape.num_parameters - (0 if tie else config.vocab_size * config.hidden_size))

@@ -23,10 +23,10 @@ from nanospec.kernels import NOBODY, launch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from nanospec.text.tokenizer import Tokenizer
 from tests.drive import MODES, Job, alone, assert_same, finish, make_engine, outcome, run
 from tests.nanospec.extras.grammar.guided import CHOICES, FORMATS, VOCAB, guided_jobs, is_right
+from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -116,7 +116,7 @@ def test_beside_every_drafter(
         "acceptance": rule,
     }
     draft = tiny_model(3, vocab_size=VOCAB) if "draft" in way else None
-    heads = Heads.random(model, 3, vocab=40) if "medusa" in way else None
+    heads = random_heads(model, 3, vocab=40) if "medusa" in way else None
     engine = make(4, guess=guess, draft_model=draft, heads=heads, **MODES[mode])
     others = [Job(job.prompt, replace(job.params, response_format=None)) for job in jobs[:4]]
     requests = run(engine, [*jobs, *others])[: len(jobs)]

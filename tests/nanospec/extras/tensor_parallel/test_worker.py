@@ -23,7 +23,6 @@ from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.extras.tensor_parallel.worker import Rank
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from tests.drive import (
     MODES,
     Job,
@@ -36,6 +35,7 @@ from tests.drive import (
     random_jobs,
     run,
 )
+from tests.random_weights import random_heads
 from tests.ranks import MakeDrafter, Weights, groups_of, part_of, split_engine, together, weights_of
 from tests.tiny import tiny_config, tiny_model
 
@@ -87,7 +87,7 @@ class Drafters:
             draft = part_of(config, weights_of(config), group) if split else tiny_model(num_layers=1)
             ready["draft"] = ModelDrafter(self.spec, draft, VOCAB)
         if "medusa" in self.spec.methods:
-            ready["medusa"] = MedusaDrafter(self.spec, Heads.random(model, 3, vocab=50), model)
+            ready["medusa"] = MedusaDrafter(self.spec, random_heads(model, 3, vocab=50), model)
         return load_drafters(self.spec, Target(model), ready)
 
 

@@ -21,9 +21,9 @@ from nanospec.kernels import launch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from tests.drive import MODES, Job, cycle, cycle_model, finish, make_engine, outcome, random_jobs, run
 from tests.nanospec.extras.tracing.records import check, record_of
+from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
 
@@ -50,7 +50,7 @@ def traced(model: Model, setup: str, **options: Any) -> Engine:
     settings = {**SETUPS[setup], **options}
     method = settings.get("guess", {}).get("method", "")
     if "medusa" in method:
-        settings["heads"] = Heads.random(model, 3, vocab=50)
+        settings["heads"] = random_heads(model, 3, vocab=50)
     if "draft" in method:
         settings["draft_model"] = tiny_model(num_layers=1)
     return make_engine(model, settings.pop("k"), **settings)

@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
-from .cpu import model_class
-from .decoder import GetWeight, Model
+from nanospec.models.config import ModelConfig
+from nanospec.models.cpu import model_class
+from nanospec.models.decoder import GetWeight, Model
+from nanospec.models.heads import Heads, Layout, assemble
 
 
 def random_model(
@@ -49,3 +50,20 @@ def random_weights(
         return noise.to(dtype)
 
     return get
+
+
+def random_heads(model: Model, num_heads: int, vocab: int | None = None, seed: int = 0) -> Heads:
+    """Make heads of one block that share the target's lm_head. `vocab` restricts the guesses to that many
+    random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    size, hidden = model.config.vocab_size, model.config.hidden_size
+    token_map = None
+    if vocab is not None:
+        token_map = torch.randperm(size, generator=generator)[:vocab].sort().values.to(model.device)
+
+    def get(name: str) -> Tensor:
+        is_bias = name.endswith("bias")
+        noise = torch.randn((hidden,) if is_bias else (hidden, hidden), generator=generator)
+        return (0.1 * noise if is_bias else noise / hidden**0.5).to(model.device, model.dtype)
+
+    return assemble(model, Layout(num_heads, 1), token_map, get)
