@@ -14,7 +14,7 @@ Reported is the speed-up over K = 0 for every fixed K and the automatic choice; 
 automatic choice loses against the best fixed K, known only in hindsight. `last_done` is the speed-up where
 no request waits: until the last of B requests that began together has ended. Costs are those of the
 roofline with launches (`roofline.py`), of an H200 at a context of 1024, and for the CPU what SmolLM2-135M
-was measured to take on two cores in bf16. """
+was measured to take on two cores in bf16."""
 
 from __future__ import annotations
 

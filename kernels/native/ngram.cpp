@@ -1,4 +1,4 @@
-// Lookup of drafts on a CPU: speculation/ngram.py says what is computed.
+// Lookup of drafts on a CPU: speculation/ngram.py and ngram_tree.py say what is computed.
 
 #include <algorithm>
 #include <utility>

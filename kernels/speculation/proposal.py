@@ -5,7 +5,6 @@ a chain each draft follows the one before. A tree says for each draft which plac
 come before their children, so the first n drafts of a tree are a tree too, and siblings differ.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,25 +43,6 @@ class Proposal(NamedTuple):
     parents: Tensor | None = None
     logits: Tensor | None = None
     sampled: Tensor | None = None
-
-
-class Node(NamedTuple):
-    """A draft: its token, the index that it was copied from, and the place that it follows."""
-
-    token: int
-    source: int
-    parent: int
-
-
-def of_nodes(
-    rows: Sequence[Sequence[Node]], match_len: list[int], k: int, device: torch.device, tree: bool
-) -> Proposal:
-    """Return what drafter 0 proposes: the nodes of each row, at most k, then tokens 0 and sources -1."""
-    padded = [[*nodes, *[Node(0, -1, 0)] * (k - len(nodes))] for nodes in rows]
-    drafts, sources, parents = ([[node[i] for node in nodes] for nodes in padded] for i in range(3))
-    columns = [drafts, [len(nodes) for nodes in rows], sources, match_len, [0] * len(rows)]
-    columns += [parents] * tree
-    return Proposal(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
 def empty_proposal(rows: Tensor, k: int, tree: bool = False) -> Proposal:

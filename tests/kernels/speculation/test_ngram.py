@@ -9,16 +9,43 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from nanospec.kernels import RUNNING, STOPPED
-from nanospec.kernels.speculation import ngram, verify
-from nanospec.kernels.speculation.proposal import Node, Proposal
+from nanospec.kernels.speculation import ngram, ngram_tree, verify
+from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from tests.kernels.batches import compiled, guessed, ints, make_batch, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
-IMPLEMENTATIONS = {"naive": ngram.naive, **compiled(native=ngram.native), "kernel": ngram.launch}
+Propose = Callable[[Table, Tensor, int, int, int], Proposal]
+
+
+def proposing(which: str) -> Propose:
+    """Return an implementation of chains and trees."""
+
+    def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
+        if max_width > 1:
+            return getattr(ngram_tree, which)(table, rows, k, max_n, max_width)
+        return getattr(ngram, which)(table, rows, k, max_n)
+
+    return propose
+
+
+IMPLEMENTATIONS = {
+    "naive": proposing("naive"),
+    **compiled(native=proposing("native")),
+    "kernel": proposing("launch"),
+}
+
+
+class Node(NamedTuple):
+    """A draft: its token, the index that it was copied from, and the place that it follows."""
+
+    token: int
+    source: int
+    parent: int
 
 
 class Request(NamedTuple):
@@ -90,7 +117,7 @@ def reference(text: list[int], min_n: int, max_n: int, D: int, width: int) -> tu
     order = sorted(((matched(text, p, max_n), p) for p in range(1, n)), reverse=True)
     chains: list[tuple[int, list[int]]] = []
     best = 0
-    width = 1 if order and order[0][0] > ngram.LONG_MATCH.value else max(width, 1)
+    width = 1 if order and order[0][0] > ngram_tree.LONG_MATCH.value else max(width, 1)
     for m, p in order:
         chain = [text[p + j % (n - p)] for j in range(D)]
         if m >= max(min_n, 1) and len(chains) < width and chain not in [c for _, c in chains]:
@@ -117,7 +144,7 @@ def check(
     rows: list[int],
     k: int,
     max_width: int = 1,
-    propose: Callable[..., Proposal] = ngram.launch,
+    propose: Propose = IMPLEMENTATIONS["kernel"],
     capacity: int = 0,
 ) -> None:
     """Compare `propose` with the reference."""
@@ -169,7 +196,7 @@ def test_a_chain_by_hand(case: str, implementation: str) -> None:
     table, rest = history_table([Request(text, room=room)], 8), k - len(drafts)
     for code in (RUNNING, STOPPED):  # a row that has finished guesses nothing
         table.finished[:] = code
-        result = IMPLEMENTATIONS[implementation](table, ints(0), k, 3)
+        result = IMPLEMENTATIONS[implementation](table, ints(0), k, 3, 1)
         if code == RUNNING:
             assert result.drafts.tolist() == [drafts + [0] * rest]
             assert result.source.tolist() == [sources + [-1] * rest]
@@ -180,7 +207,7 @@ def test_a_chain_by_hand(case: str, implementation: str) -> None:
 def tree_of(text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3) -> tuple[list[Node], int]:
     """Return what is proposed for one request: its nodes, and the length of the match."""
     table = history_table([Request(text, min_n, max_n, k, width=width)])
-    result = ngram.naive(table, ints(0), k, max_n, 8)
+    result = ngram_tree.naive(table, ints(0), k, max_n, 8)
     assert result.parents is not None
     columns = (part[0].tolist() for part in (result.drafts, result.source, result.parents))
     return [Node(*row) for row in zip(*columns)][: int(result.num_drafts)], int(result.match_len)
@@ -266,12 +293,12 @@ def test_kernel_grows_large_trees(k: int) -> None:
     assert len({x.parent for x in tree_of(text, k, 8)[0] if x.parent}) > 5
 
 
-@pytest.mark.parametrize("programs", [1, 3, 512], ids=lambda n: f"programs{n}")
 @pytest.mark.parametrize("length", [1023, 1024, 1025, 3000])
-def test_kernel_splits_long_histories(length: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_goes_through_long_histories(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matches in the first, a middle and the last block; the longest wins wherever it is. For trees, ways on
     in all blocks: alike across blocks, and more in one block than are wanted."""
-    monkeypatch.setattr(ngram, "PROGRAMS", programs)
+    for module in (ngram, ngram_tree):
+        monkeypatch.setattr(module, "BLOCK", 1024)
     rng = random.Random(length)
 
     def text() -> list[int]:
@@ -317,6 +344,7 @@ def test_kernel_sees_only_the_text_between_its_ends(case: str) -> None:
 @pytest.mark.parametrize("max_width", [1, 2])
 @pytest.mark.parametrize(("B", "k"), [(0, 4), (1, 0), (2, 0)])
 def test_kernel_without_rows_or_drafts(B: int, k: int, max_width: int) -> None:
-    result = ngram.launch(history_table([Request([1, 1])]), ints(*[0] * B), k, 2, max_width)
+    table = history_table([Request([1, 1])])
+    result = IMPLEMENTATIONS["kernel"](table, ints(*[0] * B), k, 2, max_width)
     assert result.drafts.shape == (B, k)
     assert result.num_drafts.tolist() == [0] * B

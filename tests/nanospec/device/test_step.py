@@ -35,7 +35,7 @@ HEAD = ["_rms_norm", "_gemm", "_scan", "_finish", "_commit"]
 
 @pytest.mark.parametrize(
     ("k", "expected"),
-    [(0, ["_lay_out", "_embed", *HEAD]), (4, ["_search", "_draft", "_lay_out", "_embed", *HEAD])],
+    [(0, ["_lay_out", "_embed", *HEAD]), (4, ["_propose", "_lay_out", "_embed", *HEAD])],
 )
 def test_a_step_launches_little_beside_its_layers(k: int, expected: list[str]) -> None:
     assert launches(0, k) == expected
