@@ -66,15 +66,12 @@ class Replica:
     dollars: float
 
 
-def best(
-    model: str, texts: Brought, bound: float, machine: Machine, cached: int = 0
-) -> dict[str, float] | None:
-    """The cheapest replica that needs at most `bound` ms per token, None if there is none.
-    `cached`: tokens of each prompt that are found in the cache."""
+def best(model: str, texts: Brought, bound: float, machine: Machine) -> dict[str, float] | None:
+    """Return the cheapest replica that needs at most `bound` ms per token, None if there is none."""
     config, found = MODELS[model], []
     for gpus in (1, 2, 4, 8):
         room = kv_tokens(config, machine, gpus)
-        prompt = prefill(config, PROMPT - cached, cached, gpus).estimate(machine)
+        prompt = prefill(config, PROMPT, 0, gpus).estimate(machine)
         for rows in (n for n in ROWS if n * (PROMPT + OUTPUT) <= room):
             for k in (k for k in texts if k == 0 or rows * (k + 1) <= MAX_STEP_TOKENS):
                 step = account(config, rows, k, PROMPT + OUTPUT // 2, gpus).estimate(machine)
@@ -86,31 +83,15 @@ def best(
     return asdict(replace(chosen, ms=float(f"{chosen.ms:.3g}"), dollars=float(f"{chosen.dollars:.3g}")))
 
 
-def replicas(kinds: Mapping[str, Brought], machine: Machine, cached: int = 0) -> dict[str, Any]:
-    """The cheapest replica by model, bound and text."""
+def replicas(kinds: Mapping[str, Brought], machine: Machine) -> dict[str, Any]:
+    """Return the cheapest replica by model, bound and text."""
     return {
         model: {
-            bound: {name: best(model, texts, bound, machine, cached) for name, texts in kinds.items()}
+            bound: {name: best(model, texts, bound, machine) for name, texts in kinds.items()}
             for bound in BOUNDS
         }
         for model in SHOWN
     }
-
-
-def gains(kinds: Mapping[str, Brought], model: str = "qwen3-8b") -> dict[str, Any]:
-    """By rows and text: the K of most tokens per ms in a step alone, and its speed over no drafts."""
-
-    def rate(rows: int, k: int, texts: Brought) -> float:
-        return rows * texts[k] / account(MODELS[model], rows, k, PROMPT + OUTPUT // 2).estimate(Machine())
-
-    found: dict[str, Any] = {}
-    for rows in (1, 64, 128, 512):
-        for name, texts in kinds.items():
-            allowed = [k for k in texts if k == 0 or rows * (k + 1) <= MAX_STEP_TOKENS]
-            k = max(allowed, key=lambda k: rate(rows, k, texts))
-            gain = round(rate(rows, k, texts) / rate(rows, 0, texts), 2)
-            found.setdefault(str(rows), {})[name] = {"k": k, "gain": gain}
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,23 +105,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         name: brought([traces.replay(text, *lengths) for text in texts[group]])
         for name, group in KINDS.items()
     }
-    machine, every = Machine(), {"none": NONE, **kinds}
-    slower = replace(machine, bandwidth=0.7 * machine.bandwidth, flops=0.7 * machine.flops)
-    what_if = {
-        "70 % of the rates": replicas(every, slower),
-        "7/8 of a prompt cached": replicas(every, machine, cached=PROMPT * 7 // 8),
-    }
+    machine = Machine()
     common.save(
         "fleet",
         {
             "environment": common.environment(),
             "machine": asdict(machine),
             "tokens_per_step": kinds,
-            "replicas": replicas(every, machine),
-            "gains": gains(kinds),
-            "what_if": {
-                name: {model: found[model][20] for model in SHOWN} for name, found in what_if.items()
-            },
+            "replicas": replicas({"none": NONE, **kinds}, machine),
         },
         args.out,
     )

@@ -36,7 +36,7 @@ def load(name: str) -> Any:
     return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("document", "count"), [("README.md", 5), ("docs/speed.md", 16)])
+@pytest.mark.parametrize(("document", "count"), [("README.md", 5), ("docs/speed.md", 12)])
 def test_tokens_per_second_beside_vllm(document: str, count: int) -> None:
     found = list(AGAINST_VLLM.finditer((ROOT / document).read_text(encoding="utf-8")))
     assert len(found) == count
@@ -57,7 +57,7 @@ def test_tokens_per_second_beside_vllm(document: str, count: int) -> None:
 def test_ways_of_guessing() -> None:
     results = load("drafters")["greedy"]
     rows = GUESSING.findall((ROOT / "docs" / "speed.md").read_text(encoding="utf-8"))
-    assert len(rows) == 11
+    assert len(rows) == 7
     for method, width, k, cells in rows:
         name = method + (f" tree W={width}" if width else "") + (f" K={k}" if k else "")
         own = [results[group][name] for group in GROUPS]
@@ -84,18 +84,10 @@ def test_tables_of_replicas_on_gpus() -> None:
         for model, name in MODELS.items()
         for bound, by_text in found["replicas"][model].items()
     ]
-    rows += [
-        [count, *(f"K = {of['k']}, {of['gain']:.2f}x" for of in (by_text["prose"], by_text["code edits"]))]
-        for count, by_text in found["gains"].items()
-    ]
-    rows += [
-        [name, *(replica(by_model[model][text]) for model in MODELS for text in ("none", "code edits"))]
-        for name, by_model in found["what_if"].items()
-    ]
     page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if "K = " in line and line[0] == "|"]
     figures = [line.strip("| ").split(" | ") for line in lines]
-    assert len(figures) == 8
+    assert len(figures) == 5
     assert [row for row in figures if row not in rows] == []
     for text, said in (("prose", "{:.2f}, {:.2f} and {:.2f} tokens in prose"),
                        ("code edits", "{:.2f}, {:.2f} and {:.2f} in code edits")):  # fmt: skip
