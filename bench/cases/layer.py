@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
-from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
+from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.rope_cache import Angles, rope_cache
 from nanospec.kernels.layer.stream import Stream, embed, residual_add
@@ -211,23 +211,23 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
         x, w, bias = stream(device), normal(device, qkv_width, H), None
         if shape is QWEN3_SMALL:
             bias = normal(device, qkv_width)
-        return Built(lambda: norm_linear(x, w, bias), {"cublas": lambda: x.x @ w.T})
+        return Built(lambda: make_linear(w, bias).of_norm(x), {"cublas": lambda: x.x @ w.T})
 
     def o(device: str) -> Built:
         x, h, w = stream(device), normal(device, T, q_width), normal(device, H, q_width)
-        return Built(lambda: linear_add(h, w, x, x.norm), {"cublas": lambda: h @ w.T})
+        return Built(lambda: make_linear(w).add_to(x, h, x.norm), {"cublas": lambda: h @ w.T})
 
     def gate_up(device: str) -> Built:
         x, w = stream(device), normal(device, 2 * inner, H)
-        return Built(lambda: norm_swiglu(x, w), {"cublas": lambda: x.x @ w.T})
+        return Built(lambda: make_linear(w).gated(x), {"cublas": lambda: x.x @ w.T})
 
     def down(device: str) -> Built:
         x, h, w = stream(device), normal(device, T, inner), normal(device, H, inner)
-        return Built(lambda: linear_add(h, w, x, x.norm), {"cublas": lambda: h @ w.T})
+        return Built(lambda: make_linear(w).add_to(x, h, x.norm), {"cublas": lambda: h @ w.T})
 
     def head(device: str) -> Built:
         x, w = normal(device, T, H), normal(device, shape.vocab, H)
-        return Built(lambda: linear(x, w), {"cublas": lambda: x @ w.T})
+        return Built(lambda: make_linear(w)(x), {"cublas": lambda: x @ w.T})
 
     for name, build, N, K, out in (
         ("norm_linear", qkv, qkv_width, H, qkv_width),
@@ -297,7 +297,7 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
         angles = Angles(normal(T + 100, D, dtype=torch.float32), batch.positions, BF16)
         calls: dict[str, Call] = {
             "rope_cache": lambda: rope_cache(qkv, cache, batch, angles, (head_norm, head_norm)),
-            "norm_swiglu": lambda: norm_swiglu(x, gate_up, None, "gelu"),
+            "norm_swiglu": lambda: make_linear(gate_up).gated(x, "gelu"),
             "residual_add": lambda: residual_add(h[None], x.x, norm, own=norm),
             "embed": lambda: embed(ids, table, norm, 50.5),
         }

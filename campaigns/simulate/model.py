@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
+from nanospec.kernels.layer.linear import Linear
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Block
 from tests.tiny import tiny_config
 
 BASE, SUMS, WIDTH = 64, 61, 16  # numbers to a digit, different sums, numbers to a cache entry
@@ -35,7 +35,7 @@ class Mock(Model):
         )  # fmt: skip
         self.dtype, self.device = dtype, torch.device("cpu")
         self.like, self.weight_bytes = torch.empty(0, dtype=dtype), 0
-        self.lm_head = torch.zeros(vocab_size, WIDTH, dtype=dtype)
+        self.lm_head = Linear(torch.zeros(vocab_size, WIDTH, dtype=dtype))
         self.after = _likely_successors(rng, vocab_size)  # [V, V]
         self.whole = torch.from_numpy(surprise * rng.standard_normal((SUMS, vocab_size))).float()
         self.worth = rng.integers(SUMS, size=(window, vocab_size))
@@ -102,7 +102,7 @@ class MockHeads:
 
     def __init__(self, model: Mock, num_heads: int) -> None:
         self.model, self.num_heads = model, num_heads
-        self.blocks = (Block((), (torch.zeros(num_heads * WIDTH, dtype=model.dtype),)),)
+        self.blocks = ((Linear(model.like, torch.zeros(num_heads * WIDTH, dtype=model.dtype)),),)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, num_heads, V]."""

@@ -20,6 +20,7 @@ depend on N and H only, so a token's bits do not depend on its neighbours.
 """
 
 from collections import namedtuple
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,9 +32,11 @@ from torch import Tensor
 from ..launch import release_next, use_triton, wait_for_previous
 from . import norm as norms
 from .norm import Norm, row_options
-from .vocab_parallel import Vocabulary, total
 
 GROUP = tl.constexpr(64)  # columns to a sum of squares
+
+Lookup = Callable[[Tensor], Tensor]
+"""Returns the rows [T, H] of a table for ids [T]."""
 
 # What a kernel writes: x, scaled and squares of `Stream` for a norm with `weight`; and the x that it adds to,
 # `residual`, or None.
@@ -67,10 +70,10 @@ class Stream(NamedTuple):
         return Written(residual, self.norm.weight, self.x, self.scaled, self.squares)
 
 
-def embed(ids: Tensor, table: Tensor | Vocabulary, norm: Norm, scale: float = 1.0) -> Stream:
-    """The embeddings of `ids`, each in 0 .. V - 1, times `scale`, for the first norm."""
-    if isinstance(table, Vocabulary):
-        ids, table = torch.arange(len(ids), device=ids.device), table.lookup(ids)
+def embed(ids: Tensor, table: Tensor | Lookup, norm: Norm, scale: float = 1.0) -> Stream:
+    """Return the embeddings of `ids`, each in 0 .. V - 1, times `scale`, for the first norm."""
+    if not isinstance(table, Tensor):
+        ids, table = torch.arange(len(ids), device=ids.device), table(ids)
     T, H = len(ids), table.shape[1]
     if not use_triton(table):
         x = F.embedding(ids, table)
@@ -92,6 +95,14 @@ def residual_add(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) 
             parts, weight, stream.written(x), eps, PARTS=N, H=H, **row_options(H, parts)
         )  # fmt: skip
     return stream
+
+
+def total(parts: Tensor) -> Tensor:
+    """Return the sum of parts [N, ...] in their order, in float32 at least, rounded once."""
+    found = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+    for part in parts[1:]:
+        found = found + part  # which widens it: one kernel on a GPU
+    return found.to(parts.dtype)
 
 
 def naive(parts: Tensor, x: Tensor, own: Norm | None = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Formats of a weight of which every rank has a part, and what ranks exchange to use it.
+"""Products and an embedding of whose weight every rank has a part, and what ranks exchange to use it.
 
 * `Summed`: columns of [N, K] are divided, so every rank has a summand of each number of the product.
-* `Vocabulary`: rows of [V, H], the embedding or lm_head, are divided; the last rank's may reach beyond V.
+* `Vocabulary`, `Embedding`: rows of [V, H] are divided; the last rank's may reach beyond V.
 
 All that ranks exchange goes through a `Gather`. That ranks get the same numbers in the same order is all that
 is needed for them to compute the same bits (an all-reduce of a library adds in an order that depends on the
@@ -11,11 +11,15 @@ size of the message, so that a token's bits would depend on its neighbours).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .linear import Linear
+from .norm import Norm
+from .stream import Stream, residual_add, total
 
 Gather = Callable[[Tensor], Tensor]
 """x [...] of every rank, equal in shape and dtype -> [N, ...] in the order of ranks, on all of them."""
@@ -38,14 +42,16 @@ def in_slices(size: int, ranks: int) -> bool:
     return size * (ranks - 1) * (ranks - 2) > ranks * EXCHANGE
 
 
-class Summed(NamedTuple):
-    """The rank's `part` [N, K / ranks] of a weight [N, K], possibly packed. Of its bias one rank has all, and
-    the others zeros."""
+class Summed(Linear):
+    """A product of which every rank has a summand, by its `part` [N, K / ranks] of the weight. Of the bias
+    one rank has all, and the others zeros."""
 
-    part: Any
-    gather: Gather
-    exchange: Exchange
-    ranks: int
+    def __init__(self, part: Linear, gather: Gather, exchange: Exchange, ranks: int) -> None:
+        super().__init__(part.weight, part.bias)
+        self.part, self.gather, self.exchange, self.ranks = part, gather, exchange, ranks
+
+    def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
+        return residual_add(self.parts(self.part(x)), stream.x, norm, own)
 
     def parts(self, product: Tensor) -> Tensor:
         """From this rank's summand [T, H]: those of all ranks [ranks, T, H], or their sum [1, T, H]. Added in
@@ -60,31 +66,30 @@ class Summed(NamedTuple):
         return self.gather(total(self.exchange(slices))).view(1, -1, H)[:, :T]
 
 
-def total(parts: Tensor) -> Tensor:
-    """The sum of parts [N, ...] in their order, in float32 at least, rounded once."""
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    found = parts[0].to(wide)
-    for part in parts[1:]:
-        found = found + part  # which widens it: one kernel on a GPU
-    return found.to(parts.dtype)
-
-
-class Vocabulary(NamedTuple):
-    """The rank's `part` [V / ranks, H], possibly packed: of `size` rows of the whole those from `first`
+class Vocabulary(Linear):
+    """The lm_head, of which every rank has a `part` [V / ranks, H]: of `size` rows those from `first`
     on."""
 
-    part: Any
+    def __init__(self, part: Linear, gather: Gather, first: int, size: int) -> None:
+        super().__init__(part.weight)
+        self.part, self.gather, self.first, self.size = part, gather, first, size
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        columns = self.gather(self.part(x))  # [ranks, T, V / ranks]
+        logits = columns.transpose(0, 1).flatten(1)[:, : self.size]
+        return logits.contiguous() if out is None else out.copy_(logits)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The embedding, of which every rank has a `part` [V / ranks, H]: the rows from `first` on."""
+
+    part: Tensor
     gather: Gather
     first: int
-    size: int
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """The rows [T, H] of ids [T]: those of one rank, to which the others add zeros."""
-        mine = (ids >= self.first) & (ids < self.first + self.part.shape[0])
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the rows [T, H] of ids [T]: those of one rank, to which the others add zeros."""
+        mine = (ids >= self.first) & (ids < self.first + len(self.part))
         rows = F.embedding(torch.where(mine, ids - self.first, 0), self.part)
         return self.gather(rows.masked_fill(~mine[:, None], 0)).sum(0)
-
-    def whole(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """Columns [T, V / ranks] of each rank as [T, V], written to `out` if it is given."""
-        logits = self.gather(part).transpose(0, 1).flatten(1)[:, : self.size]
-        return logits.contiguous() if out is None else out.copy_(logits)

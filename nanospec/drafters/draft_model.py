@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels import NOBODY
 from ..kernels.batch import Batch
-from ..kernels.layer.linear import pack
+from ..kernels.layer.linear import make_linear
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
@@ -52,7 +52,7 @@ class ModelDrafter(Drafter):
         drafted. `token_map` [Vd] int64: the only tokens to draft, None for all."""
         self.model, self.vocab_size = model, vocab_size
         self.token_map = None if token_map is None else token_map.to(model.device)
-        self._lm_head = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
+        self._lm_head = model.lm_head if token_map is None else make_linear(lm_head_rows(model, token_map))
         self._keep_logits = spec.acceptance != "exact"
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
         per_token, window = model.config.kv_bytes_per_token(model.dtype), model.config.max_position_embeddings

@@ -144,7 +144,8 @@ def tree_paths(num_heads: int, width: int, k: int) -> list[tuple[int, ...]]:
 
 def check_heads(heads: Heads, target: Model, width: int) -> None:
     """Raise ValueError unless the heads fit the target and can guess so many tokens each."""
-    weight, hidden = heads.blocks[0].biases[0], target.config.hidden_size
+    weight, hidden = heads.blocks[0][0].bias, target.config.hidden_size
+    assert weight is not None
     if len(weight) != heads.num_heads * hidden or weight.dtype != target.dtype:
         raise ValueError(
             f"These heads are for hidden states of {len(weight) // heads.num_heads} in {weight.dtype}, but "

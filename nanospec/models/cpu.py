@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.launch import use_native, use_triton
+from ..kernels.layer.linear import NativeLinear
 from ..kernels.layer.norm import Norm
 from ..kernels.native.build import target
 from ..kernels.native.call import Word, batch_words, call, words
 from ..kernels.native.mapped_memory import pages
-from ..kernels.native.packed import WIDTH, Packed, empty_rows, row_words
+from ..kernels.native.packed import WIDTH, empty_rows, row_words
 from ..kernels.native.tiles import cache_words, is_tiled, tiled_shape
 from .config import ModelConfig
 from .decoder import GetWeight, Layer, Model
@@ -72,9 +73,8 @@ class CompiledModel(Model):
         q_norm, k_norm = layer.qk_norms or (None, None)
         norms = layer.input_norm, q_norm, k_norm, layer.o_norm, layer.post_norm, layer.down_norm
         weights: list[Word] = []
-        for weight, bias in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            assert isinstance(weight, Packed)
-            weights += weight.words(bias)
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            weights += linear.weight.words(linear.bias)
         return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]
 
     def _norm(self, norm: Norm | None) -> Tensor | None:
@@ -99,7 +99,7 @@ def computed_by(model: Model) -> str:
         return "Triton"
     if isinstance(model, CompiledModel):
         return f"C++ ({target()})"
-    return f"PyTorch, products in C++ ({target()})" if isinstance(model.lm_head, Packed) else "PyTorch"
+    return f"PyTorch, products in C++ ({target()})" if isinstance(model.lm_head, NativeLinear) else "PyTorch"
 
 
 def empty_cache(model: Model, num_blocks: int, block_size: int) -> Tensor:

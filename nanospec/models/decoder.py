@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.layer.attention import AttentionMetadata, attention
-from ..kernels.layer.linear import Weight, linear, linear_add, norm_linear, norm_swiglu, num_bytes, pack
+from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.rope_cache import Angles, rope_cache
 from ..kernels.layer.stream import Stream, embed
@@ -32,13 +31,6 @@ from .rope import Rope, cos_sin_table
 
 GetWeight = Callable[[str], Tensor]
 """Returns a tensor of `ModelConfig.parameter_shapes` by name, in the model's dtype, on its device."""
-
-
-class Projection(NamedTuple):
-    """weight [out, in], possibly packed, and bias [out]."""
-
-    weight: Weight
-    bias: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,13 +46,13 @@ class Layer:
     """
 
     input_norm: Norm
-    qkv: Projection
+    qkv: Linear
     qk_norms: tuple[Norm, Norm] | None
-    o: Projection
+    o: Linear
     o_norm: Norm | None
     post_norm: Norm
-    gate_up: Projection
-    down: Projection
+    gate_up: Linear
+    down: Linear
     down_norm: Norm | None
     window: int | None
     rope: Rope
@@ -73,21 +65,21 @@ class Layer:
             parts = [get(f"model.layers.{index}.{name}.{kind}") for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        def projection(has_bias: bool, *names: str) -> Projection:
-            return Projection(pack(tensor("weight", *names)), tensor("bias", *names) if has_bias else None)
+        def linear(has_bias: bool, *names: str) -> Linear:
+            return make_linear(tensor("weight", *names), tensor("bias", *names) if has_bias else None)
 
         def norm(name: str) -> Norm:
             return Norm(tensor("weight", name), config.rms_norm_eps)
 
         return cls(
             input_norm=norm("input_layernorm"),
-            qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            qkv=linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             qk_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-            o=projection(config.o_bias, "self_attn.o_proj"),
+            o=linear(config.o_bias, "self_attn.o_proj"),
             o_norm=norm("self_attn.out_norm") if config.out_norms else None,
             post_norm=norm("post_attention_layernorm"),
-            gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
-            down=projection(config.mlp_bias, "mlp.down_proj"),
+            gate_up=linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+            down=linear(config.mlp_bias, "mlp.down_proj"),
             down_norm=norm("mlp.out_norm") if config.out_norms else None,
             window=config.windows[index],
             rope=config.ropes[index],
@@ -100,8 +92,7 @@ class Model:
     Attributes:
         num_devices: among how many devices its weights are split.
         config, dtype, device: as given; `like` is an empty tensor of these two.
-        embedding, lm_head: [V, H], or this device's rows; the same tensor on a GPU if they are tied. The head
-            may be packed.
+        embedding, lm_head: [V, H], or this device's rows; with the same weight on a GPU if they are tied.
         layers: one `Layer` each.
         norm: the final one.
         cos_sin: [max_position_embeddings, D] float32, the angles of each RoPE that a layer has.
@@ -134,9 +125,9 @@ class Model:
         self.layers = [Layer.load(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
         is_tied = config.tie_word_embeddings
-        self.lm_head: Weight = pack(self.embedding if is_tied else tensor("lm_head.weight"))
-        if is_tied and self.lm_head is not self.embedding:
-            self.weight_bytes += num_bytes(self.lm_head)
+        self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
+        if is_tied and self.lm_head.rows is None:
+            self.weight_bytes += self.lm_head.num_bytes
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Run the decoder over a batch and write its keys and values to the cache.
@@ -166,21 +157,21 @@ class Model:
         A stream carries the norm that reads it next; `norm` is the one after this layer.
         """
         c = self.config
-        qkv = norm_linear(stream, *layer.qkv)  # [T, (Hq + 2 Hkv) * D]
+        qkv = layer.qkv.of_norm(stream)  # [T, (Hq + 2 Hkv) * D]
         q = rope_cache(qkv, cache, seen.batch, angles, layer.qk_norms)  # [T, Hq, D]
         out = attention(q, cache, seen, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
-        stream = linear_add(out, layer.o.weight, stream, layer.post_norm, layer.o.bias, layer.o_norm)
-        h = norm_swiglu(stream, *layer.gate_up, c.gate)  # [T, I]
-        return linear_add(h, layer.down.weight, stream, norm, layer.down.bias, layer.down_norm)
+        stream = layer.o.add_to(stream, out, layer.post_norm, layer.o_norm)
+        h = layer.gate_up.gated(stream, c.gate)  # [T, I]
+        return layer.down.add_to(stream, h, norm, layer.down_norm)
 
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
         """Run the decoder for the keys and values alone, as prefill needs it."""
         self.forward(batch, kv_cache)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None, head: Weight | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None, head: Linear | None = None) -> Tensor:
         """Return the scores of the next token for rows of `forward`'s result: [N, H] -> [N, V], in `out` if
         it is given. `head` is a part of the lm_head, for the scores of its tokens alone."""
-        logits = linear(hidden, self.lm_head if head is None else head, out=out)
+        logits = (self.lm_head if head is None else head)(hidden, out)
         if (cap := self.config.logit_softcap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits

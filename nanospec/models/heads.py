@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layer.linear import Weight, linear, num_bytes, pack
+from ..kernels.layer.linear import Linear, make_linear
 from .decoder import GetWeight, Model
 from .token_map import TOKEN_MAP, checked_token_map, lm_head_rows
 from .weights import check_fit, listed, open_safetensors
@@ -59,28 +59,20 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
-    """One residual block of every head, x + SiLU(W x + b), with possibly packed weights: one
-    [num_heads * H, H] with its bias in the first block, whose input all heads share, else [H, H] per head."""
-
-    weights: tuple[Weight, ...]
-    biases: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
 class Heads:
     """Heads on the target's device.
 
     Attributes:
         num_heads: number of tokens guessed from one hidden state.
-        blocks: the residual blocks, first to last.
-        projections: [Vd, H], possibly packed: a single one that all heads share, or one per head.
+        blocks: of each head, x + SiLU(W x + b), first to last: a single [num_heads * H, H] in the first one,
+            whose input all heads share, else [H, H] per head.
+        projections: [Vd, H]: a single one that all heads share, or one per head.
         token_map: [Vd] int64, the token of each row of the projections; None if it is its index.
     """
 
     num_heads: int
-    blocks: tuple[Block, ...]
-    projections: tuple[Weight, ...]
+    blocks: tuple[tuple[Linear, ...], ...]
+    projections: tuple[Linear, ...]
     token_map: Tensor | None
 
     @classmethod
@@ -112,20 +104,19 @@ class Heads:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the blocks and projections, of which one may be the target's lm_head."""
-        own = [w for block in self.blocks for w in (*block.weights, *block.biases)]
-        return sum(map(num_bytes, (*own, *self.projections)))
+        return sum(linear.num_bytes for linears in (*self.blocks, self.projections) for linear in linears)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the scores of the guesses of each head: [N, H] -> [N, num_heads, Vd]."""
-        first, *later = self.blocks
-        update = linear(hidden, first.weights[0], first.biases[0])  # [N, num_heads * H]
+        (first,), *later = self.blocks
+        update = first(hidden)  # [N, num_heads * H]
         x = hidden[:, None] + F.silu(update).unflatten(1, (self.num_heads, -1))  # [N, num_heads, H]
         for block in later:
-            x = x + F.silu(_each(x, block.weights, block.biases))
+            x = x + F.silu(_each(x, block))
         if len(self.projections) == 1:
-            logits = linear(x.flatten(0, 1), self.projections[0])  # one product for all heads
+            logits = self.projections[0](x.flatten(0, 1))  # one product for all heads
             return logits.unflatten(0, (len(hidden), self.num_heads))
-        return _each(x, self.projections, (None,) * self.num_heads)
+        return _each(x, self.projections)
 
     def top(self, hidden: Tensor, count: int) -> Tensor:
         """Return the `count` likeliest tokens of each head, best first: [N, num_heads, count] int32."""
@@ -134,10 +125,10 @@ class Heads:
         return (index if self.token_map is None else self.token_map[index]).int()
 
 
-def _each(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
+def _each(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:
     """Multiply by one matrix per head: [N, num_heads, K] -> [N, num_heads, M]."""
     columns = x.transpose(0, 1).contiguous()  # [num_heads, N, K]
-    return torch.stack([linear(*parts) for parts in zip(columns, weights, biases, strict=True)], 1)
+    return torch.stack([linear(part) for linear, part in zip(linears, columns, strict=True)], 1)
 
 
 def assemble(
@@ -150,12 +141,12 @@ def assemble(
         weights, biases = ([get(f"{name}.{part}") for name in names] for part in ("weight", "bias"))
         if layer == 0:
             weights, biases = [torch.cat(weights)], [torch.cat(biases)]
-        blocks.append(Block(tuple(map(pack, weights)), tuple(biases)))
+        blocks.append(tuple(map(make_linear, weights, biases)))
     names = layout.projections()
-    found: dict[str, Weight] = {name: pack(get(name)) for name in names if name in own}
+    found = {name: make_linear(get(name)) for name in names if name in own}
     projections = tuple(found.values())
     if len(found) < len(names):
-        shared: Weight = model.lm_head if token_map is None else pack(lm_head_rows(model, token_map))
+        shared = model.lm_head if token_map is None else make_linear(lm_head_rows(model, token_map))
         projections = tuple(found.get(name, shared) for name in names) if found else (shared,)
     return Heads(layout.num_heads, tuple(blocks), projections, token_map)
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layer.linear import linear
 from ..text.checks import shown
 from .decoder import Model
 from .weights import open_safetensors
@@ -48,13 +47,13 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
     cannot be read, but products with 0 and 1 are exact: the unit vectors give its columns."""
     if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
         return model.embedding[tokens]
-    if isinstance(model.lm_head, Tensor) and not model.lm_head.is_mkldnn:
-        return model.lm_head[tokens]
+    if model.lm_head.rows is not None:
+        return model.lm_head.rows[tokens]
     hidden = model.config.hidden_size
     rows = torch.empty(len(tokens), hidden, dtype=model.dtype)
     units = torch.eye(hidden, dtype=model.dtype)
     for start in range(0, hidden, PIECE):
-        columns = linear(units[start : start + PIECE], model.lm_head)[:, tokens]  # [PIECE, n]
+        columns = model.lm_head(units[start : start + PIECE])[:, tokens]  # [PIECE, n]
         rows[:, start : start + PIECE] = columns.T
     return rows
 

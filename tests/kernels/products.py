@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.launch import forced
-from nanospec.kernels.layer.linear import linear, linear_add, norm_linear, norm_swiglu
+from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.layer.norm import Norm, rms_norm
 from nanospec.kernels.layer.stream import Stream, embed
 
@@ -46,22 +46,18 @@ class Products:
             tensor.to(dtype)
             for tensor in (self.x[rows], self.weight, self.bias, self.scale, self.residual[rows])
         )
-        if kind == "linear":
-            return linear(x, weight)
-        if kind == "linear_bias":
-            return linear(x, weight, bias)
+        linear = make_linear(weight, None if kind in ("linear", "norm_swiglu", "geglu") else bias)
+        if kind in ("linear", "linear_bias"):
+            return linear(x)
         if kind in ("linear_add", "residual_add"):
             norm = Norm(bias, 1e-5)
             own = Norm(1 + bias.to(torch.promote_types(dtype, torch.float32)), 1e-5)
-            more = {"own": own} if kind == "residual_add" else {}
-            new = linear_add(x, weight, stream_of(residual, norm), norm, bias, **more)
+            new = linear.add_to(stream_of(residual, norm), x, norm, own if kind == "residual_add" else None)
             return torch.cat((new.x, normed(new)), 1)
         stream = stream_of(x, Norm(scale, 1e-5))
         if kind == "norm_linear":
-            return norm_linear(stream, weight, bias)
-        if kind == "geglu":
-            return norm_swiglu(stream, weight, bias, "gelu")
-        return norm_swiglu(stream, weight, bias if kind == "swiglu_bias" else None)
+            return linear.of_norm(stream)
+        return linear.gated(stream, "gelu" if kind == "geglu" else "silu")
 
 
 def stream_of(x: Tensor, norm: Norm) -> Stream:

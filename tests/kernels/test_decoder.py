@@ -27,14 +27,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "qk-norm-window9": {"qk_norm": True, "windows": (9, None)},
-    "split-k": {"hidden_size": 512, "num_layers": 1},
+    "split-k": {"intermediate_size": 1152, "num_layers": 1},
     **GEMMA,
 }
-
-
-def build(name: str) -> Model:
-    with forced("triton"):  # so that weights are not packed for `naive`
-        return tiny_model(**MODELS[name])
 
 
 def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
@@ -44,11 +39,11 @@ def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_agree_with_naive(name: str) -> None:
-    model = build(name)
     logits = {}
     for backend in ("naive", "triton"):
-        pages = Pages(model, 2, 64)
         with forced(backend):
+            model = tiny_model(**MODELS[name])
+            pages = Pages(model, 2, 64)
             first = pages.step({0: tokens(model, 20), 1: tokens(model, 5, 1)})
             second = pages.step({0: tokens(model, 4, 2), 1: tokens(model, 1, 3)}, pad_to=5)
         logits[backend] = [first[0], first[1], second[0], second[1]]
@@ -60,9 +55,9 @@ def test_kernels_agree_with_naive(name: str) -> None:
 @pytest.mark.parametrize("name", ["qk-norm-window9", "split-k", "gemma2"])
 def test_speculation_does_not_change_a_bit(name: str) -> None:
     """One token at a time, as a verification, and beside another request: the same logits."""
-    model = build(name)
-    prompt, text, other = tokens(model, 12), tokens(model, 4, 1), tokens(model, 6, 2)
     with forced("triton"):
+        model = tiny_model(**MODELS[name])
+        prompt, text, other = tokens(model, 12), tokens(model, 4, 1), tokens(model, 6, 2)
         pages = Pages(model, 2, 64)
         pages.step({0: prompt})
         plain = torch.cat([pages.step({0: text[i : i + 1]})[0] for i in range(4)])

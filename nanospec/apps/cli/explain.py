@@ -20,7 +20,7 @@ import torch
 
 from ...config import SamplingParams
 from ...drafters.costs import StepCosts
-from ...kernels.layer.linear import linear, pack
+from ...kernels.layer.linear import make_linear
 from ...kernels.transfer import synchronize
 from ...llm import LLM
 from ...models.config import ModelConfig
@@ -79,8 +79,8 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     block = torch.ones(BLOCK // 4, dtype=torch.float32, device=device)
     n = GPU_SIDE if device.type == "cuda" else CPU_SIDE
     a = torch.randn(n, n, device=device).to(dtype)
-    weight = a if device.type == "cuda" else pack(a)
-    product = (lambda: a @ a) if device.type == "cuda" else (lambda: linear(a, weight))
+    linear = make_linear(a)
+    product = (lambda: a @ a) if device.type == "cuda" else (lambda: linear(a))
     return Machine(block.nbytes / _fastest(block.sum, device), 2 * n**3 / _fastest(product, device))
 
 

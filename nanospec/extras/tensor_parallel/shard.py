@@ -2,7 +2,7 @@
 
     q, k, v, the KV cache   heads of keys and values, with the heads of queries that read them
     gate, up                rows
-    o, down                 columns: each rank has a summand of every number, which `linear_add` adds up
+    o, down                 columns: each rank has a summand of every number, which `Summed` adds up
     embedding, lm_head      rows, by tokens
     biases of o and down    rank 0; the others have zeros
     norms                   all of it
@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.layer.vocab_parallel import Summed, Vocabulary
+from ...kernels.layer.linear import Linear
+from ...kernels.layer.vocab_parallel import Embedding, Summed, Vocabulary
 from ...models.config import ModelConfig
-from ...models.decoder import Layer, Model, Projection
+from ...models.decoder import Layer, Model
 from .group import Group
 
 UNIT = 16  # of the MLP's inner numbers, and of tokens: whole vectors of all products
@@ -77,17 +78,17 @@ class Shard:
         """Return the model of this rank's weights, connected with the others'."""
         gather, first = self.group.gather, self.group.rank * self.num_tokens
         model.layers = [self._joined_layer(layer) for layer in model.layers]
-        model.embedding = Vocabulary(model.embedding, gather, first, self.vocab_size)  # type: ignore
+        model.embedding = Embedding(model.embedding, gather, first)  # type: ignore
         model.lm_head = Vocabulary(model.lm_head, gather, first, self.vocab_size)
         model.num_devices = self.group.size
         return model
 
     def _joined_layer(self, layer: Layer) -> Layer:
-        def summed(projection: Projection) -> Projection:
-            group, (weight, bias) = self.group, projection
-            if bias is not None and group.rank:
-                bias = torch.zeros_like(bias)  # added once
-            return Projection(Summed(weight, group.gather, group.exchange, group.size), bias)
+        def summed(linear: Linear) -> Linear:
+            group = self.group
+            if linear.bias is not None and group.rank:
+                linear.bias = torch.zeros_like(linear.bias)  # added once
+            return Summed(linear, group.gather, group.exchange, group.size)
 
         return replace(layer, o=summed(layer.o), down=summed(layer.down))
 

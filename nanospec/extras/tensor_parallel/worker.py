@@ -53,7 +53,7 @@ class SplitStep(Step):
         if self.whole:
             return super().score(hidden)
         T, head, out = len(hidden), self._head, None
-        width = head.part.shape[0]
+        width = head.part.weight.shape[0]
         if len(self._logits) >= T:
             out = self._logits.flatten()[: T * width].view(T, width)
         return self.model.logits(hidden, out, head.part)

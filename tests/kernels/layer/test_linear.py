@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nanospec.kernels.launch import ARCHITECTURES, forced, targeting
-from nanospec.kernels.layer import linear, product
+from nanospec.kernels.layer import product
+from nanospec.kernels.layer.linear import make_linear
 from tests.kernels.products import KINDS, Products
 from tests.util import assert_close
 
@@ -93,23 +94,16 @@ def test_tilings_of_every_architecture(T: int, arch: str) -> None:
 
 def test_a_product_of_no_rows_is_empty() -> None:
     with forced("triton"):
-        assert linear.linear(torch.randn(0, 64), torch.randn(32, 64)).shape == (0, 32)
+        assert make_linear(torch.randn(32, 64))(torch.randn(0, 64)).shape == (0, 32)
 
 
 def test_bfloat16_that_onednn_refuses_stays_plain() -> None:
     """As on a processor without AVX-512 and without a compiler."""
     code = (
-        "import torch; from nanospec.kernels.layer.linear import linear, pack; "
-        "w = torch.ones(8, 8).bfloat16(); assert linear(w, pack(w)).eq(8).all(); "
-        "assert pack(w.float()).is_mkldnn == torch.backends.mkldnn.is_available()"
+        "import torch; from nanospec.kernels.layer.linear import OneDnnLinear, make_linear; "
+        "w = torch.ones(8, 8).bfloat16(); assert make_linear(w)(w).eq(8).all(); "
+        "packs = torch.backends.mkldnn.is_available(); "
+        "assert isinstance(make_linear(w.float()), OneDnnLinear) == packs"
     )
     environment = {**os.environ, "NANOSPEC_KERNELS": "naive", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-
-
-def test_packed_weights_are_refused() -> None:
-    weight = linear.pack(torch.randn(32, 64))
-    if isinstance(weight, torch.Tensor) and not weight.is_mkldnn:
-        pytest.skip("needs oneDNN")
-    with forced("triton"), pytest.raises(ValueError, match="packed"):
-        linear.linear(torch.randn(2, 64), weight)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +11,10 @@ from torch import Tensor
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer import vocab_parallel as split
-from nanospec.kernels.layer.linear import linear, linear_add, pack
+from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.layer.norm import Norm
-from nanospec.kernels.layer.stream import Stream, embed, naive, residual_add
-from nanospec.kernels.layer.vocab_parallel import Summed, Vocabulary, total
+from nanospec.kernels.layer.stream import Stream, embed, naive, residual_add, total
+from nanospec.kernels.layer.vocab_parallel import Embedding, Summed, Vocabulary
 from tests.kernels.products import normed, stream_of
 from tests.ranks import together
 from tests.util import assert_close
@@ -61,11 +63,11 @@ def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -
     norm, columns = Norm(torch.ones(40), 1e-5), 48 // ranks
 
     def run(group: Group) -> list[Tensor]:
-        part = pack(weight.split(columns, 1)[group.rank].contiguous())
+        own_bias = torch.zeros_like(bias) if group.rank else bias
+        part = make_linear(weight.split(columns, 1)[group.rank].contiguous(), own_bias)
         summed = Summed(part, group.gather, group.exchange, group.size)
         mine = h.split(columns, 1)[group.rank].contiguous()
-        own_bias = torch.zeros_like(bias) if group.rank else bias
-        return [linear_add(mine, summed, stream_of(x, norm), norm, own_bias).x for _ in range(2)]
+        return [summed.add_to(stream_of(x, norm), mine, norm).x for _ in range(2)]
 
     def compare(backend: str, limit: int) -> list[Tensor]:
         with forced(backend), pytest.MonkeyPatch.context() as patch:  # type: ignore[arg-type]
@@ -86,21 +88,23 @@ def test_a_vocabulary_in_parts_gives_rows_and_scores_of_the_whole(ranks: int) ->
     padded = torch.cat([whole, torch.zeros(ranks * width - V, H)]).split(width)
     given: list[Tensor] = []
     for own in range(ranks):
-        tables = [Vocabulary(part, lambda x: x[None], i * width, V) for i, part in enumerate(padded)]
-        given[:] = [table.lookup(ids) for table in tables]
-        table = tables[own]._replace(gather=lambda _: torch.stack(given))
+        tables = [Embedding(part, lambda x: x[None], i * width) for i, part in enumerate(padded)]
+        given[:] = [table(ids) for table in tables]
+        table = replace(tables[own], gather=lambda _: torch.stack(given))
         assert torch.equal(embed(ids, table, Norm(torch.ones(H), 1e-5), 3.0).x, 3 * whole[ids.long()])
-        given[:] = [linear(x, part) for part in padded]
+        parts = [make_linear(part) for part in padded]
+        given[:] = [part(x) for part in parts]
+        head = Vocabulary(parts[own], lambda _: torch.stack(given), own * width, V)
         out = torch.full((3, V), float("nan"))
-        assert linear(x, table, out=out) is out
+        assert head(x, out) is out
         assert_close(out, x @ whole.T, 1e-6)
-        assert torch.equal(linear(x, table), out)
+        assert torch.equal(head(x), out)
 
 
 def test_the_kernels_take_a_stream_of_embeddings_in_parts() -> None:
     whole, ids, norm = normal(8, 64), torch.tensor([7, 0], dtype=torch.int32), Norm(torch.ones(64), 1e-5)
     with forced("triton"):
-        stream = embed(ids, Vocabulary(whole, lambda x: x[None], 0, 8), norm)
+        stream = embed(ids, Embedding(whole, lambda x: x[None], 0), norm)
     assert isinstance(stream, Stream)
     assert torch.equal(stream.x, whole[ids.long()])
     assert_close(normed(stream), normed(stream_of(whole[ids.long()], norm)), 1e-6)

@@ -86,7 +86,8 @@ def test_who_asks_for_it_without_a_compiler_gets_an_error(
             tiny_model(dtype=BF16, intermediate_size=96)
         return
     monkeypatch.setenv("NANOSPEC_KERNELS", "native")
-    code = "import torch; from nanospec.kernels.layer.linear import pack; pack(torch.ones(2, 2).bfloat16())"
+    code = "import torch; from nanospec.kernels.layer.linear import make_linear as make; "
+    code += "make(torch.ones(2, 2).bfloat16())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert re.search(message, result.stderr.splitlines()[-1])
     assert "Warning" not in result.stderr

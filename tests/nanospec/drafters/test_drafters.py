@@ -17,7 +17,7 @@ from nanospec.drafters.policy import StepCosts
 from nanospec.engine.engine import Engine
 from nanospec.kernels import GUESSED, OWN, launch
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.layer.linear import pack
+from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
@@ -183,14 +183,9 @@ def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
 def cycle_heads(model: Model, count: int) -> Heads:
     """Heads that know how the text of `cycle_model` goes on."""
     hidden = model.config.hidden_size
-    blocks = random_heads(model, count).blocks
-    silent = replace(
-        blocks[0],
-        weights=(pack(torch.zeros(count * hidden, hidden)),),
-        biases=(torch.zeros(count * hidden),),
-    )
-    own = tuple(pack(8 * torch.eye(hidden).roll(2 + i, 0)) for i in range(count))
-    return Heads(count, (silent,), own, None)
+    silent = make_linear(torch.zeros(count * hidden, hidden), torch.zeros(count * hidden))
+    own = tuple(make_linear(8 * torch.eye(hidden).roll(2 + i, 0)) for i in range(count))
+    return Heads(count, ((silent,),), own, None)
 
 
 @pytest.mark.parametrize("width", [1, 3])
