@@ -29,7 +29,7 @@ from bench.rows import run as run_rows
 from bench.steps import engine_config, load_shape
 from nanospec import SamplingParams
 from nanospec.config import EngineConfig
-from nanospec.device.admission import Admission
+from nanospec.device.orders import Admission
 from nanospec.device.step import Step
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter
@@ -70,20 +70,19 @@ class ReplayWorker(Worker):
         self.references = references
         super().__init__(config, model, drafters)
 
-    def make_step(self, kind: type[Step] = Step) -> Step:
+    def _make_step(self, kind: type[Step] = Step) -> Step:
         self._texts = torch.zeros_like(self.table.tokens)  # prompt and output
         self._lengths = torch.zeros_like(self.table.num_tokens)
-        step = super().make_step(ReplayStep)
+        step = super()._make_step(ReplayStep)
         step.replace = self._targets  # type: ignore[attr-defined]
         return step
 
-    def admit(self, requests: Sequence[Admission]) -> None:
-        super().admit(requests)
-        for request in requests:
-            prompt = request.tokens[: request.num_prompt]
-            text = [*prompt, *self.references[tuple(prompt)]][: self._texts.shape[1]]
-            self.writes.put(self._texts, request.row, text)
-            self.writes.set(self._lengths, request.row, len(text))
+    def admit(self, request: Admission) -> None:
+        super().admit(request)
+        prompt = request.tokens[: request.num_prompt]
+        text = [*prompt, *self.references[tuple(prompt)]][: self._texts.shape[1]]
+        self.writes.put(self._texts, request.row, text)
+        self.writes.set(self._lengths, request.row, len(text))
 
     def _targets(self, drawn: Tensor, batch: Batch) -> Tensor:
         t = torch.arange(batch.num_tokens, device=batch.q_start.device, dtype=batch.q_start.dtype)

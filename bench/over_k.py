@@ -65,7 +65,7 @@ def make_engines(model_name: str, ks: Sequence[str]) -> tuple[dict[str, Engine],
 
 def spent(engine: Engine) -> float:
     """ms of its steps so far, but for prompts."""
-    return 1e3 * sum(engine.worker.stages.seconds[stage] for stage in STAGES)
+    return 1e3 * sum(engine.worker.stages[stage].seconds for stage in STAGES)
 
 
 def race(engines: dict[str, Engine], prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Json]:

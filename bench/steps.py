@@ -25,8 +25,8 @@ from bench import common, events, roofline, rows
 from bench.rows import Rows
 from nanospec import SpecConfig
 from nanospec.config import EngineConfig
+from nanospec.device import timing
 from nanospec.device.graphs import Bucket, EagerCapture, StepGraphs
-from nanospec.device.timing import replay_ms
 from nanospec.device.worker import Worker
 from nanospec.drafters.ngram import NgramDrafter
 from nanospec.models.decoder import Model
@@ -65,7 +65,7 @@ def engine_config(model: Model, batch: int, window: int, k: int | str, lazy: boo
 @contextmanager
 def rehearsal(worker: Worker, count: int, context: int) -> Iterator[None]:
     """Fill rows with `context` tokens, looked up with the lengths that requests have by default."""
-    with worker.rehearsal(count, context=context):
+    with timing.rehearsal(worker.table, worker.num_blocks, count, context):
         table, spec = worker.table, worker.config.spec
         table.num_tokens[:count] = context
         table.min_n[:count], table.max_n[:count] = spec.prompt_lookup_min, spec.prompt_lookup_max
@@ -103,7 +103,8 @@ def one_batch(
                     graphs.captures[bucket] = eager(graphs, bucket)
                 else:
                     graphs.capture(bucket)
-                ms = replay_ms(graphs, bucket, partial(rehearsal, worker, context=context), args.repeats)
+                rehearse = partial(rehearsal, worker, context=context)
+                ms = timing.replay_ms(graphs, bucket, rehearse, args.repeats)
                 ratio = ms / base.setdefault(mode, ms)
                 figures = {"ms": round(ms, 4), "limit_ms": round(limit, 4), "ratio": round(ratio, 4)}
                 text = f"{what}{ms:9.3f} ms, {limit / ms:6.1%} of the limit, {ratio:.3f} of K={args.ks[0]}"
@@ -116,7 +117,7 @@ def one_batch(
 
 def eager(graphs: StepGraphs, bucket: Bucket) -> EagerCapture:
     """Return a step that is launched kernel by kernel."""
-    return EagerCapture(lambda rows: graphs.step(rows, bucket.k), graphs.rows[: bucket.batch])
+    return EagerCapture(lambda rows: graphs.step(rows, bucket.k, ()), graphs.rows[: bucket.batch])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -154,7 +154,8 @@ class EngineConfig:
         kv_cache_memory: bytes for the KV cache, or a text such as "4G"; None takes what the
             machine can spare.
         enable_prefix_caching: reuse the pages of earlier requests with the same beginning.
-        async_scheduling: queue the next step before reading the results of the last; None: on a GPU.
+        async_scheduling: queue the next step before reading the results of the last, if steps are
+            captured; None: on a GPU.
         enforce_eager: no captured steps (CUDA graphs); None: on a CPU.
         lazy_capture: record a step when it is first needed, for a fast start.
         tensor_parallel_size: among how many devices, each with a process of its own, the model is split:

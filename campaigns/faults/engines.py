@@ -74,4 +74,4 @@ def assert_sound(engine: Engine) -> None:
     assert not any(pool._references)
     assert sorted(pool._free) == list(range(pool.num_blocks))
     assert {name: block for block, name in pool._hash_of.items()} == pool._block_of
-    assert min(engine.metrics.stages.seconds.values()) >= 0
+    assert min(stage.seconds for stage in engine.metrics.stages.values()) >= 0

@@ -14,7 +14,7 @@ import nanospec.llm
 from campaigns.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
 from nanospec import SamplingParams
 from nanospec.device.graphs import EagerCapture, Step
-from nanospec.device.out_of_memory import OutOfMemory, ran_out
+from nanospec.device.memory import OutOfMemory, ran_out
 from tests.drive import Job, finish
 from tests.nanospec.test_llm import folder, make
 

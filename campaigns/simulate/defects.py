@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-import nanospec.device.admission
 import nanospec.device.step
-from nanospec.device.admission import Admission
+from nanospec.device.orders import Admission
 from nanospec.device.worker import Worker
 from nanospec.engine.blocks import BlockPool
 from nanospec.engine.engine import Engine
@@ -39,8 +38,8 @@ def _after(kind: type, name: str, more: Callable[..., Any]) -> Defect:
 
 def _row(more: Callable[..., None]) -> Defect:
     """A row that is written, and then `more`."""
-    write_row = nanospec.device.admission.write_row
-    return _instead(nanospec.device.admission, "write_row", lambda *args: more(write_row(*args), *args))
+    write_row = nanospec.device.worker.write_row
+    return _instead(nanospec.device.worker, "write_row", lambda *args: more(write_row(*args), *args))
 
 
 def _instead(kind: Any, name: str, other: Callable[..., Any]) -> Defect:

@@ -7,7 +7,7 @@ order, as one plain value per extension (`plan`, `send`), so that all devices do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -15,9 +15,7 @@ from ..config import SamplingParams
 from ..kernels.batch import Batch
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
-
-if TYPE_CHECKING:
-    from .admission import HostWrites
+from .rows import HostWrites
 
 
 class Constraint(Protocol):

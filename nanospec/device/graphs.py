@@ -16,15 +16,15 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ..kernels.transfer import upload
+from .extension import Extension
 from .step import StepResult
 
 MAX_STEP_TOKENS = 1024  # of a bucket; longer steps are bound by computing, which a graph does not help
@@ -34,19 +34,11 @@ Step = Callable[[Tensor], StepResult]
 
 
 class Bucket(NamedTuple):
-    """A batch size and a speculation length."""
+    """A batch size and a speculation length; the extensions that some of its rows ask for."""
 
     batch: int
     k: int
-
-
-class Capture(Protocol):
-    """A step at fixed addresses."""
-
-    rows: Tensor
-    result: StepResult
-
-    def replay(self) -> None: ...
+    extensions: tuple[Extension, ...] = ()
 
 
 class EagerCapture:
@@ -85,116 +77,105 @@ class StepGraphs:
     Attributes:
         batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
         captures: by bucket.
-        replays: steps by bucket.
+        replays: steps by batch size and K.
         fallbacks: steps whose bucket was not captured when it was needed. Stays 0; where captures are `lazy`,
-            and for variants of the step, they are made then.
-        seconds, bytes: what capture took.
+            and for extensions that rows ask for, they are made then.
+        seconds, bytes: what `capture_all` took.
     """
 
     def __init__(
         self,
-        step: Callable[[Tensor, int], StepResult],
+        step: Callable[[Tensor, int, Sequence[Extension]], StepResult],
         device: torch.device,
         max_batch: int,
         ks: Sequence[int],
         lazy: bool = False,
     ) -> None:
-        self.step, self.device = step, device
-        self.ks = sorted({0, *ks})
-        self.batches = batch_sizes(max_batch)
-        self.captures: dict[Bucket, Capture] = {}
-        self._variants: dict[Hashable, dict[Bucket, Capture]] = {None: self.captures}
+        self.step, self.device, self.lazy = step, device, lazy
+        self.ks, self.batches = sorted({0, *ks}), batch_sizes(max_batch)
+        self.captures: dict[Bucket, EagerCapture | CudaCapture] = {}
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # what `rows` begins with, as far as is known
-        self.replays: Counter[Bucket] = Counter()
-        self.fallbacks = 0
-        self.lazy = lazy
-        self.seconds, self.bytes = 0.0, 0
-        self._make: Callable[[Step, Tensor], Capture] = EagerCapture
-        if device.type == "cuda":
-            self._make = partial(CudaCapture, pool=torch.cuda.graph_pool_handle())
+        self.replays: Counter[tuple[int, int]] = Counter()
+        self.fallbacks, self.seconds, self.bytes = 0, 0.0, 0
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def buckets(self) -> list[Bucket]:
-        """All buckets, the largest first, so that the pool fits those that follow."""
-        found = [Bucket(b, k) for b in self.batches for k in self.ks_for(b)]
+    def buckets(self, extensions: tuple[Extension, ...] = ()) -> list[Bucket]:
+        """Return all buckets, the largest first, so that the pool fits those that follow."""
+        found = [Bucket(b, k, extensions) for b in self.batches for k in self.ks_for(b)]
         return sorted(found, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
 
     def ks_for(self, batch: int) -> list[int]:
-        """The speculation lengths captured for a batch: 0, and those that may pay."""
+        """Return the speculation lengths captured for a batch: 0, and those that may pay."""
         size = self.batches[bisect_left(self.batches, batch)]
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
 
+    def bucket_for(self, num_rows: int, k: int, extensions: tuple[Extension, ...] = ()) -> Bucket:
+        """Return the smallest bucket of at least `num_rows` rows, with the largest captured K up to `k`."""
+        batch = self.batches[bisect_left(self.batches, num_rows)]
+        return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k), extensions)
+
     @property
     def max_tokens(self) -> int:
-        """How many tokens the largest step scores."""
+        """The number of tokens that the largest step scores."""
         return max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
 
-    def capture_all(self, variant: Hashable = None) -> None:
-        """Capture every bucket of the step as it is now, which is this variant."""
-        start, before = time.perf_counter(), _allocated(self.device)
-        captures = self._variants.setdefault(variant, {})
-        for bucket in tqdm(self.buckets(), desc="Capturing steps", disable=None, leave=False):
-            captures[bucket] = self._record(bucket)
+    def capture_all(self, extensions: tuple[Extension, ...] = ()) -> None:
+        """Capture the step with these extensions for every batch size and K."""
+        start, before = time.perf_counter(), _reserved(self.device)
+        for bucket in tqdm(self.buckets(extensions), desc="Capturing steps", disable=None, leave=False):
+            self.capture(bucket)
         self.seconds += time.perf_counter() - start
-        self.bytes += _allocated(self.device) - before
+        self.bytes += _reserved(self.device) - before
 
-    def clear(self) -> None:
-        """Free all captures."""
-        for captures in self._variants.values():
-            captures.clear()
+    def capture(self, bucket: Bucket) -> EagerCapture | CudaCapture:
+        """Capture a bucket, of padding rows only, as capturing runs the step."""
+        self._sent, rows = [], self.rows[: bucket.batch].fill_(PADDING)
 
-    def run(self, rows: Sequence[int], k: int, variant: Hashable = None) -> StepResult:
-        """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each. A variant
-        of the step, which does more for some rows, is captured when it is first needed.
+        def step(rows: Tensor) -> StepResult:
+            return self.step(rows, bucket.k, bucket.extensions)
+
+        on_gpu = self.device.type == "cuda"
+        made = CudaCapture(step, rows, self._pool) if on_gpu else EagerCapture(step, rows)
+        self.captures[bucket] = made
+        return made
+
+    def run(self, rows: list[int], k: int, extensions: tuple[Extension, ...] = ()) -> StepResult:
+        """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each.
 
         The result's tensors are overwritten by the next replay of the same bucket.
         """
-        bucket = self.bucket_for(len(rows), k)
-        captures = self._variants.setdefault(variant, {})
-        capture = captures.get(bucket)
+        bucket = self.bucket_for(len(rows), k, extensions)
+        capture = self.captures.get(bucket)
         if capture is None:
-            self.fallbacks += not self.lazy and variant is None
-            capture = captures[bucket] = self._record(bucket)
-        self.replays[bucket] += 1
-        self._send([*rows, *[PADDING] * (bucket.batch - len(rows))])
+            self.fallbacks += not self.lazy and not extensions
+            capture = self.capture(bucket)
+        self.replays[bucket.batch, bucket.k] += 1
+        padded = rows + [PADDING] * (bucket.batch - len(rows))
+        if padded != self._sent[: len(padded)]:
+            self._sent = []  # in case the copy is interrupted
+            upload(padded, torch.int32, self.device, out=capture.rows)
+            self._sent = padded
         capture.replay()
         return capture.result.first(len(rows))
 
-    def _send(self, rows: list[int]) -> None:
-        """Have `rows` begin with these."""
-        if rows != self._sent[: len(rows)]:
-            self.forget_rows()  # in case this is interrupted
-            upload(rows, torch.int32, self.device, out=self.rows[: len(rows)])
-            self._sent = rows
+    def report(self) -> dict[str, float]:
+        """Return what capture took, for the statistics."""
+        seconds = round(self.seconds, 3)
+        return {
+            "count": len(self.captures), "seconds": seconds, "bytes": self.bytes, "fallbacks": self.fallbacks
+        }  # fmt: skip
 
     def forget_rows(self) -> None:
-        """Somebody else has written to them."""
+        """Send the rows of the next step anew, as something else was written to `rows`."""
         self._sent = []
-
-    def bucket_for(self, num_rows: int, k: int) -> Bucket:
-        """The smallest bucket of at least `num_rows` rows, with the largest captured K up to `k`."""
-        batch = self.batches[bisect_left(self.batches, num_rows)]
-        return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k))
-
-    def capture(self, bucket: Bucket) -> Capture:
-        """Capture one bucket."""
-        self.captures[bucket] = self._record(bucket)
-        return self.captures[bucket]
-
-    def _record(self, bucket: Bucket) -> Capture:
-        self.forget_rows()
-        rows = self.rows[: bucket.batch].fill_(PADDING)  # nobody's, as capturing runs the step
-        return self._make(lambda r: self.step(r, bucket.k), rows)
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, 8, then in steps of half the power of two below (12, 16, 24, 32, 48), up to `largest`."""
-    sizes = [1, 2, 4, 8]
-    while sizes[-1] < largest:
-        step = max(1 << (sizes[-1].bit_length() - 1) >> 1, 1)
-        sizes.append(sizes[-1] + step)
+    """Return 1, 2, 4, 8, then two per power of two (12, 16, 24, 32, 48, ...), up to `largest`."""
+    sizes = [1, 2, 4, *(base << i for i in range(largest.bit_length()) for base in (8, 12))]
     return [size for size in sizes if size < largest] + [largest]
 
 
-def _allocated(device: torch.device) -> int:
+def _reserved(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

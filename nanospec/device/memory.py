@@ -1,11 +1,13 @@
-"""The memory of a device: how much of it becomes KV cache, and how long a text may then be."""
+"""The memory of a device: how much of it becomes KV cache, how long a text may then be, and the sentence that
+says what to lower when it runs out."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -15,33 +17,31 @@ from ..kernels.batch import Batch
 from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
 from ..models.decoder import Model
+from ..text.checks import shown
 from .graphs import MAX_STEP_TOKENS
 
 GPU_SHARE = 0.9  # of the device's memory, weights included
 CPU_SHARE = 0.4  # of what is free
-MARGIN = 2.0  # of what is measured, as other sizes, other rules of acceptance and captures take more
-PARTS = (1, 2, 4, 8)  # of the largest sizes, as attention splits the cache among fewer tokens into more parts
 CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to fill more
+PARTS = (1, 2, 4, 8)  # of the largest sizes, as attention splits the cache among fewer tokens into more parts
+MARGIN = 2.0  # of what is measured, as other sizes, other rules of acceptance and captures take more
 
 
-class MemoryPlan(NamedTuple):
-    """Bytes that an engine keeps on a device: weights and full caches of the model and of its drafters, and
-    the request rows (`Table`)."""
-
-    weights: int
-    draft_weights: int
-    kv_cache: int
-    draft_kv_cache: int
-    rows: int
-
-    def __str__(self) -> str:
-        sizes = {name.replace("_", " "): size / 1e6 for name, size in self._asdict().items()}
-        return f"{sum(self) / 1e6:,.1f} MB: " + ", ".join(f"{name} {mb:,.1f}" for name, mb in sizes.items())
+def used_memory(model: Model, drafters: Sequence[Drafter], table: Table, num_blocks: int) -> dict[str, int]:
+    """Return the bytes that a worker with these parts keeps, with full caches."""
+    tokens = num_blocks * table.block_size
+    return {
+        "weights": model.weight_bytes,
+        "draft_weights": sum(drafter.memory.weights for drafter in drafters),
+        "kv_cache": tokens * model.config.kv_bytes_per_token(model.dtype),
+        "draft_kv_cache": tokens * sum(drafter.memory.kv_per_token for drafter in drafters),
+        "rows": row_bytes(table),
+    }
 
 
-def most_drafts(drafters: Sequence[Drafter]) -> int:
-    """Return the most drafts that a row may get."""
-    return max((drafter.max_drafts for drafter in drafters), default=0)
+def row_bytes(table: Table) -> int:
+    """Return the bytes of the request rows."""
+    return sum(column.nbytes for column in table if isinstance(column, torch.Tensor))
 
 
 def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] = ()) -> tuple[int, int]:
@@ -60,20 +60,18 @@ def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] =
     size = config.block_size
     per_token = model.config.kv_bytes_per_token(model.dtype)
     per_block = size * (per_token + sum(drafter.memory.kv_per_token for drafter in drafters))
-    if config.kv_cache_memory:
-        budget, source = config.kv_cache_memory, f"kv_cache_memory of {config.kv_cache_memory:,} bytes"
-    else:
+    source, budget = "kv_cache_memory", config.kv_cache_memory
+    if budget is None:
         needed = step_bytes(config, model, drafters, window) if model.device.type == "cuda" else 0
-        budget = max(spare_memory(model.device, model.num_devices) - needed, 0)
-        source = f"{budget:,} spare bytes" + f", beside {needed:,} for steps," * (needed > 0)
+        source, budget = "spare memory", max(spare_memory(model.device, model.num_devices) - needed, 0)
     num_blocks = min(budget // per_block, config.max_num_seqs * -(-window // size))
     if config.max_model_len is None and 256 <= num_blocks * size < window:
         window = num_blocks * size
     if num_blocks * size < window:
         raise ValueError(
-            f"{source} hold the K/V of {num_blocks * size} tokens, too few for max_model_len={window}, which "
-            f"takes {per_block * -(-window // size):,} bytes; give more, or lower max_model_len or "
-            "max_num_seqs."
+            f"{source} of {budget:,} bytes holds the K/V of {num_blocks * size} tokens, too few for "
+            f"max_model_len={window}, which takes {per_block * -(-window // size):,} bytes; give more, or "
+            "lower max_model_len or max_num_seqs."
         )
     if model.device.type == "cpu":  # Linux grants the rows, and kills the process when they are written
         rows = row_bytes(Table.empty(config.max_num_seqs, window, size, model.config.vocab_size, "meta"))
@@ -85,11 +83,6 @@ def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] =
     return num_blocks, window
 
 
-def row_bytes(table: Table) -> int:
-    """Return the bytes of the request rows."""
-    return sum(column.nbytes for column in table if isinstance(column, torch.Tensor))
-
-
 @torch.inference_mode()
 def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], window: int) -> int:
     """Return the bytes that request rows, steps and prefills take on a GPU beside weights and K/V, measured
@@ -98,12 +91,12 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
     Captured steps share one pool, as large as the largest of them. While that one is captured, another step
     warms up outside of the pool, where later prefills run.
     """
-    c, size, most = model.config, config.block_size, config.max_num_seqs
-    table = Table.empty(most, window, size, c.vocab_size, model.device)
-    kv_cache = torch.zeros(model.kv_shape(1, size), dtype=model.dtype, device=model.device)
+    c, size, most, device = model.config, config.block_size, config.max_num_seqs, model.device
+    table = Table.empty(most, window, size, c.vocab_size, device)
+    kv_cache = torch.zeros(model.kv_shape(1, size), dtype=model.dtype, device=device)
 
-    def run(rows: int, width: int, prefill: bool = False) -> int:
-        ids = torch.arange(rows, dtype=torch.int32, device=model.device)
+    def peak(rows: int, width: int, prefill: bool = False) -> int:
+        ids = torch.arange(rows, dtype=torch.int32, device=device)
         count = torch.full_like(ids, width)
         batch = Batch.of_grid(table, ids, window - count, count, width, window)
 
@@ -112,14 +105,14 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
             if not prefill:
                 sample(model.logits(hidden), table, batch)
 
-        return peak_bytes(model.device, score)
+        return peak_bytes(device, score)
 
     k = min(config.spec.max_k, most_drafts(drafters), window - 1)
     drafting = max(min(MAX_STEP_TOKENS // (k + 1), most), 1)  # rows of the largest captured step with drafts
-    step = max(run(max(rows // part, 1), q) for rows, q in ((most, 1), (drafting, k + 1)) for part in PARTS)
+    step = max(peak(max(rows // part, 1), q) for rows, q in ((most, 1), (drafting, k + 1)) for part in PARTS)
     tokens = min(config.max_num_batched_tokens, most * window)
     prompts = -(-tokens // window)
-    prefill = max(run(prompts, -(-tokens // prompts // part), prefill=True) for part in PARTS)
+    prefill = max(peak(prompts, -(-tokens // prompts // part), prefill=True) for part in PARTS)
     if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are put together
         step += 2 * max(most, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize
     return row_bytes(table) + int(MARGIN * (step + max(step, prefill)))
@@ -131,6 +124,11 @@ def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
     before = torch.cuda.memory_allocated(device)
     run()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def most_drafts(drafters: Sequence[Drafter]) -> int:
+    """Return the most drafts that a row may get."""
+    return max((drafter.max_drafts for drafter in drafters), default=0)
 
 
 def spare_memory(device: torch.device, sharing: int = 1) -> int:
@@ -149,3 +147,38 @@ def _free_cpu_memory() -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class OutOfMemory(MemoryError):
+    """Memory ran out; the message says where, and what to lower."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out (of Python, of the system, of PyTorch in two ways) or
+    hides such an error, as that of a CUDA graph whose capture it has ended."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text, hidden = str(error), error.__context__
+    told = "can't allocate memory" in text or ("captur" in text and hidden is not None and ran_out(hidden))
+    return isinstance(error, RuntimeError) and told
+
+
+def in_a_step(config: EngineConfig) -> str:
+    """Return what to lower when a step runs out of memory."""
+    lower = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory", "max_model_len")
+    given = [f"{name}={value}" for name in lower if (value := getattr(config, name)) is not None]
+    return f"lower {', '.join(given[:-1])} or {given[-1]}"
+
+
+@contextmanager
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemory if memory runs out in the `with` block, with what it was for and the remedy."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemory) or not ran_out(error):
+            raise
+        first = str(error).strip().split("\n")[0]
+        raise OutOfMemory(f"Memory ran out for {what} ({shown(first)}); {remedy}.") from error

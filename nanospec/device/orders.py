@@ -1,6 +1,6 @@
-"""What the engine and the worker (`worker.py`) exchange: orders of steps, results, the time of stages.
+"""What the engine and the worker (`worker.py`) exchange: requests, orders of steps, results, times.
 
-Orders are plain data, so that they may go to several processes.
+Requests and orders are plain data, so that they may go to several processes.
 """
 
 from __future__ import annotations
@@ -9,11 +9,36 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..config import SamplingParams
 from ..kernels.sampling.logprobs import Logprobs
 from ..kernels.speculation.report import RowReport
 from ..outputs import Logprob
 
 STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
+"""What the time of steps is split by. A captured step is one piece: "wait" lasts until its results arrive."""
+
+
+class Admission(NamedTuple):
+    """A request that gets a row.
+
+    Attributes:
+        tokens: prompt and, after a preemption, output; `num_prompt` of them are the prompt.
+        max_len: the length at which it ends.
+        blocks: its pages, of which the first `num_cached` hold the K/V of its text already.
+        stop_ids: tokens that end it.
+        constrained: whether an extension constrains its output, and makes all its drafts.
+    """
+
+    row: int
+    tokens: list[int]
+    num_prompt: int
+    max_len: int
+    blocks: list[int]
+    num_cached: int
+    seed: int
+    stop_ids: tuple[int, ...]
+    params: SamplingParams
+    constrained: bool = False
 
 
 class Pages(NamedTuple):
@@ -64,7 +89,7 @@ class StepOrder(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What a step gave one row; log-probabilities of its tokens, if they were asked for."""
+    """The result of a step for a row; log-probabilities of its tokens, if they were asked for."""
 
     report: RowReport
     logprobs: list[dict[int, Logprob]] | None
@@ -91,28 +116,12 @@ def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_to
 
 
 class Stopwatch:
-    """Splits the time of all steps by what was done; a captured step is one piece, "wait" is the time until
-    its results arrive. `with stopwatch("forward"): ...` adds to `seconds`."""
+    """Adds up the `seconds` of `with` blocks; `contextmanager` would take some 10 us of a step."""
 
-    def __init__(self) -> None:
-        self._stages = {name: _Stage(self, name) for name in STAGES}
-        self.reset()
-
-    def reset(self) -> None:
-        self.seconds = dict.fromkeys(STAGES, 0.0)
-
-    def __call__(self, stage: str) -> _Stage:
-        return self._stages[stage]
-
-
-class _Stage:
-    """The time of a `with` block, one at a time: `contextmanager` would take some 10 us of a step."""
-
-    def __init__(self, watch: Stopwatch, name: str) -> None:
-        self._watch, self._name = watch, name
+    seconds = 0.0
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._watch.seconds[self._name] += time.perf_counter() - self._start
+        self.seconds += time.perf_counter() - self._start

@@ -24,6 +24,7 @@ from ..drafters import first_match
 from ..drafters.base import Drafter
 from ..drafters.first_match import DraftTimes
 from ..drafters.policy import Offer
+from ..kernels import MAX_DRAFTS
 from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept
 from ..kernels.sampling.logprobs import Logprobs, logprobs
@@ -37,7 +38,7 @@ from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models.decoder import Model
 from .extension import Extension
-from .orders import Stopwatch
+from .orders import STAGES, Stopwatch
 
 Cut = Callable[[list[Offer]], list[int]]
 """`Policy.cut`: returns how many drafts of each row to verify."""
@@ -89,15 +90,15 @@ class Step:
         kv_cache: Tensor,
         table: Table,
         drafters: Sequence[Drafter],
+        extensions: Sequence[Extension],
         exact: bool,
-        stages: Stopwatch,
     ) -> None:
         """`exact`: no row asks for another rule of acceptance, so that steps need not look."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
-        self.drafters, self.exact, self.stages = drafters, exact, stages
+        self.drafters, self.extensions, self.exact = drafters, extensions, exact
         self.draft_times = DraftTimes()
+        self.stages = {name: Stopwatch() for name in STAGES}
         self._logits = torch.empty(0)
-        self.extensions: Sequence[Extension] = ()  # those that take part in this step
 
     def share_logits(self, num_tokens: int) -> None:
         """Let all steps of up to `num_tokens` write their logits to one buffer from now on: each captured
@@ -107,23 +108,31 @@ class Step:
         self._logits = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()
-    def __call__(self, rows: Tensor, k: int, cut: Cut | None = None, last_k: int | None = None) -> StepResult:
-        """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each: padded, or packed
-        if `cut` is given; then the last drafter makes at most `last_k`."""
-        model, table, extensions = self.model, self.table, self.extensions
-        with self.stages("propose"):
+    def __call__(
+        self,
+        rows: Tensor,
+        k: int,
+        asked: Sequence[Extension] = (),
+        cut: Cut | None = None,
+        last_k: int = MAX_DRAFTS,
+    ) -> StepResult:
+        """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each, and with the
+        extensions that take part in every step or are `asked` for. Without `cut` the step is padded. With it
+        the step is packed, and the last drafter makes at most `last_k`."""
+        model, table = self.model, self.table
+        extensions = [each for each in self.extensions if each.always or each in asked]
+        with self.stages["propose"]:
             times = None if cut is None else self.draft_times
-            most = k if last_k is None else last_k
-            proposal = first_match.propose(self.drafters, table, rows, k, most, times)
+            proposal = first_match.propose(self.drafters, table, rows, k, min(k, last_k), times)
             for extension in extensions if k else ():
                 proposal = extension.propose(table, rows, proposal)
             if cut is not None and k:
                 proposal = _cut(rows, proposal, cut)
             batch = lay_out(table, rows, proposal, packed=cut is not None)
-        with self.stages("forward"):
+        with self.stages["forward"]:
             hidden = model.forward(batch, self.kv_cache)
             logits = self.score(hidden)
-        with self.stages("verify"):
+        with self.stages["verify"]:
             for extension in extensions:
                 extension.change(logits, batch)
             targets = self.draw(logits, batch, proposal)

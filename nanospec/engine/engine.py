@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
+from ..device.devices import compute_info
+from ..device.memory import in_a_step, ran_out
 from ..device.orders import Flight, Pages, RowOrder, RowResult, StepOrder
-from ..device.out_of_memory import in_a_step, ran_out
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
+from ..kernels import NOBODY
 from ..kernels.batch import Chunk
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
@@ -52,8 +54,8 @@ class Engine:
         self.metrics.spec.acceptance = config.spec.acceptance
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
-        on_gpu = worker.model.device.type == "cuda"
-        self.lag = int(on_gpu if config.async_scheduling is None else config.async_scheduling)
+        on_gpu, wanted = worker.device.type == "cuda", config.async_scheduling
+        self.lag = int(worker.graphs is not None and (on_gpu if wanted is None else wanted))
         self.scheduler = Scheduler(
             worker.num_blocks,
             config.block_size,
@@ -65,7 +67,8 @@ class Engine:
         self.extensions = worker.extensions
         for extension in self.extensions:
             extension.start(self)
-        worker.stages.reset()  # capture and timing are no steps
+        for stage in worker.stages.values():
+            stage.seconds = 0.0  # capture and timing are no steps
         self._queue: deque[Queued] = deque()
         self._ids = itertools.count()
 
@@ -75,13 +78,15 @@ class Engine:
 
     def report(self) -> dict[str, object]:
         """The counters of `metrics`, what capture took, and the measured times of steps."""
-        costs = self.policy.costs
-        return {**self.metrics.to_dict(), **self.worker.report(), **(costs.report() if costs else {})}
+        worker, found = self.worker, self.metrics.to_dict()
+        found |= {"runs": compute_info(worker.model), "memory": worker.memory}
+        if worker.graphs is not None:
+            found["recorded_steps"] = worker.graphs.report()
+        return found | (self.policy.costs.report() if self.policy.costs else {})
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
         check_request(prompt_ids, params, self._stop_ids(params), self.limits)
-        self.worker.check(params)
         for extension in self.extensions:
             extension.check(params)
         if params.response_format is not None and not any(each.constrains for each in self.extensions):
@@ -167,7 +172,7 @@ class Engine:
         has ended takes no part in the step queued after it, slots reach far enough ahead, and what was
         computed for a request that the host has ended meanwhile is dropped.
         """
-        with self.worker.stages("host"):
+        with self.worker.stages["host"]:
             plan = self.scheduler.schedule(self._held())
             self._admit(plan)
         touched = self._prefill(plan) if plan.prefill else []
@@ -176,7 +181,7 @@ class Engine:
         while len(self._queue) > (self.lag if plan.decode else 0):
             queued = self._queue.popleft()
             results = self.worker.fetch(queued.flight)
-            with self.worker.stages("host"):
+            with self.worker.stages["host"]:
                 touched += self._collect(queued, results)
             for extension, kept in zip(self.extensions, queued.kept, strict=True):
                 extension.collected(queued, results, kept)
@@ -192,7 +197,7 @@ class Engine:
             self.worker.release(row)
         for request, num_cached in plan.admitted.items():
             self.policy.reset(request.row)
-            self.worker.admit([request.admission(num_cached)])
+            self.worker.admit(request.admission(num_cached))
         self.metrics.num_preemptions += len(plan.preempted)
         new = [request for request in plan.admitted if not request.num_preemptions]
         self.metrics.num_prompt_tokens += sum(len(request.prompt_ids) for request in new)
@@ -217,7 +222,7 @@ class Engine:
         """Queue a step of the requests that decode."""
         requests = plan.decode
         steps = [self._row_order(request) for request in requests]
-        weighs_model = self.worker.weighs_model
+        weighs_model = self.worker.model_code != NOBODY
         by_row = {step.row: step.asked if weighs_model else step.limit for step in steps}
         context = sum(request.num_tokens for request in requests)
         k = last_k = self.policy.choose(by_row, context, bool(self.scheduler.waiting))

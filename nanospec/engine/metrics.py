@@ -13,7 +13,7 @@ class Metrics:
     """Engine-wide counters. Of the tokens of prompts `num_cached_tokens` were found in the prefix cache;
     `num_prefill_tokens` were computed, those of preempted requests again."""
 
-    stages: Stopwatch
+    stages: dict[str, Stopwatch]
     spec: SpecStats = field(default_factory=SpecStats)
     num_forward_steps: int = 0
     num_prompt_tokens: int = 0
@@ -29,5 +29,5 @@ class Metrics:
             **({"simulated": self.simulated} if self.simulated else {}),
             **self.spec.to_dict(),
             **{name: value for name, value in vars(self).items() if name.startswith("num_")},
-            "stage_seconds": {k: round(v, 6) for k, v in self.stages.seconds.items()},
+            "stage_seconds": {k: round(v.seconds, 6) for k, v in self.stages.items()},
         }

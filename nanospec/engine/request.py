@@ -14,8 +14,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ..config import SamplingParams
-from ..device.admission import Admission
 from ..device.extension import Constraint
+from ..device.orders import Admission
 from ..kernels import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, SpecStats

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
-from nanospec.device.admission import Admission, HostWrites, write_history, write_row
 from nanospec.device.graphs import CudaCapture
+from nanospec.device.orders import Admission
+from nanospec.device.rows import HostWrites, write_history, write_row
 from nanospec.engine.engine import Engine
 from nanospec.kernels.batch import Chunk
 from nanospec.kernels.table import Table
@@ -94,7 +95,7 @@ def test_admission_and_prefill_go_on_while_the_device_is_busy() -> None:
         if busy:
             torch.cuda._sleep(2_000_000_000)  # about a second
         start = time.perf_counter()
-        worker.admit([request])
+        worker.admit(request)
         worker.prefill([Chunk(0, 0, 39)])
         worker.release(0)
         seconds = time.perf_counter() - start

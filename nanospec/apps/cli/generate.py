@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...config import EngineConfig, SamplingParams
+from ...device.devices import compute_info
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
 from ...outputs import LOSSY
@@ -110,7 +111,7 @@ def report(
     elif output is not None:
         if len(output.outputs) == 1:
             console.line(summary(output), DIM)
-        runs = llm.engine.worker.runs()
+        runs = compute_info(llm.engine.worker.model)
         threads = f", {runs['threads']} threads" if "threads" in runs else ""
         console.line(f"[{runs['dtype']} on {runs['device']} by {runs['by']}{threads}]", DIM)
 

@@ -125,7 +125,8 @@ def announce_ranks(llm: LLM) -> None:
     """Print the memory that each rank of a split model needs."""
     plans = llm.engine.worker.memory
     for rank, plan in enumerate(plans if len(plans) > 1 else ()):
-        print(f"Rank {rank} takes {plan}.", file=sys.stderr)
+        sizes = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in plan.items())
+        print(f"Rank {rank} takes {sum(plan.values()) / 1e6:,.1f} MB: {sizes}.", file=sys.stderr)
 
 
 def _discard_output() -> None:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...config import EngineConfig
-from ...device.devices import resolve_device
+from ...device.devices import cpu_quota, resolve_device
 from ...device.memory import spare_memory
-from ...device.threads import cpu_quota
 from ...llm import LLM
 from ...models.hub import resolve_model
 from ...text.checks import shown

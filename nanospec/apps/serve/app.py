@@ -18,6 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ...device.devices import compute_info
 from ...llm import LLM
 from ...text.checks import shown
 from .answers import Answer
@@ -67,8 +68,8 @@ class App:
 
     def runs(self) -> dict[str, Any]:
         """Return how answers are computed."""
-        spec = self.llm.config.spec
-        return {**self.llm.engine.worker.runs(), "spec": spec.method, "k": spec.num_speculative_tokens}
+        spec, model = self.llm.config.spec, self.llm.engine.worker.model
+        return {**compute_info(model), "spec": spec.method, "k": spec.num_speculative_tokens}
 
     async def answer(self, request: Request) -> Any:
         """Answer completions and chats."""

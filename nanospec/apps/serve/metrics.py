@@ -119,11 +119,11 @@ class ServerMetrics:
         at_least = [spec.num_steps, *spec.drafted_by_position, 0]  # so many guesses or more
         steps = {(str(k),): at_least[k] - at_least[k + 1] for k in range(len(at_least) - 1)}
         yield "spec_decode_steps_by_k", "Steps of an output by guesses verified", steps, "k"
-        stages = {(name,): seconds for name, seconds in engine.worker.stages.seconds.items()}
+        stages = {(name,): stage.seconds for name, stage in engine.worker.stages.items()}
         yield "stage_seconds", "Time of the engine by what was done", stages, "stage"
         answered = {(path, str(status)): n for (path, status), n in self._answered.items()}
         yield "http_requests", "Requests by path and status", answered, "handler", "status"
         if (graphs := engine.worker.graphs) is not None:
-            replays = {(str(bucket.batch), str(bucket.k)): n for bucket, n in graphs.replays.items()}
+            replays = {(str(batch), str(k)): n for (batch, k), n in graphs.replays.items()}
             yield "steps_by_bucket", "Steps by recorded bucket", replays, "batch", "k"
             yield "fallbacks", "Steps recorded when needed", {(): graphs.fallbacks}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...config import SamplingParams
-from ...device.admission import HostWrites
 from ...device.extension import Extension
+from ...device.rows import HostWrites
 from ...engine.request import Request
 from ...kernels import NOBODY
 from ...kernels.batch import Batch
@@ -145,7 +145,7 @@ class Grammar(Extension):
     def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, Draft]] | None:
         end, spec, found = time.perf_counter() + PLAN_SECONDS, self._worker.config.spec, []
         lengths = spec.prompt_lookup_min, spec.prompt_lookup_max
-        with self._worker.stages("propose"):
+        with self._worker.stages["propose"]:
             for request, limit in zip(requests, limits, strict=True):
                 guide: Any = request.constraint  # a `grammar.Guide`
                 if guide is not None:

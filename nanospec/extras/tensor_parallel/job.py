@@ -154,7 +154,7 @@ class Job:
 def disconnect(group: Group, graphs: StepGraphs | None) -> None:
     """Leave the group. NCCL waits for its kernels that are captured, so these go first."""
     if graphs is not None:
-        graphs.clear()
+        graphs.captures.clear()
     group.close()
 
 

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import EngineConfig
-from ...device.devices import current, resolve_device
-from ...device.threads import use_threads
+from ...device.devices import current, resolve_device, use_threads
 from ...drafters.loading import Guessers, load_parts, who_guesses
 from ...models.families import read_config
 from ...text.checks import shown

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ...config import EngineConfig, SamplingParams
-from ...device.admission import Admission
 from ...device.devices import on_own_device
 from ...device.extension import Extension
-from ...device.memory import MemoryPlan
-from ...device.orders import Flight, RowResult, StepOrder
-from ...device.step import Cut, Step
+from ...device.orders import Admission, Flight, RowResult, StepOrder
+from ...device.step import Cut, Step, StepResult
+from ...device.timing import Meet
 from ...device.worker import Worker
 from ...drafters.base import Drafter
 from ...drafters.costs import StepCosts
+from ...kernels import MAX_DRAFTS
 from ...kernels.batch import Batch, Chunk
 from ...kernels.layer.vocab_parallel import Vocabulary
 from ...kernels.sampling import across
@@ -36,13 +36,24 @@ from .drafts import share_proposals
 from .group import Group
 from .job import Job
 
-WHOLE = "whole"
+WHOLE = Extension()  # in the key of captures that score the whole vocabulary
 
 
 class SplitStep(Step):
-    """A step that scores a part of the vocabulary, or all of it if it is `whole`."""
+    """A step that scores a part of the vocabulary, or all of it if it is asked for `WHOLE`."""
 
     whole = False
+
+    def __call__(
+        self,
+        rows: Tensor,
+        k: int,
+        asked: Sequence[Extension] = (),
+        cut: Cut | None = None,
+        last_k: int = MAX_DRAFTS,
+    ) -> StepResult:
+        self.whole = WHOLE in asked
+        return super().__call__(rows, k, asked, cut, last_k)
 
     @property
     def _head(self) -> Vocabulary:
@@ -71,7 +82,6 @@ class Rank(Worker):
 
     Attributes:
         job: the followers, if this is the leader.
-        memory: the plan of each rank, see `MemoryPlan`.
     """
 
     _step: SplitStep
@@ -94,12 +104,12 @@ class Rank(Worker):
             job.graphs = self.graphs
             self._end = weakref.finalize(self, _end, job)
 
-    def make_step(self, kind: type[Step] = SplitStep) -> Step:
-        return super().make_step(kind)
+    def _make_step(self, kind: type[Step] = SplitStep) -> Step:
+        return super()._make_step(kind)
 
-    def plan_cache(self) -> tuple[int, int]:
+    def _plan_cache(self) -> tuple[int, int]:
         """(number of KV blocks, max_model_len) that fit on every rank."""
-        plans = self.group.gather_numbers(super().plan_cache())
+        plans = self.group.gather_numbers(super()._plan_cache())
         blocks, lengths = (min(numbers) for numbers in zip(*plans, strict=True))
         return blocks, lengths
 
@@ -108,14 +118,9 @@ class Rank(Worker):
         super()._build()
         # Otherwise the first request that needs it would wait.
         if self.graphs is not None and not self.graphs.lazy:
-            self._step.whole = True
-            self.graphs.capture_all((WHOLE, None))
-            self._step.whole = False
-        self._memory = [MemoryPlan(*plan) for plan in self.group.gather_numbers(super().memory[0])]
-
-    @property
-    def memory(self) -> list[MemoryPlan]:
-        return self._memory
+            self.graphs.capture_all((WHOLE,))
+        [memory] = self.memory
+        self.memory = [dict(zip(memory, sizes)) for sizes in self.group.gather_numbers([*memory.values()])]
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
@@ -137,12 +142,11 @@ class Rank(Worker):
                 self.group.send(message)
                 yield
 
-    def admit(self, requests: Sequence[Admission]) -> None:
-        with self._all("admit", requests):
-            super().admit(requests)
-            for request in requests:
-                needs = needs_whole(request.params, self.config.spec.acceptance)
-                (self._whole.add if needs else self._whole.discard)(request.row)
+    def admit(self, request: Admission) -> None:
+        with self._all("admit", request):
+            super().admit(request)
+            needs = needs_whole(request.params, self.config.spec.acceptance)
+            (self._whole.add if needs else self._whole.discard)(request.row)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         with self._all("prefill", chunks):
@@ -160,11 +164,11 @@ class Rank(Worker):
             self._flights.append(super().step(order, agreed))
         return self._flights[-1]
 
-    def prepare(self, order: StepOrder) -> Hashable:
-        variant = super().prepare(order)
-        asked = any(step.logprobs >= 0 for step in order.steps) or not self._whole.isdisjoint(order.rows)
-        self._step.whole = variant is not None or asked
-        return (WHOLE, variant) if self._step.whole else None
+    def _asked(self, order: StepOrder) -> tuple[Extension, ...]:
+        asked = super()._asked(order)
+        logprobs = any(step.logprobs >= 0 for step in order.steps)
+        whole = asked or logprobs or not self._whole.isdisjoint(order.rows)
+        return (*asked, WHOLE) if whole else ()
 
     def fetch(self, flight: Flight) -> list[RowResult]:
         return self.fetch_next(next(i for i, queued in enumerate(self._flights) if queued is flight))
@@ -181,12 +185,9 @@ class Rank(Worker):
             with self._all("release", row):
                 super().release(row)
 
-    def measure(self) -> StepCosts:
+    def measure(self, meet: Meet = tuple) -> StepCosts:
         with self._all("measure"):
-            return super().measure()
-
-    def meet(self) -> None:
-        self.group.gather(torch.zeros(1, device=self.device))
+            return super().measure(lambda: self.group.gather(torch.zeros(1, device=self.device)))
 
     def close(self) -> None:
         if self.job is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...device.devices import current
+from ...device.devices import compute_info, current
 from ...device.extension import Extension
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
@@ -26,8 +26,8 @@ from ...kernels.transfer import to_host
 from .trace import Record, StepRecord, Trace
 
 if TYPE_CHECKING:
-    from ...device.admission import HostWrites
     from ...device.orders import RowResult
+    from ...device.rows import HostWrites
     from ...device.worker import Worker
     from ...engine.engine import Engine, Queued
     from ...engine.request import Request
@@ -87,7 +87,7 @@ class Recorder(Extension):
         worker, self._tokenizer = self._worker, engine.tokenizer
         self._costs = engine.policy.costs or worker.measure()
         spec, name = worker.config.spec, engine.tokenizer.name if engine.tokenizer else ""
-        facts = {**worker.runs(), "model": name, "method": spec.method}
+        facts = {**compute_info(worker.model), "model": name, "method": spec.method}
         facts |= {"k": spec.num_speculative_tokens, "acceptance": spec.acceptance}
         self._about = {name: str(value) for name, value in facts.items()}
 
@@ -122,7 +122,7 @@ class Recorder(Extension):
     def collected(
         self, step: Queued, results: Sequence[RowResult], kept: Callable[[], list[Guesses]] | None
     ) -> None:
-        seconds = dict(self._worker.stages.seconds)
+        seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
         found: list[Guesses | None] = [None] * len(results) if kept is None else [*kept()]

@@ -16,7 +16,7 @@ import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
 from nanospec.device.graphs import MAX_STEP_TOKENS, Bucket, EagerCapture, StepGraphs, batch_sizes
 from nanospec.device.step import StepResult
-from nanospec.device.timing import elapsed_ms, replay_ms
+from nanospec.device.timing import elapsed_ms, rehearsal, replay_ms
 from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from nanospec.kernels.transfer import upload
@@ -50,7 +50,7 @@ def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
     engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
     recorded = graphs_of(engine)
     assert set(recorded.captures) == set(recorded.buckets())
-    assert not any(engine.metrics.stages.seconds.values())  # recording is no step
+    assert not any(stage.seconds for stage in engine.metrics.stages.values())  # recording is no step
     for rows in range(1, 6):
         for k in range(7):
             bucket = recorded.bucket_for(rows, k)
@@ -117,7 +117,7 @@ def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.Monkey
     stepped: list[list[int]] = []
     sent: list[list[int]] = []
 
-    def step(rows: Tensor, k: int) -> StepResult:
+    def step(rows: Tensor, k: int, asked: Any) -> StepResult:
         stepped.append(rows.tolist())
         return StepResult(rows[:, None].clone(), rows[:, None].clone(), rows.clone(), rows[:, None].clone())
 
@@ -210,7 +210,7 @@ def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int)
         steps.append(int(recording.result.report[:, 1].sum()))  # drafts of both rows
 
     recording.replay = spy  # type: ignore[method-assign]
-    assert replay_ms(graphs_of(engine), Bucket(2, k), lambda count: engine.worker.rehearsal(count, 40)) > 0
+    assert replay_ms(graphs_of(engine), Bucket(2, k), partial(rehearsal, table, engine.worker.num_blocks)) > 0
     assert steps
     assert set(steps) == {2 * k}
     after = (table.num_tokens, table.finished, table.limit, table.temperature)

@@ -126,7 +126,7 @@ def test_what_is_measured_holds_all_captured_steps_and_prefills(
     one, largest = torch.empty(1, dtype=torch.int32, device="meta"), 0
     with DryRun():
         step(one, 0)  # what is made once and stays
-    for batch, length in graphs.buckets():
+    for batch, length, _ in graphs.buckets():
         with DryRun() as run:
             step(torch.empty(batch, dtype=torch.int32, device="meta"), length)
         largest = max(largest, run.peak)
@@ -149,8 +149,8 @@ def test_the_cache_leaves_on_a_gpu_what_steps_need(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory, "spare_memory", lambda device, sharing: spare)
     per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
     assert plan_cache(config, model) == ((spare - needed) // per_block, 512)
-    with pytest.raises(ValueError, match=r"kv_cache_memory of 16,384 bytes hold the K/V of 32 tokens"):
+    with pytest.raises(ValueError, match=r"kv_cache_memory of 16,384 bytes holds the K/V of 32 tokens"):
         plan_cache(replace(config, kv_cache_memory=2 * per_block), model)
     spare = needed + 100
-    with pytest.raises(ValueError, match=r"100 spare bytes, beside 1,048,576 for steps, hold the K/V of 0"):
+    with pytest.raises(ValueError, match=r"spare memory of 100 bytes holds the K/V of 0"):
         plan_cache(config, model)

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from nanospec.device import threads
-from nanospec.device.threads import cpu_quota, settle_threads, usage, use_threads
+from nanospec.device import devices
+from nanospec.device.devices import Usage, cpu_quota, settle_threads, usage, use_threads
 
 
 @pytest.fixture
@@ -21,53 +22,51 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Seconds that other processes have used so far, a list of one; a minute passes between two looks."""
     before, busy, minutes = torch.get_num_threads(), [0.0], iter(range(10**6))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(threads, "usage", lambda: (busy[0], 0.0, next(minutes) * 60.0))
-    monkeypatch.setattr(threads, "cpu_quota", lambda: math.inf)
-    monkeypatch.setattr(threads, "DEFAULT", 2)
+    monkeypatch.setattr(devices, "usage", lambda: Usage(busy[0], 0.0, next(minutes) * 60.0))
+    monkeypatch.setattr(devices, "cpu_quota", lambda: math.inf)
+    monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
+    monkeypatch.setattr(devices, "computed_by", lambda model: model)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     yield busy
     torch.set_num_threads(before)
 
 
-def loaded(others: list[float], cores: float, adapts: bool = True) -> int:
+def loaded(others: list[float], cores: float, by: Any = "PyTorch") -> int:
     """Threads after a model was loaded beside processes that used so many cores."""
-    use_threads("auto")
+    before = use_threads("auto")
     others[0] += 60 * cores
-    settle_threads(adapts)
+    settle_threads(before, by)
     return torch.get_num_threads()
 
 
 def test_neighbours_lower_the_number_once(others: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     assert [loaded(others, cores) for cores in (0, 0.4, 1.0, 9.0, 0)] == [2, 2, 1, 1, 2]
-    settle_threads(True)  # without a load before it
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "Other programs use 1.0 of 2 cores; using 1 threads."
     assert len(said) == 2
 
 
 def test_compiled_models_keep_their_threads(others: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    assert loaded(others, 1.5, adapts=False) == 2
+    assert loaded(others, 1.5, by="C++") == 2
     assert capsys.readouterr().err == "Other programs use 1.5 of 2 cores; using 2 threads.\n"
 
 
 @pytest.mark.parametrize("chosen", ["option", "environment"])
 def test_the_users_number_stays(
-    others: list[float], chosen: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    others: list[float], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chosen == "environment":
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
         torch.set_num_threads(2)
-    use_threads("auto" if chosen == "environment" else 3)
+    assert use_threads("auto" if chosen == "environment" else 3) is None
     others[0] += 120
-    settle_threads(True)
     assert torch.get_num_threads() == (2 if chosen == "environment" else 3)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_quota_lowers_the_number(others: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for quota in (0.5, 1.2, 7.0):
-        monkeypatch.setattr(threads, "cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(devices, "cpu_quota", lambda quota=quota: quota)
         use_threads("auto")
         found.append(torch.get_num_threads())
     assert found == [1, 2, 2]

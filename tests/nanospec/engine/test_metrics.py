@@ -33,23 +33,20 @@ def test_nothing_recorded_divides_by_nothing() -> None:
 
 
 def test_a_stage_counts_its_time_also_when_it_fails() -> None:
-    stages = Stopwatch()
+    stage = Stopwatch()
 
     def fails() -> None:
-        with stages("verify"):
+        with stage:
             time.sleep(0.01)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fails()
-    assert stages.seconds["verify"] >= 0.01
-    assert stages.seconds["forward"] == 0
-    stages.reset()
-    assert not any(stages.seconds.values())
+    assert stage.seconds >= 0.01
 
 
 def test_everything_is_json() -> None:
-    metrics = Metrics(Stopwatch())
+    metrics = Metrics({stage: Stopwatch() for stage in STAGES})
     metrics.spec.record(2, 1, 2, "ngram")
     shown = json.loads(json.dumps(metrics.to_dict()))
     assert shown["tokens_per_step"] == 2

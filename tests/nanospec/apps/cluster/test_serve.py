@@ -52,7 +52,7 @@ def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Pat
     assert served.process.wait(150) == 2
     starting, line = served.log.read_text().splitlines()
     assert "starting" in starting
-    assert "--kv-cache-memory of 1,024 bytes hold the K/V of 0 tokens, too few for" in line
+    assert "--kv-cache-memory of 1,024 bytes holds the K/V of 0 tokens, too few for" in line
 
 
 def test_a_replica_whose_device_is_gone_is_replaced() -> None:

@@ -241,16 +241,16 @@ def test_steps_with_all_logits_are_captured_before_requests_ask(monkeypatch: pyt
     with split_engine(2, of.config, of.weights, options) as split:
         graphs, group = split.engine.worker.graphs, split.groups[0]
         assert graphs is not None
-        captures = graphs._variants
-        monkeypatch.setattr(graphs, "_record", lambda bucket: pytest.fail(f"{bucket} is captured late"))
+        captures = graphs.captures
+        monkeypatch.setattr(graphs, "capture", lambda bucket: pytest.fail(f"{bucket} is captured late"))
         for params in ({"temperature": 0}, {"top_p": 0.5, "seed": 7}, {"temperature": 0, "logprobs": 1}):
             job = Job([1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=9, **params))
             assert_same(outcome(run(split.engine, [job])[0]), alone(of.model, [job])[0])
-        assert [len(kept) for kept in captures.values()] == [len(graphs.buckets())] * 2
+        assert len(captures) == 2 * len(graphs.buckets())
         close = group.close
 
         def spy() -> None:
-            left.append(sum(map(len, captures.values())))
+            left.append(len(captures))
             close()
 
         monkeypatch.setattr(group, "close", spy)
@@ -280,17 +280,16 @@ def test_the_memory_plan_is_that_of_all_ranks_and_adds_up() -> None:
             first, second = worker.memory
             assert first == second
             cache = worker.drafters[0].cache.kv  # type: ignore[attr-defined]
-            assert first.kv_cache == worker.kv_cache.nbytes
-            assert first.draft_kv_cache == cache.nbytes
+            assert first["kv_cache"] == worker.kv_cache.nbytes
+            assert first["draft_kv_cache"] == cache.nbytes
             local = Shard(of.config, split.groups[0])
             shapes = {**local.config.parameter_shapes()}
             shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (local.num_tokens, 32))
-            assert first.weights == 4 * sum(math.prod(shape) for shape in shapes.values())
-            assert first.rows == sum(t.nbytes for t in worker.table if isinstance(t, Tensor))
-            assert worker.report()["memory"] == [plan._asdict() for plan in (first, second)]
+            assert first["weights"] == 4 * sum(math.prod(shape) for shape in shapes.values())
+            assert first["rows"] == sum(t.nbytes for t in worker.table if isinstance(t, Tensor))
             plans[way] = first
-    assert plans["split-draft"].draft_weights < 0.6 * plans["draft"].draft_weights
-    assert plans["split-draft"].draft_kv_cache * 2 == plans["draft"].draft_kv_cache
+    assert plans["split-draft"]["draft_weights"] < 0.6 * plans["draft"]["draft_weights"]
+    assert plans["split-draft"]["draft_kv_cache"] * 2 == plans["draft"]["draft_kv_cache"]
 
 
 def test_ranks_with_less_memory_decide_for_all() -> None:

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
-from ..kernels import EXACT, MAX_DRAFTS, MAX_TREE_WIDTH, RULES, RUNNING
+from ..config import GREEDY_BELOW, SpecConfig
+from ..kernels import EXACT, RULES, RUNNING
 from ..kernels.table import Table
 from ..kernels.transfer import Write, upload, write
-
-REHEARSAL_PERIOD = 7
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A request that gets a row: plain data, so that it can be sent anywhere.
-
-    Attributes:
-        tokens: prompt and, after a preemption, output; `num_prompt` of them are the prompt.
-        max_len: the length at which it ends.
-        blocks: its pages, of which the first `num_cached` hold the K/V of its text already.
-        stop_ids: tokens that end it.
-        constrained: whether an extension constrains its output, and makes all its drafts.
-    """
-
-    row: int
-    tokens: list[int]
-    num_prompt: int
-    max_len: int
-    blocks: list[int]
-    num_cached: int
-    seed: int
-    stop_ids: tuple[int, ...]
-    params: SamplingParams
-    constrained: bool = False
+from .orders import Admission
 
 
 class HostWrites:
@@ -117,23 +90,3 @@ def write_history(table: Table, request: Admission) -> None:
     table.in_prompt[r].index_fill_(0, tokens[:n].long(), True)
     if len(tokens) > n:  # preempted before
         table.output_counts[r].index_add_(0, tokens[n:], torch.ones_like(tokens[n:]))
-
-
-@contextmanager
-def rehearsal(table: Table, count: int, context: int, num_blocks: int) -> Iterator[None]:
-    """Fill the first `count` rows with greedy requests of `context` tokens of periodic text, which n-gram
-    lookup drafts in full, on pages spread over the cache; empty them at the end."""
-    length, device, rows = table.max_context, table.device, slice(0, count)
-    pages = torch.arange(count * table.max_blocks, device=device) % num_blocks
-    period = min(REHEARSAL_PERIOD, table.vocab_size)
-    table.tokens[rows] = torch.arange(length, dtype=torch.int32, device=device) % period
-    table.block_table[rows] = pages.view(count, table.max_blocks).int()
-    table.num_tokens[rows] = max(min(context, length - MAX_DRAFTS - 1), 1)
-    table.max_len[rows], table.limit[rows] = length, MAX_DRAFTS
-    table.min_n[rows], table.max_n[rows], table.width[rows] = 1, 1, MAX_TREE_WIDTH
-    table.stop_ids[rows] = -1
-    try:
-        yield
-    finally:
-        for column in (table.num_tokens, table.max_len, table.limit, table.block_table, table.finished):
-            column[rows] = 0
