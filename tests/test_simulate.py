@@ -158,8 +158,9 @@ def test_a_server_gives_the_same(seed: int) -> None:
 
 
 def test_it_is_found_that_a_server_loses_a_log_probability() -> None:
-    def shorter(*args: Any) -> dict[str, Any]:
-        return {name: values[:-1] for name, values in logprobs(*args).items()}
+    def shorter(*args: Any) -> dict[str, Any] | None:
+        found = logprobs(*args)
+        return found and {name: values[:-1] for name, values in found.items()}
 
     logprobs = openai_format.logprobs
     patches = [mock.patch.object(m, "logprobs", shorter) for m in (openai_format, answers)]

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...outputs import Completion
 from .gate import HTTPError
-from .jobs import Delta, Job, JobFailed
+from .jobs import Job, JobFailed
 from .openai_format import CHAT, choice, counts, logprobs, usage
 from .requests import Asked
 
@@ -124,7 +123,8 @@ class Answer:
             told = {"speculation": told} if "include_drafts" in include else {}
             text = "".join(piece.text for piece in delta.pieces)
             if text or delta.logprobs:
-                found = self._logprobs(delta, num_chars[i])
+                number, bytes_of = self.asked.params.logprobs, self.bytes_of
+                found = logprobs(self.asked.url, delta.logprobs, delta.pieces, number, bytes_of, num_chars[i])
                 yield to_event([self._part(i, {**role, "content": text}, found)], **told)
                 num_chars[i] += len(text)
                 told, role = {}, {}
@@ -141,14 +141,6 @@ class Answer:
         content = {"delta": delta} if self.asked.url == CHAT else {"text": delta.get("content", "")}
         reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
         return {"index": index, **content, "logprobs": found, **reasons}
-
-    def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any] | None:
-        number, places = self.asked.params.logprobs, delta.logprobs
-        if number is None:
-            return None
-        tokens = [next(iter(place)) for place in places]  # the token itself comes first
-        offsets = list(accumulate((len(piece.text) for piece in delta.pieces), initial=offset))
-        return logprobs(self.asked.url, tokens, places, number, offsets, self.bytes_of)
 
     def _end(self, done: Completion) -> None:
         if done.error is not None:

@@ -6,15 +6,15 @@ of `IGNORED` are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from ...extras.grammar.response_format import of_vllm
 from ...text.checks import shown
 
 if TYPE_CHECKING:
-    from ...outputs import Completion, Logprob
+    from ...outputs import Completion, Logprob, Piece
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
@@ -92,25 +92,24 @@ def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
 def choice(url: str, done: Completion, number: int | None, bytes_of: BytesOf = None) -> dict[str, Any]:
     """Return an output; `number`: of likeliest tokens to report, None for no log-probabilities."""
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
-    found = None
-    if number is not None:
-        tokens = done.token_ids[: done.num_text_tokens]
-        offsets = list(accumulate((len(piece.text) for piece in done.pieces), initial=0))
-        found = logprobs(url, tokens, done.logprobs or (), number, offsets, bytes_of)
+    places = (done.logprobs or [])[: done.num_text_tokens]
+    found = logprobs(url, places, done.pieces, number, bytes_of)
     reasons = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
     return {"index": done.index, **text, "logprobs": found, **reasons}
 
 
 def logprobs(
     url: str,
-    tokens: Sequence[int],
-    places: Iterable[Mapping[int, Logprob]],
-    number: int,
-    offsets: Sequence[int],
-    bytes_of: BytesOf = None,
-) -> dict[str, Any]:
-    """Return those of each of the tokens, and of the `number` likeliest. `offsets`: where in the output each
-    token's text begins."""
+    places: Sequence[Mapping[int, Logprob]],
+    pieces: Sequence[Piece],
+    number: int | None,
+    bytes_of: BytesOf,
+    offset: int = 0,
+) -> dict[str, Any] | None:
+    """Return those of the tokens of `places`, which come first there, and of the `number` likeliest; None if
+    `number` is. The text of `pieces`, the same tokens, begins at `offset` in the output."""
+    if number is None:
+        return None
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         text = found.decoded_token or ""
@@ -118,17 +117,18 @@ def logprobs(
         return {"token": text, "logprob": found.logprob, "bytes": list(part)}
 
     own, top = [], []
-    for token, at in zip(tokens, places):
-        own.append(entry(token, at[token]))
+    for at in places:
+        own.append(entry(*next(iter(at.items()))))
         likeliest = sorted((item for item in at.items() if item[1].rank <= number), key=lambda i: i[1].rank)
         top.append([entry(*item) for item in likeliest])
     if url == CHAT:
         return {"content": [{**place, "top_logprobs": best} for place, best in zip(own, top)]}
+    offsets = accumulate((len(piece.text) for piece in pieces), initial=offset)
     return {
         "tokens": [place["token"] for place in own],
         "token_logprobs": [place["logprob"] for place in own],
         "top_logprobs": [{t["token"]: t["logprob"] for t in best} for best in top] if number else None,
-        "text_offset": list(offsets[: len(own)]),
+        "text_offset": list(islice(offsets, len(own))),
     }
 
 
