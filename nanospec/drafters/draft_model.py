@@ -1,42 +1,66 @@
 """Let a small model with the target's vocabulary write ahead, one token per pass (Leviathan et al., 2023).
 
 It draws with the target's noise at the same positions, so that sampled requests accept often too: where
-the two distributions agree, so do the draws. Its cache and how it keeps up with the text: `draft_cache.py`.
+the two distributions agree, so do the draws.
+
+Its K/V lie in a cache of its own, but in the same blocks as the target's: a block has room for the same
+tokens in both, so the two are allocated, shared, preempted and freed as one. What is missing is computed
+from `computed[row]` on, before the model drafts. It is missing after a prompt, after steps for which another
+drafter or none drafted, and where cached blocks hold only the target's half.
+
+Invariants: `computed[row]` tokens of the row's text have their K/V in this cache (a rejected draft leaves
+garbage behind it, so going back costs nothing); what the host knows of it, `_Text.computed`, is never more;
+`_drafted` are the blocks that hold the draft model's K/V of all their tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..kernels import NOBODY
-from ..kernels.batch import Batch
+from ..kernels.batch import Batch, Chunk
 from ..kernels.layer.linear import make_linear
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.layout import lay_out_text
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
+from ..kernels.transfer import to_host
+from ..models.cpu import empty_cache, zero_blocks
 from ..models.decoder import Model
 from ..models.hub import resolve_model
 from ..models.token_map import lm_head_rows, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
 from .base import Drafter, Memory, Target, guesses, nothing, room
-from .draft_cache import DraftCache
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
 
+ALL = torch.iinfo(torch.int32).max  # computed of a row without a request: rows that time a step draft
+
+
+@dataclass(eq=False)
+class _Text:
+    """What the host knows of a row's text; in captured steps as of the step before the latest."""
+
+    num_tokens: int
+    computed: int
+    blocks: list[int]
+
 
 class ModelDrafter(Drafter):
-    """A draft model with its cache.
+    """A draft model with its cache; see the module docstring.
 
     Attributes:
+        kv: as `models/decoder.py` describes it.
+        computed: [S + 1] int32; the last row, -1, is written for padding.
         first_pass: how many tokens of a text the first pass of a step computes; rows that miss more do not
             draft. After a step that it drafted for one is missing or, if all was accepted, two; in a captured
             step behind lookup more.
@@ -73,33 +97,69 @@ class ModelDrafter(Drafter):
         return cls(spec, model, vocab_size, token_map)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        self.may_wait = may_wait
+        self.table, self.max_tokens, self.may_wait = table, max_tokens, may_wait
         if may_wait:  # `catch_up` knows what is missing
             self.first_pass = 2
-        self.cache = DraftCache(self.model, table, num_blocks, max_tokens, may_wait)
+        self.kv = empty_cache(self.model, num_blocks, table.block_size)
+        self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
+        self._texts: dict[int, _Text] = {}
+        self._drafted: set[int] = set()
+        self._news = self._copied()
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
-        self.cache.admit(row, num_tokens, blocks, num_kept)
+        new = blocks[num_kept:]
+        self._drafted.difference_update(new)
+        zero_blocks(self.kv, new)
+        if row in self._texts:
+            self._texts[row].blocks = list(blocks)
+            return
+        drafted = sum(1 for _ in takewhile(self._drafted.__contains__, blocks[:num_kept]))
+        computed = drafted * self.table.block_size
+        self._texts[row] = _Text(num_tokens, computed, list(blocks))
+        self.computed[row].fill_(computed)
 
     def release(self, row: int) -> None:
-        self.cache.release(row)
+        if self._texts.pop(row, None) is not None:
+            self.computed[row].fill_(ALL)  # what its blocks hold stays until they are another's
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        self.cache.catch_up(rows, self.first_pass)
+        """Compute all but the last token of each of these texts, as far as `max_tokens` reach for all, where
+        the first pass of a step does not do it anyway. Where steps are captured the host does not ask the
+        device what is there, but takes in a copy that was started at the call before."""
+        if self.may_wait:
+            self._news = self._copied()
+        self._take_in()
+        chunks, budget = [], self.max_tokens
+        for row in rows:
+            text = self._texts[row]
+            length = min(text.num_tokens - 1 - text.computed, budget)
+            if length >= self.first_pass:
+                chunks.append(Chunk(row, text.computed, length))
+                budget -= length
+        if chunks:
+            batch = Batch.of_chunks(self.table, chunks)
+            self.model.write_kv(self._known(batch), self.kv)
+            end = batch.base_len + batch.q_len
+            self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)
+            for row, start, length in chunks:
+                self._note(self._texts[row], start + length)
+        if not self.may_wait:
+            self._news = self._copied()
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        ready = self.cache.missing(rows) <= self.first_pass
+        num_tokens = table.num_tokens[rows.clamp(min=0)]
+        ready = num_tokens - self.computed[rows] <= self.first_pass
         wanted = torch.where(ready, room(table, rows, k), 0)
-        num_tokens, width, bound = table.num_tokens[rows.clamp(min=0)], self.first_pass, None
+        width, bound = self.first_pass, None
         last = num_tokens - 1
-        first = torch.minimum(self.cache.computed[rows], last)
+        first = torch.minimum(self.computed[rows], last)
         count = torch.where(wanted > 0, num_tokens - first, 0)
         if self.may_wait:
             width, bound = int(count.max()), int(num_tokens.max()) + k
             if not width:
                 return nothing(rows, k)
         batch = lay_out_text(table, rows, first, count, width, bound)
-        hidden = self.cache.forward(batch)[(batch.q_start + batch.q_len - 1).clamp(min=0)]
+        hidden = self._forward(batch)[(batch.q_start + batch.q_len - 1).clamp(min=0)]
         drafts: list[Tensor] = []
         logits: list[Tensor] = []
         for j in range(k):
@@ -107,7 +167,7 @@ class ModelDrafter(Drafter):
             batch = lay_out_text(table, rows, last + j if j else last, active, 1, bound)
             if j:
                 batch = replace(batch, input_ids=drafts[-1])
-                hidden = self.cache.forward(batch)
+                hidden = self._forward(batch)
             scores = self.model.logits(hidden, head=self._lm_head)
             logits.append(over_vocabulary(scores, self.vocab_size, self.token_map))
             drafts.append(sample(logits[-1], table, batch).clamp(min=0) * active)
@@ -118,4 +178,34 @@ class ModelDrafter(Drafter):
         # The last draft was never fed to the model.
         right = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1
         drafted = (batch.rows >= 0) & (proposal.drafter != NOBODY)
-        self.cache.computed[torch.where(drafted, batch.rows, -1)] = batch.base_len + 1 + right
+        self.computed[torch.where(drafted, batch.rows, -1)] = batch.base_len + 1 + right
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Return the hidden states [T, H] of the batch."""
+        return self.model.forward(self._known(batch), self.kv)
+
+    def _known(self, batch: Batch) -> Batch:
+        """Return the batch in tokens of the draft model. What its vocabulary lacks is padding of the target's
+        and stands for no text, so any other token will do."""
+        most = self.model.config.vocab_size
+        if most >= self.table.vocab_size:
+            return batch
+        return replace(batch, input_ids=batch.input_ids.clamp(max=most - 1))
+
+    def _copied(self) -> tuple[dict[int, _Text], Callable[[], list[list[int]]]]:
+        """Start copying `computed` and the lengths of all texts to the host."""
+        return dict(self._texts), to_host(torch.stack([self.computed[:-1], self.table.num_tokens]))
+
+    def _take_in(self) -> None:
+        """Learn what the device has computed."""
+        texts, wait = self._news
+        computed, num_tokens = wait()
+        for row, text in texts.items():
+            if self._texts.get(row) is text:  # not released since
+                text.num_tokens = num_tokens[row]
+                self._note(text, computed[row])
+
+    def _note(self, text: _Text, computed: int) -> None:
+        size = self.table.block_size
+        self._drafted.update(text.blocks[text.computed // size : computed // size])
+        text.computed = computed

@@ -49,7 +49,9 @@ class MedusaDrafter(Drafter):
     makes_trees = True
 
     def __init__(self, spec: SpecConfig, heads: Heads, target: Model) -> None:
-        check_heads(heads, target, spec.tree_width)
+        known = target.config.vocab_size if heads.token_map is None else len(heads.token_map)
+        if spec.tree_width > known:
+            raise ValueError(f"tree_width={spec.tree_width} is more than the {known} tokens of the heads.")
         self.heads, self.width, self._target = heads, spec.tree_width, target
         if self.width == 1:
             self.max_drafts = heads.num_heads
@@ -140,17 +142,3 @@ def tree_paths(num_heads: int, width: int, k: int) -> list[tuple[int, ...]]:
         if path[-1] + 1 < width:
             heapq.heappush(heap, entry((*path[:-1], path[-1] + 1)))
     return paths
-
-
-def check_heads(heads: Heads, target: Model, width: int) -> None:
-    """Raise ValueError unless the heads fit the target and can guess so many tokens each."""
-    weight, hidden = heads.blocks[0][0].bias, target.config.hidden_size
-    assert weight is not None
-    if len(weight) != heads.num_heads * hidden or weight.dtype != target.dtype:
-        raise ValueError(
-            f"These heads are for hidden states of {len(weight) // heads.num_heads} in {weight.dtype}, but "
-            f"the target's are {hidden} in {target.dtype}; load them for this target."
-        )
-    known = target.config.vocab_size if heads.token_map is None else len(heads.token_map)
-    if width > known:
-        raise ValueError(f"tree_width={width} is more than the {known} tokens that the heads can guess.")

@@ -95,7 +95,7 @@ def model_class(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
 
 def computed_by(model: Model) -> str:
     """Return the implementation of the forward pass, as reports name it."""
-    if use_triton(model.like):
+    if use_triton(model.norm.weight):
         return "Triton"
     if isinstance(model, CompiledModel):
         return f"C++ ({target()})"

@@ -61,15 +61,15 @@ class Layer:
     def load(cls, config: ModelConfig, index: int, get: GetWeight) -> Layer:
         """Take the weights of layer `index` from `get`, and pack them."""
 
-        def tensor(kind: str, *names: str) -> Tensor:
+        def rows(kind: str, *names: str) -> Tensor:
             parts = [get(f"model.layers.{index}.{name}.{kind}") for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         def linear(has_bias: bool, *names: str) -> Linear:
-            return make_linear(tensor("weight", *names), tensor("bias", *names) if has_bias else None)
+            return make_linear(rows("weight", *names), rows("bias", *names) if has_bias else None)
 
         def norm(name: str) -> Norm:
-            return Norm(tensor("weight", name), config.rms_norm_eps)
+            return Norm(rows("weight", name), config.rms_norm_eps)
 
         return cls(
             input_norm=norm("input_layernorm"),
@@ -91,7 +91,7 @@ class Model:
 
     Attributes:
         num_devices: among how many devices its weights are split.
-        config, dtype, device: as given; `like` is an empty tensor of these two.
+        config, dtype, device: as given.
         embedding, lm_head: [V, H], or this device's rows; with the same weight on a GPU if they are tied.
         layers: one `Layer` each.
         norm: the final one.
@@ -108,7 +108,6 @@ class Model:
         """Take the weights from `get`, in the order of the forward pass, each exactly once. Layers are packed
         one by one, so that no more than one layer exists twice at any time."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.like = torch.empty(0, dtype=dtype, device=device)
         self.weight_bytes = 0
 
         def tensor(name: str) -> Tensor:

@@ -28,7 +28,6 @@ from .families import family_of, read_config
 
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch
-MAX_ANGLES = 1 << 31  # numbers in a table of angles: 8 GB
 
 
 class Split(Protocol):
@@ -94,7 +93,9 @@ def load_model(
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give the folder of a downloaded model.")
-    config = _within(read_config(folder), max_len, folder)
+    config = read_config(folder)
+    if max_len is not None and max_len < config.max_position_embeddings:
+        config = replace(config, max_position_embeddings=max_len)
     family = family_of(read_json(folder / "config.json"))
     with ExitStack() as stack:
         places = family.places(config)
@@ -114,20 +115,6 @@ def load_model(
         if part is None:
             return model_class(config, dtype, device)(config, dtype, device, get)
         return part.joined(Model(part.config, dtype, device, get))
-
-
-def _within(config: ModelConfig, max_len: int | None, folder: Path) -> ModelConfig:
-    """Return the config for texts of up to `max_len` tokens. Raises ValueError for too large a table of
-    angles."""
-    if max_len is not None and max_len < config.max_position_embeddings:
-        config = replace(config, max_position_embeddings=max_len)
-    longest, most = config.max_position_embeddings, MAX_ANGLES // config.head_dim
-    if longest > most:
-        raise ValueError(
-            f"{folder}: max_position_embeddings={longest} is more than the {most} that a table of angles is "
-            "made for; give max_model_len."
-        )
-    return config
 
 
 def _opened(folder: Path, stack: ExitStack) -> dict[str, Any]:

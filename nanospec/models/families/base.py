@@ -26,7 +26,11 @@ KINDS = {
     float: "a positive number from {least} to {most}",
     bool: "true or false",
 }
-MOST = {"num_hidden_layers": 4096, "head_dim": 65536}  # others fit 32 bits; tuples have an entry per layer
+MOST = {  # others fit 32 bits; there are tuples of layers and tables of positions
+    "num_hidden_layers": 4096,
+    "head_dim": 65536,
+    "max_position_embeddings": 1 << 24,
+}
 T = TypeVar("T", bool, int, float)
 Raw = Mapping[str, Any]
 Windows = tuple[int | None, ...]

@@ -116,7 +116,7 @@ def test_head_dim() -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "only one for all"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported here"),
         ({"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 must be .* at most 4096"),
-        ({"max_position_embeddings": 2**31}, "must be a positive integer of at most 2147483647"),
+        ({"max_position_embeddings": 2**31}, "must be a positive integer of at most 16777216"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* must be a positive number from"),
         ({"rope_theta": 1e-45}, "rope_theta=1e-45 must be a positive number from 1e-30 to 1e.30"),
         ({"architectures": ["x" * 1000]}, "'xxx.* is not supported"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -194,13 +193,6 @@ def test_tensor_in_two_shards(sharded: Path) -> None:
     files = sorted(sharded.glob("*.safetensors"))
     save_file(load_file(files[0]) | load_file(files[1]), files[1])
     assert "holds tensors of another shard too: " in refused(sharded)
-
-
-def test_more_positions_than_a_table_is_made_for(folder: Path, expected: Tensor) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**31 - 1}))
-    assert "max_position_embeddings=2147483647 is more than the 134217728" in refused(folder)
-    assert torch.equal(logits(load_model(folder, torch.float32, "cpu", 256)), expected)
 
 
 def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,7 @@ def test_the_memory_plan_is_that_of_all_ranks_and_adds_up() -> None:
             worker = split.engine.worker
             first, second = worker.memory
             assert first == second
-            cache = worker.drafters[0].cache.kv  # type: ignore[attr-defined]
+            cache = worker.drafters[0].kv  # type: ignore[attr-defined]
             assert first["kv_cache"] == worker.kv_cache.nbytes
             assert first["draft_kv_cache"] == cache.nbytes
             local = Shard(of.config, split.groups[0])
