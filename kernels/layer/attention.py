@@ -22,7 +22,9 @@ from torch import Tensor
 
 from ..batch import MAX_QUERIES, Batch
 from ..launch import use_triton
-from . import split_kv
+from .paged import _attend as _attend_chain
+from .paged import launch
+from .paged_tree import _attend_tree
 
 FEW = 16**3  # multiply-adds of a product for which PyTorch has another sum of bf16 and fp16
 SPLIT_ROWS = 8  # from so many rows on, those with one query are computed apart from the others
@@ -89,7 +91,8 @@ def attention(
     output.
     """
     if use_triton(q):
-        return split_kv.launch(q, cache, metadata.batch, metadata.window, scale, softcap)
+        kernel = _attend_chain if metadata.batch.ancestors is None else _attend_tree
+        return launch(kernel, q, cache, metadata.batch, metadata.window, scale, softcap)
     return naive(q, cache, metadata, scale, softcap)
 
 
@@ -98,11 +101,11 @@ def naive(
 ) -> Tensor:
     out = torch.empty_like(q)
     for part in metadata.parts(q, cache):
-        out[part.tokens] = _attend(q[part.tokens], cache, part, scale, softcap)
+        out[part.tokens] = _attend_part(q[part.tokens], cache, part, scale, softcap)
     return out
 
 
-def _attend(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: float | None) -> Tensor:
+def _attend_part(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: float | None) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     batch = part.batch
     B, Q, G = batch.num_rows, batch.max_q_len, q.shape[1] // num_kv_heads

@@ -5,78 +5,52 @@ at cache index base + i, and the set bits of its ancestor mask say what it sees 
 first, so bits are in order of depth: number r of them, counted from 0, is what the chain has at position base
 + r.
 
-Tiles before `base` are as in a chain, and read once for all nodes of a program. The one or two that hold the
-step's own tokens are taken in turns, once for each node, with the keys and values of its path in order of
-depth; to the other nodes each is one more tile of which they see nothing. So n nodes take n - 1 or 2 (n - 1)
-turns more than a chain of n, of tiles that are in L2. A row without branches costs what a chain does.
+Tiles that hold no draft are as in a chain, and read once for all nodes of a program. The one or two that hold
+the drafts are taken in turns, once for each node, with the keys and values of its path in order of depth; to
+the other nodes each is one more tile of which they see nothing. So n nodes take n - 1 or 2 (n - 1) turns more
+than a chain of n, of tiles that are in L2. A row without branches costs what a chain does.
 """
-
-from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from ..launch import release_next, wait_for_previous
-from .online_softmax import add_tile, empty_state
-from .paged import (
-    Queries,
-    end_unit,
-    find_units,
-    finish,
-    load_queries,
-    load_rows,
-    locate,
-    prefetch_tile,
-    row_of_cache,
-    scores,
-    take_queries,
-    tiles_of,
-)
-
-# A program's nodes: flat index of the first one, their number; cache indices of the row's first node and
-# behind this program's last; the sliding window.
-Nodes = namedtuple("Nodes", "token count base high window")
+from .paged import find_work, load_queries, load_rows, mask, row_of_cache, scores, slots_of, tiles_of
+from .split_kv import add_tile, empty_state, end_unit, finish
 
 
 @triton.jit(do_not_specialize=["num_tokens", "fine"])
 def _attend_tree(operands, batch, partials, num_tokens, fine, sizes, C: tl.constexpr):
     """As `_attend`, but for the turns. Grid: tiles of nodes times KV heads, rows, programs."""
     release_next(C.PDL)
-    b, program = tl.program_id(1), tl.program_id(2)
-    kv_head, first_node, num_nodes = take_queries(batch.q_len + b, sizes.num_kv_heads, C)
-    base = tl.load(batch.base_len + b)
-    units = find_units(base, base + first_node + num_nodes, fine, sizes.window, C)
-    busy = (num_nodes > 0) & (program * units.share < units.count)
-    keys, values, pages = row_of_cache(operands, batch.block_table, b, kv_head, sizes)
-    if C.PDL:
-        begin, _ = tiles_of(program * units.share, units)
-        prefetch_tile(keys, values, locate(pages, begin, base, tl.where(busy, base, 0), sizes.window, C), C)
+    work = find_work(batch, num_tokens, fine, sizes, C)
     wait_for_previous(C.PDL)
-    if not busy:
+    first_unit = tl.program_id(2) * work.share
+    if first_unit >= work.count:
         return
-
-    token = tl.load(batch.q_start + b) + first_node
-    queries = Queries(token, kv_head, sizes.num_kv_heads, num_nodes * C.GROUP)
-    nodes = Nodes(token, num_nodes, base, base + first_node + num_nodes, sizes.window)
-    query = load_queries(operands.q, queries, C)
-    last = tl.load(batch.ancestors + token + num_nodes - 1)
+    keys, values, pages = row_of_cache(operands, batch.block_table, sizes)
+    query = load_queries(operands.q, work, C)
+    num_nodes = work.num_columns // C.GROUP
+    last = tl.load(batch.ancestors + work.token + num_nodes - 1)
     is_chain = (last & (last + 1)) == 0  # the last node descends from all before it
-    in_turns = tl.where(is_chain, units.end_tile, base // C.TILE)  # from this tile on
-    node = tl.arange(0, C.COLUMNS) // C.GROUP
-    position = tl.load(batch.positions + token + node, node < num_nodes, other=0)
+    in_turns = tl.where(is_chain, work.end_tile, (work.low + 1) // C.TILE)  # from this tile on
+    own_node = tl.arange(0, C.COLUMNS) // C.GROUP
+    position = tl.load(batch.positions + work.token + own_node, own_node < num_nodes, other=0)
     total = empty_state(C.COLUMNS, C)
-    for unit in range(program * units.share, tl.minimum((program + 1) * units.share, units.count)):
-        begin, end = tiles_of(unit, units)
+    for unit in range(first_unit, tl.minimum(first_unit + work.share, work.count)):
+        begin, end = tiles_of(unit, work)
         own = tl.minimum(tl.maximum(begin, in_turns), end)
         state = empty_state(C.COLUMNS, C)
-        place = locate_path(batch, pages, begin, own, nodes, C)
+        place = locate_path(batch, pages, begin, own, num_nodes, work, C)
         for turn in range(begin, own + (end - own) * num_nodes):
             k, v = load_rows(keys, place, C), load_rows(values, place, C)
-            place = locate_path(batch, pages, turn + 1, own, nodes, C)  # ahead, as in `_attend`
-            s = mask_path(scores(k, query, C), turn, own, position, nodes, C)
+            place = locate_path(batch, pages, turn + 1, own, num_nodes, work, C)  # ahead
+            tile, node = take_turn(turn, own, num_nodes)
+            seen_from = tl.where((turn < own) | (own_node == node), position, -1)
+            s = mask(scores(k, query, C), tile, seen_from, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
-        total = end_unit(partials, unit, num_tokens, (total, state), queries, units, C)
-    finish(partials, num_tokens, operands.out, total, queries, units, C)
+        total = end_unit(partials, unit, total, state, work, C)
+    finish(partials, operands.out, total, work, C)
 
 
 @triton.jit
@@ -87,36 +61,16 @@ def take_turn(turn, own, count):
 
 
 @triton.jit
-def locate_path(batch, pages, turn, own, nodes, C: tl.constexpr):
+def locate_path(batch, pages, turn, own, num_nodes, work, C: tl.constexpr):
     """Return where the positions [TILE] of a turn lie in a head's cache, -1 if nothing is there."""
-    tile, node = take_turn(turn, own, nodes.count)
+    tile, node = take_turn(turn, own, num_nodes)
     j = tile * C.TILE + tl.arange(0, C.TILE)
-    index, there = j, j < nodes.high
+    index, there = j, j < work.high
     if turn >= own:
-        there = j <= tl.load(batch.positions + nodes.token + node)
-        ancestors = tl.load(batch.ancestors + nodes.token + node)
-        index = tl.minimum(j, nodes.base) + _nth_bit(ancestors, j - nodes.base)
-    if C.WINDOW:
-        there = there & (j > nodes.base - nodes.window)
-    page = tl.load(pages + index // C.BLOCK_SIZE, there, other=0)
-    return tl.where(there, page * C.BLOCK_SIZE + index % C.BLOCK_SIZE, -1)
-
-
-@triton.jit
-def mask_path(s, turn, own, position, nodes, C: tl.constexpr):
-    """Set the scores of what a column at `position` does not see, or of another node's turn, to -inf."""
-    tile, node = take_turn(turn, own, nodes.count)
-    partly = tile >= nodes.base // C.TILE
-    if C.WINDOW:
-        partly = partly | (tile * C.TILE <= nodes.high - 1 - nodes.window)
-    if partly:
-        back = position[None, :] - (tile * C.TILE + tl.arange(0, C.TILE))[:, None]
-        in_turn = (turn < own) | (tl.arange(0, C.COLUMNS) // C.GROUP == node)
-        visible = (back >= 0) & in_turn[None, :]
-        if C.WINDOW:
-            visible = visible & (back < nodes.window)
-        s = tl.where(visible, s, float("-inf"))
-    return s
+        there = j <= tl.load(batch.positions + work.token + node)
+        ancestors = tl.load(batch.ancestors + work.token + node)
+        index = tl.minimum(j, work.low) + _nth_bit(ancestors, j - work.low)
+    return slots_of(pages, index, there & (j > work.low - C.WINDOW), C)
 
 
 @triton.jit

@@ -86,146 +86,78 @@ def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
     return qk[:, :num_heads]
 
 
+# cos_sin is `Angles.table`; the norms are weights [D], or None.
+Rope = namedtuple("Rope", "cos_sin positions slots q cache q_norm k_norm")
+
+# Elements between tokens of qkv and between heads of the cache; eps of the norms.
+Sizes = namedtuple("Sizes", "token_stride head_stride num_heads num_kv_heads eps")
+
+
+@triton.jit
+def _rope_cache(qkv, rope, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr):
+    """Grid: tokens, groups of HEADS heads, of q, then k, then v. Each is taken as its two halves."""
+    wait_for_previous(PDL)
+    release_next(PDL)  # only now, since attention reads before its wait
+    HALF: tl.constexpr = HEAD_DIM // 2
+    t = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    kv_head = head - sizes.num_heads  # of the cache: all of k, then all of v
+    is_q, is_v = kv_head < 0, kv_head >= sizes.num_kv_heads
+    i = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    inside = (kv_head < 2 * sizes.num_kv_heads) & (i < HALF)
+    first, second = load_halves(qkv + t * sizes.token_stride + head * HEAD_DIM + i, inside, HALF)
+    a, b = first, second
+    if NORM:
+        scale = tl.rsqrt(tree_sum(a * a + b * b) / HEAD_DIM + sizes.eps)[:, None]
+        of_q = load_halves(rope.q_norm + i, i < HALF, HALF)
+        of_k = load_halves(rope.k_norm + i, i < HALF, HALF)
+        a = a * scale * tl.where(is_q, of_q[0], of_k[0])
+        b = b * scale * tl.where(is_q, of_q[1], of_k[1])
+    position = tl.load(rope.positions + t).to(tl.int64)
+    cos, sin = load_halves(rope.cos_sin + position * HEAD_DIM + i, i < HALF, HALF)
+    a, b = a * cos - b * sin, b * cos + a * sin
+
+    store_halves(rope.q + (t * sizes.num_heads + head) * HEAD_DIM + i, a, b, inside & is_q, HALF)
+    slot = tl.load(rope.slots + t).to(tl.int64)
+    at = kv_head.to(tl.int64) * sizes.head_stride + slot * HEAD_DIM + i
+    dtype: tl.constexpr = rope.cache.dtype.element_ty
+    a, b = tl.where(is_v, finite(first, dtype), a), tl.where(is_v, finite(second, dtype), b)
+    store_halves(rope.cache + at, a, b, inside & (kv_head >= 0) & (slot >= 0), HALF)
+
+
+@triton.jit
+def load_halves(at, inside, HALF: tl.constexpr):
+    """Load numbers and those HALF behind them, in float32."""
+    first, second = tl.load(at, inside, other=0.0), tl.load(at + HALF, inside, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def store_halves(at, first, second, inside, HALF: tl.constexpr):
+    tl.store(at, first.to(at.dtype.element_ty), inside)
+    tl.store(at + HALF, second.to(at.dtype.element_ty), inside)
+
+
 @triton.jit
 def finite(x, dtype: tl.constexpr):
-    """x [...] float32 as the nearest finite number of `dtype`, 0 for NaN."""
+    """Return the nearest finite numbers of `dtype` to x [...] float32, 0 for NaN."""
     LARGEST: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895e38  # the latter fits bf16
     return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
 
 
-# cos_sin is `Angles.table`; q_norm and k_norm are the weights of the norms, or None.
-Rope = namedtuple("Rope", "cos_sin positions slots q k_cache v_cache q_norm k_norm")
-
-# Of the cache, `head_stride` numbers to a KV head; of the norms, eps.
-HeadSizes = namedtuple("HeadSizes", "head_stride num_heads num_kv_heads eps")
-
-# Heads [HEADS] of tokens t [WIDTH], and columns i [BLOCK] of their halves.
-Part = namedtuple("Part", "head i t t_in")
-
-
-@triton.jit
-def rotate_and_write(first, second, part, rope, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Finish heads of tokens, given as their halves [HEADS, BLOCK, WIDTH] in float32: norm, rotation, to q or
-    the cache."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    inside = part.i < HALF
-    is_q, is_k, is_v = kinds_of(part.head, sizes)
-    a, b = first, second
-    if NORM:
-        a, b = head_norm(a, b, part, rope, sizes, HEAD_DIM)
-    t, i = part.t, part.i
-    angle = tl.load(rope.positions + t, part.t_in, other=0).to(tl.int64)[None, :] * HEAD_DIM + i[:, None]
-    known = inside[:, None] & part.t_in[None, :]
-    cos = tl.load(rope.cos_sin + angle, known, other=0.0)[None, :, :]
-    sin = tl.load(rope.cos_sin + angle + HALF, known, other=0.0)[None, :, :]
-    a, b = a * cos - b * sin, b * cos + a * sin
-
-    dtype: tl.constexpr = rope.q.dtype.element_ty
-    known = known[None, :, :]
-    row = t.to(tl.int64)[None, :] * sizes.num_heads + part.head[:, None]
-    at = row[:, None, :] * HEAD_DIM + i[None, :, None]
-    mask = is_q[:, None, None] & known
-    tl.store(rope.q + at, a.to(dtype), mask)
-    tl.store(rope.q + at + HALF, b.to(dtype), mask)
-    slot = tl.load(rope.slots + t, part.t_in, other=-1).to(tl.int64)
-    known &= (slot >= 0)[None, None, :]
-    kv_head = (part.head - sizes.num_heads - tl.where(is_v, sizes.num_kv_heads, 0)).to(tl.int64)
-    at = kv_head[:, None, None] * sizes.head_stride + slot[None, None, :] * HEAD_DIM + i[None, :, None]
-    mask = is_k[:, None, None] & known
-    tl.store(rope.k_cache + at, a.to(dtype), mask)
-    tl.store(rope.k_cache + at + HALF, b.to(dtype), mask)
-    mask = is_v[:, None, None] & known
-    tl.store(rope.v_cache + at, finite(first, dtype).to(dtype), mask)
-    tl.store(rope.v_cache + at + HALF, finite(second, dtype).to(dtype), mask)
-
-
-@triton.jit
-def kinds_of(head, sizes):
-    """Return which heads [HEADS] are of q, of k and of v."""
-    num_heads, num_kv_heads = sizes.num_heads, sizes.num_kv_heads
-    is_q = head < num_heads
-    is_k = (head >= num_heads) & (head < num_heads + num_kv_heads)
-    is_v = (head >= num_heads + num_kv_heads) & (head < num_heads + 2 * num_kv_heads)
-    return is_q, is_k, is_v
-
-
-@triton.jit
-def head_norm(a, b, part, rope, sizes, HEAD_DIM: tl.constexpr):
-    """Return the halves of heads after the norms of q and k; those of v come to 0."""
-    HEADS: tl.constexpr = a.shape[0]
-    BLOCK: tl.constexpr = a.shape[1]
-    WIDTH: tl.constexpr = a.shape[2]
-    HALF: tl.constexpr = HEAD_DIM // 2
-    squares = tl.reshape(tl.permute(a * a + b * b, [0, 2, 1]), [HEADS * WIDTH, BLOCK])
-    squares = tl.reshape(tree_sum(squares), [HEADS, 1, WIDTH])
-    scale = tl.rsqrt(squares / HEAD_DIM + sizes.eps)
-    is_q, is_k, _ = kinds_of(part.head, sizes)
-    inside = (part.i < HALF)[None, :]
-    for_q, for_k = is_q[:, None] & inside, is_k[:, None] & inside
-    i = part.i[None, :]
-    weight_a = tl.load(rope.q_norm + i, for_q, other=0.0).to(tl.float32)
-    weight_a += tl.load(rope.k_norm + i, for_k, other=0.0).to(tl.float32)
-    weight_b = tl.load(rope.q_norm + HALF + i, for_q, other=0.0).to(tl.float32)
-    weight_b += tl.load(rope.k_norm + HALF + i, for_k, other=0.0).to(tl.float32)
-    return a * scale * weight_a[:, :, None], b * scale * weight_b[:, :, None]
-
-
-@triton.jit
-def _rope_cache(
-    qkv, rope, token_stride, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    wait_for_previous(PDL)
-    release_next(PDL)  # only now, since attention reads before its wait
-    t = tl.program_id(0) + tl.arange(0, 1)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    i = tl.arange(0, triton.next_power_of_2(HEAD_DIM // 2))
-    at = t.to(tl.int64)[None, None, :] * token_stride + head[:, None, None] * HEAD_DIM + i[None, :, None]
-    there = head < sizes.num_heads + 2 * sizes.num_kv_heads
-    inside = there[:, None, None] & (i < HEAD_DIM // 2)[None, :, None]
-    first = tl.load(qkv + at, inside, other=0.0).to(tl.float32)  # [HEADS, BLOCK, 1]
-    second = tl.load(qkv + at + HEAD_DIM // 2, inside, other=0.0).to(tl.float32)
-    rotate_and_write(first, second, Part(head, i, t, t >= 0), rope, sizes, NORM, HEAD_DIM)
-
-
 def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
-    if qkv.stride(1) != 1:
-        raise ValueError("qkv must have rows without gaps.")
-    rope, sizes = operands(len(qkv), qkv.shape[1], qkv, cache, batch, angles, norms)
-    if T := len(qkv):
-        _rope_cache[(T, triton.cdiv(sizes.num_heads + 2 * sizes.num_kv_heads, HEADS.value))](
-            qkv, rope, qkv.stride(0), sizes, NORM=norms is not None, HEAD_DIM=cache.shape[-1], num_warps=2,
-            **options(qkv),
-        )  # fmt: skip
-    return rope.q
-
-
-def check_cache(cache: Tensor) -> None:
-    """Refuse heads that the kernels cannot take, and a cache whose heads are too large."""
-    block_size, head_dim = cache.shape[3:]
-    assert cache.stride()[2:] == (block_size * head_dim, head_dim, 1)  # the pages of a head are contiguous
+    _, num_kv_heads, _, _, head_dim = cache.shape
     if head_dim > 256 or head_dim % 2:
         raise ValueError(f"The head dimension must be even and at most 256, not {head_dim}.")
     if cache.stride(1) >= 1 << 31:
         raise ValueError(f"A KV head has {cache.stride(1)} numbers of keys; attention counts below 2^31.")
-
-
-def operands(
-    T: int, width: int, like: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
-) -> tuple[Rope, HeadSizes]:
-    """Return what a kernel needs to finish qkv [T, width], with room for q in the dtype of `like`; refuse
-    what does not fit together."""
-    _, num_kv_heads, _, _, head_dim = cache.shape
-    heads, rest = divmod(width, head_dim)
-    num_heads = heads - 2 * num_kv_heads
-    if rest or num_heads < 1:
-        raise ValueError(f"qkv of width {width} does not fit a cache of {list(cache.shape)}.")
-    check_cache(cache)
-    if angles.table.dtype != torch.float32 or angles.table.shape[1] != head_dim:
-        raise ValueError(f"The angles must be a float32 table [max_len, {head_dim}].")
-    (q_norm, eps), (k_norm, k_eps) = norms or ((None, 0.0), (None, 0.0))
-    if eps != k_eps:
-        raise ValueError(f"The norms of q and k must have the same eps, not {eps} and {k_eps}.")
-    k, v = cache
-    q = like.new_empty(T, num_heads, head_dim)
-    rope = Rope(angles.table, angles.positions, batch.slots, q, k, v, q_norm, k_norm)
-    return rope, HeadSizes(k.stride(0), num_heads, num_kv_heads, eps)
+    (q_norm, eps), (k_norm, _) = norms or ((None, 0.0), (None, 0.0))
+    T, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads
+    q = qkv.new_empty(T, num_heads, head_dim)
+    rope = Rope(angles.table, angles.positions, batch.slots, q, cache, q_norm, k_norm)
+    sizes = Sizes(qkv.stride(0), cache.stride(1), num_heads, num_kv_heads, eps)
+    if T:
+        _rope_cache[(T, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS.value))](
+            qkv, rope, sizes, NORM=norms is not None, HEAD_DIM=head_dim, num_warps=2, **options(qkv)
+        )
+    return q

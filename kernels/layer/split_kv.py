@@ -1,45 +1,53 @@
-"""How attention divides queries and cache among programs, and the launch of its kernels.
+"""How attention divides the KV cache among programs, and adds up what they find.
 
-Weighed for D = 128 in bf16 on an H200 (132 multiprocessors of 2 programs each, or 1 of 64 columns); none of
-it has been measured:
+A state is what is known of some columns (a column is a query of one head) after some cache positions:
 
-* One row is bound by latency: the 16 tiles of 8 KV heads at 1,024 positions are 128 programs, one each. A
-  tile is 32 KB of K/V and its partial results are columns / 32 of that; from 32 tiles of one row on (256
-  programs) spans should be as fast.
-* A span is 256 KB of K/V, and its partial results, written and read through L2, are columns / 256 of that: 4
-  % for 5 queries of 2 heads. 64 rows of 8 KV heads have 1,024 spans at 1,024 positions, 3.9 waves of 264
-  programs; at 4k and 16k, 1,024 or 2,048 programs take several spans each.
-* Graphs are captured for the longest context. Programs without a unit end at once but cost perhaps a
-  microsecond of a place: never more than 32768 / columns of them.
-* Many wide tiles of queries, as of a prompt, fill the machine by themselves and store no partial results.
+    m    [columns]               the largest score in units of log 2, rounded up to an integer
+    z    [TILE // 16, columns]   sums of 2^(score - m), one for each 16 positions of a tile
+    acc  [D, columns]            sums of 2^(score - m) * value
 
-Partial results take `units` * T * Hq * (D + 5) * 4 bytes, 349 MB for 64 rows of 5 queries, 32 heads of 128
-and a context of 32k. Calls on one device must not overlap on several streams: they share tickets.
+All are float32. As m is an integer, rescaling multiplies by a power of two, which is exact, so z and acc are
+plain sums in order, to which a tile of which a column sees nothing adds zeros: the tiles of a span, then the
+spans. These sums do not depend on how the spans or tiles are divided among programs. Where the compiler could
+choose to fuse, a fused multiply-add is written out.
+
+Weighed for D = 128 in bf16 on an H200 (132 multiprocessors of 2 programs each), none of it measured: one row
+is bound by latency, so at 1,024 positions each of the 16 tiles of 8 KV heads has its own program. From 256
+programs on, spans are as fast; a span is 256 KB of K/V, and its partial results, written and read through L2,
+are columns / 256 of that. Programs without a unit end at once but cost perhaps a microsecond: never more than
+32768 / columns of them. Many wide tiles of queries, as of a prompt, fill the machine by themselves, and each
+program adds up its own spans.
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..batch import MAX_QUERIES, Batch
-from ..launch import LOG2_E, ONE_SHAPE, arch, next_power_of_2, options, tickets, wrapped
-from .paged import Constants, Operands, Partials, Sizes, _attend
-from .paged_tree import _attend_tree
-from .rope_cache import check_cache
+from ..launch import next_power_of_2, tickets
 
-SPAN = 512  # positions
+SPAN = tl.constexpr(512)  # positions
+FLOOR = tl.constexpr(-8388608.0)  # -2^23, less than any m; integers are exact down to it
+UNROLL = tl.constexpr(8)  # partial results that a program fetches at once
 
 # (most columns, cache positions per tile, warps, stages) by architecture, then by padded head dimension:
 # enough loads in flight to hide the memory's latency, no spilled registers. The most columns, which are
 # prompts and long drafts, take 8 warps. The tile fixes the order of sums.
 CONFIGS = {
-    "sm_80": {64: (32, 64, 4, 4), 128: (32, 64, 4, 3), 256: (32, 64, 8, 3)},
+    "sm_80": {64: (32, 64, 4, 4), 128: (32, 64, 4, 3), 256: (32, 32, 8, 3)},
     "sm_90": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 64, 8, 3)},
     "sm_100": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 32, 4, 2)},
     "gfx942": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1)},
 }
+
+State = namedtuple("State", "m z acc")
+
+# States of units in memory, float32: m [units, T, Hq], z [units, T, Hq, TILE // 16], acc [units, T, Hq, D];
+# and counters of the programs that have finished, see `launch.py`. All None without SPLIT.
+Partials = namedtuple("Partials", "m z acc tickets")
 
 
 class Split(NamedTuple):
@@ -69,12 +77,12 @@ def split_kv(
     chains, and so are the partial results."""
     num_heads, num_kv_heads, head_dim = heads
     group = num_heads // num_kv_heads
-    widest, tile, _, _ = CONFIGS[target][_padded(head_dim)]
+    widest, tile, _, _ = CONFIGS[target][padded(head_dim)]
     least = max(next_power_of_2(group), 16)
     columns = max(min(next_power_of_2(group * q_len), widest), least)
     pairs = num_kv_heads * triton.cdiv(q_len, columns // group)
     tiles = triton.cdiv(kv_len, tile)
-    spans = triton.cdiv(tiles, SPAN // tile)
+    spans = triton.cdiv(kv_len, SPAN.value)
     fine = min(256 // max(pairs * rows, 1), tiles)
     programs = max(min(32768 // max(columns * pairs * rows, 1), spans), fine, 1)
     if tree:
@@ -83,50 +91,155 @@ def split_kv(
     return Split(columns, pairs, programs, fine, max(spans, fine) if programs > 1 else 0)
 
 
-def _padded(head_dim: int) -> int:
+def padded(head_dim: int) -> int:
     return max(next_power_of_2(head_dim), 64)
 
 
-def launch(
-    q: Tensor, cache: Tensor, batch: Batch, window: int | None, scale: float, softcap: float | None
-) -> Tensor:
-    """See `attention.py`."""
-    is_tree = batch.ancestors is not None
-    if is_tree and batch.max_q_len > MAX_QUERIES:
-        raise ValueError(f"A tree of {batch.max_q_len} nodes exceeds the limit of {MAX_QUERIES}.")
-    check_cache(cache)
-    (T, num_heads, head_dim), (k, v) = q.shape, cache
-    num_kv_heads, _, block_size, _ = k.shape
-    padded, target = _padded(head_dim), arch(q)
-    widest, tile, warps, stages = CONFIGS[target][padded]
-    heads = num_heads, num_kv_heads, head_dim
-    split = split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, target, is_tree)
-    sizes = Sizes(
-        num_kv_heads, k.stride(0), batch.block_table.stride(0), window or 0, LOG2_E * (softcap or scale)
-    )
-    parts = 1 if padded < 128 else 2
-    launch_options = options(q)
-    constants = Constants(
-        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        WINDOW=window is not None, SOFTCAP=scale / softcap if softcap else 0.0, SPLIT=split.programs > 1,
-        TILE=tile, SPAN_TILES=SPAN // tile, COLUMNS=split.columns, PARTS=parts, PART=padded // parts,
-        PDL=launch_options.pop("PDL"),
-    )  # fmt: skip
-    out = torch.empty_like(q)
-    (_attend_tree if is_tree else _attend)[split.pairs, batch.num_rows, split.programs](
-        Operands(q, k, v, out), batch.tensors, _partials(q, split, tile), T, split.fine, sizes,
-        wrapped(constants), num_warps=8 if split.columns >= widest else warps,
-        num_stages=1 if q.dtype == torch.float32 else stages,  # float32, of tests, would not fit
-        **ONE_SHAPE.get(target, {}), **launch_options,
-    )  # fmt: skip
-    return out
-
-
-def _partials(q: Tensor, split: Split, tile: int) -> Partials:
-    """Return room for the partial results, none if one program has the whole cache."""
+def empty_partials(q: Tensor, split: Split, tile: int) -> Partials:
+    """Return room for the partial results of q [T, Hq, D], none if one program has the whole cache."""
     if split.programs == 1:
         return Partials(None, None, None, None)
     size = split.units, *q.shape[:2]
     shapes = size, (*size, tile // 16), (*size, q.shape[2])
     m, z, acc = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return Partials(m, z, acc, tickets(q.device, "attention"))
+
+
+@triton.jit
+def empty_state(COLUMNS: tl.constexpr, C: tl.constexpr):
+    """Return the state before any position."""
+    z = tl.zeros([C.TILE // 16, COLUMNS], tl.float32)
+    return State(tl.full([COLUMNS], FLOOR, tl.float32), z, tl.zeros([C.BLOCK_D, COLUMNS], tl.float32))
+
+
+@triton.jit
+def add_tile(state, s, v, scale, C: tl.constexpr):
+    """Add a tile with scores s [TILE, columns], to be multiplied by `scale`, and values v [TILE, D]."""
+    tile_m = tl.maximum(tl.ceil(tl.max(s, 0) * scale), FLOOR)
+    p = tl.exp2(tl.fma(s, scale, -tile_m[None, :]))
+    z = sum_pairs(p, C.TILE // 16, 4)
+    value = tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
+    return add_states(state, State(tile_m, z, value), C)
+
+
+@triton.jit
+def add_states(first, second, C: tl.constexpr):
+    """Add the state of later positions to that of earlier ones."""
+    m = tl.maximum(first.m, second.m)
+    old, new = power_of_2(first.m - m)[None, :], power_of_2(second.m - m)[None, :]
+    acc = tl.fma(second.acc, new, first.acc * old)
+    return State(m, tl.fma(second.z, new, first.z * old), acc)
+
+
+@triton.jit
+def sum_pairs(x, GROUPS: tl.constexpr, STEPS: tl.constexpr):
+    """Sum groups of 2^STEPS rows by pairs: [rows, columns] -> [GROUPS, columns], in the same order for any
+    layout. Tensor cores leave their results so that 16 rows need no exchange between warps."""
+    COLUMNS: tl.constexpr = x.shape[1]
+    for step in tl.static_range(STEPS):
+        x = tl.sum(tl.reshape(x, [GROUPS, 2, (1 << STEPS) >> (step + 1), COLUMNS]), 1)
+    return tl.reshape(x, [GROUPS, COLUMNS])
+
+
+@triton.jit
+def power_of_2(k):
+    """Return 2^k as float32, exactly, for integers k <= 0; 0 below the smallest normal number."""
+    # The lowest bits of the float k + 127 + 2^23 are those of the integer k + 127.
+    return ((tl.maximum(k, -127.0) + 8388735.0).to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rows_of(work, first, COLUMNS: tl.constexpr, C: tl.constexpr):
+    """Return the rows of q [T * Hq, D] that the columns from `first` on are, counted from `work.row`, and
+    which of these there are."""
+    column = first + tl.arange(0, COLUMNS)
+    return (column // C.GROUP * work.num_kv_heads) * C.GROUP + column % C.GROUP, column < work.num_columns
+
+
+@triton.jit
+def numbers_of(rows, there, C: tl.constexpr):
+    """Return where rows of D numbers lie, as columns [D, columns], and which of these there are."""
+    d = tl.arange(0, C.BLOCK_D)
+    return rows[None, :] * C.HEAD_DIM + d[:, None], there[None, :] & (d < C.HEAD_DIM)[:, None]
+
+
+@triton.jit
+def end_unit(partials, unit, total, state, work, C: tl.constexpr):
+    """Add the state of a unit to the total, or store it if other programs have more."""
+    if C.SPLIT:
+        if work.count > 1:
+            rows, there = rows_of(work, 0, C.COLUMNS, C)
+            m, z, acc = part_of(partials, unit, rows, work, C)
+            tl.store(m, state.m, there)
+            tl.store(z, state.z, there[None, :])
+            at, inside = numbers_of(rows, there, C)
+            tl.store(acc + at, state.acc, inside)
+        total = state
+    else:
+        total = add_states(total, state, C)
+    return total
+
+
+@triton.jit
+def part_of(partials, unit, rows, work, C: tl.constexpr):
+    """Return where m and z of these rows of a unit lie, and where its `acc` begins."""
+    base = work.row + unit * work.stride
+    z = rows[None, :] * (C.TILE // 16) + tl.arange(0, C.TILE // 16)[:, None]
+    return partials.m + base + rows, partials.z + base * (C.TILE // 16) + z, partials.acc + base * C.HEAD_DIM
+
+
+@triton.jit
+def finish(partials, out, total, work, C: tl.constexpr):
+    """Write the result, if need be from the units of all programs, by the last of them."""
+    alone = True
+    if C.SPLIT:
+        alone = work.count == 1
+    if alone:
+        write(out, total, 0, C.COLUMNS, work, C)
+    elif C.SPLIT:
+        tl.debug_barrier()  # all threads have stored before one of them takes a ticket
+        ticket = partials.tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.cdiv(work.count, work.share) - 1:
+            tl.store(ticket, 0)  # ready for the next launch
+            sum_units(partials, out, work, C)
+
+
+@triton.jit
+def write(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
+    """Write the mean of the values to `out` [T * Hq, D], for the columns from `first` on."""
+    rows, there = rows_of(work, first, COLUMNS, C)
+    at, inside = numbers_of(rows, there, C)
+    z = tl.where(there[None, :], sum_pairs(state.z, 1, C.TILE // 32), 1.0)
+    tl.store(out + work.row * C.HEAD_DIM + at, (state.acc / z).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def sum_units(partials, out, work, C: tl.constexpr):
+    """Add up all units in order, the tiles of each span and then the spans; a few columns at a time, so that
+    their states can be on the way together."""
+    COLUMNS: tl.constexpr = 512 // C.BLOCK_D
+    for first in range(0, work.num_columns, COLUMNS):
+        total, span = empty_state(COLUMNS, C), empty_state(COLUMNS, C)
+        for begin in range(0, work.count, UNROLL):
+            states = ()
+            for i in tl.static_range(UNROLL):
+                states += (load_state(partials, begin + i, first, COLUMNS, work, C),)
+            for i in tl.static_range(UNROLL):
+                one = State(states[i][0], states[i][1], states[i][2])  # triton 3.6 forgot the names
+                span = add_states(span, one, C)
+                if (work.first + begin + i + 1) * work.size % (SPAN // C.TILE) == 0:
+                    total = add_states(total, span, C)
+                    span = empty_state(COLUMNS, C)
+        write(out, add_states(total, span, C), first, COLUMNS, work, C)
+
+
+@triton.jit
+def load_state(partials, unit, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
+    """Load what another program stored, past the L1 cache; an empty state if there is no such unit."""
+    rows, there = rows_of(work, first, COLUMNS, C)
+    m, z, acc = part_of(partials, unit, rows, work, C)
+    there &= unit < work.count
+    at, inside = numbers_of(rows, there, C)
+    m = tl.load(m, there, FLOOR, cache_modifier=".cg")
+    z = tl.load(z, there[None, :], 0.0, cache_modifier=".cg")
+    return State(m, z, tl.load(acc + at, inside, 0.0, cache_modifier=".cg"))

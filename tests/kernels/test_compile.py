@@ -121,7 +121,7 @@ def test_a_kernel_of_a_layer_starts_before_the_last_one_ends(hopper: list[Row], 
         else:
             assert order[0] == "trigger", named(row)
         assert order.index("wait") < min(order.index("write"), order.index("exit")), named(row)
-        if kernel in (*PRODUCTS, "attention"):
+        if kernel in PRODUCTS:
             assert order.index("prefetch") < order.index("wait"), named(row)
 
 

@@ -108,16 +108,8 @@ def test_values_alone_that_are_not_finite_become_finite() -> None:
     assert cache.flatten(2, 3)[1, 0, setup.slots[0], :4].tolist() == [0, 65504, -65504, 1]
 
 
-def test_bad_arguments_are_refused() -> None:
-    setup = Setup(2, (3, 1, 64), False, torch.float32)
-    norms = Norm(torch.ones(64), 1e-5), Norm(torch.ones(64), 1e-6)
-    with forced("triton"):
-        for qkv, table, chosen, message in (
-            (setup.qkv[:, :-1], setup.table, None, "does not fit"),
-            (setup.qkv, setup.table.double(), None, "float32"),
-            (setup.qkv, setup.table, norms, "the same eps, not 1e-05 and 1e-06"),
-        ):
-            batch = tokens_at(setup.positions, setup.slots)
-            angles = Angles(table, batch.positions, torch.float32)
-            with pytest.raises(ValueError, match=message):
-                rope_cache(qkv, setup.cache, batch, angles, chosen)
+@pytest.mark.parametrize("head_dim", [63, 258])
+def test_heads_that_the_kernels_cannot_take_are_refused(head_dim: int) -> None:
+    setup = Setup(1, (2, 1, head_dim), False, torch.float32)
+    with pytest.raises(ValueError, match=f"must be even and at most 256, not {head_dim}"):
+        setup.run(torch.float32)
