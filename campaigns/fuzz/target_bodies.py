@@ -36,7 +36,7 @@ BODIES: list[dict[str, Any]] = [
     {"messages": MESSAGES, "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2},
     {"messages": MESSAGES, "response_format": SCHEMA},
     {"messages": MESSAGES[:1], "chat_template_kwargs": {"style": "x"}},
-    {"prompt": "a", "structured_outputs": {"regex": "a+"}, "num_speculative_tokens": 2, "tree_width": 2},
+    {"prompt": "a", "response_format": {"type": "regex", "regex": "a+"}, "tree_width": 2},
 ]
 SEEDS = [json.dumps(body).encode() for body in BODIES]
 

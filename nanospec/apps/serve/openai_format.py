@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
-from ...extras.grammar.response_format import of_vllm
 from ...text.checks import shown
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that d
     "add_generation_prompt": (True,), "continue_final_message": (False,), "skip_special_tokens": (True,),
 }  # fmt: skip
 BytesOf = Callable[[int], bytes] | None  # what a token stands for, where that is not a whole character
-CONSTRAINED = ("structured_outputs", "guided_decoding")  # vLLM's names of response_format
 
 
 def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,10 +43,7 @@ def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if name in ONLY:
             quoted = f": {shown(value)}" if isinstance(value, str | int | float) else ""
             raise ValueError(f'"{name}" asks for what nanospec does not do{quoted}.')
-        if name in CONSTRAINED:
-            request["response_format"] = of_vllm(name, value)
-        else:
-            request[RENAMED.get(name) or name] = value
+        request[RENAMED.get(name) or name] = value
     if url == CHAT:
         request.update(_chat_logprobs(request))
         request["messages"] = conversation(request.get("messages"))

@@ -21,7 +21,6 @@ from nanospec.apps.serve.settings import ServeConfig
 from nanospec.config import check_names
 from nanospec.device.memory import plan_cache
 from nanospec.drafters.loading import check_method, who_guesses
-from nanospec.extras.grammar.response_format import of_vllm
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.test_llm import folder, make
 from tests.nanospec.text.test_checks import Silent, nested
@@ -70,7 +69,6 @@ def test_fields_together_do(settings: type, data: st.DataObject) -> None:
 
 def test_words_of_others_do() -> None:
     for value in ODD:
-        said(of_vllm, "structured_outputs", value)
         said(check_names, {"swap_space": value, LONG: value}, EngineConfig)
         said(SpecConfig.from_vllm, value)
         for name in ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"):

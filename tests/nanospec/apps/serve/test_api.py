@@ -303,9 +303,6 @@ def test_what_clients_send_without_meaning_it_is_no_reason_to_refuse(server: Ser
     ]
     response = server.post("/v1/chat/completions", {"messages": history, **harmless})
     assert response.json()["choices"][0]["message"]["content"] == ALPHABET[4:9], response.text
-    wanted = {"structured_outputs": {"choice": ["abc"]}, "response_format": None}
-    response = server.post("/v1/chat/completions", {"messages": CHAT, **harmless, **wanted})
-    assert response.json()["choices"][0]["message"]["content"] == "abc"
 
 
 def test_a_stop_string_is_no_part_of_the_text_and_told(server: Served) -> None:

@@ -1,4 +1,4 @@
-"""A bad `response_format` is refused with one sentence, and vLLM's words for it are read."""
+"""A bad `response_format` is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanospec.config import SamplingParams
-from nanospec.extras.grammar.response_format import check_together, checked, of_vllm
+from nanospec.extras.grammar.response_format import check_together, checked
 
 ANY_JSON = {"type": "json_object"}
 DEEP: Any = []
@@ -39,7 +39,6 @@ BAD: list[tuple[Any, str]] = [
     (schema({1, 2}), "must be plain data, as JSON has it"),
     (schema(float("nan")), "must be plain data, as JSON has it"),
     (schema(DEEP), "must be at most 64 levels deep and 65,536 bytes long as JSON."),
-    (schema({}, strict=1), "'json_schema' has a bad 'strict': 1."),
     (schema({}, shape=1), "'json_schema' holds 'shape'; known are 'name'"),
     (schema([], schema=COMBINED), "may have at most 12 different patterns and formats"),
     (schema([], schema=CHAINED), "may have at most 12 different patterns and formats"),
@@ -78,25 +77,3 @@ def test_a_format_is_copied_and_text_asks_for_nothing() -> None:
         checked({"type": "unknown", "wide": wide})
     assert checked({"type": "text"}) is None
     assert checked({**ANY_JSON, "json_schema": None}) == ANY_JSON
-
-
-@pytest.mark.parametrize(
-    ("asked", "ours"),
-    [
-        ({"json": {"a": 1}}, {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}),
-        ({"json": "{}", "regex": None}, {"type": "json_schema", "json_schema": {"schema": {}}}),
-        ({"json_object": True}, {"type": "json_object"}),
-        ({"regex": "a+", "disable_any_whitespace": False}, {"type": "regex", "regex": "a+"}),
-        ({"choice": ["a", "b"]}, {"type": "choice", "choice": ["a", "b"]}),
-        ({"grammar": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
-    ],
-    ids=lambda value: next(iter(value)),
-)
-def test_structured_outputs_are_a_response_format(asked: dict[str, Any], ours: dict[str, Any]) -> None:
-    assert of_vllm("structured_outputs", asked) == ours
-
-
-@pytest.mark.parametrize("bad", [{"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"json": "{"}, 5, {}])
-def test_other_structured_outputs_are_refused(bad: Any) -> None:
-    with pytest.raises(TypeError, match="^structured_outputs"):
-        of_vllm("structured_outputs", bad)
