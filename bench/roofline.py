@@ -6,7 +6,7 @@ for all its K + 1 queries, and what the products read and write for every token.
 the *bound*; the *estimate* adds the start of every kernel and of every exchange between GPUs.
 
 Split over N GPUs of one machine (tensor parallelism), each has a share of the heads, of the MLP and of the
-vocabulary. Two sums a layer, the embeddings and the candidates for the next token are exchanged; neither
+vocabulary. Two sums a layer, the embeddings and the logits of the scored tokens are exchanged; none of them
 overlaps with computing.
 
 The default rates were measured on an H200 (copies and large products); the figures between GPUs are others'
@@ -116,14 +116,14 @@ def _count(config: ModelConfig, T: int, scored: int, read: int, pairs: int, text
         (ITEM * (weights + T * per_token), 2 * T * weights),
         (ITEM * 2 * read * kv, 4 * pairs * q),
         (ITEM * (H * V + scored * V), 2 * scored * H * V),
-        (ITEM * scored * V, 0),  # sampling
+        (ITEM * scored * V * (gpus if gpus == 1 else 3 * gpus), 0),  # sampling, and copying what was gathered
     )
     launches = KERNELS_PER_LAYER * L + 7 + 2 * (text > 0)
     if gpus == 1:
         return Step(parts, launches)
     sums = (ITEM * T * H,) * (2 * L)
     added = (2 * L * (gpus + 1) * ITEM * T * H, 0)
-    received = (gpus - 1) * ITEM * T * H  # the embeddings of all tokens
+    received = (gpus - 1) * ITEM * (T * H + scored * V)  # the embeddings of all tokens, the logits
     return Step((*parts, added), launches + 2 * L + 11, gpus, sums, received, 2)
 
 

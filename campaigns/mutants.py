@@ -61,9 +61,8 @@ TESTS: dict[str, list[str]] = {
     "kernels/sampling/accept.py": [SAMPLING + "test_accept.py"],
     "kernels/sampling/mask.py": [SAMPLING + "test_mask.py", SAMPLING + "test_sample.py"],
     "kernels/sampling/logprobs.py": [SAMPLING + "test_logprobs.py"],
-    "kernels/sampling/across.py": [SAMPLING + "test_across.py"],
     "kernels/sampling/noise.py": [SAMPLING + "test_noise.py", SAMPLING + "test_sample.py"],
-    "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs", "across")],
+    "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs")],
     "nanospec/engine/blocks.py": [
         "tests/nanospec/engine/test_blocks.py",
         "tests/nanospec/engine/test_scheduler.py",

@@ -17,7 +17,6 @@ from nanospec.device.orders import Admission
 from nanospec.device.rows import HostWrites, write_blocks, write_row
 from nanospec.kernels import REJECTION, RULES, TYPICAL
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.sampling import across
 from nanospec.kernels.sampling.accept import accept
 from nanospec.kernels.sampling.mask import mask
 from nanospec.kernels.sampling.sample import sample
@@ -49,7 +48,6 @@ def cases() -> Iterator[Case]:
     yield from mask_cases()
     yield from layout_cases()
     yield from host_cases()
-    yield from best_cases()
 
 
 def make_batch(B: int, Q: int, device: str, tree: bool = False) -> Batch:
@@ -258,17 +256,3 @@ def host_cases() -> Iterator[Case]:
                 return Built(run)
 
             yield Case("host_writes", f"B{B}-{what}", build, timed=False)  # most of it is the host's
-
-
-def best_cases() -> Iterator[Case]:
-    """A rank's candidates for requests that draw with temperature, where the vocabulary is split."""
-    B, K = 8, 4
-    for model, vocab in VOCABS.items():
-
-        def build(device: str, vocab: int = vocab, part: int = vocab // 2) -> Built:
-            table = make_table(B, vocab, device, **REQUESTS["temperature"])
-            batch = make_batch(B, K + 1, device)
-            logits = torch.randn(batch.num_tokens, part, device=device, dtype=torch.bfloat16)
-            return Built(lambda: across.best(logits, part, part, table, batch))
-
-        yield Case("best", f"{model}-R2", build, bytes=B * (K + 1) * vocab)

@@ -156,7 +156,7 @@ def measure(side, query):
     if leaves_out(side.inputs.table, query.s):
         _opened, least = top_k_top_p.threshold(side.inputs, query, side.partials, best)
     mass, weighted = tl.zeros([SUM_TILE], tl.float32), tl.zeros([SUM_TILE], tl.float32)
-    for first in range(0, side.inputs.end, SUM_TILE):
+    for first in range(0, side.inputs.table.vocab_size, SUM_TILE):
         scores = load_scores(side.inputs, query, first + tl.arange(0, SUM_TILE))
         x = (scores - best) / temperature
         weight = tl.where(order_key(scores) >= least, tl.exp(x), 0.0)
@@ -170,7 +170,7 @@ def measure(side, query):
 def log_prob(side, query, of, ids):
     """Return log p of token ids at a query with the distribution `of`, -inf for what is left out and for ids
     beyond the vocabulary."""
-    scores = load_scores(side.inputs, query, tl.where(ids < 0, side.inputs.end, ids))
+    scores = load_scores(side.inputs, query, tl.where(ids < 0, side.inputs.table.vocab_size, ids))
     x = (scores - of.best) / tl.load(side.inputs.table.temperature + query.s)
     return tl.where(order_key(scores) >= of.least, x - of.log_mass, float("-inf"))
 
@@ -204,7 +204,7 @@ def _decide_rejection(target, query, of_p, guess, token):
             token = draft
         else:
             winner, drawn = tl.full([], float("-inf"), tl.float32), tl.full([], NO_TOKEN, tl.int32)
-            for first in range(0, target.inputs.end, TILE):
+            for first in range(0, target.inputs.table.vocab_size, TILE):
                 ids = first + tl.arange(0, TILE)
                 p = tl.exp(log_prob(target, query, of_p, ids))
                 q = tl.exp(log_prob(guess, guessed, of_q, ids))

@@ -1,4 +1,4 @@
-"""One pass over the logits, for what draws from them: `sample`, `accept` and `across`.
+"""One pass over the logits, for what draws from them: `sample` and `accept`.
 
 Each program takes a chunk of 2048 tokens of one query (so a single query still fills the GPU) and leaves
 what is known of the chunk: its winner where a request draws from all tokens; for requests with top-k,
@@ -72,7 +72,7 @@ def _scan(inputs, partials):
     if query.s < 0:
         return
     chunk = tl.program_id(2)
-    ids = inputs.first + chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
     scores = load_scores(inputs, query, ids)
     invalid = tl.max((scores != scores).to(tl.int32)) > 0
     largest = tl.max(tl.where(scores == scores, scores, float("-inf")))

@@ -53,27 +53,21 @@ def penalize(scores: Tensor, s: int, position: int, drafts: Sequence[int], table
 
 
 class Inputs(NamedTuple):
-    """What the kernels read: logits [N, V] of the tokens `first` .. `end` - 1, the table of request rows, the
-    batch. Logits of drafts have a `pitch`, which else is 0: those of draft j of batch row b are in line
-    b * pitch + j, and penalties count no drafts before them."""
+    """What the kernels read: logits [N, V], the table of request rows, the batch. Logits of drafts have a
+    `pitch`, which else is 0: those of draft j of batch row b are in line b * pitch + j, and penalties count
+    no drafts before them."""
 
     logits: Tensor
     stride: int
-    first: int
-    end: int
     pitch: int
     table: Table
     batch: Tensors
 
     @classmethod
-    def of(
-        cls, logits: Tensor, table: Table, batch: Batch, pitch: int = 0, part: tuple[int, int] | None = None
-    ) -> "Inputs":
-        """`part`: the first token and the number of tokens that count, where these are not all."""
+    def of(cls, logits: Tensor, table: Table, batch: Batch, pitch: int = 0) -> "Inputs":
         if (V := logits.shape[1]) > MAX_VOCAB:
             raise ValueError(f"A vocabulary of {V} exceeds the sampling kernel's limit of {MAX_VOCAB}.")
-        first, count = part or (0, V)
-        return cls(logits, logits.stride(0), first, first + count, pitch, table, batch.tensors)
+        return cls(logits, logits.stride(0), pitch, table, batch.tensors)
 
 
 class Query(NamedTuple):
@@ -102,8 +96,8 @@ def this_query(inputs):
 @triton.jit
 def load_scores(inputs, query, ids):
     """Return the scores of a block of token ids at a query, -inf for ids beyond the vocabulary."""
-    row = inputs.logits + query.line.to(tl.int64) * inputs.stride - inputs.first
-    scores = tl.load(row + ids, ids < inputs.end, other=float("-inf")).to(tl.float32)
+    row = inputs.logits + query.line.to(tl.int64) * inputs.stride
+    scores = tl.load(row + ids, ids < inputs.table.vocab_size, other=float("-inf")).to(tl.float32)
     if tl.load(inputs.table.penalized + query.s):
         scores = _penalize(scores, inputs.table, inputs.batch, query, ids)
     return scores

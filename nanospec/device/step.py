@@ -131,7 +131,8 @@ class Step:
             batch = lay_out(table, rows, proposal, packed=cut is not None)
         with self.stages["forward"]:
             hidden = model.forward(batch, self.kv_cache)
-            logits = self.score(hidden)
+            T, shared = len(hidden), self._logits
+            logits = model.logits(hidden, shared[:T] if len(shared) >= T else None)
         with self.stages["verify"]:
             for extension in extensions:
                 extension.change(logits, batch)
@@ -143,11 +144,6 @@ class Step:
                 proposal, batch = extension.for_drafters(proposal, batch)
             first_match.learn(self.drafters, table, proposal, batch, verdict, hidden)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
-
-    def score(self, hidden: Tensor) -> Tensor:
-        """The logits [T, V] of hidden states [T, H]."""
-        T, shared = hidden.shape[0], self._logits
-        return self.model.logits(hidden, shared[:T] if shared.shape[0] >= T else None)
 
     def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
         """The target's own token after each scored token, [T] int32. (Benchmarks override this.)"""

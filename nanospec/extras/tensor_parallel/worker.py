@@ -1,8 +1,7 @@
 """The workers of the ranks: each has a part of the model and all request rows, and takes the same steps.
 
 The engine's worker is the leader's. It sends every verb to the followers before it obeys it itself, so all
-tables are equal at all times. A step draws from candidates that the ranks exchange (`sampling/across.py`), or
-from whole logits if one of its rows needs more than the likeliest token.
+tables are equal at all times, and so are the logits, of which each rank computes a part and gathers all.
 """
 
 from __future__ import annotations
@@ -15,66 +14,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...config import EngineConfig, SamplingParams
+from ...config import EngineConfig
 from ...device.devices import on_own_device
 from ...device.extension import Extension
 from ...device.orders import Admission, Flight, RowResult, StepOrder
-from ...device.step import Cut, Step, StepResult
+from ...device.step import Cut
 from ...device.timing import Meet
 from ...device.worker import Worker
 from ...drafters.base import Drafter
 from ...drafters.costs import StepCosts
-from ...kernels import MAX_DRAFTS
-from ...kernels.batch import Batch, Chunk
-from ...kernels.layer.vocab_parallel import Vocabulary
-from ...kernels.sampling import across
-from ...kernels.speculation.proposal import Proposal
+from ...kernels.batch import Chunk
 from ...models.decoder import Model
 from .drafts import share_proposals
 from .group import Group
 from .job import Job
-
-WHOLE = Extension()  # in the key of captures that score the whole vocabulary
-
-
-class SplitStep(Step):
-    """A step that scores a part of the vocabulary, or all of it if it is asked for `WHOLE`."""
-
-    whole = False
-
-    def __call__(
-        self,
-        rows: Tensor,
-        k: int,
-        asked: Sequence[Extension] = (),
-        cut: Cut | None = None,
-        last_k: int = MAX_DRAFTS,
-    ) -> StepResult:
-        self.whole = WHOLE in asked
-        return super().__call__(rows, k, asked, cut, last_k)
-
-    @property
-    def _head(self) -> Vocabulary:
-        assert isinstance(self.model.lm_head, Vocabulary)
-        return self.model.lm_head
-
-    def score(self, hidden: Tensor) -> Tensor:
-        if self.whole:
-            return super().score(hidden)
-        T, head, out = len(hidden), self._head, None
-        width = head.part.weight.shape[0]
-        if len(self._logits) >= T:
-            out = self._logits.flatten()[: T * width].view(T, width)
-        return self.model.logits(hidden, out, head.part)
-
-    def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
-        if self.whole:
-            return super().draw(logits, batch, proposal)
-        head = self._head
-        count = min(logits.shape[1], head.size - head.first)
-        return across.choose(head.gather(across.best(logits, head.first, count, self.table, batch)))
 
 
 class Rank(Worker):
@@ -83,8 +37,6 @@ class Rank(Worker):
     Attributes:
         job: the followers, if this is the leader.
     """
-
-    _step: SplitStep
 
     def __init__(
         self,
@@ -96,16 +48,12 @@ class Rank(Worker):
         job: Job | None = None,
     ) -> None:
         self.group, self.job = group, job
-        self._whole: set[int] = set()  # rows whose requests need the logits of all tokens
         self._flights: deque[Flight] = deque()
         super().__init__(config, model, drafters, extensions)
         share_proposals(self.drafters, group)
         if job is not None:
             job.graphs = self.graphs
             self._end = weakref.finalize(self, _end, job)
-
-    def _make_step(self, kind: type[Step] = SplitStep) -> Step:
-        return super()._make_step(kind)
 
     def _plan_cache(self) -> tuple[int, int]:
         """(number of KV blocks, max_model_len) that fit on every rank."""
@@ -116,9 +64,6 @@ class Rank(Worker):
     @on_own_device
     def _build(self) -> None:
         super()._build()
-        # Otherwise the first request that needs it would wait.
-        if self.graphs is not None and not self.graphs.lazy:
-            self.graphs.capture_all((WHOLE,))
         [memory] = self.memory
         self.memory = [dict(zip(memory, sizes)) for sizes in self.group.gather_numbers([*memory.values()])]
 
@@ -145,8 +90,6 @@ class Rank(Worker):
     def admit(self, request: Admission) -> None:
         with self._all("admit", request):
             super().admit(request)
-            needs = needs_whole(request.params, self.config.spec.acceptance)
-            (self._whole.add if needs else self._whole.discard)(request.row)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         with self._all("prefill", chunks):
@@ -163,12 +106,6 @@ class Rank(Worker):
         with self._all("step", order):
             self._flights.append(super().step(order, agreed))
         return self._flights[-1]
-
-    def _asked(self, order: StepOrder) -> tuple[Extension, ...]:
-        asked = super()._asked(order)
-        logprobs = any(step.logprobs >= 0 for step in order.steps)
-        whole = asked or logprobs or not self._whole.isdisjoint(order.rows)
-        return (*asked, WHOLE) if whole else ()
 
     def fetch(self, flight: Flight) -> list[RowResult]:
         return self.fetch_next(next(i for i, queued in enumerate(self._flights) if queued is flight))
@@ -192,13 +129,6 @@ class Rank(Worker):
     def close(self) -> None:
         if self.job is not None:
             self._end()
-
-
-def needs_whole(params: SamplingParams, acceptance: str) -> bool:
-    """Whether a request's tokens depend on more than which one has the largest logit plus noise."""
-    cuts = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    exact = (params.acceptance or acceptance) == "exact"
-    return bool(cuts or params.changes_logits) or not exact
 
 
 def _end(job: Job) -> None:

@@ -314,7 +314,7 @@ def test_probabilities_of_the_largest_scores_at_a_low_temperature() -> None:
 
 @triton.jit
 def _all(side, out, entropy):  # type: ignore[no-untyped-def]
-    query, V = this_query(side.inputs), side.inputs.end
+    query, V = this_query(side.inputs), side.inputs.table.vocab_size
     if query.s >= 0:
         found = accept.measure(side, query)
         tl.store(entropy + query.line, found.entropy)

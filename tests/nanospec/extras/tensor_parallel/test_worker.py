@@ -209,32 +209,7 @@ def test_other_rules_of_acceptance_see_all_logits(rule: str) -> None:
         assert [outcome(request).token_ids for request in run(split.engine, jobs)] == wanted
 
 
-def test_logits_are_exchanged_only_for_those_who_ask() -> None:
-    of = whole()
-    with split_engine(2, of.config, of.weights, options_of(2, of, "none", None)) as split:
-        sizes: list[int] = []
-        gather = split.groups[0].gather
-
-        def spy(x: Tensor) -> Tensor:
-            sizes.append(x.numel())
-            return gather(x)
-
-        model = split.engine.worker.model
-        model.lm_head.gather = spy  # type: ignore
-        plain: list[dict[str, Any]] = [{"temperature": 1.0, "seed": 1}, {"temperature": 0, "top_p": 0.5}]
-        asking: list[dict[str, Any]] = [
-            {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0, "logprobs": 0},
-            {"temperature": 0, "logit_bias": {3: 1.0}}, {"temperature": 0, "min_tokens": 2},
-            {"temperature": 0, "repetition_penalty": 1.2},
-        ]  # fmt: skip
-        asked = [*((p, 2) for p in plain), *((p, VOCAB // 2) for p in asking), *((p, 2) for p in plain)]
-        for params, each in asked:
-            sizes.clear()
-            run(split.engine, [Job([1, 2, 3], SamplingParams(max_tokens=2, **params))])
-            assert sizes == [each] * 2, params
-
-
-def test_steps_with_all_logits_are_captured_before_requests_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_captured_before_requests_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """And all captures are gone when the group is left, since NCCL waits for them."""
     of, left = whole(), list[int]()
     options = options_of(2, of, "ngram", 3, enforce_eager=False)
@@ -246,7 +221,7 @@ def test_steps_with_all_logits_are_captured_before_requests_ask(monkeypatch: pyt
         for params in ({"temperature": 0}, {"top_p": 0.5, "seed": 7}, {"temperature": 0, "logprobs": 1}):
             job = Job([1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=9, **params))
             assert_same(outcome(run(split.engine, [job])[0]), alone(of.model, [job])[0])
-        assert len(captures) == 2 * len(graphs.buckets())
+        assert len(captures) == len(graphs.buckets())
         close = group.close
 
         def spy() -> None:

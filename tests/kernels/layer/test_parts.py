@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.extras.tensor_parallel import shard
 from nanospec.extras.tensor_parallel.group import Group
+from nanospec.extras.tensor_parallel.shard import Embedding, Summed, Vocabulary
 from nanospec.kernels.launch import forced
-from nanospec.kernels.layer import vocab_parallel as split
 from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.layer.norm import Norm
 from nanospec.kernels.layer.stream import Stream, embed, naive, residual_add, total
-from nanospec.kernels.layer.vocab_parallel import Embedding, Summed, Vocabulary
 from tests.kernels.products import normed, stream_of
 from tests.ranks import together
 from tests.util import assert_close
@@ -71,7 +71,7 @@ def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -
 
     def compare(backend: str, limit: int) -> list[Tensor]:
         with forced(backend), pytest.MonkeyPatch.context() as patch:  # type: ignore[arg-type]
-            patch.setattr(split, "EXCHANGE", limit)
+            patch.setattr(shard, "EXCHANGE", limit)
             found = [tensor for each in together(ranks, run) for tensor in each]
         assert all(torch.equal(tensor, found[0]) for tensor in found)
         return found
@@ -94,7 +94,7 @@ def test_a_vocabulary_in_parts_gives_rows_and_scores_of_the_whole(ranks: int) ->
         assert torch.equal(embed(ids, table, Norm(torch.ones(H), 1e-5), 3.0).x, 3 * whole[ids.long()])
         parts = [make_linear(part) for part in padded]
         given[:] = [part(x) for part in parts]
-        head = Vocabulary(parts[own], lambda _: torch.stack(given), own * width, V)
+        head = Vocabulary(parts[own], lambda _: torch.stack(given), V)
         out = torch.full((3, V), float("nan"))
         assert head(x, out) is out
         assert_close(out, x @ whole.T, 1e-6)
