@@ -173,6 +173,12 @@ class Batch:
         return Tensors._make((*tensors, tl.constexpr(self.ancestors is not None)))
 
     @property
+    def words(self) -> tuple[Tensor | int | None, ...]:
+        """Return `Batch` of native/step.h."""
+        tensors = (getattr(self, name) for name in Tensors._fields[:-1])
+        return *tensors, self.num_rows, self.num_tokens, self.max_q_len, self.block_table.shape[1]
+
+    @property
     def num_rows(self) -> int:
         return self.q_start.shape[0]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nanospec.kernels.native import build, call
+from nanospec.kernels.native import build
 
 # Processors by what the library says of itself: how GCC is told, and what the system calls the instructions.
 PROCESSORS = {
@@ -63,7 +63,7 @@ def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path
 
 @pytest.fixture
 def other_library(compiled_for: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(call, "library", lambda: compiled_for)
-    call._function.cache_clear()
+    monkeypatch.setattr(build, "library", lambda insist=False: compiled_for)
+    build._function.cache_clear()
     yield
-    call._function.cache_clear()
+    build._function.cache_clear()

@@ -1,11 +1,15 @@
-"""The C++ of this folder as a library: compiled once for this machine, kept in the user's cache.
+"""The C++ of this folder as a library: compiled once for this machine, kept in the user's cache, and called.
 
-    library()   the loaded library, or None where it cannot be had; the reason is said once, as a warning
+    library()            the loaded library, or None where it cannot be had; a warning says why, once
+    call(name, *values)  call one of its functions
 
 It needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some ten seconds. It is for this processor,
 unless CXX names another, as CXX="g++ -march=x86-64-v3" does (any with AVX2). The sources use nothing of
-torch. The file's name has a hash of sources, options and processor, so nothing needs to be cleaned up by
-hand, and a library outlives the compiler that made it.
+torch. The file's name has a hash of sources, options and processor, so a library outlives the compiler that
+made it.
+
+Functions take one structure of words of 8 bytes, each the address of a tensor or a number (`structs.h`,
+`step.h`). All tensors must be contiguous, as tables, batches and proposals are, but for `Rows` of structs.h.
 """
 
 from __future__ import annotations
@@ -17,14 +21,19 @@ import platform
 import shlex
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import warnings
+from array import array
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+Word = Tensor | int | None
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -46,25 +55,29 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
         return None
 
 
-def is_whole(file: Path) -> bool:
-    """Return whether a library is there and not cut off: to load what is missing would end the process
-    (SIGBUS). Its last part is the table of its sections, of which the header says where it is."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as content:
-        header = content.read(64)
-    if len(header) < 64 or header[:5] != b"\x7fELF\2":
-        return False
-    (start,), (size, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=HH", header, 58)
-    return bool(start + size * count <= file.stat().st_size)
-
-
 def target() -> str:
     """Return the name of the instructions that the library multiplies with."""
-    found = library()
-    assert found is not None
-    found.nanospec_target.restype = ctypes.c_char_p
-    return str(found.nanospec_target().decode())
+    function = _function("nanospec_target")
+    function.argtypes, function.restype = [], ctypes.c_char_p
+    return str(function().decode())
+
+
+def call(name: str, *values: Word) -> array[int]:
+    """Call a function of the library. Return the words, some of which it may have changed."""
+    found = words(*values)
+    _function(name)(found.buffer_info()[0])
+    return found
+
+
+def words(*values: Word) -> array[int]:
+    return array("q", [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values])
+
+
+@cache
+def _function(name: str) -> Any:
+    function = getattr(library(insist=True), name)
+    function.argtypes, function.restype = [ctypes.c_void_p], None
+    return function
 
 
 def _reason(error: Exception) -> str:
@@ -74,18 +87,20 @@ def _reason(error: Exception) -> str:
 
 
 def built(folder: Path) -> Path:
-    """Return the library's file in `folder`, compiled if it is not there yet. OSError or CalledProcessError
-    if that fails."""
-    file = folder / f"native-{fingerprint()}.so"
-    if not is_whole(file):
-        command = [*find_compiler(), *FLAGS, *map(str, SOURCES)]
-        folder.mkdir(parents=True, exist_ok=True)
-        print("Compiling the C++ for this processor, once ...", file=sys.stderr)
-        with tempfile.TemporaryDirectory(dir=folder) as partial:
-            result = Path(partial) / file.name
-            _compile([*command, "-o", str(result)], partial)
-            os.replace(result, file)  # at once: another process may be doing the same
-    return file
+    """Return the library's file in `folder`, compiled if there is none as long as its name says: to load one
+    that is cut off would end the process (SIGBUS). OSError or CalledProcessError if that fails."""
+    name = f"native-{fingerprint()}"
+    for file in folder.glob(f"{name}-*.so"):
+        if file.stem == f"{name}-{file.stat().st_size}":
+            return file
+    command = [*find_compiler(), *FLAGS, *map(str, SOURCES)]
+    folder.mkdir(parents=True, exist_ok=True)
+    print("Compiling the C++ for this processor, once ...", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=folder) as partial:
+        result = Path(partial) / "native.so"
+        _compile([*command, "-o", str(result)], partial)
+        # At once: another process may be doing the same.
+        return result.replace(folder / f"{name}-{result.stat().st_size}.so")
 
 
 def _compile(command: list[str], folder: str) -> None:
@@ -117,20 +132,15 @@ def find_compiler() -> list[str]:
 
 
 def fingerprint() -> str:
-    """Return a hash of what a library is made from."""
+    """Return a hash of what a library is made from: sources, options, and what `-march=native` depends on."""
     options = shlex.split(os.environ.get("CXX", ""))[1:]
     sources = (path.read_text() for path in (*SOURCES, *HEADERS))
-    parts = *sources, *FLAGS, *options, _processor()
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """Return what `-march=native` depends on."""
-    try:
+    processor = {platform.processor()}
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model", "flags", "Features"))}))
+        processor = {line for line in lines if line.startswith(("model", "flags", "Features"))}
+    parts = *sources, *FLAGS, *options, *sorted(processor)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,4 @@
-// The KV cache as `tiles.py` lays it out, and how keys and values get into it.
+// The KV cache as `packed.py` lays it out, and how keys and values get into it.
 
 #pragma once
 #include "structs.h"

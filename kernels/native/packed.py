@@ -1,26 +1,36 @@
-"""A weight in the layout that `arithmetic.h` multiplies with, and the product.
+"""Weights and KV caches in the layouts that C++ multiplies with, the memory they lie in, and the product.
 
     packed = pack(weight)          [N, K] bfloat16, K even
     linear(x, packed, bias)        [T, K] -> [T, N]
 
 Strips of 32 rows of the weight lie one after the other, each [K / 2, 32, 2]: what one instruction reads of 16
 rows, two columns of each, is contiguous, and a strip is read from its beginning to its end.
+
+A KV cache is [num_blocks, num_layers, Hkv, 2, block_size / 16, 16, D] (2: keys, values). The last two
+dimensions are a tile, the numbers of 16 positions in an order of their own: keys [D / 2, 16, 2], values
+[8, D, 2], so that what one instruction multiplies with lies together. So do a block, and in it what is read
+one after the other, keys and values of a head.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .call import Word, call
-from .mapped_memory import Arena
+from .build import Word, call
 
 WIDTH = 32  # rows of a strip
+TILE = 16  # positions
 FOUR_KB = 2048  # numbers; as decoder.cpp has it
-
-_arena = Arena()
+PIECE = 64 << 20  # bytes that an arena asks for at once
+LINE = 64  # bytes
 
 
 class Packed(NamedTuple):
@@ -62,3 +72,53 @@ def empty_rows(T: int, K: int) -> Tensor:
 def row_words(x: Tensor | None) -> tuple[Word, ...]:
     """Return `Rows` of structs.h."""
     return (None, 0) if x is None else (x, x.stride(0))
+
+
+def tiled_shape(num_blocks: int, layers: int, heads: int, block_size: int, head_dim: int) -> tuple[int, ...]:
+    return (num_blocks, layers, heads, 2, block_size // TILE, TILE, head_dim)
+
+
+def is_tiled(kv_cache: Tensor) -> bool:
+    return kv_cache.dim() == 7
+
+
+def cache_words(kv_cache: Tensor) -> tuple[Word, ...]:
+    """Return `Cache` of cache.h."""
+    _, layers, heads, _, tiles, _, head_dim = kv_cache.shape
+    return kv_cache, layers, heads, tiles * TILE, head_dim
+
+
+def pages(size: int, large: bool) -> mmap.mmap:
+    """Return so many bytes of zeros, of which untouched pages cost neither time nor memory. The system takes
+    all back when the last tensor in them dies. Large pages are read faster; the first byte of each costs
+    2 MiB. OSError where there is no room."""
+    try:
+        found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OSError(f"The system gives no {size / 2**20:.0f} MiB of memory ({error.strerror}).") from None
+    with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without large pages
+        found.madvise(mmap.MADV_HUGEPAGE if large else mmap.MADV_NOHUGEPAGE)
+    return found
+
+
+class Arena:
+    """Large pages for tensors of which most are too small to fill one."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._pages: mmap.mmap | None = None
+        self._used = 0  # bytes
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros behind the tensor that was asked for before."""
+        count = math.prod(shape)
+        size = count * dtype.itemsize
+        with self._lock:
+            if self._pages is None or self._used + size > len(self._pages):
+                self._pages, self._used = pages(max(size, PIECE), large=True), 0
+            found = torch.frombuffer(self._pages, dtype=dtype, count=count, offset=self._used)
+            self._used += -(-size // LINE) * LINE
+        return found.view(*shape)
+
+
+_arena = Arena()

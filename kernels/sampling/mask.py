@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import use_native, use_triton
-from ..native.call import call
+from ..native.build import call
 
 CHUNK = 4096  # tokens per program
 

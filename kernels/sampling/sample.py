@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import NAN_TOKEN
 from ..batch import Batch
 from ..launch import use_native, use_triton
-from ..native.call import batch_words, call
+from ..native.build import call
 from ..speculation.walk import rows_of
 from ..table import Table
 from . import noise, scan, top_k_top_p
@@ -77,7 +77,7 @@ def native(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Te
     """`naive`; with `lazy` not even the argmax of queries that are not read is taken: those targets are 0."""
     targets = batch.rows.new_empty(logits.shape[0])
     call(
-        "nanospec_sample", *table, *batch_words(batch), logits, logits.stride(0),
+        "nanospec_sample", *table, *batch.words, logits, logits.stride(0),
         logits.dtype == torch.bfloat16, lazy, targets, torch.get_num_threads(),
     )  # fmt: skip
     return targets

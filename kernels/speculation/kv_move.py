@@ -18,14 +18,17 @@ from torch import Tensor
 
 from ..batch import Batch, slots_of
 from ..launch import next_power_of_2, use_triton
-from ..native import tiles
+from ..native.build import call
+from ..native.packed import cache_words, is_tiled
 from .verify import Verdict
 
 
 def kv_move(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
     """Move the entries of each row's path to consecutive cache indices from base_len on."""
-    if tiles.is_tiled(kv_cache):
-        tiles.kv_move(kv_cache, verdict, batch)
+    if is_tiled(kv_cache):
+        path = verdict.path
+        words = *batch.words, *cache_words(kv_cache), verdict.num_emitted, path, path.shape[1]
+        call("nanospec_kv_move", *words)
     else:
         (launch if use_triton(kv_cache) else naive)(kv_cache, verdict, batch)
 

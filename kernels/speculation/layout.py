@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import RUNNING
 from ..batch import Batch
 from ..launch import next_power_of_2, use_native, use_triton
-from ..native.call import call
+from ..native.build import call
 from ..table import Table
 from .proposal import Proposal
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import next_power_of_2, use_native, use_triton
-from ..native.call import call
+from ..native.build import call
 from ..table import Table
 from .proposal import Proposal, empty_proposal, room, room_of
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from .. import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, OWN, RUNNING, STOPPED
 from ..batch import Batch
 from ..launch import next_power_of_2, use_native, use_triton
-from ..native.call import batch_words, call
+from ..native.build import call
 from ..table import Table
 from . import report
 from .proposal import Proposal
@@ -102,7 +102,7 @@ def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
     B, Q = batch.num_rows, batch.max_q_len
     width = report.num_columns(Q)
     memory = targets.new_empty(B * (width + 1 + Q))
-    words = *batch_words(batch), *proposal[:6], *proposal.drafts.shape
+    words = *batch.words, *proposal[:6], *proposal.drafts.shape
     call("nanospec_commit", *table, *words, targets, memory)
     lines, num_emitted, path = torch.split_with_sizes(memory, [B * width, B, B * Q])
     return Verdict(lines.view(B, width), num_emitted, path.view(B, Q))

@@ -18,11 +18,8 @@ from ..kernels.batch import Batch
 from ..kernels.launch import use_native, use_triton
 from ..kernels.layer.linear import NativeLinear
 from ..kernels.layer.norm import Norm
-from ..kernels.native.build import target
-from ..kernels.native.call import Word, batch_words, call, words
-from ..kernels.native.mapped_memory import pages
-from ..kernels.native.packed import WIDTH, empty_rows, row_words
-from ..kernels.native.tiles import cache_words, is_tiled, tiled_shape
+from ..kernels.native.build import Word, call, target, words
+from ..kernels.native.packed import WIDTH, cache_words, empty_rows, is_tiled, pages, row_words, tiled_shape
 from .config import ModelConfig
 from .decoder import GetWeight, Layer, Model
 
@@ -32,7 +29,7 @@ MIN_DIM, MAX_DIM = 32, 256  # numbers to a head
 
 
 class CompiledModel(Model):
-    """A model in bfloat16 on a CPU, with packed weights and a cache as `kernels/native/tiles.py` lays it out.
+    """A model in bfloat16 on a CPU, with weights and a cache as `kernels/native/packed.py` lays them out.
 
     The words that it gives to C++ are addresses of its own tensors, which stay where they are.
     """
@@ -64,7 +61,7 @@ class CompiledModel(Model):
 
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
-            "nanospec_forward", _address(self._model), *batch_words(batch), *cache_words(kv_cache),
+            "nanospec_forward", _address(self._model), *batch.words, *cache_words(kv_cache),
             *row_words(hidden), torch.get_num_threads(),
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import forced
 from nanospec.kernels.native.build import library
-from nanospec.kernels.native.tiles import tiled_shape
+from nanospec.kernels.native.packed import tiled_shape
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 from tests.kernels.batches import make_batch
@@ -60,7 +60,7 @@ def test_kv_move(seed: int, head_dim: int, dtype: torch.dtype, backend: str) -> 
 
 
 def in_tiles(cache: Tensor) -> Tensor:
-    """A cache [layers, 2, heads, blocks, block_size, D] as `kernels/native/tiles.py` describes it."""
+    """A cache [layers, 2, heads, blocks, block_size, D] as `kernels/native/packed.py` describes it."""
     keys, values = cache.permute(1, 3, 0, 2, 4, 5).unflatten(
         4, (-1, 16)
     )  # [blocks, layers, heads, tiles, 16, D]

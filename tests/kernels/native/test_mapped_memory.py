@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.native.mapped_memory import LINE, PIECE, Arena
+from nanospec.kernels.native.packed import LINE, PIECE, Arena
 
 
 def test_tensors_of_an_arena_are_zeros_of_their_own() -> None:
