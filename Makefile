@@ -137,41 +137,17 @@ $(BIN)/python:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(DONE)run $(DONE)test $(DONE)fuzz $(DONE)lint $(DONE)supply $(DONE)pictures: pyproject.toml | $(BIN)/python
+NEEDS_run := gguf,grammar,serve
+NEEDS_test := test
+NEEDS_fuzz := test,fuzz
+NEEDS_lint := test,lint
+NEEDS_supply := supply
+NEEDS_pictures := plot
 
-# Say what is large before it is downloaded; which_torch.py says it of torch.
-define ANNOUNCE_MODEL
-@test -f weights/$(MODEL)/config.json || echo "The model, $(MODEL), is up to 0.3 GB more."
-endef
-
-$(DONE)run:
-	$(ANNOUNCE_MODEL)
-	@echo "Installing nanospec into $(VENV)"
-	@$(INSTALL) '.[gguf,grammar,serve]'
-	@touch $@
-
-$(DONE)test:
-	$(ANNOUNCE_MODEL)
-	@echo "Installing nanospec and what its tests need into $(VENV)"
-	@$(INSTALL) '.[test]'
-	@touch $@
-
-$(DONE)fuzz:
-	@echo "Installing nanospec and what fuzzing needs into $(VENV)"
-	@$(INSTALL_NEWEST) '.[test,fuzz]'
-	@touch $@
-
-$(DONE)lint:
-	@echo "Installing nanospec and what lint needs into $(VENV)"
-	@$(INSTALL) '.[test,lint]'
-	@touch $@
-
-$(DONE)supply:
-	@echo "Installing nanospec and what releases need into $(VENV)"
-	@$(INSTALL) '.[supply]'
-	@touch $@
-
-$(DONE)pictures:
-	@echo "Installing nanospec and what pictures need into $(VENV)"
-	@$(INSTALL) '.[plot]'
+# The size of the model is announced before it is downloaded; which_torch.py announces that of torch.
+$(DONE)run $(DONE)test $(DONE)fuzz $(DONE)lint $(DONE)supply $(DONE)pictures: $(DONE)%: pyproject.toml | $(BIN)/python
+	@test -z "$(filter run test,$*)" || test -f weights/$(MODEL)/config.json || \
+	  echo "The model, $(MODEL), is up to 0.3 GB more."
+	@echo "Installing nanospec into $(VENV), with $(NEEDS_$*)"
+	@$(if $(filter fuzz,$*),$(INSTALL_NEWEST),$(INSTALL)) '.[$(NEEDS_$*)]'
 	@touch $@

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.browser import browser, texts_of
 from tests.nanospec.apps.serve.fake_server import MODEL, Fake, end, step
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+__all__ = ["browser"]
 Open = Callable[..., Any]
 PROMPT = "Say: to be or not"
 # "<user>" is before the prompt, so that source 11 is its "t".
@@ -23,16 +22,6 @@ ANSWER = [
     step((" End", -1), drafted=5, rejected=("a", "b", "c", "d", "e")),
 ]
 PLAIN = [step((text, -1)) for text in ("So", " to", " be", ",", " well", ".", " End")]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium; on Debian: apt install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -71,11 +60,6 @@ def show(browser: Any, server: Fake) -> Iterator[Open]:
     for context in contexts:
         context.close()
     assert wrong == []
-
-
-def texts_of(page: Any, selector: str) -> list[str]:
-    found: list[str] = page.locator(selector).all_text_contents()
-    return found
 
 
 def send(page: Any, text: str = PROMPT) -> None:

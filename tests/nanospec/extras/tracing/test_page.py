@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,11 @@ from typing import Any
 import pytest
 
 from nanospec.extras.tracing.trace import Trace
+from tests.browser import browser, texts_of
 from tests.nanospec.extras.tracing.examples import NASTY, example
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+__all__ = ["browser"]
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium; on Debian: apt install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -49,11 +38,6 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
     for context in contexts:
         context.close()
     assert wrong == []
-
-
-def texts_of(page: Any, selector: str) -> list[str]:
-    found: list[str] = page.locator(selector).all_text_contents()
-    return found
 
 
 def test_every_step_shows_what_was_kept_and_what_was_not(show: Open) -> None:
