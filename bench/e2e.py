@@ -15,8 +15,9 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,12 +46,23 @@ SYSTEMS: dict[str, int | str] = {"K=0": 0, "K=4": 4, "auto": "auto"}
 
 
 class ReplayStep(Step):
-    """A step whose targets, [T] int32, are those of the worker in place of the model's."""
+    """A step whose targets are those of reference texts in place of the model's.
 
-    replace: Callable[[Tensor, Batch], Tensor]
+    Attributes:
+        texts, lengths: prompt and reference output by request row, like `tokens` and `num_tokens` of `Table`.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.texts = torch.zeros_like(self.table.tokens)
+        self.lengths = torch.zeros_like(self.table.num_tokens)
 
     def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
-        return self.replace(super().draw(logits, batch, proposal), batch)
+        t = torch.arange(batch.num_tokens, device=batch.q_start.device, dtype=batch.q_start.dtype)
+        row = batch.rows.clamp(min=0)[torch.searchsorted(batch.q_start, t, right=True) - 1]
+        at, drawn = batch.positions + 1, super().draw(logits, batch, proposal)
+        known = at < self.lengths[row]
+        return torch.where(known, self.texts[row, torch.where(known, at, 0)], drawn)
 
 
 class ReplayWorker(Worker):
@@ -58,6 +70,8 @@ class ReplayWorker(Worker):
     labelled `simulated`."""
 
     simulated = "replay"
+    step_type = ReplayStep
+    _step: ReplayStep
 
     def __init__(
         self,
@@ -70,26 +84,12 @@ class ReplayWorker(Worker):
         self.references = references
         super().__init__(config, model, drafters)
 
-    def _make_step(self, kind: type[Step] = Step) -> Step:
-        self._texts = torch.zeros_like(self.table.tokens)  # prompt and output
-        self._lengths = torch.zeros_like(self.table.num_tokens)
-        step = super()._make_step(ReplayStep)
-        step.replace = self._targets  # type: ignore[attr-defined]
-        return step
-
     def admit(self, request: Admission) -> None:
         super().admit(request)
         prompt = request.tokens[: request.num_prompt]
-        text = [*prompt, *self.references[tuple(prompt)]][: self._texts.shape[1]]
-        self.writes.put(self._texts, request.row, text)
-        self.writes.set(self._lengths, request.row, len(text))
-
-    def _targets(self, drawn: Tensor, batch: Batch) -> Tensor:
-        t = torch.arange(batch.num_tokens, device=batch.q_start.device, dtype=batch.q_start.dtype)
-        row = batch.rows.clamp(min=0)[torch.searchsorted(batch.q_start, t, right=True) - 1]
-        at = batch.positions + 1
-        known = at < self._lengths[row]
-        return torch.where(known, self._texts[row, torch.where(known, at, 0)], drawn)
+        text = [*prompt, *self.references[tuple(prompt)]][: self._step.texts.shape[1]]
+        self.writes.put(self._step.texts, request.row, text)
+        self.writes.set(self._step.lengths, request.row, len(text))
 
 
 def texts(vocab_size: int, count: int, length: int) -> dict[str, list[Text]]:

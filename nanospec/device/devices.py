@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from ..models.decoder import Model
 from ..text.checks import shown
 
 DEFAULT_THREADS = torch.get_num_threads()
+Usage = tuple[float, float, float]
+"""Seconds that the processors of this process were busy, that it used of these, and the time of day."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -78,14 +80,6 @@ def compute_info(model: Model) -> dict[str, str | int]:
     return found | ({"threads": torch.get_num_threads()} if model.device.type == "cpu" else {})
 
 
-class Usage(NamedTuple):
-    """Seconds that the processors of this process were busy, that it used of these, and the time of day."""
-
-    busy: float
-    own: float
-    now: float
-
-
 def use_threads(wanted: int | Literal["auto"]) -> Usage | None:
     """Set the number of threads before a model is loaded. "auto" keeps OMP_NUM_THREADS or takes PyTorch's
     default within the container's quota; `settle_threads` may lower that, and needs what this returns."""
@@ -101,11 +95,12 @@ def use_threads(wanted: int | Literal["auto"]) -> Usage | None:
 def settle_threads(before: Usage | None, model: Model) -> None:
     """Report other processes that used half a core or more while the model was loaded, and leave the cores
     to them if PyTorch computes the model."""
-    if before is None or (now := usage()).now - before.now < 0.2 or torch.get_num_threads() == 1:
+    if before is None or torch.get_num_threads() == 1:
         return
     cores = len(os.sched_getaffinity(0))
-    others = (now.busy - before.busy - (now.own - before.own)) / (now.now - before.now)
-    if others < 0.5:
+    busy, own, seconds = (late - early for early, late in zip(before, usage()))
+    others = (busy - own) / max(seconds, 1e-9)
+    if others < 0.5 or seconds < 0.2:
         return
     if computed_by(model) == "PyTorch":
         torch.set_num_threads(min(torch.get_num_threads(), max(round(cores - others), 1)))
@@ -114,12 +109,12 @@ def settle_threads(before: Usage | None, model: Model) -> None:
 
 
 def usage(stat: Path = Path("/proc/stat")) -> Usage:
-    """Return the usage so far, from the lines of this process's processors in /proc/stat."""
+    """Return the `Usage` so far, from the lines of this process's processors in /proc/stat."""
     mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     lines = [line.split() for line in stat.read_text().splitlines() if line]
     # Columns 3 and 4 are idle time; guests, 8 and 9, are counted under user and nice as well.
     ticks = sum(sum(map(int, [*line[1:4], *line[6:9]])) for line in lines if line[0] in mine)
-    return Usage(ticks / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4]), time.monotonic())
+    return ticks / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4]), time.monotonic()
 
 
 def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:

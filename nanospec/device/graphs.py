@@ -135,8 +135,7 @@ class StepGraphs:
         def step(rows: Tensor) -> StepResult:
             return self.step(rows, bucket.k, bucket.extensions)
 
-        on_gpu = self.device.type == "cuda"
-        made = CudaCapture(step, rows, self._pool) if on_gpu else EagerCapture(step, rows)
+        made = EagerCapture(step, rows) if self._pool is None else CudaCapture(step, rows, self._pool)
         self.captures[bucket] = made
         return made
 
@@ -151,13 +150,16 @@ class StepGraphs:
             self.fallbacks += not self.lazy and not extensions
             capture = self.capture(bucket)
         self.replays[bucket.batch, bucket.k] += 1
-        padded = rows + [PADDING] * (bucket.batch - len(rows))
-        if padded != self._sent[: len(padded)]:
-            self._sent = []  # in case the copy is interrupted
-            upload(padded, torch.int32, self.device, out=capture.rows)
-            self._sent = padded
+        self.send(rows + [PADDING] * (bucket.batch - len(rows)))
         capture.replay()
         return capture.result.first(len(rows))
+
+    def send(self, rows: list[int]) -> None:
+        """Make `rows` begin with these, if it does not."""
+        if rows != self._sent[: len(rows)]:
+            self._sent = []  # in case the copy is interrupted
+            upload(rows, torch.int32, self.device, out=self.rows[: len(rows)])
+            self._sent = rows
 
     def report(self) -> dict[str, float]:
         """Return what capture took, for the statistics."""
@@ -165,10 +167,6 @@ class StepGraphs:
         return {
             "count": len(self.captures), "seconds": seconds, "bytes": self.bytes, "fallbacks": self.fallbacks
         }  # fmt: skip
-
-    def forget_rows(self) -> None:
-        """Send the rows of the next step anew, as something else was written to `rows`."""
-        self._sent = []
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -96,9 +96,9 @@ class RowResult(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A step that has been queued: waits for its reports, and what else was asked. A ticket for `fetch`."""
+    """A step that has been queued, for `fetch`. `lines` waits for its report, see `report.decode`."""
 
-    reports: Callable[[], list[RowReport]]
+    lines: Callable[[], list[list[int]]]
     logprobs: Logprobs | None
     wanted: list[int]
 

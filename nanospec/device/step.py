@@ -32,10 +32,9 @@ from ..kernels.sampling.sample import sample
 from ..kernels.speculation.kv_move import kv_move
 from ..kernels.speculation.layout import lay_out
 from ..kernels.speculation.proposal import Proposal
-from ..kernels.speculation.report import RowReport, decode, kept_tokens
+from ..kernels.speculation.report import kept_tokens
 from ..kernels.speculation.verify import commit
 from ..kernels.table import Table
-from ..kernels.transfer import to_host
 from ..models.decoder import Model
 from .extension import Extension
 from .orders import STAGES, Stopwatch
@@ -45,7 +44,7 @@ Cut = Callable[[list[Offer]], list[int]]
 
 
 class StepResult(NamedTuple):
-    """What a step of B rows gave, on the device; it decodes itself.
+    """The result of a step of B rows, on the device.
 
     Attributes:
         report: [B, ...] int32, see `kernels/speculation/report.py`.
@@ -60,19 +59,11 @@ class StepResult(NamedTuple):
     logits: Tensor
 
     def first(self, num_rows: int) -> StepResult:
-        """Without the rows that pad a captured step."""
+        """Return the result without the rows that pad a captured step."""
         return StepResult(self.report[:num_rows], self.path[:num_rows], self.q_start[:num_rows], self.logits)
 
-    def fetch(self) -> Callable[[], list[RowReport]]:
-        """Start copying the report to the host; the result waits for it.
-
-        The copy is queued behind the step, so the next step may reuse the report's memory.
-        """
-        wait = to_host(self.report)
-        return lambda: decode(wait())
-
     def logprobs(self, wanted: Sequence[int]) -> Logprobs:
-        """Log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the wanted[b]
+        """Return log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the wanted[b]
         likeliest (the largest of these numbers for all; there may be fewer tokens). Waits for the step; to be
         called before the next one is queued, which overwrites the logits."""
         asked = torch.tensor(wanted, device=self.report.device) >= 0
@@ -119,7 +110,7 @@ class Step:
         """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each, and with the
         extensions that take part in every step or are `asked` for. Without `cut` the step is padded. With it
         the step is packed, and the last drafter makes at most `last_k`."""
-        model, table = self.model, self.table
+        table = self.table
         extensions = [each for each in self.extensions if each.always or each in asked]
         with self.stages["propose"]:
             times = None if cut is None else self.draft_times
@@ -130,9 +121,9 @@ class Step:
                 proposal = _cut(rows, proposal, cut)
             batch = lay_out(table, rows, proposal, packed=cut is not None)
         with self.stages["forward"]:
-            hidden = model.forward(batch, self.kv_cache)
+            hidden = self.model.forward(batch, self.kv_cache)
             T, shared = len(hidden), self._logits
-            logits = model.logits(hidden, shared[:T] if len(shared) >= T else None)
+            logits = self.model.logits(hidden, shared[:T] if len(shared) >= T else None)
         with self.stages["verify"]:
             for extension in extensions:
                 extension.change(logits, batch)
@@ -146,7 +137,7 @@ class Step:
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
-        """The target's own token after each scored token, [T] int32. (Benchmarks override this.)"""
+        """Return the target's own token after each scored token, [T] int32."""
         targets = sample(logits, self.table, batch)
         if self.exact or batch.max_q_len == 1:
             return targets

@@ -23,7 +23,9 @@ from ..drafters.base import Drafter
 from ..drafters.costs import StepCosts
 from ..kernels import NOBODY, STOPPED
 from ..kernels.batch import Batch, Chunk
+from ..kernels.speculation.report import decode
 from ..kernels.table import Table
+from ..kernels.transfer import to_host
 from ..models.cpu import empty_cache, zero_blocks
 from ..models.decoder import Model
 from .devices import on_own_device
@@ -67,6 +69,7 @@ class Worker:
 
     failure: str | None = None
     simulated: str | None = None
+    step_type: type[Step] = Step
     graphs: StepGraphs | None = None
 
     def __init__(
@@ -99,7 +102,8 @@ class Worker:
         for drafter in self.drafters:
             drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
         self.memory = [used_memory(model, self.drafters, self.table, self.num_blocks)]
-        self._step = self._make_step()
+        exact = config.spec.acceptance == "exact"
+        self._step = self.step_type(model, self.kv_cache, self.table, self.drafters, self.extensions, exact)
         self.stages = self._step.stages
         for extension in self.extensions:
             extension.attach(self)
@@ -113,11 +117,6 @@ class Worker:
     def _plan_cache(self) -> tuple[int, int]:
         """Return (number of KV blocks, max_model_len)."""
         return plan_cache(self.config, self.model, self.drafters)
-
-    def _make_step(self, kind: type[Step] = Step) -> Step:
-        """Return the step, before it is captured."""
-        exact = self.config.spec.acceptance == "exact"
-        return kind(self.model, self.kv_cache, self.table, self.drafters, self.extensions, exact)
 
     def close(self) -> None:
         """End other processes, if there are any."""
@@ -172,7 +171,7 @@ class Worker:
                     drafter.catch_up(drafting)
             result = self.graphs.run(rows, k, asked)
         found = result.logprobs(logprobs) if max(logprobs) >= 0 else None
-        return Flight(result.fetch(), found, logprobs)
+        return Flight(to_host(result.report), found, logprobs)
 
     def _asked(self, order: StepOrder) -> tuple[Extension, ...]:
         """Return the extensions that rows of a step ask for; steps with others are captured apart."""
@@ -183,7 +182,7 @@ class Worker:
     def fetch(self, flight: Flight) -> list[RowResult]:
         """Wait for a step; return a result for each of its rows."""
         with self.stages["wait"]:
-            reports = flight.reports()
+            reports = decode(flight.lines())
         columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
         entries: Iterator[Any] = zip(*columns, strict=True)
         return [

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanospec.device import devices
-from nanospec.device.devices import Usage, cpu_quota, settle_threads, usage, use_threads
+from nanospec.device.devices import cpu_quota, settle_threads, usage, use_threads
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Seconds that other processes have used so far, a list of one; a minute passes between two looks."""
     before, busy, minutes = torch.get_num_threads(), [0.0], iter(range(10**6))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(devices, "usage", lambda: Usage(busy[0], 0.0, next(minutes) * 60.0))
+    monkeypatch.setattr(devices, "usage", lambda: (busy[0], 0.0, next(minutes) * 60.0))
     monkeypatch.setattr(devices, "cpu_quota", lambda: math.inf)
     monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
     monkeypatch.setattr(devices, "computed_by", lambda model: model)
