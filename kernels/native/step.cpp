@@ -43,7 +43,7 @@ struct Commit {
     Batch batch;
     Proposal proposal;
     const int* targets;
-    int* memory;  // report [B, 6 + 2 Q], num_emitted [B], path [B, Q]
+    int *report, *num_emitted, *paths;  // results: [B, 6 + 2 Q], [B], [B, Q]
 };
 
 }  // namespace
@@ -94,11 +94,10 @@ void nanospec_commit(const Commit* given) {
     const Batch& batch = given->batch;
     const Proposal& proposal = given->proposal;
     const long Q = batch.max_q_len, width = 6 + 2 * Q;
-    int *num_emitted = given->memory + batch.num_rows * width, *paths = num_emitted + batch.num_rows;
     for (long b = 0; b < batch.num_rows; b++) {
         const Row row(batch, b);
-        int *line = given->memory + b * width, *run = line + 6, *source = run + Q;
-        int* path = paths + b * Q;
+        int *line = given->report + b * width, *run = line + 6, *source = run + Q;
+        int* path = given->paths + b * Q;
         int count = 0, s = row.request, n = 0;
         std::fill_n(path, Q, 0);
         std::fill_n(run, Q, -1);
@@ -113,7 +112,7 @@ void nanospec_commit(const Commit* given) {
         const int columns[] = {
             n, std::max(row.n - 1, 0), std::max(count - 1, 0), proposal.drafter[b], proposal.match_len[b], code};
         std::copy_n(columns, 6, line);
-        num_emitted[b] = count;
+        given->num_emitted[b] = count;
     }
 }
 }

@@ -38,7 +38,7 @@ struct Proposal {
     int64_t num_rows, k;
 };
 
-// A row of a batch: place 0 is its last committed token, the others are its drafts. See speculation/walk.py.
+// A row of a batch: place 0 is its last committed token, the others are its drafts. See kernels/batch.py.
 struct Row {
     int request, n;
     long start;

@@ -34,10 +34,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import EXACT, NAN_TOKEN, REJECTION, TYPICAL
-from ..batch import Batch
+from ..batch import Batch, rows_of
 from ..launch import next_power_of_2, use_triton
 from ..speculation.proposal import Proposal
-from ..speculation.walk import rows_of
 from ..table import Table
 from . import noise, sample, top_k_top_p
 from .scan import NO_TOKEN, Partials, best_score, better_of, leaves_out, scan

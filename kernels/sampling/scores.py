@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import Batch, Tensors
-from ..speculation.walk import Row
+from ..batch import Batch, Row, Tensors
 from ..table import Table
 
 MAX_VOCAB = 262144

@@ -21,13 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import next_power_of_2, use_native, use_triton
+from .. import MAX_DRAFTS
+from ..launch import use_native, use_triton
 from ..native.build import call
 from ..table import Table
 from .proposal import Proposal, empty_proposal, room, room_of
 
 INDEX_BITS = tl.constexpr(24)  # of a packed (match length, index)
 INDEX_MASK = tl.constexpr((1 << 24) - 1)
+DRAFTS = tl.constexpr(MAX_DRAFTS + 1)  # a power of 2
 BLOCK = 4096  # tokens per iteration
 
 
@@ -136,7 +138,7 @@ def match_scores(history, p, MAX_N: tl.constexpr):
 
 
 @triton.jit
-def store_drafts(proposal, history, sources, made, match_len, k, DRAFTS: tl.constexpr):
+def store_drafts(proposal, history, sources, made, match_len, k):
     """Store this program's row but for parents: `made` drafts, copied from `sources` [DRAFTS]."""
     b, j = tl.program_id(0), tl.arange(0, DRAFTS)
     tl.store(proposal.drafts + b * k + j, tl.load(history.text + sources, sources >= 0, other=0), j < k)
@@ -147,7 +149,7 @@ def store_drafts(proposal, history, sources, made, match_len, k, DRAFTS: tl.cons
 
 
 @triton.jit(do_not_specialize=["k"])
-def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr):
+def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
     history = history_of(table, tl.load(rows + tl.program_id(0)), k)
     length = tl.where(history.room > 0, history.length, 0)
     p, score = tl.arange(0, BLOCK), tl.full([BLOCK], -1, tl.int32)
@@ -158,11 +160,11 @@ def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, BLOCK: tl.constexpr,
     made = tl.where(best >= 0, history.room, 0)
     start = tl.maximum(best, 0) & INDEX_MASK
     sources = tl.where(j < made, start + j % tl.maximum(length - start, 1), -1)
-    store_drafts(proposal, history, sources, made, tl.maximum(best, 0) >> INDEX_BITS, k, DRAFTS)
+    store_drafts(proposal, history, sources, made, tl.maximum(best, 0) >> INDEX_BITS, k)
 
 
 def launch(table: Table, rows: Tensor, k: int, max_n: int) -> Proposal:
-    proposal, B, drafts = empty_proposal(rows, k), len(rows), next_power_of_2(k)
-    if B:
-        _propose[(B,)](table, rows, proposal, k, MAX_N=max_n, BLOCK=BLOCK, DRAFTS=drafts, num_warps=16)
+    proposal = empty_proposal(rows, k)
+    if len(rows):
+        _propose[(len(rows),)](table, rows, proposal, k, MAX_N=max_n, BLOCK=BLOCK, num_warps=16)
     return proposal

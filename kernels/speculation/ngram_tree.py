@@ -20,20 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import next_power_of_2, use_native, use_triton
+from ..launch import use_native, use_triton
 from ..table import Table
-from .ngram import (
-    INDEX_BITS,
-    INDEX_MASK,
-    continuation,
-    history_of,
-    match_scores,
-    native,
-    no_drafts,
-    put,
-    search,
-    store_drafts,
-)
+from . import ngram
 from .proposal import Proposal, empty_proposal
 
 LONG_MATCH = tl.constexpr(3)  # tokens; longer matches are not branched
@@ -45,23 +34,23 @@ def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> P
     `max_width` >= 2 are upper bounds of theirs."""
     if use_triton(rows):
         return launch(table, rows, k, max_n, max_width)
-    return (native if use_native(rows, torch.int32) else naive)(table, rows, k, max_n, max_width)
+    return (ngram.native if use_native(rows, torch.int32) else naive)(table, rows, k, max_n, max_width)
 
 
 def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
-    proposal = no_drafts(rows, k, tree=True)
+    proposal = ngram.no_drafts(rows, k, tree=True)
     for b, s in enumerate(rows.tolist()):
-        text, starts, n, wanted = search(table, s, k)
+        text, starts, n, wanted = ngram.search(table, s, k)
         if wanted:
             width = 1 if n > LONG_MATCH.value else min(max(int(table.width[s]), 1), max_width)
             nodes = rows.new_tensor(build(text, different(text, starts, wanted, width)))
-            put(proposal, b, text, nodes[:, 0], n, nodes[:, 1])
+            ngram.put(proposal, b, text, nodes[:, 0], n, nodes[:, 1])
     return proposal
 
 
 def different(text: Tensor, starts: Tensor, wanted: int, width: int) -> list[list[int]]:
     """Return the sources [wanted] of the first `width` of the starts that continue differently."""
-    sources = continuation(starts, wanted, len(text))
+    sources = ngram.continuation(starts, wanted, len(text))
     chosen: list[list[int]] = []
     while len(sources) and len(chosen) < width:
         chosen.append(sources[0].tolist())
@@ -91,7 +80,7 @@ def build(text: Tensor, chains: list[list[int]]) -> list[tuple[int, int]]:
 @triton.jit
 def _without(history, score, best):
     """Return `score` without `best` and all that continue as it does."""
-    p, first = score & INDEX_MASK, best & INDEX_MASK
+    p, first = score & ngram.INDEX_MASK, best & ngram.INDEX_MASK
     index = tl.where((score >= 0) & (score != best), p, -1)  # of the next token, -1: continues differently
     own, j = first, 0
     while (j < history.room) & (tl.max(index) >= 0):
@@ -119,13 +108,13 @@ def _different(history, width, score, more, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _build(history, chosen, SLOTS: tl.constexpr, DRAFTS: tl.constexpr):
+def _build(history, chosen, SLOTS: tl.constexpr):
     """`build` of the chosen chains: sources and parents of the nodes [DRAFTS], and their number."""
-    slot, place = tl.arange(0, SLOTS), tl.arange(0, DRAFTS) + 1
-    tokens, parents = tl.full([DRAFTS], -1, tl.int32), tl.zeros([DRAFTS], tl.int32)
+    slot, place = tl.arange(0, SLOTS), tl.arange(0, ngram.DRAFTS) + 1
+    tokens, parents = tl.full([ngram.DRAFTS], -1, tl.int32), tl.zeros([ngram.DRAFTS], tl.int32)
     sources, count, made = tokens, tl.sum((chosen >= 0).to(tl.int32)), 0
     for c in range(count):
-        first = tl.sum(tl.where(slot == c, chosen, 0)) & INDEX_MASK
+        first = tl.sum(tl.where(slot == c, chosen, 0)) & ngram.INDEX_MASK
         rest = history.room - made
         end = made + tl.where(c + 1 == count, rest, (rest + 1) // 2)
         at, j = 0, 0  # the place that the chain has reached, -1 at its end; how many tokens it took
@@ -145,32 +134,26 @@ def _build(history, chosen, SLOTS: tl.constexpr, DRAFTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["k"])
-def _propose(
-    table, rows, proposal, k, WIDTH: tl.constexpr, MAX_N: tl.constexpr,
-    BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
-):  # fmt: skip
-    b, j = tl.program_id(0), tl.arange(0, DRAFTS)
+def _propose(table, rows, proposal, k, WIDTH: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
+    b, j = tl.program_id(0), tl.arange(0, ngram.DRAFTS)
     SLOTS: tl.constexpr = triton.next_power_of_2(WIDTH)
     s, slot = tl.load(rows + b), tl.arange(0, SLOTS)
-    history = history_of(table, s, k)
+    history = ngram.history_of(table, s, k)
     length = tl.where(history.room > 0, history.length, 0)
     width = tl.minimum(tl.maximum(tl.load(table.width + tl.maximum(s, 0)), 1), WIDTH)
     p, chosen = tl.arange(0, BLOCK), tl.full([SLOTS], -1, tl.int32)
     for _ in range(0, length, BLOCK):
-        chosen = _different(history, width, match_scores(history, p, MAX_N), chosen, SLOTS)
+        chosen = _different(history, width, ngram.match_scores(history, p, MAX_N), chosen, SLOTS)
         p += BLOCK
-    match_len = tl.maximum(tl.max(chosen), 0) >> INDEX_BITS
+    match_len = tl.maximum(tl.max(chosen), 0) >> ngram.INDEX_BITS
     chosen = tl.where((slot == 0) | (match_len <= LONG_MATCH), chosen, -1)
-    sources, parents, made = _build(history, chosen, SLOTS, DRAFTS)
+    sources, parents, made = _build(history, chosen, SLOTS)
     tl.store(proposal.parents + b * k + j, parents, j < k)
-    store_drafts(proposal, history, sources, made, match_len, k, DRAFTS)
+    ngram.store_drafts(proposal, history, sources, made, match_len, k)
 
 
 def launch(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
-    B, proposal = len(rows), empty_proposal(rows, k, tree=True)
-    if B:
-        _propose[(B,)](
-            table, rows, proposal, k,
-            WIDTH=max_width, MAX_N=max_n, BLOCK=BLOCK, DRAFTS=next_power_of_2(k), num_warps=8,
-        )  # fmt: skip
+    proposal, constants = empty_proposal(rows, k, tree=True), {"WIDTH": max_width, "MAX_N": max_n}
+    if len(rows):
+        _propose[(len(rows),)](table, rows, proposal, k, **constants, BLOCK=BLOCK, num_warps=16)
     return proposal

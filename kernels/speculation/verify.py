@@ -1,10 +1,10 @@
 """Compare the drafts with the target's own tokens, append what holds to the history, and report it.
 
     targets      [T] int32            the target's token after each scored token (`sample`), NAN_TOKEN if none
-    report       [B, ...] int32       what the host wants to know of each row, see `report.py`
+    report       [B, 6 + 2 Q] int32   what the host wants to know of each row, see `report.py`
     num_emitted  [B] int32            tokens the step yields: accepted drafts + 1, 0 for rows of length 0
-    path         [B, max_q_len] int32   place in its row of the query that drew each emitted token, so
-                                      that the KV of accepted tree nodes can be moved into place; 0 beyond
+    path         [B, Q] int32         place in its row of the query that drew each emitted token, so that
+                                      the KV of accepted tree nodes can be moved into place; 0 beyond
 
 The rule: the target draws its own token x at each position. A draft is accepted iff it equals x; the
 first that does not is replaced by x; if all match, the last x is the bonus. In a tree, go from each
@@ -27,17 +27,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, OWN, RUNNING, STOPPED
-from ..batch import Batch
+from ..batch import Batch, rows_of
 from ..launch import next_power_of_2, use_native, use_triton
 from ..native.build import call
 from ..table import Table
-from . import report
 from .proposal import Proposal
-from .walk import rows_of
 
-_RUNNING, _STOPPED = tl.constexpr(RUNNING), tl.constexpr(STOPPED)
-_LENGTH, _NAN, _NAN_TOKEN = tl.constexpr(LENGTH), tl.constexpr(NAN), tl.constexpr(NAN_TOKEN)
-STOPS = tl.constexpr(MAX_STOP_IDS)
+_RUNNING, _STOPPED, _LENGTH, _NAN = map(tl.constexpr, (RUNNING, STOPPED, LENGTH, NAN))
+_NAN_TOKEN, _OWN, STOPS = map(tl.constexpr, (NAN_TOKEN, OWN, MAX_STOP_IDS))
+COUNTS = tl.constexpr(6)  # columns of a report before the tokens
 
 
 class Verdict(NamedTuple):
@@ -62,8 +60,8 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
     for row, drafter, match_len, source in zip(rows_of(batch), *given, strict=True):
         path = list(row.walk(x))
         run = [x[row.start + place] for place in path]
-        n, code = _append(table, row.request, run)
-        counts = [n, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
+        kept, code = _append(table, row.request, run)
+        counts = [kept, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
         # The token drawn at one place of the path was drafted as the next.
         drafted = [source[place - 1] for place in path[1:]]
         lines.append(counts + run + [-1] * (Q - len(run)) + drafted + [OWN] * (Q - len(drafted)))
@@ -75,37 +73,38 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
 
 def _append(table: Table, s: int, run: list[int]) -> tuple[int, int]:
     """Append a run of tokens to request row s. Return how many were kept, and the row's code afterwards."""
-    code = int(table.finished[s]) if s >= 0 else RUNNING
+    kept, code = 0, int(table.finished[s]) if s >= 0 else RUNNING
     if s < 0 or not run or code != RUNNING:
         return 0, code
-    length = int(table.num_tokens[s])
-    n, code = _kept(run, max(int(table.max_len[s]) - length, 0), table.stop_ids[s].tolist())
-    kept = table.tokens.new_tensor(run[:n])
-    table.tokens[s, length : length + n] = kept
-    table.output_counts[s].index_add_(0, kept, torch.ones_like(kept))
-    table.num_tokens[s], table.finished[s] = length + n, code
-    return n, code
-
-
-def _kept(run: list[int], left: int, stops: list[int]) -> tuple[int, int]:
-    """Return how many of a run of tokens are kept where `left` more fit, and the row's code afterwards."""
-    for n, token in enumerate(run[:left]):
+    length, stops = int(table.num_tokens[s]), table.stop_ids[s].tolist()
+    left = max(int(table.max_len[s]) - length, 0)
+    for token in run[:left]:
         if token == NAN_TOKEN:
-            return n, NAN
+            code = NAN
+            break
+        table.tokens[s, length + kept] = token
+        table.output_counts[s, token] += 1
+        kept += 1
         if token in stops:
-            return n + 1, STOPPED
-    return min(len(run), left), LENGTH if len(run) >= left else RUNNING
+            code = STOPPED
+            break
+    if code == RUNNING and kept == left:
+        code = LENGTH
+    table.num_tokens[s], table.finished[s] = length + kept, code
+    return kept, code
 
 
 def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """By `native/step.cpp`."""
-    B, Q = batch.num_rows, batch.max_q_len
-    width = report.num_columns(Q)
-    memory = targets.new_empty(B * (width + 1 + Q))
+    verdict = _empty(batch)
     words = *batch.words, *proposal[:6], *proposal.drafts.shape
-    call("nanospec_commit", *table, *words, targets, memory)
-    lines, num_emitted, path = torch.split_with_sizes(memory, [B * width, B, B * Q])
-    return Verdict(lines.view(B, width), num_emitted, path.view(B, Q))
+    call("nanospec_commit", *table, *words, targets, *verdict)
+    return verdict
+
+
+def _empty(batch: Batch) -> Verdict:
+    B, Q = batch.num_rows, batch.max_q_len
+    return Verdict(*map(batch.q_len.new_empty, ((B, COUNTS.value + 2 * Q), (B,), (B, Q))))
 
 
 @triton.jit
@@ -159,23 +158,33 @@ def _append_run(table, s, emitted, count, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _commit(targets, batch, table, proposal, verdict, widths, WIDTH: tl.constexpr):
+def _commit(targets, batch, table, proposal, verdict, sizes, WIDTH: tl.constexpr):
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
+    Q, K = sizes
     n, emitted, count, path = _walk(targets, batch, WIDTH)
-    tl.store(verdict.path + b * widths[0] + place, path, place < widths[0])
+    tl.store(verdict.path + b * Q + place, path, place < Q)
     tl.store(verdict.num_emitted + b, count)
     s, kept = tl.load(batch.rows + b), 0
     code = tl.load(table.finished + s, s >= 0, other=_RUNNING).to(tl.int32)
     if (s >= 0) & (code == _RUNNING) & (count > 0):
         kept, code = _append_run(table, s, emitted, count, WIDTH)
-    report.store(verdict.report, proposal, (n, emitted, count, path), (kept, code), widths, WIDTH)
+    line = verdict.report + b * (COUNTS + 2 * Q)
+    tl.store(line, kept)
+    tl.store(line + 1, tl.maximum(n - 1, 0))
+    tl.store(line + 2, tl.maximum(count - 1, 0))
+    tl.store(line + 3, tl.load(proposal.drafter + b))
+    tl.store(line + 4, tl.load(proposal.match_len + b))
+    tl.store(line + 5, code)
+    tl.store(line + COUNTS + place, emitted, place < Q)
+    source = tl.load(proposal.source + b * K + path - 1, (place > 0) & (place < count), other=_OWN)
+    before = tl.where(place > 0, place - 1, Q - 1)  # the last place has no draft behind it
+    tl.store(line + COUNTS + Q + before, source, place < Q)
 
 
 def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
-    B, Q = batch.num_rows, batch.max_q_len
-    shapes = (B, report.num_columns(Q)), (B,), (B, Q)
-    verdict = Verdict(*map(batch.q_len.new_empty, shapes))
-    widths, width = (Q, proposal.source.shape[1]), next_power_of_2(Q)
-    if B:
-        _commit[(B,)](targets, batch.tensors, table, proposal, verdict, widths, WIDTH=width, num_warps=1)
+    verdict, Q, K = _empty(batch), batch.max_q_len, proposal.source.shape[1]
+    if batch.num_rows:
+        _commit[(batch.num_rows,)](
+            targets, batch.tensors, table, proposal, verdict, (Q, K), WIDTH=next_power_of_2(Q), num_warps=1
+        )
     return verdict

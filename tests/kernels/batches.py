@@ -15,8 +15,7 @@ from nanospec.kernels import GUESSED
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.native.build import library
 from nanospec.kernels.speculation.proposal import Proposal
-from nanospec.kernels.speculation.report import NUM_COLUMNS
-from nanospec.kernels.speculation.verify import Verdict
+from nanospec.kernels.speculation.verify import COUNTS, Verdict
 from nanospec.kernels.table import Table
 
 S = 4  # request rows, unless a test says otherwise
@@ -100,7 +99,7 @@ def guessed(batch: Batch) -> Proposal:
 
 def emitted(verdict: Verdict) -> Tensor:
     """[B, Q]: the tokens that a step emitted, kept or not, -1 beyond their number."""
-    return verdict.report[:, NUM_COLUMNS.value :][:, : verdict.path.shape[1]]
+    return verdict.report[:, COUNTS.value :][:, : verdict.path.shape[1]]
 
 
 def real(batch: Batch, b: int | None = None) -> Tensor:

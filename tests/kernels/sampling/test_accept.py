@@ -15,13 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nanospec.kernels import EXACT, REJECTION, TYPICAL, launch
-from nanospec.kernels.batch import Batch
+from nanospec.kernels.batch import Batch, rows_of
 from nanospec.kernels.sampling import accept, noise, sample
 from nanospec.kernels.sampling.accept import DELTA, EPSILON, TILE, Side
 from nanospec.kernels.sampling.scores import Inputs, penalize, scores_of, this_query
 from nanospec.kernels.speculation import verify
 from nanospec.kernels.speculation.proposal import Proposal
-from nanospec.kernels.speculation.walk import rows_of
 from nanospec.kernels.table import Table
 from tests.kernels.batches import (
     S,

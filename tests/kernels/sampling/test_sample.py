@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels import NAN_TOKEN
-from nanospec.kernels.batch import Batch
+from nanospec.kernels.batch import Batch, rows_of
 from nanospec.kernels.sampling import noise, sample
 from nanospec.kernels.sampling.scores import MAX_VOCAB
 from nanospec.kernels.speculation import verify
-from nanospec.kernels.speculation.walk import rows_of
 from nanospec.kernels.table import Table
 from tests.kernels.batches import (
     S,

@@ -27,7 +27,8 @@ def proposing(which: str) -> Propose:
 
     def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
         if max_width > 1:
-            return getattr(ngram_tree, which)(table, rows, k, max_n, max_width)
+            tree = getattr(ngram_tree, which, ngram.native)  # which makes both
+            return tree(table, rows, k, max_n, max_width)
         return getattr(ngram, which)(table, rows, k, max_n)
 
     return propose
