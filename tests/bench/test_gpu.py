@@ -18,7 +18,7 @@ import torch
 
 from bench import check, e2e, gpu, kernels, rows, stand_in, steps
 from bench.cases import Built, Case, all_cases
-from bench.gpu import PARTS, Group, Outcome, groups
+from bench.gpu import Group, Outcome
 
 WRITER = """
 import json, os, sys, time
@@ -113,38 +113,6 @@ gpu.main(["steps", "--cpu", "--out", {str(tmp_path)!r}])
     with (tmp_path / "part.jsonl").open("a") as file:
         file.write('{"text": "cu')
     assert len(rows.read(tmp_path / "part.jsonl")) == 1
-
-
-def test_the_summary_is_short_and_shows_every_part() -> None:
-    row = {"text": "x" * 150, "headline": True}
-    text = gpu.summary({part: [Outcome("a", "ok", 1.0, rows=[row] * 200)] for part in PARTS})
-    assert len(text) < gpu.SUMMARY + 200
-    assert all(f"== {part}: 1 of 1 groups well" in text for part in PARTS)
-    assert text.count("more lines in the files") == len(PARTS)
-
-
-def test_what_cannot_run_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match=r"cannot write to .*file/below: Not a directory"):
-        gpu.main(["steps", "--cpu", "--out", str(tmp_path / "file" / "below")])
-    for part, lacks in (("steps", ["torch", "tokenizers"]), ("tests", ["pytest"])):
-        script = f"""
-import runpy, sys
-sys.modules.update(dict.fromkeys({lacks}))  # as if they were not there
-sys.argv = ["gpu.py", {part!r}, "--cpu", "--out", {str(tmp_path)!r}]
-runpy.run_path({str(gpu.ROOT / "bench" / "gpu.py")!r}, run_name="__main__")
-"""
-        process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert process.returncode == 1
-        assert process.stderr.startswith(f"bench/gpu.py needs {', '.join(lacks)}, which ")
-
-
-def test_groups_name_scripts_that_exist() -> None:
-    for part in PARTS:
-        for cpu in (False, True):
-            listed = groups(part, cpu)
-            assert len({group.name for group in listed}) == len(listed)
-            assert all((gpu.ROOT / g.command[0]).is_file() or g.command[0] == "-m" for g in listed)
 
 
 def test_a_file_of_tests_goes_on_behind_a_test_that_ends_the_process(tmp_path: Path) -> None:

@@ -58,14 +58,6 @@ def test_periodic_text_drafts_in_full() -> None:
     assert trace.run == [min(30 - i, MAX_DRAFTS) for i in range(30)]
 
 
-def test_synthetic_traces_have_the_acceptance_asked_for() -> None:
-    trace = synthetic(0.7, match=0.5, tokens=20_000)
-    found = [run for match, run in zip(trace.match, trace.run) if match]
-    assert len(found) / len(trace) == pytest.approx(0.5, abs=0.02)
-    assert sum(run > 0 for run in found) / len(found) == pytest.approx(0.7, abs=0.02)
-    assert sum(run > 1 for run in found) / sum(run > 0 for run in found) == pytest.approx(0.7, abs=0.02)
-
-
 # ---- the simulator -----------------------------------------------------------------------------
 
 

@@ -171,22 +171,6 @@ def test_logs_hold_neither_texts_nor_keys(guarded: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"api_key": ("short",)}, "8 or more ASCII characters"),
-        ({"api_key": ("with blank",)}, "8 or more ASCII characters"),
-        ({"port": 70000}, "port=70000 must be"),
-        ({"max_body": "4 zillion"}, "no number of bytes"),
-        ({"max_queue": -1}, "max_queue=-1"),
-        ({"request_timeout": 0}, "request_timeout=0"),
-    ],
-)
-def test_settings_that_cannot_be(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        ServeConfig(**options)
-
-
-@pytest.mark.parametrize(
     ("host", "local"),
     [
         ("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False),
