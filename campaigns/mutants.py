@@ -57,7 +57,7 @@ PARAMS = ["tests/nanospec/test_sampling_params.py"]
 # Which tests a file belongs to, the quickest first.
 TESTS: dict[str, list[str]] = {
     "kernels/speculation/verify.py": [SPECULATION + "test_verify.py"],
-    "kernels/speculation/layout.py": [SPECULATION + "test_layout.py", "tests/kernels/test_batch.py"],
+    "kernels/speculation/proposal.py": [SPECULATION + "test_proposal.py", "tests/kernels/test_batch.py"],
     "kernels/sampling/accept.py": [SAMPLING + "test_accept.py"],
     "kernels/sampling/mask.py": [SAMPLING + "test_mask.py", SAMPLING + "test_sample.py"],
     "kernels/sampling/logprobs.py": [SAMPLING + "test_logprobs.py"],

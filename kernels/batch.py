@@ -9,7 +9,7 @@ Positions count from 0. Before the step the cache holds `base_len[b]` entries of
 at cache index `base_len[b] + i`. It sees cache index j iff j < base_len[b], or j - base_len[b] is set
 in its ancestor mask. Without a mask the queries form a chain: query i sees j <= base_len[b] + i.
 
-Batches are made here and in `speculation/layout.py`, and are not changed once they are made.
+Batches are made here and in `speculation/proposal.py`, and are not changed once they are made.
 """
 
 from __future__ import annotations

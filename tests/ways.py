@@ -20,8 +20,7 @@ from nanospec.config import SamplingParams
 from nanospec.drafters.base import Drafter, SimpleDrafter, guesses, room
 from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling.sample import sample
-from nanospec.kernels.speculation.layout import lay_out_text
-from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.proposal import Proposal, lay_out_text
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from nanospec.models.heads import Heads

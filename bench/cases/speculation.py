@@ -21,8 +21,7 @@ from nanospec.kernels.sampling.accept import accept
 from nanospec.kernels.sampling.mask import mask
 from nanospec.kernels.sampling.sample import sample
 from nanospec.kernels.speculation import ngram, ngram_tree
-from nanospec.kernels.speculation.layout import lay_out, lay_out_text
-from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.proposal import Proposal, lay_out, lay_out_text
 from nanospec.kernels.speculation.verify import commit
 from nanospec.kernels.table import Table
 

@@ -1,4 +1,4 @@
-// Around the forward pass on a CPU: lay a step out, walk its drafts and commit. speculation/layout.py and verify.py
+// Around the forward pass on a CPU: lay a step out, walk its drafts and commit. speculation/proposal.py and verify.py
 // say what is computed.
 
 #include <algorithm>
@@ -50,7 +50,7 @@ struct Commit {
 
 extern "C" {
 
-// layout.py: k + 1 places to a row, or packed.
+// proposal.py: k + 1 places to a row, or packed.
 void nanospec_lay_out(Layout* given) {
     const Table& table = given->table;
     const Proposal& proposal = given->proposal;

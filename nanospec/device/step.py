@@ -30,8 +30,7 @@ from ..kernels.sampling.accept import accept
 from ..kernels.sampling.logprobs import Logprobs, logprobs
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.kv_move import kv_move
-from ..kernels.speculation.layout import lay_out
-from ..kernels.speculation.proposal import Proposal
+from ..kernels.speculation.proposal import Proposal, lay_out
 from ..kernels.speculation.report import kept_tokens
 from ..kernels.speculation.verify import commit
 from ..kernels.table import Table

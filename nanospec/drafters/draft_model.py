@@ -27,8 +27,7 @@ from ..kernels import NOBODY
 from ..kernels.batch import Batch, Chunk
 from ..kernels.layer.linear import make_linear
 from ..kernels.sampling.sample import sample
-from ..kernels.speculation.layout import lay_out_text
-from ..kernels.speculation.proposal import Proposal
+from ..kernels.speculation.proposal import Proposal, lay_out_text
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..kernels.transfer import to_host

@@ -12,8 +12,8 @@ from torch import Tensor
 from nanospec.kernels import REJECTION, TYPICAL
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling import accept, logprobs, sample
-from nanospec.kernels.speculation import layout, ngram, ngram_tree, verify
-from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation import ngram, ngram_tree, verify
+from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
 from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table, real
 from tests.util import assert_close
@@ -180,7 +180,7 @@ def test_inside_a_graph() -> None:
 
     def step(table: Table) -> Tensor:
         proposal = ngram.propose(table, rows, K, 3)
-        batch = layout.lay_out(table, rows, proposal)
+        batch = lay_out(table, rows, proposal)
         targets = sample.sample(model[batch.input_ids.long() % 50], table, batch)
         return verify.commit(targets, batch, table, proposal).report
 

@@ -52,9 +52,7 @@ def test_compiled_models_keep_their_threads(others: list[float], capsys: pytest.
 
 
 @pytest.mark.parametrize("chosen", ["option", "environment"])
-def test_the_users_number_stays(
-    others: list[float], chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_number_stays(others: list[float], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if chosen == "environment":
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
         torch.set_num_threads(2)

@@ -20,8 +20,7 @@ from torch import Tensor
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
 from nanospec.kernels.native import build, packed
-from nanospec.kernels.speculation.layout import lay_out
-from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel, computed_by, model_class
 from nanospec.models.decoder import GetWeight, Model

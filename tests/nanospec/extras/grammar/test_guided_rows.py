@@ -15,8 +15,7 @@ from nanospec.extras.grammar.extension import Grammar
 from nanospec.extras.grammar.grammar import Draft
 from nanospec.kernels import GUESSED, NOBODY
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.speculation.layout import lay_out
-from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
 
 V, CODE = 40, 2

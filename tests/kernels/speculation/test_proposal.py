@@ -9,8 +9,7 @@ from torch import Tensor
 from nanospec.kernels import STOPPED
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import Backend, forced
-from nanospec.kernels.speculation import layout
-from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.proposal import Proposal, launch, lay_out, lay_out_text, naive, native
 from tests.kernels.batches import compiled, ints, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -40,7 +39,7 @@ def assert_same(ours: Batch, theirs: Batch, block_size: int = 16) -> None:
             assert own.dtype == other.dtype == (torch.int64 if name == "ancestors" else torch.int32)
 
 
-IMPLEMENTATIONS = {**compiled(native=layout.native), "kernel": layout.launch}
+IMPLEMENTATIONS = {**compiled(native=native), "kernel": launch}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -60,13 +59,13 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, imple
     if B > 2:
         rows[1], table.finished[rows[0]] = -1, STOPPED
         proposal.num_drafts[2] = 1000 if B == 3 else -5  # what a drafter of the user's gets wrong
-    expected = layout.naive(table, rows, proposal)
+    expected = naive(table, rows, proposal)
     batch = IMPLEMENTATIONS[implementation](table, rows, proposal)
     assert (batch.max_q_len, batch.max_kv_len) == (k + 1, length)
     assert int(batch.q_len.max()) <= k + 1
     assert_same(batch, expected, block_size)
     if implementation == "native":
-        assert_same(layout.native(table, rows, proposal, packed=True), expected.packed(), block_size)
+        assert_same(native(table, rows, proposal, packed=True), expected.packed(), block_size)
     assert (batch.parents is not None) == (batch.ancestors is not None) == tree
 
 
@@ -77,8 +76,8 @@ def test_a_text_may_have_more_pages_than_a_program_copies(length: int) -> None:
     proposal = random_proposal(2, 4)._replace(num_drafts=ints(4, 4))
     pages = -(-(length + 4) // 16)
     with forced("triton"):
-        text = layout.lay_out_text(table, ints(0, 1), ints(length - 1, 4), ints(5, 5), 5)
-    for batch in (layout.launch(table, ints(0, 1), proposal), text):
+        text = lay_out_text(table, ints(0, 1), ints(length - 1, 4), ints(5, 5), 5)
+    for batch in (launch(table, ints(0, 1), proposal), text):
         assert torch.equal(batch.block_table[0, :pages], table.block_table[0, :pages])
         assert torch.equal(batch.block_table[1, :1], table.block_table[1, :1])
 
@@ -94,7 +93,7 @@ def test_lay_out_text_equals_naive(B: int, width: int, bound: int | None) -> Non
         rows[1], count[0], count[2] = -1, 0, width
     given = table, rows, first, count, width, bound
     with forced("triton"):
-        batch = layout.lay_out_text(*given)
+        batch = lay_out_text(*given)
     assert (batch.max_q_len, batch.max_kv_len) == (width, bound or length)
     assert_same(batch, Batch.of_grid(*given))
 
@@ -105,7 +104,7 @@ def test_a_step_is_padded_unless_it_is_to_be_packed(packed: bool, backend: Backe
     table = make_table(1000, tokens=random_ints(2, 40), block_table=random_ints(2, 3), num_tokens=[5, 9])
     proposal = random_proposal(2, 4)._replace(num_drafts=ints(1, 3))
     with forced(backend):
-        batch = layout.lay_out(table, ints(1, 0), proposal, packed)
+        batch = lay_out(table, ints(1, 0), proposal, packed)
     assert (batch.padded, batch.num_tokens) == ((False, 6) if packed else (True, 10))
 
 
@@ -115,7 +114,7 @@ def test_a_tree_is_laid_out_by_depth_and_packed_without_its_padding() -> None:
     proposal = Proposal(drafts, count, drafts, count, count, parents)
     tokens, pages = torch.arange(80).view(2, 40), [[3, 5, 7], [2, 4, 6]]
     table = make_table(100, tokens=tokens, block_table=pages, num_tokens=[15, 9])
-    batch = layout.naive(table, ints(0, 1), proposal).packed()
+    batch = naive(table, ints(0, 1), proposal).packed()
     assert batch.rows.tolist() == [0, 1]
     assert batch.input_ids.tolist() == [14, 11, 12, 13, 14, 48, 21]
     assert batch.positions.tolist() == [14, 15, 16, 15, 16, 8, 9]
