@@ -80,9 +80,6 @@ class Extension:
     def new(self, request: Any) -> None:
         """Handle a new request, before it is queued."""
 
-    def add(self, request: Any) -> None:
-        """Handle a queued request."""
-
     def plan(self, requests: Sequence[Any], limits: Sequence[int]) -> Any:
         """Return a plain value for `send`, for a step of these requests with at most `limits` drafts each, or
         None if the extension takes no part."""

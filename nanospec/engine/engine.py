@@ -133,8 +133,6 @@ class Engine:
     def queue(self, request: Request) -> None:
         """Have a new request run. Whoever has it already can abort it whatever interrupts this."""
         self.scheduler.add(request)
-        for extension in self.extensions:
-            extension.add(request)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """All tokens that end a request."""

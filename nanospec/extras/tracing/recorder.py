@@ -96,7 +96,7 @@ class Recorder(Extension):
         outputs = [request.completion() for request in self.requests]
         return Trace.of(outputs, num_omitted=self.num_requests - len(outputs))
 
-    def add(self, request: Request) -> None:
+    def new(self, request: Request) -> None:
         prompt, arrival = request.prompt_ids, request.arrival_time
         request.kept = Record(self._tokenizer, self._about, request.id, prompt, arrival)
         self.requests.append(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,14 +15,14 @@ from torch import Tensor
 
 import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
-from nanospec.device.graphs import MAX_STEP_TOKENS, Bucket, EagerCapture, StepGraphs, batch_sizes
+from nanospec.device.graphs import MAX_STEP_TOKENS, Bucket, StepGraphs, batch_sizes
 from nanospec.device.step import StepResult
 from nanospec.device.timing import elapsed_ms, rehearsal, replay_ms
 from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from nanospec.kernels.transfer import upload
 from nanospec.models.decoder import Model
-from tests.drive import Job, alone, assert_same, finish, make_engine, outcome, run
+from tests.drive import Job, alone, assert_same, make_engine, outcome, run
 from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
@@ -60,15 +61,6 @@ def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
     assert all(recorded.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
 
 
-def test_buckets_that_cannot_pay_are_left_out(model: Model) -> None:
-    worker = make_engine(model, 4).worker
-    found = StepGraphs(worker._step, model.device, 256, (1, 4, 16)).buckets()
-    assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in found)
-    assert Bucket(256, 0) in found
-    assert Bucket(256, 16) not in found
-    assert found[0].batch * (found[0].k + 1) == max(b.batch * (b.k + 1) for b in found)
-
-
 @pytest.mark.parametrize("lazy", [False, True], ids=["at-start", "lazy"])
 def test_no_step_falls_back(model: Model, lazy: bool) -> None:
     engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=4, lazy_capture=lazy)
@@ -77,39 +69,20 @@ def test_no_step_falls_back(model: Model, lazy: bool) -> None:
     run(engine, [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=n)) for n in (3, 9, 5)])
     assert graphs_of(engine).fallbacks == 0
     assert lazy == (len(graphs_of(engine).captures) > before)
-
-
-def test_a_missing_recording_is_counted(model: Model) -> None:
-    engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=1)
     graphs_of(engine).captures.clear()
     run(engine, [Job([1, 2], SamplingParams(max_tokens=3))])
-    assert graphs_of(engine).fallbacks == 1
+    assert graphs_of(engine).fallbacks == (not lazy)
 
 
-def test_rows_are_padded_to_the_bucket_and_cut_from_the_result(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[list[int]] = []
-
-    class Spy(EagerCapture):
-        def replay(self) -> None:
-            given.append(self.rows.tolist())
-            super().replay()
-
-    monkeypatch.setattr(graphs, "EagerCapture", Spy)
-    engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=8)
-    for n in range(3):
-        engine.add([1, 2, n], SamplingParams(temperature=0, max_tokens=4))
-    finish(engine)
-    assert [0, 1, 2, -1] in given
-    assert all(len(rows) in (1, 2, 4, 8) for rows in given)
-
-
-def test_a_fixed_k_is_cut_to_what_is_recorded_for_a_batch() -> None:
-    steps = StepGraphs(lambda rows, k: None, torch.device("cpu"), 256, [3, 16], lazy=True)  # type: ignore
-    found = [steps.bucket_for(rows, 16) for rows in (1, 60, 64, 256)]
-    assert found == [Bucket(1, 16), Bucket(64, 3), Bucket(64, 3), Bucket(256, 3)]
+def test_buckets_that_cannot_pay_are_left_out_and_k_is_cut_to_those_there_are() -> None:
+    steps = StepGraphs(lambda rows, k, asked: None, torch.device("cpu"), 256, [3, 16])  # type: ignore
+    found = steps.buckets()
+    assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in found)
+    assert found[0].batch * (found[0].k + 1) == steps.max_tokens == 1024
+    chosen = [steps.bucket_for(rows, 16) for rows in (1, 60, 64, 256)]
+    assert chosen == [Bucket(1, 16), Bucket(64, 3), Bucket(64, 3), Bucket(256, 3)]
     assert steps.bucket_for(256, 2) == Bucket(256, 0)
+    assert {*chosen, Bucket(256, 0)} <= {*found}
 
 
 def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,28 +117,6 @@ def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.Monkey
         assert sent == [padded] * again
         assert stepped.pop() == padded
         assert all(row == -1 for recorded in stepped for row in recorded)
-
-
-@pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
-def test_a_recording_of_the_kernels_freezes_nothing(lag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded before any request exists, then replayed for requests of all kinds."""
-    jobs = [
-        Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
-        Job([9, 4] * 9, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
-        Job([7, 5, 5], SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})),
-    ]
-    wanted = alone(tiny_model(num_layers=1), jobs)
-    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with launch.forced("triton"):
-        small = tiny_model(num_layers=1)  # made here, as weights are packed for the kernels
-        engine = make_engine(
-            small, 2, enforce_eager=False, max_num_seqs=2, max_model_len=48, async_scheduling=lag
-        )
-        requests = run(engine, jobs)
-    for request, expected in zip(requests, wanted, strict=True):
-        assert_same(outcome(request), expected)
-    assert sum(request.stats.num_accepted for request in requests) > 0
-    assert graphs_of(engine).fallbacks == 0
 
 
 def test_the_tape_does_freeze_what_the_host_computes() -> None:
@@ -242,22 +193,26 @@ def test_on_a_gpu_a_replay_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert order == ["idle", "sleep", "meet", "event", "run", "event", "wait"]
 
 
-@pytest.mark.parametrize(
-    "way",
-    ["ngram-tree", "draft", "draft by rejection", "medusa-tree", "ngram-tree+draft"],
-)
-def test_every_drafter_rides_the_recorded_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded before any request exists, on the kernels, results collected one step behind."""
+@pytest.mark.parametrize("way", [
+    "ngram", "ngram, direct", "ngram-tree", "draft", "draft by rejection", "medusa-tree", "ngram-tree+draft",
+])  # fmt: skip
+def test_a_recording_of_the_kernels_freezes_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded before any request exists, on the kernels, then replayed for requests of all kinds, whose
+    results are collected one step behind if it is not direct."""
     jobs = [
         Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
         Job([9, 4] * 5, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
     ]
+    if way.startswith("ngram") and "-tree" not in way:
+        biased = SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})
+        jobs.append(Job([7, 5, 5], biased))
     wanted = alone(tiny_model(num_layers=1), jobs)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
+        # Made here, as weights are packed for the kernels.
         target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
         guess = {
-            "method": way.replace("-tree", "").split(" ")[0],
+            "method": re.split(", | ", way.replace("-tree", ""))[0],
             "tree_width": 2 if "tree" in way else 1,
             "acceptance": "rejection" if "rejection" in way else "exact",
         }
@@ -266,13 +221,14 @@ def test_every_drafter_rides_the_recorded_step(way: str, monkeypatch: pytest.Mon
         heads = random_heads(target, 2, vocab=40)
         engine = make_engine(
             target, 2, guess=guess, draft_model=draft if "draft" in way else None, heads=heads,
-            enforce_eager=False, max_num_seqs=2, max_model_len=32, async_scheduling=True,
+            enforce_eager=False, max_num_seqs=2, max_model_len=32, async_scheduling="direct" not in way,
         )  # fmt: skip
         requests = run(engine, jobs)
     for request, expected in zip(requests, wanted, strict=True):
         assert_same(outcome(request), expected)
     stats = engine.metrics.spec
     assert stats.num_drafted > 0
+    assert stats.num_accepted > 0 or len(jobs) == 2
     if way.startswith("draft"):
         assert stats.num_accepted == stats.num_drafted
     assert graphs_of(engine).fallbacks == 0

@@ -1,0 +1,188 @@
+"""Work goes to the device that was asked for, on as many threads as the user, a quota and others allow."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanospec import SamplingParams
+from nanospec.device import devices
+from nanospec.device.devices import cpu_quota, current, resolve_device, settle_threads, usage, use_threads
+from tests.drive import Job, make_engine, run
+from tests.tiny import tiny_model
+
+
+class Entered:
+    """Stands in for `current`: which devices were made the current one, and whether one is now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices: list[torch.device] = []
+        self.depth = 0
+        monkeypatch.setattr(devices, "current", self._current)
+
+    @contextmanager
+    def _current(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+
+class OnlyInside(TorchDispatchMode):
+    """Refuses what is done while no device is the current one."""
+
+    def __init__(self, entered: Entered) -> None:
+        super().__init__()
+        self._entered = entered
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert self._entered.depth, f"{func} on whatever device is the current one"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options", [{"enforce_eager": True}, {"enforce_eager": False}], ids=["eager", "recorded"]
+)
+def test_all_that_a_worker_does_is_done_on_its_device(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocation, capture, timing, and every verb."""
+    model = tiny_model(num_layers=1)
+    entered = Entered(monkeypatch)
+    params = SamplingParams(temperature=0, max_tokens=9, presence_penalty=0.1, logprobs=1)
+    with OnlyInside(entered):
+        engine = make_engine(model, "auto", max_num_seqs=2, async_scheduling=True, **options)
+        run(engine, [Job([1, 2, 3, 1, 2], params), Job([4] * 20, params), Job([5], params)])
+    assert set(entered.devices) == {model.device}
+    assert entered.depth == 0
+
+
+def test_a_gpu_is_made_the_current_one_and_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    @contextmanager
+    def fake(device: torch.device) -> Iterator[None]:
+        asked.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", fake)
+    with current(torch.device("cpu")):
+        pass
+    assert not asked
+    with current(torch.device("cuda", 1)):
+        pass
+    assert asked == [torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the second is the current one."""
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("name", "expected"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")]
+)
+def test_a_gpu_has_a_number(name: str, expected: str) -> None:
+    assert resolve_device(name) == torch.device(expected)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"device='cuda:7' .* has 2 GPUs.* at most 'cuda:1'"):
+        resolve_device("cuda:7")
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Seconds that other processes have used so far, a list of one; a minute passes between two looks."""
+    before, busy, minutes = torch.get_num_threads(), [0.0], iter(range(10**6))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(devices, "usage", lambda: (busy[0], 0.0, next(minutes) * 60.0))
+    monkeypatch.setattr(devices, "cpu_quota", lambda: math.inf)
+    monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
+    monkeypatch.setattr(devices, "computed_by", lambda model: model)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    yield busy
+    torch.set_num_threads(before)
+
+
+def loaded(others: list[float], cores: float, by: Any = "PyTorch") -> int:
+    """Threads after a model was loaded beside processes that used so many cores."""
+    before = use_threads("auto")
+    others[0] += 60 * cores
+    settle_threads(before, by)
+    return torch.get_num_threads()
+
+
+def test_neighbours_lower_the_number_once_but_not_for_compiled_models(
+    others: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [loaded(others, cores) for cores in (0, 0.4, 1.0, 9.0, 0)] == [2, 2, 1, 1, 2]
+    assert loaded(others, 1.5, by="C++") == 2
+    first, _, last = capsys.readouterr().err.splitlines()
+    assert first == "Other programs use 1.0 of 2 cores; using 1 threads."
+    assert last == "Other programs use 1.5 of 2 cores; using 2 threads."
+
+
+def test_the_users_number_stays(others: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert use_threads(3) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert use_threads("auto") is None
+    assert torch.get_num_threads() == 3
+
+
+def test_a_quota_lowers_the_number(others: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for quota in (0.5, 1.2, 7.0):
+        monkeypatch.setattr(devices, "cpu_quota", lambda quota=quota: quota)
+        use_threads("auto")
+        found.append(torch.get_num_threads())
+    assert found == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/a/b\n", {"cpu.max": "max 100000", "a/cpu.max": "200000 100000", "a/b/cpu.max": "max 1"}, 2.0),
+        ("0::/gone\n", {"cpu.max": "300000 100000"}, 3.0),
+        ("0::/../a\n", {}, math.inf),
+        ("", {}, math.inf),
+    ],
+)
+def test_quotas(own: str, files: dict[str, str], expected: float, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(text)
+    assert cpu_quota(tmp_path / "own", tmp_path / "root") == expected
+
+
+def test_usage_counts_own_processors_without_idling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text(
+        "cpu  999 9 9 9 9 9 9 9 9 9\ncpu0 100 20 30 5000 600 1 2 47 9 9\n\ncpu1 200 0 0 7 7 0 0 0 0 0\n"
+        "cpu10 1 1 1 1 1 1 1 1 0 0\nintr 5 6\n"
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert usage(stat)[0] == 400 / os.sysconf("SC_CLK_TCK")
+
+
+def test_child_processes_are_no_neighbours() -> None:
+    before = usage()
+    subprocess.run([sys.executable, "-c", "for i in range(5_000_000): pass"], check=True)
+    assert usage()[1] - before[1] > 0.03
