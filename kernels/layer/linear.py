@@ -22,7 +22,7 @@ from torch import Tensor
 from ..launch import use_native, use_triton
 from ..native import packed
 from .norm import Norm, rms_norm
-from .product import GELU, SILU, product, product_add
+from .product import product, product_add
 from .stream import Stream, residual_add
 
 Gate = Literal["silu", "gelu"]
@@ -31,7 +31,7 @@ Gate = Literal["silu", "gelu"]
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> "Linear":
     """Return the fastest implementation for the weight's device and dtype."""
     if use_triton(weight):
-        return TritonLinear(weight, bias)
+        return TritonLinear(weight.contiguous(), bias)
     if use_native(weight) and weight.shape[1] % 2 == 0:
         return NativeLinear(packed.pack(weight), bias)
     if weight.is_cuda or not _onednn_packs(weight.dtype):
@@ -43,9 +43,8 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     """oneDNN refuses bfloat16 on processors without AVX-512."""
     if not torch.backends.mkldnn.is_available():
         return False
-    return dtype == torch.float32 or (
-        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and supported)
 
 
 class Linear:
@@ -102,7 +101,7 @@ class TritonLinear(Linear):
         return product(stream, self.weight, self.bias)
 
     def gated(self, stream: Stream, gate: Gate = "silu") -> Tensor:
-        return product(stream, self.weight, self.bias, (SILU if gate == "silu" else GELU).value)
+        return product(stream, self.weight, self.bias, gate)
 
     def _add_to(self, stream: Stream, x: Tensor, norm: Norm) -> Stream:
         return product_add(x, self.weight, self.bias, stream, norm)

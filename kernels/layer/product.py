@@ -34,11 +34,6 @@ from ..launch import ONE_SHAPE, arch, options, prefetch, release_next, tickets, 
 from .norm import Norm
 from .stream import Stream, Written, inverse_rms, inverse_rms_of_many, load_squares, store_squares
 
-# Values of GATE, which is 0 without one.
-SILU, GELU = tl.constexpr(1), tl.constexpr(2)
-
-# ---- how a product is cut into programs ----------------------------------------------------------
-
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes of each
 VALUES = 4096  # of a tile that a program finishes at a time
@@ -48,23 +43,16 @@ FEW = 256  # tokens up to which parts run apart; beyond, their sums are too much
 
 
 class Tiling(NamedTuple):
-    """How one product runs.
+    """How one product runs."""
 
-    Attributes:
-        rows, width: of the weight and tokens in a program's tile.
-        block_k, warps, stages: columns per step, and what the compiler is told.
-        parts, part: K is summed in `parts` parts of `part` columns, the last may be shorter.
-        apart: each part is a program of its own; otherwise one program does all parts in turn.
-    """
-
-    rows: int
-    width: int
-    block_k: int
+    rows: int  # of the weight in a program's tile
+    width: int  # tokens in it
+    block_k: int  # columns of K to a step
     warps: int
     stages: int
-    parts: int
-    part: int
-    apart: bool
+    parts: int  # of K
+    part: int  # columns of each, but that the last may be shorter
+    apart: bool  # whether each part is a program of its own; otherwise one program does all in turn
 
 
 def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
@@ -97,8 +85,6 @@ def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
     return Tiling(rows, width, block_k, warps, max(min(stages, 6), 1), parts, part, apart)
 
 
-# ---- the kernel ----------------------------------------------------------------------------------
-
 # x [T, K], weight [N, K], bias [N]; the sums of squares of `Stream` for the norm of x; for parts that run
 # apart, `partial` [tiles, parts, BLOCK_T, BLOCK_N] float32 and `tickets`, see `launch.py`.
 Operands = namedtuple("Operands", "x weight bias squares partial tickets")
@@ -111,7 +97,7 @@ Sizes = namedtuple("Sizes", "N K x_stride eps")
 Tile = namedtuple("Tile", "index block part t t_in rows rows_in")
 
 # What the kernel is compiled for: how the product is cut, see `Tiling`; SLICE tokens that it finishes at a
-# time; GROUPS of sums of squares; what surrounds the product.
+# time; GROUPS of sums of squares; what surrounds the product, where GATE is "silu", "gelu" or "".
 Constants = namedtuple(
     "Constants", "PARTS APART BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION PDL GROUPS BIAS GATE ADD"
 )
@@ -239,7 +225,7 @@ def finish(value, new, tile, s, T, N, C: tl.constexpr):
         halves = tl.reshape(value, [C.BLOCK_N // 16, 2, 8, C.SLICE])
         gate, up = tl.split(tl.permute(halves, [0, 2, 3, 1]))
         turn = gate  # silu(x) = x / (1 + e^-x)
-        if C.GATE == GELU:  # and gelu, by tanh: x / (1 + e^-y) with this y
+        if C.GATE == "gelu":  # and gelu, by tanh: x / (1 + e^-y) with this y
             turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         value = tl.reshape(gate / (1.0 + tl.exp(-turn)) * up, [C.BLOCK_N // 2, C.SLICE])
     COLUMNS: tl.constexpr = value.shape[0]
@@ -259,17 +245,14 @@ def finish(value, new, tile, s, T, N, C: tl.constexpr):
         store_squares(wide, new.squares, n, t, T, N)
 
 
-# ---- its launch ----------------------------------------------------------------------------------
-
-
 def product(
     source: Tensor | Stream,
     weight: Tensor,
     bias: Tensor | None = None,
-    gate: int = 0,
+    gate: str = "",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `source`, a tensor or a stream's norm, @ weight.T + bias; with a gate if it is SILU or GELU."""
+    """Return `source`, a tensor or a stream's norm, @ weight.T + bias; or act(g) * u of its halves [g; u]."""
     x = source if isinstance(source, Tensor) else source.x
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2 if gate else len(weight))
@@ -285,7 +268,7 @@ def product_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, 
 
 
 def _launch(
-    source: Tensor | Stream, weight: Tensor, bias: Tensor | None, new: Written, gate: int = 0
+    source: Tensor | Stream, weight: Tensor, bias: Tensor | None, new: Written, gate: str = ""
 ) -> None:
     if isinstance(source, Tensor):
         x, squares, eps = source, None, 0.0
@@ -294,7 +277,6 @@ def _launch(
         assert x is not None  # as it is where `embed` took its kernel
     (T, K), N, target = x.shape, len(weight), arch(x)
     assert weight.shape[1] == K
-    assert weight.is_contiguous()
     if T == 0:
         return
     cut, given = choose_tiling(T, N, K, target, x.itemsize), options(x)
