@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,7 +26,7 @@ from .engine.locking import SharedEngine
 from .engine.request import Request
 from .extras import wanted
 from .models.hub import resolve_model
-from .outputs import NOT_TRACED, Piece, RequestOutput
+from .outputs import Piece, RequestOutput
 from .text.chat import Messages, Prompt, as_list, check_conversation, conversations, text_and_ids
 from .text.checks import shown
 from .text.tokenizer import Tokenizer
@@ -59,20 +60,15 @@ class LLM:
         self.config = EngineConfig(spec=spec or SpecConfig(), **options)
         who_guesses(self.config.spec, drafter)  # bad ones are refused before the model is loaded
         folder = resolve_model(model)
-        tokenizer = Tokenizer(folder)
-        worker = _worker(self.config, folder, drafter, tokenizer)
+        self.tokenizer = Tokenizer(folder)
+        worker = _worker(self.config, folder, drafter, self.tokenizer)
         try:
-            self.engine = Engine(self.config, worker, tokenizer)
+            self.engine = Engine(self.config, worker, self.tokenizer)
         except BaseException:
             worker.close()
             raise
         self.shared = SharedEngine(self.engine)
         self._groups = itertools.count()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        assert self.engine.tokenizer is not None
-        return self.engine.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`, `apply_chat_template`."""
@@ -99,22 +95,19 @@ class LLM:
         Raises:
             ValueError: a prompt or its parameters cannot run. Nothing is run then.
         """
-        ready = self._checked(as_list(prompts), sampling_params)
-        outputs: list[RequestOutput | None] = [None] * len(ready)
-        groups: list[list[Request]] = []
-        bar = tqdm(total=len(ready), unit="prompt", disable=not use_tqdm)
-        with bar, self.shared.owning(groups):
-            self._queue(ready, groups)
-            pending = {r: i for i, group in enumerate(groups) for r in group}
-            while pending:
-                for request in self.shared.wait(pending):
-                    i = pending.pop(request)
-                    if pending.keys().isdisjoint(groups[i]):
-                        outputs[i] = output = _output(ready[i].text, groups[i])
-                        bar.update()
-                        if on_finish is not None:
-                            on_finish(i, output)
-        return [output for output in outputs if output is not None]
+        outputs: dict[int, RequestOutput] = {}
+        with self._running(as_list(prompts), sampling_params) as groups:
+            pending = {request: i for i, (_, group) in enumerate(groups) for request in group}
+            with tqdm(total=len(groups), unit="prompt", disable=not use_tqdm) as bar:
+                while pending:
+                    for request in self.shared.wait(pending):
+                        i = pending.pop(request)
+                        if pending.keys().isdisjoint(groups[i][1]):
+                            outputs[i] = _output(*groups[i])
+                            bar.update()
+                            if on_finish is not None:
+                                on_finish(i, outputs[i])
+        return [outputs[i] for i in range(len(groups))]
 
     def chat(
         self,
@@ -160,12 +153,9 @@ class LLM:
         if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
             n = sampling_params.n
             raise ValueError(f"n={n} outputs cannot be streamed as one; use n=1 or generate().")
-        ready = self._checked([prompt], sampling_params)
-        groups: list[list[Request]] = []
-        ended = False
-        with self.shared.owning(groups):
-            self._queue(ready, groups)
-            [[request]] = groups
+        with self._running([prompt], sampling_params) as groups:
+            [(text, [request])] = groups
+            ended = False
             while not ended:
                 with self.shared.turn():
                     pieces = request.new_pieces()  # of steps that others ran
@@ -175,7 +165,7 @@ class LLM:
                     ended = request.is_finished
                 yield pieces
         if on_finish is not None:
-            on_finish(_output(ready[0].text, groups[0]))
+            on_finish(_output(text, [request]))
 
     def close(self) -> None:
         """End the processes of a model that is split among several. One that is not has nothing to end."""
@@ -198,58 +188,50 @@ class LLM:
         for a single one. Raises ValueError without `trace=True`."""
         from .extras.tracing.recorder import recorder_of
 
-        recorder = recorder_of(self.engine.extensions)
-        if recorder is None:
-            raise ValueError(NOT_TRACED)
-        with self.shared.turn():
-            return recorder.trace()
-
-    def _checked(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[_Ready]:
-        """Check everything."""
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if not isinstance(params, Sequence):
-            raise ValueError(f"sampling_params={shown(params)} must be SamplingParams, or a list of them.")
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many SamplingParams, not {len(params)}.")
-        if wrong := [asked for asked in params if not isinstance(asked, SamplingParams)]:
-            said = shown(wrong[0])
-            raise ValueError(f"{said} must be SamplingParams, as in SamplingParams(temperature=0).")
-        ready, window = [], self.engine.max_model_len
-        for prompt, asked in zip(prompts, params, strict=True):
-            text, ids = text_and_ids(prompt, window)
-            ids = self.tokenizer.encode_prompt(text or "", window) if ids is None else ids
-            self.engine.check(ids, asked)
-            ready.append(_Ready(text, ids, asked))
-        return ready
-
-    def _queue(self, ready: Sequence[_Ready], groups: list[list[Request]]) -> None:
-        """Queue everything: the n requests of each prompt. They are in `groups` before the engine has them,
-        so that whoever is interrupted meanwhile can abort them."""
         with self.shared.turn() as engine:
-            for _, ids, asked in ready:
-                # Without prefix caching the outputs of one prompt still share its blocks.
-                salt = b"" if self.config.enable_prefix_caching else f"group-{next(self._groups)}".encode()
-                groups.append([])
-                for i in range(asked.n):
-                    groups[-1].append(engine.new(ids, asked, i, salt))
-                    engine.queue(groups[-1][-1])
+            return recorder_of(engine.extensions).trace()
+
+    @contextmanager
+    def _running(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Iterator[list[tuple[str | None, list[Request]]]]:
+        """Check everything, then queue it; give the text of each prompt and its n requests. Those that have
+        not ended behind the block are aborted."""
+        several: Any = params
+        if params is None or isinstance(params, SamplingParams):
+            several = [params or SamplingParams()] * len(prompts)
+        if not isinstance(several, Sequence):
+            raise ValueError(f"sampling_params={shown(params)} must be SamplingParams, or a list of them.")
+        if len(several) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many SamplingParams, not {len(several)}.")
+        ready = []
+        for prompt, asked in zip(prompts, several, strict=True):
+            if not isinstance(asked, SamplingParams):
+                said = shown(asked)
+                raise ValueError(f"{said} must be SamplingParams, as in SamplingParams(temperature=0).")
+            text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
+            self.engine.check(ids, asked)
+            ready.append((text, ids, asked))
+        groups: list[tuple[str | None, list[Request]]] = []
+        requests: list[Request] = []
+        caching = self.config.enable_prefix_caching
+        with self.shared.owning(requests):
+            with self.shared.turn() as engine:
+                for text, ids, asked in ready:
+                    # Without prefix caching the outputs of one prompt still share its blocks.
+                    salt = b"" if caching else f"group-{next(self._groups)}".encode()
+                    group = [engine.new(ids, asked, i, salt) for i in range(asked.n)]
+                    groups.append((text, group))
+                    requests += group  # before the engine has them, so that they are aborted in any case
+                    for request in group:
+                        engine.queue(request)
+            yield groups
 
 
 def _output(prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
     """Return the result of the finished requests of one prompt."""
     done = [request.completion(index) for index, request in enumerate(requests)]
     return RequestOutput(requests[0].id, prompt, requests[0].prompt_ids, done)
-
-
-class _Ready(NamedTuple):
-    """What may be queued: a prompt and what is asked for it."""
-
-    text: str | None
-    ids: list[int]
-    params: SamplingParams
 
 
 def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:

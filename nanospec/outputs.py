@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -119,7 +118,7 @@ class Completion:
         seconds, first_token_seconds: from its arrival to its end, and to its first token.
         num_cached_tokens, num_preemptions: what the cache and the scheduler did with it.
         simulated: what made the output up, in a benchmark; None for output of the model.
-        record: what an engine with `trace=True` kept of its steps; `trace()` shows it.
+        kept: what an extension kept of its steps.
     """
 
     text: str
@@ -137,7 +136,7 @@ class Completion:
     num_text_tokens: int
     simulated: str | None = None
     index: int = 0
-    record: Any = field(default=None, repr=False, compare=False)
+    kept: Any = field(default=None, repr=False, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -145,10 +144,6 @@ class Completion:
             return None
         # Ctrl-C may have come between a token and its log-probability.
         return sum(at[token].logprob for token, at in zip(self.token_ids, self.logprobs))
-
-    def trace(self) -> Any:
-        """Return how it came about, step by step. Raises ValueError unless the engine has `trace=True`."""
-        return traced([self])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the pieces, ready for JSON."""
@@ -173,17 +168,12 @@ class RequestOutput:
     finished: bool = True
 
     def trace(self) -> Any:
-        """Return how all outputs came about, step by step; see `Completion.trace`."""
-        return traced(self.outputs)
+        """Return how all outputs came about, step by step. Raises ValueError without `LLM(trace=True)`."""
+        if self.outputs[0].kept is None:
+            raise ValueError(NOT_TRACED)
+        return self.outputs[0].kept.trace(self.outputs)
 
     def __getattr__(self, name: str) -> Any:
         if name != "cumulative_logprob" and name not in Completion.__dataclass_fields__:
             raise AttributeError(f"RequestOutput has no attribute {name!r}")
         return getattr(self.outputs[0], name)
-
-
-def traced(outputs: Sequence[Completion]) -> Any:
-    """Return the trace of outputs of one engine, which an extension kept in their records."""
-    if not outputs or any(output.record is None for output in outputs):
-        raise ValueError(NOT_TRACED)
-    return outputs[0].record.trace(outputs)

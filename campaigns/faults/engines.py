@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import Mock
 
 from nanospec import LLM, SamplingParams
 from nanospec.engine.engine import Engine
@@ -39,7 +40,7 @@ def small_engine(model: Model, mode: str, k: int = 3, **options: Any) -> Engine:
 def small_llm(model: Model, mode: str, **options: Any) -> LLM:
     """As `LLM` makes it, but for the folder of a model."""
     llm = object.__new__(LLM)
-    llm.engine = small_engine(model, mode, **options)
+    llm.engine, llm.tokenizer = small_engine(model, mode, **options), Mock()
     llm.config, llm.shared, llm._groups = llm.engine.config, SharedEngine(llm.engine), itertools.count()
     return llm
 

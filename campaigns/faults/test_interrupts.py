@@ -46,7 +46,8 @@ def interrupt(mode: str, way: str, sample: int | None, error: type[BaseException
 
 def sound(llm: LLM, injector: Injector) -> None:
     try:
-        assert_sound(llm.engine)
+        with llm.shared.turn() as engine:
+            assert_sound(engine)
     except AssertionError as error:
         raise AssertionError(f"after {injector.where}") from error
 

@@ -49,10 +49,10 @@ def model() -> Any:
     template = "{{ style }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(folder)
-    limits, grammars = Limits(VOCAB, WINDOW, True, "exact"), Grammars(tokenizer, VOCAB)
+    limits, grammars = Limits(VOCAB, WINDOW, tokenizer, "exact"), Grammars(tokenizer, VOCAB)
 
     def check(ids: Any, params: Any) -> None:
-        check_request(ids, params, params.stop_token_ids, limits)
+        check_request(ids, params, limits)
         grammars.check(params)
 
     engine = SimpleNamespace(max_model_len=WINDOW, check=check)

@@ -49,9 +49,9 @@ class Engine:
         self.config, self.worker, self.tokenizer = config, worker, tokenizer
         self.max_model_len = worker.max_model_len
         vocab_size, rule = worker.model.config.vocab_size, config.spec.acceptance
-        self.limits = Limits(vocab_size, worker.max_model_len, tokenizer is not None, rule)
+        self.limits = Limits(vocab_size, worker.max_model_len, tokenizer, rule)
         self.metrics = Metrics(worker.stages, simulated=worker.simulated)
-        self.metrics.spec.acceptance = config.spec.acceptance
+        self.metrics.spec.acceptance = rule
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
         on_gpu, wanted = worker.device.type == "cuda", config.async_scheduling
@@ -86,7 +86,7 @@ class Engine:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
-        check_request(prompt_ids, params, self._stop_ids(params), self.limits)
+        check_request(prompt_ids, params, self.limits)
         for extension in self.extensions:
             extension.check(params)
         if params.response_format is not None and not any(each.constrains for each in self.extensions):
@@ -120,7 +120,7 @@ class Engine:
             params=params,
             seed=seed_of(params.seed, index, self.config.seed + 1 + number),
             max_len=limit,
-            stop_ids=self._stop_ids(params),
+            stop_ids=self.limits.stop_ids(params),
             salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
             output=OutputText(self.tokenizer, params.stop, params.min_tokens),
         )
@@ -133,11 +133,6 @@ class Engine:
     def queue(self, request: Request) -> None:
         """Have a new request run. Whoever has it already can abort it whatever interrupts this."""
         self.scheduler.add(request)
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """All tokens that end a request."""
-        own = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_ids
-        return tuple(dict.fromkeys((*params.stop_token_ids, *own)))
 
     def abort(self, request: Request, error: str | None = None) -> None:
         """End a request now; what it has produced stays. `error` says why, if it is the engine's doing."""

@@ -2,7 +2,8 @@
 
 All requests run as one batch: a thread that waits for results takes a turn at the engine and runs a step for
 all threads. Unfinished requests are touched in a turn only. Ctrl-C waits for the end of a turn. A step that
-fails leaves the device in an unknown state, so it ends all requests.
+fails leaves the device in an unknown state, so it ends all requests. Requests without a reader are ended in
+the next turn.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ class SharedEngine:
                 self._lock.acquire()
             try:
                 self._end_all()
+                while self._abandoned:
+                    self._whole(lambda: self.engine.abort(self._abandoned.popleft()))
                 yield self.engine
             finally:
                 self._lock.release()
-                self._end_abandoned()
 
     def step(self) -> list[Request]:
         """Run one engine step, in a turn; return the requests that got tokens or ended. An exception ends all
@@ -101,27 +103,17 @@ class SharedEngine:
         return ended
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End requests, now or as soon as the engine is free. Never waits: a stream without a reader is
-        collected as garbage anywhere, also in the middle of a step of the same thread."""
-        with deferred_interrupt():
-            self._abandoned.extend(requests)
-            self._end_abandoned()
+        """Have requests ended in the next turn. Never waits: a stream without a reader is garbage-collected
+        anywhere, also in the middle of a step of the same thread."""
+        self._abandoned.extend(request for request in requests if not request.is_finished)
 
     @contextmanager
-    def owning(self, groups: Sequence[Sequence[Request]]) -> Iterator[None]:
+    def owning(self, requests: Sequence[Request]) -> Iterator[None]:
         """Abort the requests that have not ended behind the block."""
         try:
             try:
                 yield
             finally:
-                self.abort(request for group in groups for request in group if not request.is_finished)
+                self.abort(requests)
         finally:  # again, as Ctrl-C may come before the first time begins
-            self.abort(request for group in groups for request in group if not request.is_finished)
-
-    def _end_abandoned(self) -> None:
-        while self._abandoned and self._lock.acquire(blocking=False):
-            try:
-                while self._abandoned:
-                    self._whole(lambda: self.engine.abort(self._abandoned.popleft()))
-            finally:
-                self._lock.release()
+            self.abort(requests)

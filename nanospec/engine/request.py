@@ -22,6 +22,7 @@ from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text.chat import too_long
 from ..text.checks import shown
 from ..text.output_text import OutputText
+from ..text.tokenizer import Tokenizer
 from .blocks import block_hash
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
@@ -210,7 +211,7 @@ class Request:
             num_text_tokens=min(self.output.num_text_tokens, len(self.output_ids)),
             simulated=self.simulated,
             index=index,
-            record=self.kept,
+            kept=self.kept,
         )
 
 
@@ -221,20 +222,23 @@ def seed_of(asked: int | None, index: int, number: int) -> int:
 
 
 class Limits(NamedTuple):
-    """What an engine can run; `has_text`: it has a tokenizer; `acceptance`: the rule it was started with."""
+    """What an engine can run; `acceptance`: the rule it was started with."""
 
     vocab_size: int
     max_model_len: int
-    has_text: bool
+    tokenizer: Tokenizer | None
     acceptance: str
 
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return all tokens that end a request."""
+        own = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_ids
+        return tuple(dict.fromkeys((*params.stop_token_ids, *own)))
 
-def check_request(
-    prompt_ids: Sequence[int], params: SamplingParams, stop_ids: Sequence[int], limits: Limits
-) -> None:
-    """Raise ValueError with a sentence if an engine with these limits cannot run the request, which all the
-    `stop_ids` would end."""
-    size, max_model_len, has_text, acceptance = limits
+
+def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> None:
+    """Raise ValueError with a sentence if an engine with these limits cannot run the request."""
+    size, max_model_len, tokenizer, acceptance = limits
+    stop_ids = limits.stop_ids(params)
     if not prompt_ids:
         raise ValueError("The prompt is empty; give at least one token.")
     if len(prompt_ids) >= max_model_len:
@@ -246,10 +250,8 @@ def check_request(
                 said = f"{name} holds token id {shown(token)}"
                 raise ValueError(f"{said}; ids are integers from 0 to {size - 1}.")
     if len(stop_ids) > MAX_STOP_IDS:
-        raise ValueError(
-            f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids, but the limit is "
-            f"{MAX_STOP_IDS}."
-        )
+        said = f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids"
+        raise ValueError(f"{said}, but the limit is {MAX_STOP_IDS}.")
     if params.min_tokens and len(set(stop_ids).intersection(range(size))) == size:
         raise ValueError(
             f"min_tokens={params.min_tokens} bars stop tokens, and all tokens of this vocabulary, 0 to "
@@ -260,5 +262,5 @@ def check_request(
             f"acceptance={params.acceptance!r} needs an engine started with SpecConfig(acceptance="
             f"{params.acceptance!r}): with 'exact', steps have no room for other rules."
         )
-    if params.stop and not has_text:
+    if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -38,8 +38,11 @@ def as_list(prompts: Any) -> list[Any]:
     return [prompts] if len(prompts) and _is_scalar(prompts[0]) else list(prompts)
 
 
-def text_and_ids(prompt: Any, max_model_len: int) -> tuple[str | None, Any]:
-    """Return the text and the token ids of a prompt, None for what it does not have. With both, ids count."""
+def text_and_ids(
+    prompt: Any, max_model_len: int, encode: Callable[[str, int], list[int]]
+) -> tuple[str | None, list[int]]:
+    """Return the text of a prompt, None if it has only ids, and its token ids. Of a prompt with both, the ids
+    count; `encode` is `Tokenizer.encode_prompt`."""
     given = prompt
     if not isinstance(prompt, Mapping):
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
@@ -51,7 +54,7 @@ def text_and_ids(prompt: Any, max_model_len: int) -> tuple[str | None, Any]:
         raise ValueError(f"{shown(given)} needs a text as 'prompt' or token ids as 'prompt_token_ids'.")
     if ids is not None and len(ids) >= max_model_len:
         raise ValueError(too_long(len(ids), max_model_len))
-    return text, None if ids is None else list(map(as_int, ids))
+    return text, encode(text or "", max_model_len) if ids is None else list(map(as_int, ids))
 
 
 def conversations(messages: Any) -> list[Any]:

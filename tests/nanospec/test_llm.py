@@ -76,7 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     llm = make(folder, request.param)
     yield llm
-    assert_idle(llm.engine)
+    with llm.shared.turn() as engine:
+        assert_idle(engine)
 
 
 def make(folder: Path, k: Any = 5, **options: Any) -> LLM:
@@ -214,7 +215,8 @@ def test_a_stream_that_is_left_frees_everything(llm: LLM) -> None:
     next(left)
     del left
     assert llm.metrics()["num_aborted"] == 2
-    assert_idle(llm.engine)
+    with llm.shared.turn() as engine:
+        assert_idle(engine)
 
 
 def test_a_stream_is_of_one_output(llm: LLM) -> None:
@@ -256,7 +258,8 @@ def test_a_report_that_fails_ends_the_batch(llm: LLM) -> None:
 
     with pytest.raises(RuntimeError, match="disk full"):
         llm.generate([after("a"), after("b")], [greedy(max_tokens=1), greedy()], report)
-    assert_idle(llm.engine)
+    with llm.shared.turn() as engine:
+        assert_idle(engine)
 
 
 def test_a_prompt_may_be_a_list_of_ids_and_none_gives_none(llm: LLM) -> None:
@@ -371,7 +374,8 @@ def test_a_call_that_cannot_run_changes_nothing(
         llm.generate(prompts, params)
     assert sentence in str(caught.value)
     assert llm.metrics() == before
-    assert_idle(llm.engine)
+    with llm.shared.turn() as engine:
+        assert_idle(engine)
     assert llm.generate("ab", greedy(max_tokens=2))[0].text == "cd"
 
 
@@ -406,7 +410,8 @@ def test_a_model_is_usable_behind_ctrl_c_and_a_failed_step(
         llm.generate([after("a"), after("ab")], greedy())
     text = begin + "".join(other)
     assert ALPHABET[3:].startswith(text) if fails else text == ALPHABET[3:]
-    assert_idle(llm.engine)
+    with llm.shared.turn() as engine:
+        assert_idle(engine)
     assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
 
 

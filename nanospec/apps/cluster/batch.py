@@ -63,12 +63,11 @@ def checks(folder: Path, config: EngineConfig, window: int, tokenizer: Tokenizer
     """Return a function that raises what an engine would, without its weights. A replica may still have a
     smaller window, where memory is short."""
     vocab_size = read_config(folder).vocab_size
-    limits = Limits(vocab_size, window, True, config.spec.acceptance)
+    limits = Limits(vocab_size, window, tokenizer, config.spec.acceptance)
     grammars = Grammars(tokenizer, vocab_size)
 
     def check(ids: Sequence[int], params: SamplingParams) -> None:
-        own = () if params.ignore_eos else tokenizer.eos_token_ids
-        check_request(ids, params, tuple(dict.fromkeys((*params.stop_token_ids, *own))), limits)
+        check_request(ids, params, limits)
         grammars.check(params)
 
     return check

@@ -23,6 +23,7 @@ from ...device.extension import Extension
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
 from ...kernels.transfer import to_host
+from ...outputs import NOT_TRACED
 from .trace import Record, StepRecord, Trace
 
 if TYPE_CHECKING:
@@ -175,9 +176,12 @@ class Recorder(Extension):
         return "pays" if step.promised > 1 else "probe"
 
 
-def recorder_of(extensions: Sequence[Extension]) -> Recorder | None:
-    """Return the recorder among extensions, if there is one."""
-    return next((each for each in extensions if isinstance(each, Recorder)), None)
+def recorder_of(extensions: Sequence[Extension]) -> Recorder:
+    """Return the recorder among extensions. Raises ValueError if there is none."""
+    for extension in extensions:
+        if isinstance(extension, Recorder):
+            return extension
+    raise ValueError(NOT_TRACED)
 
 
 def walk(tokens: list[int], made: Guesses, verified: int) -> list[int]:

@@ -26,7 +26,8 @@ def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     k, mode = request.param
     llm = make(folder, k, **MODES[mode])
     yield llm
-    assert_idle(llm.engine)
+    with llm.shared.turn() as engine:
+        assert_idle(engine)
 
 
 def params_of(i: int, **options: Any) -> SamplingParams:

@@ -165,8 +165,9 @@ def test_log_probabilities_by_token_begin_with_its_own_and_leave_out_what_cannot
 def test_what_an_engine_cannot_run(
     prompt: int, stops: int, params: dict[str, Any], sentence: str | None
 ) -> None:
-    limits = Limits(vocab_size=4, max_model_len=8, has_text=False, acceptance="exact")
-    asked = [0] * prompt, SamplingParams(**params), range(stops), limits
+    tokenizer = Mock(eos_token_ids=range(stops)) if stops else None
+    limits = Limits(vocab_size=4, max_model_len=8, tokenizer=tokenizer, acceptance="exact")
+    asked = [0] * prompt, SamplingParams(**params), limits
     if sentence is None:
         check_request(*asked)
     else:
@@ -176,10 +177,10 @@ def test_what_an_engine_cannot_run(
 
 @pytest.mark.parametrize("bad", [True, False, 1.0, "1", 9, -1])
 def test_a_prompt_holds_integers_of_the_vocabulary(bad: object) -> None:
-    limits = Limits(vocab_size=9, max_model_len=8, has_text=False, acceptance="exact")
-    check_request([1, 8], SamplingParams(), (), limits)
+    limits = Limits(vocab_size=9, max_model_len=8, tokenizer=None, acceptance="exact")
+    check_request([1, 8], SamplingParams(), limits)
     with pytest.raises(ValueError, match=f"The prompt holds token id {bad!r}; ids are integers from 0 to 8."):
-        check_request([1, bad], SamplingParams(), (), limits)  # type: ignore[list-item]
+        check_request([1, bad], SamplingParams(), limits)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

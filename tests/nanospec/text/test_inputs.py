@@ -95,7 +95,8 @@ def test_every_prompt_is_taken_or_refused(llm: LLM) -> None:
         said(llm.get_tokenizer().encode, value)
         if not isinstance(value, range):
             said(llm.get_tokenizer().decode, [value])
-    assert not llm.engine.has_work
+    with llm.shared.turn() as engine:
+        assert not engine.has_work
 
 
 def test_every_conversation_is_taken_or_refused(llm: LLM) -> None:

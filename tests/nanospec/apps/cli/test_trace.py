@@ -30,8 +30,8 @@ def loaded(smollm2: Path) -> Iterator[Callable[..., LLM]]:
         traced = settings["trace"]
         if traced not in llms:
             llms[traced] = LLM(smollm2, **{**settings, "kv_cache_memory": 100 << 20, "max_model_len": 256})
-        recorder = recorder_of(llms[traced].engine.extensions)
-        if recorder is not None:
+        if traced:
+            recorder = recorder_of(llms[traced].engine.extensions)
             recorder.requests.clear()
             recorder.num_requests = 0
         return llms[traced]

@@ -21,6 +21,7 @@ from nanospec.kernels import launch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
+from nanospec.outputs import RequestOutput
 from tests.drive import MODES, Job, cycle, cycle_model, finish, make_engine, outcome, random_jobs, run
 from tests.nanospec.extras.tracing.records import check, record_of
 from tests.random_weights import random_heads
@@ -154,15 +155,17 @@ def test_the_recorder_keeps_the_latest_requests_only(model: Model) -> None:
     engine = make_engine(cycle_model(), 1, trace=True)
     run(engine, [Job([1], SamplingParams(max_tokens=1))] * (MAX_REQUESTS + 3))
     recorder = recorder_of(engine.extensions)
-    assert recorder is not None
     assert len(recorder.requests) == MAX_REQUESTS
     assert recorder.num_requests == MAX_REQUESTS + 3
 
 
 def test_without_trace_there_is_none(model: Model) -> None:
-    [request] = run(make_engine(model, 2), [Job([1, 2], SamplingParams(max_tokens=2))])
-    with pytest.raises(ValueError, match=r"There is no trace of this: .*trace=True"):
-        request.completion().trace()
+    engine = make_engine(model, 2)
+    [request] = run(engine, [Job([1, 2], SamplingParams(max_tokens=2))])
+    output = RequestOutput("a", None, [1, 2], [request.completion()])
+    for ask in (output.trace, lambda: recorder_of(engine.extensions)):
+        with pytest.raises(ValueError, match=r"There is no trace of this: .*trace=True"):
+            ask()
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.data())
