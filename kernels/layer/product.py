@@ -114,7 +114,7 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
     i = tl.arange(0, C.BLOCK_N)
     rows = block * C.BLOCK_N + i
     column = rows
-    if C.GATE:  # rows `column` and N + column, 8 apart, where a matrix instruction leaves both to one thread
+    if C.GATE != "":  # rows `column` and N + column, 8 apart: a matrix instruction leaves both to one thread
         column = block * (C.BLOCK_N // 2) + i // 16 * 8 + i % 8
         rows = column + i // 8 % 2 * sizes.N
     rows_in = column < sizes.N
@@ -221,7 +221,7 @@ def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr):
 @triton.jit
 def finish(value, new, tile, s, T, N, C: tl.constexpr):
     """Write the outputs of slice `s` of a tile, whose sums are `value` [BLOCK_N, SLICE]."""
-    if C.GATE:
+    if C.GATE != "":
         halves = tl.reshape(value, [C.BLOCK_N // 16, 2, 8, C.SLICE])
         gate, up = tl.split(tl.permute(halves, [0, 2, 3, 1]))
         turn = gate  # silu(x) = x / (1 + e^-x)
