@@ -81,7 +81,6 @@ class App:
             salt = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
             job = self.engine.submit(asked.prompts, asked.params, asked.streams, salt)
         except QueueFull:
-            self.metrics.refused.inc()
             message = "The queue is full; try again in a second."
             raise HTTPError(429, message, headers={"retry-after": "1"}) from None
         except ValueError as error:

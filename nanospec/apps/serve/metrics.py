@@ -42,10 +42,6 @@ class ServerMetrics:
             name: prometheus.Histogram(f"nanospec:{name}", text, buckets=buckets, **names).labels(model)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        refused = prometheus.Counter(
-            "nanospec:requests_refused", "Requests that found the queue full", **names
-        )
-        self.refused = refused.labels(model)
         names["labelnames"] = ["model_name", "finished_reason"]
         self._ended = prometheus.Counter("nanospec:request_success", "Outputs by what ended them", **names)
         self.registry.register(self)
