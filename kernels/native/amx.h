@@ -78,6 +78,11 @@ static void multiply_amx(long m, const bf16* x, long stride, const Matrix& matri
     _tile_stored(2, sums[LANES], to);
     _tile_stored(3, sums[LANES] + LANES, to);
 }
+#else
+constexpr bool has_amx() { return false; }
+
+template <class Matrix>
+static void multiply_amx(long, const bf16*, long, const Matrix&, long, Sums) {}
 #endif
 
 // What a thread holds while it multiplies. (A thread is switched more slowly while the matrix unit's registers are in use.)

@@ -3,6 +3,7 @@
 
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #ifdef __SSE__
@@ -51,29 +52,27 @@ static inline Floats by_parts(F f, const Vectors&... of) {
 constexpr int WIDTH = 2 * LANES;  // columns of a strip
 
 static inline float to_float(bf16 x) {
-    uint32_t bits = uint32_t(x) << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
+    return std::bit_cast<float>(uint32_t(x) << 16);
 }
 
 static inline bf16 to_bf16(float value) {  // to the nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return value == value ? rounded : 0x7FC0;
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    return value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0;
 }
 
 static inline Floats splat(float value) { return Floats{} + value; }
 
 static inline Floats load(const float* from) { return *(const Floats*)from; }
 
+// memcpy, as one instruction if it is the whole of a vector.
+template <long WHOLE>
+static inline void copy_some(void* to, const void* from, long bytes) {
+    bytes == WHOLE ? memcpy(to, from, WHOLE) : memcpy(to, from, bytes);
+}
+
 static inline Floats load(const bf16* from, long n = LANES) {
     Halves halves{};
-    if (n == LANES)
-        memcpy(&halves, from, sizeof halves);
-    else
-        memcpy(&halves, from, n * sizeof(bf16));
+    copy_some<sizeof halves>(&halves, from, n * sizeof(bf16));
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
@@ -87,10 +86,7 @@ static inline void store(Floats values, bf16* to, long n = LANES) {
     }, values);
     Halves halves = __builtin_convertvector((Words)rounded, Halves);
 #endif
-    if (n == LANES)
-        memcpy(to, &halves, sizeof halves);
-    else
-        memcpy(to, &halves, n * sizeof(bf16));
+    copy_some<sizeof halves>(to, &halves, n * sizeof(bf16));
 }
 
 // Exchanges each lane i with lane i ^ step.
@@ -111,19 +107,14 @@ static inline Floats larger(Floats a, Floats b) {
 static inline Floats negative(Floats x) { return (Floats)((Words)x | 0x80000000); }  // -|x|
 
 static inline float sum(Floats v) {  // by a tree
-    v += swapped(v, 8);
-    v += swapped(v, 4);
-    v += swapped(v, 2);
+#pragma GCC unroll 3
+    for (int step : {8, 4, 2}) v += swapped(v, step);
     return v[0] + v[1];
 }
 
 static inline float largest(Floats v) {
-    Floats other = swapped(v, 8);
-    v = larger(v, other);
-    other = swapped(v, 4);
-    v = larger(v, other);
-    other = swapped(v, 2);
-    v = larger(v, other);
+#pragma GCC unroll 3
+    for (int step : {8, 4, 2}) v = larger(v, swapped(v, step));
     return v[0] > v[1] ? v[0] : v[1];
 }
 
@@ -218,10 +209,7 @@ struct RowsPart {
         for (int m = 0; m < M; m++, x += stride)
             for (long i = 0; i < pairs; i += LANES) {
                 Words both{};
-                if (i + LANES <= pairs)
-                    memcpy(&both, x + 2 * i, sizeof both);
-                else
-                    memcpy(&both, x + 2 * i, (pairs - i) * sizeof(uint32_t));
+                copy_some<sizeof both>(&both, x + 2 * i, std::min<long>(LANES, pairs - i) * sizeof(uint32_t));
                 *(Words*)(low[m] + i) = both << 16, *(Words*)(high[m] + i) = both & 0xFFFF0000;
             }
     }

@@ -220,12 +220,8 @@ struct Attention {
     void folded_span(const Piece& p, long begin, Scratch& at, Partial* result) const {
         for (long i = 0; i < p.count; i++) {
             const long first = i * group, end = std::min(begin + SPAN, at.seen[first].high);
-            if (end <= begin) {
-                std::fill_n(result + first, group, NOTHING);
-                continue;
-            }
-            fold(p, p.first + i, begin, end, at);
-            span(begin, end, first, group, at, result);
+            if (end <= begin) std::fill_n(result + first, group, NOTHING);
+            else fold(p, p.first + i, begin, end, at), span(begin, end, first, group, at, result);
         }
     }
 

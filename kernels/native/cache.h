@@ -15,9 +15,7 @@ struct Head {
     long block_size, dim, next;  // `next`: from one block to the next
 
     Head(const Cache& c, long layer, long head)
-        : data(c.data + (layer * c.kv_heads + head) * 2 * c.block_size * c.dim),
-          block_size(c.block_size),
-          dim(c.dim),
+        : data(c.data + (layer * c.kv_heads + head) * 2 * c.block_size * c.dim), block_size(c.block_size), dim(c.dim),
           next(c.num_layers * c.kv_heads * 2 * c.block_size * c.dim) {}
 
     long page() const { return block_size * dim; }  // from keys to values

@@ -4,28 +4,25 @@
 // A token's bits depend on the token and on what it sees alone, not on other tokens or rows of the batch nor on the
 // number of threads: the order of every sum follows from the shape of a weight or from absolute positions.
 
-#include <cstdlib>
 #include <memory>
-#include <new>
 
 #include "attention.h"
 
 namespace {
 
-float inverse_rms(const bf16* x, long n, float eps) {
+// out = norm(x), or out += that
+template <bool ADD = false>
+void normalise(const bf16* x, long n, Norm weight, float eps, bf16* out) {
     Floats squares{};
     for (long i = 0; i < n; i += LANES) {
         const Floats some = load(x + i, std::min<long>(LANES, n - i));
         squares += some * some;
     }
-    return 1 / std::sqrt(sum(squares) / n + eps);
-}
-
-void normalise(const bf16* x, long n, Norm weight, float eps, bf16* out) {
-    const float factor = inverse_rms(x, n, eps);
+    const float factor = 1 / std::sqrt(sum(squares) / n + eps);
     for (long i = 0; i < n; i += LANES) {
         const long m = std::min<long>(LANES, n - i);
-        store(load(x + i, m) * factor * load(weight + i), out + i, m);
+        if (ADD) store(load(out + i, m) + load(x + i, m) * factor * load(weight + i), out + i, m);
+        else store(load(x + i, m) * factor * load(weight + i), out + i, m);
     }
 }
 
@@ -35,15 +32,9 @@ void rms_norm(Team& team, const Model& m, Rows x, long tokens, Norm weight, Rows
 
 // Adds h @ weight.T + bias to `to`, or its norm if there is one.
 void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, long tokens, Rows room, Rows to) {
-    if (!norm) return linear_add(team, w, h, tokens, to);
+    if (!norm) return linear<true>(team, w, h, tokens, to);
     linear(team, w, h, tokens, room);
-    team.each(tokens, [&](long t, long) {
-        const float factor = inverse_rms(room[t], m.hidden, m.eps);
-        for (long i = 0; i < m.hidden; i += LANES) {
-            const long n = std::min<long>(LANES, m.hidden - i);
-            store(load(to[t] + i, n) + load(room[t] + i, n) * factor * load(norm + i), to[t] + i, n);
-        }
-    });
+    team.each(tokens, [&](long t, long) { normalise<true>(room[t], m.hidden, norm, m.eps, to[t]); });
 }
 
 // Normalises a head, if there is a norm, and rotates it by the angles of its position (RoPE).
@@ -79,12 +70,12 @@ constexpr int PHASES = 11;  // of a layer, at most
 constexpr long FOUR_KB = 4096 / sizeof(bf16);
 
 struct Room : Rows {
-    std::unique_ptr<bf16[], decltype(&std::free)> all{nullptr, std::free};
+    struct alignas(64) Line { bf16 numbers[WIDTH]; };
+    std::unique_ptr<Line[]> lines;
 
     Room(long rows, long columns) : Rows{nullptr, columns % FOUR_KB ? columns : columns + WIDTH} {
-        const long lines = rows * stride * sizeof(bf16) / 64 + 1;
-        all.reset(data = (bf16*)std::aligned_alloc(64, lines * 64));  // not initialised
-        if (!data) throw std::bad_alloc();
+        lines.reset(new Line[rows * stride / WIDTH + 1]);  // not initialised
+        data = lines[0].numbers;
     }
 };
 
@@ -148,9 +139,7 @@ extern "C" void nanospec_forward(const Forward* given) {
 
 // Returns the name of the instructions that multiply.
 extern "C" const char* nanospec_target() {
-#ifdef __AMX_BF16__
     if (has_amx()) return "AMX";
-#endif
 #ifdef BY_PAIRS
     return "avx512_bf16";
 #elif defined __AVX512F__

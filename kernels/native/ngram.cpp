@@ -52,19 +52,17 @@ struct History {
     // Returns the index that draft i of the match at p is copied from: at the end of the text, go back to p.
     int source(int p, int i) const { return p + (p + i < length ? i : i % (length - p)); }
 
-    bool continue_alike(int p, int q) const {
-        for (int i = 0; i < room; i++)
-            if (text[source(p, i)] != text[source(q, i)]) return false;
-        return true;
-    }
-
     // Returns the best matches that continue differently, best first: `width` of them, or one if it is long.
     std::vector<Match> different_matches() const {
         std::vector<Match> rest = matches(), chosen;
         while (!rest.empty() && int(chosen.size()) < width) {
             const auto [n, p] = chosen.emplace_back(*std::max_element(rest.begin(), rest.end()));
             if (n > LONG_MATCH || int(chosen.size()) == width) break;
-            std::erase_if(rest, [&](const Match& m) { return continue_alike(m.second, p); });
+            std::erase_if(rest, [&, p = p](const Match& m) {  // those that continue alike
+                int i = 0;
+                while (i < room && text[source(p, i)] == text[source(m.second, i)]) i++;
+                return i == room;
+            });
         }
         return chosen;
     }

@@ -25,12 +25,8 @@ constexpr long IN_REGISTERS = std::size(MULTIPLY<Strip>) - 1;  // rows whose sum
 
 // Whether the matrix unit multiplies with so many pairs of rows of a matrix. It then does so for any number of rows.
 template <class Matrix>
-bool by_amx([[maybe_unused]] long pairs) {
-#ifdef __AMX_BF16__
+bool by_amx(long pairs) {
     return has_amx() && pairs % Matrix::RUN == 0;
-#else
-    return false;
-#endif
 }
 
 // How many rows are multiplied with such a matrix at once.
@@ -42,9 +38,7 @@ long most_rows(long pairs) {
 // Products of m <= most_rows rows.
 template <class Matrix>
 void multiply_rows(long m, const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
-#ifdef __AMX_BF16__
     if (by_amx<Matrix>(pairs)) return multiply_amx(m, x, stride, matrix, pairs, sums);
-#endif
     MULTIPLY<Matrix>[m](x, stride, matrix, pairs, sums);
 }
 
@@ -87,33 +81,20 @@ void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     });
 }
 
-// Calls f(t, row, values, n) with the sums of token t and n <= 16 rows of the weight from `row` on, bias included.
-template <class F>
-void with_bias(const Weight& w, long t, long m, long row, Sums sums, F f) {
-    for (int half = 0; half < 2; half++, row += LANES) {
-        const long n = std::min<long>(LANES, w.rows - row);
-        if (n <= 0) return;
-        const Floats bias = w.bias ? load(w.bias + row, n) : Floats{};
-        for (long i = 0; i < m; i++) f(t + i, row, load(sums[i] + half * LANES) + bias, n);
-    }
-}
-
-// out = x @ weight.T + bias
-inline void linear(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
+// out = x @ weight.T + bias, or out += that
+template <bool ADD = false>
+void linear(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
     product(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
-        with_bias(w, t, m, row, *sums, [&](long t, long row, Floats values, long n) {
-            store(values, out[t] + row, n);
-        });
-    });
-}
-
-// to += x @ weight.T + bias
-inline void linear_add(Team& team, const Weight& w, Rows x, long tokens, Rows to) {
-    product(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
-        with_bias(w, t, m, row, *sums, [&](long t, long row, Floats values, long n) {
-            bf16* at = to[t] + row;
-            store(load(at, n) + values, at, n);
-        });
+        for (int half = 0; half < 2; half++, row += LANES) {
+            const long n = std::min<long>(LANES, w.rows - row);
+            if (n <= 0) return;
+            const Floats bias = w.bias ? load(w.bias + row, n) : Floats{};
+            for (long i = 0; i < m; i++) {
+                const Floats values = load((*sums)[i] + half * LANES) + bias;
+                bf16* to = out[t + i] + row;
+                store(ADD ? load(to, n) + values : values, to, n);
+            }
+        }
     });
 }
 

@@ -62,17 +62,11 @@ float number(bf16 x) { return to_float(x); }
 // Returns an integer with the order of the float; those of NaN lie beyond both infinities. GCC vectorises comparisons of
 // integers, but not of floats, because of NaN.
 int32_t order_key(float x) {
-    int32_t bits;
-    memcpy(&bits, &x, 4);
+    const int32_t bits = std::bit_cast<int32_t>(x);
     return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }
 
-float of_order_key(int32_t key) {
-    key ^= key >> 31 & 0x7FFFFFFF;
-    float x;
-    memcpy(&x, &key, 4);
-    return x;
-}
+float of_order_key(int32_t key) { return std::bit_cast<float>(key ^ (key >> 31 & 0x7FFFFFFF)); }
 
 // The lowest token of the largest of n scores.
 template <class Score>
@@ -161,12 +155,6 @@ struct Query {
         }
     }
 
-    double mass(const float* scores, long n, float best) const {
-        double total[1];
-        masses(scores, n, best, {INFINITE}, total);
-        return total[0];
-    }
-
     // Those of n scores that reach `low` but not `high`.
     static void gather(const float* scores, long n, float low, float high, std::vector<float>& found) {
         size_t count = 0;
@@ -239,9 +227,10 @@ struct Query {
         while (last - first > 1) {
             float* middle = first + (last - first) / 2;
             std::nth_element(first, middle, last, std::greater<>());
-            const double upper = mass(first, middle - first, best);
-            if (above + upper >= target) last = middle;
-            else above += upper, first = middle;
+            double upper[1];
+            masses(first, middle - first, best, {INFINITE}, upper);
+            if (above + *upper >= target) last = middle;
+            else above += *upper, first = middle;
         }
         return *first;
     }
