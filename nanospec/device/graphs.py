@@ -80,7 +80,7 @@ class StepGraphs:
         replays: steps by batch size and K.
         fallbacks: steps whose bucket was not captured when it was needed. Stays 0; where captures are `lazy`,
             and for extensions that rows ask for, they are made then.
-        seconds, bytes: what `capture_all` took.
+        seconds: what `capture_all` took.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StepGraphs:
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # what `rows` begins with, as far as is known
         self.replays: Counter[tuple[int, int]] = Counter()
-        self.fallbacks, self.seconds, self.bytes = 0, 0.0, 0
+        self.fallbacks, self.seconds = 0, 0.0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def buckets(self, extensions: tuple[Extension, ...] = ()) -> list[Bucket]:
@@ -122,11 +122,10 @@ class StepGraphs:
 
     def capture_all(self, extensions: tuple[Extension, ...] = ()) -> None:
         """Capture the step with these extensions for every batch size and K."""
-        start, before = time.perf_counter(), _reserved(self.device)
+        start = time.perf_counter()
         for bucket in tqdm(self.buckets(extensions), desc="Capturing steps", disable=None, leave=False):
             self.capture(bucket)
         self.seconds += time.perf_counter() - start
-        self.bytes += _reserved(self.device) - before
 
     def capture(self, bucket: Bucket) -> EagerCapture | CudaCapture:
         """Capture a bucket, of padding rows only, as capturing runs the step."""
@@ -164,16 +163,10 @@ class StepGraphs:
     def report(self) -> dict[str, float]:
         """Return what capture took, for the statistics."""
         seconds = round(self.seconds, 3)
-        return {
-            "count": len(self.captures), "seconds": seconds, "bytes": self.bytes, "fallbacks": self.fallbacks
-        }  # fmt: skip
+        return {"count": len(self.captures), "seconds": seconds, "fallbacks": self.fallbacks}
 
 
 def batch_sizes(largest: int) -> list[int]:
     """Return 1, 2, 4, 8, then two per power of two (12, 16, 24, 32, 48, ...), up to `largest`."""
     sizes = [1, 2, 4, *(base << i for i in range(largest.bit_length()) for base in (8, 12))]
     return [size for size in sizes if size < largest] + [largest]
-
-
-def _reserved(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,42 +55,16 @@ def test_untouched_zeros_take_no_memory(dtype: torch.dtype) -> None:
     assert resident() - before < 32 * MIB
 
 
-def test_a_large_cache_costs_what_is_used_of_it() -> None:
-    target, draft = tiny_model(), tiny_model(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["PyTorch", "C++"])
+def test_a_large_cache_costs_what_is_used_of_it(dtype: torch.dtype) -> None:
+    target, draft = (tiny_model(seed, dtype=dtype, head_dim=32, intermediate_size=96) for seed in (0, 1))
     before = resident()
     options: dict[str, Any] = {"max_num_seqs": 4096, "max_model_len": 512, "kv_cache_memory": 2 << 30}
     engine = make_engine(target, 3, draft_model=draft, guess={"method": "draft"}, **options)
-    assert engine.scheduler.pool.num_blocks * 16 * 1024 == 2 << 30
+    assert engine.scheduler.pool.num_blocks > 60_000
     engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
     finish(engine)
     assert resident() - before < 200 * MIB
-
-
-ANSWER = """
-import sys
-from nanospec import LLM, SamplingParams, SpecConfig
-none = SpecConfig(method="none")
-size, dtype = int(sys.argv[1]), sys.argv[2]
-llm = LLM("smollm2-135m-instruct", spec=none, kv_cache_memory=size, dtype=dtype, max_num_seqs=8)
-llm.generate("Once", SamplingParams(temperature=0, max_tokens=4))
-blocks = llm.engine.worker.num_blocks
-print(blocks, [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "auto"])
-def test_an_answer_takes_no_more_memory_beside_a_larger_cache(smollm2: Path, dtype: str) -> None:
-    """The most that a process had in memory, all in all: by PyTorch, and by C++ where that runs."""
-    env = {**os.environ, "NANOSPEC_WEIGHTS": str(smollm2.parent), "OMP_NUM_THREADS": "1"}
-    found = []
-    for size in (512 * MIB, 2048 * MIB):
-        command = [sys.executable, "-c", ANSWER, str(size), dtype]
-        blocks, peak = map(int, subprocess.check_output(command, env=env, text=True).split())
-        found.append((blocks, peak << 10))
-    (few, less), (many, more) = found
-    assert many > 2 * few
-    assert more - less < 200 * MIB
 
 
 MODELS: dict[str, dict[str, Any]] = {
