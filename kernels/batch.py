@@ -50,37 +50,24 @@ Tensors = namedtuple(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A flat batch of T tokens over B rows. All tensors are on the model's device.
+    """A flat batch of T tokens over B rows. All tensors are on the model's device."""
 
-    Attributes:
-        rows: [B] int32, the request row of each batch row, -1 where it takes no part.
-        input_ids: [T] int32, any valid token for padding.
-        positions: [T] int32, rotary position of each token (0 for padding).
-        slots: [T] int32, `block * block_size + offset` in the cache, -1 for padding.
-        block_table: [B, max_blocks] int32, the pages of each row.
-        q_start, q_len, base_len: [B] int32, see the module docstring. q_len may be 0.
-        max_q_len: the largest q_len (padded layout: the padded length).
-        max_kv_len: an upper bound of base_len + q_len.
-        ancestors: [T] int64 bit masks, bit i = "sees query i of its own row" (itself included), or
-            None for chains.
-        parents: [T] int32, with `ancestors`: the place in its own row (0 .. q_len - 1) of the query that
-            each query follows, 0 for the first.
-        prefill: whether these are pieces of prompts, chains of any length. Said rather than seen from the
-            lengths, so that a row's bits do not depend on how long the rows beside it are.
-    """
-
-    rows: Tensor
-    input_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_table: Tensor
-    q_start: Tensor
-    q_len: Tensor
-    base_len: Tensor
-    max_q_len: int
-    max_kv_len: int
+    rows: Tensor  # [B] int32, the request row of each batch row, -1 where it takes no part
+    input_ids: Tensor  # [T] int32, any valid token for padding
+    positions: Tensor  # [T] int32, rotary position of each token (0 for padding)
+    slots: Tensor  # [T] int32, `block * block_size + offset` in the cache, -1 for padding
+    block_table: Tensor  # [B, max_blocks] int32, the pages of each row
+    q_start: Tensor  # [B] int32, see the module docstring
+    q_len: Tensor  # [B] int32, may be 0
+    base_len: Tensor  # [B] int32
+    max_q_len: int  # the largest q_len (padded layout: the padded length)
+    max_kv_len: int  # an upper bound of base_len + q_len
+    # [T] int64 bit masks, bit i = "sees query i of its own row" (itself included); None for chains.
     ancestors: Tensor | None = None
+    # [T] int32, with `ancestors`: the place in its row of the query that each query follows, 0 for the first.
     parents: Tensor | None = None
+    # Whether these are pieces of prompts, chains of any length. Not derived from the lengths, so that a row's
+    # bits do not depend on how long the rows beside it are.
     prefill: bool = False
 
     @classmethod
@@ -143,27 +130,23 @@ class Batch:
 
     def packed(self) -> Batch:
         """Without padding tokens, rows back to back. Waits for the device."""
-        if bool((self.q_len == self.max_q_len).all()) and self.padded:
-            return replace(self, max_kv_len=int(self.base_len.max()) + self.max_q_len)
         return self.part(self.in_row, slice(None), self.q_len, self.base_len)
 
     def part(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:
         """These flat tokens alone, packed: `q_len` [B'] of each of these rows, after `base_len` [B'] cached
         ones. Waits for the device."""
+        names = ("input_ids", "positions", "slots", "ancestors", "parents")
+        of_tokens = {n: part[tokens] for n in names if (part := getattr(self, n)) is not None}
         return replace(
             self,
             rows=self.rows[rows],
-            input_ids=self.input_ids[tokens],
-            positions=self.positions[tokens],
-            slots=self.slots[tokens],
             block_table=self.block_table[rows],
             q_start=(q_len.cumsum(0) - q_len).int(),
             q_len=q_len,
             base_len=base_len,
             max_q_len=max(int(q_len.max()), 1),
             max_kv_len=max(int((base_len + q_len).max()), 1),
-            ancestors=None if self.ancestors is None else self.ancestors[tokens],
-            parents=None if self.parents is None else self.parents[tokens],
+            **of_tokens,
         )
 
     @property
@@ -208,13 +191,9 @@ class Batch:
         return (i < self.q_len[:, None]).flatten().nonzero().squeeze(1)
 
     @cached_property
-    def written(self) -> tuple[Tensor | None, Tensor]:
-        """Which tokens have a slot ([n] int64, or None for all of them), and their slots as int64."""
-        keep = self.slots >= 0
-        if bool(keep.all()):
-            return None, self.slots.long()
-        index = keep.nonzero().squeeze(1)
-        return index, self.slots[index].long()
+    def written(self) -> Tensor:
+        """[n] int64: the tokens that have a slot."""
+        return (self.slots >= 0).nonzero().squeeze(1)
 
 
 def slots_of(pages: Tensor, b: Tensor, index: Tensor, block_size: int) -> Tensor:
@@ -225,19 +204,12 @@ def slots_of(pages: Tensor, b: Tensor, index: Tensor, block_size: int) -> Tensor
 
 class Row(NamedTuple):
     """A row of a batch in plain Python, for the `naive` operations that draw, accept and verify. Place 0 is
-    its last committed token, the others are its drafts, a chain or a tree.
+    its last committed token, the others are its drafts, a chain or a tree."""
 
-    Attributes:
-        request: its request row, -1 where it takes no part.
-        start: flat index of its first token.
-        ids: its tokens, by place.
-        parents: the place that each place follows.
-    """
-
-    request: int
-    start: int
-    ids: list[int]
-    parents: list[int]
+    request: int  # its request row, -1 where it takes no part
+    start: int  # flat index of its first token
+    ids: list[int]  # its tokens, by place
+    parents: list[int]  # the place that each place follows
 
     def children(self, place: int) -> list[int]:
         """The drafts that follow a place, in order."""

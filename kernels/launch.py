@@ -30,19 +30,16 @@ from torch import Tensor
 from .native.build import library
 
 Backend = Literal["auto", "naive", "native", "triton"]
-BACKENDS = get_args(Backend)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E): GPUs compute powers of 2
 # AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
 ONE_SHAPE = {"gfx942": {"matrix_instr_nonkdim": 16}}
-NUM_TICKETS = 1 << 16
-LINE = tl.constexpr(128)  # bytes
 T = TypeVar("T", bound=tuple[Any, ...])
 
-_backend: str = os.environ.get("NANOSPEC_KERNELS", "auto")
 _target: str | None = None
-if _backend not in BACKENDS:
-    raise ValueError(f"NANOSPEC_KERNELS={_backend!r} must be one of {', '.join(map(repr, BACKENDS))}.")
+_backend: str = os.environ.get("NANOSPEC_KERNELS", "auto")
+if _backend not in get_args(Backend):
+    raise ValueError(f"NANOSPEC_KERNELS={_backend!r} must be one of {', '.join(get_args(Backend))}.")
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -51,12 +48,10 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """Return whether an operation on `tensor` takes its C++, which it has for these dtypes (default:
-    bfloat16)."""
+    """Return whether an operation on `tensor` takes its C++, which it has for these dtypes (or bfloat16)."""
     mine = _backend in ("auto", "native") and tensor.device.type == "cpu"
-    if not mine or tensor.dtype not in (dtypes or (torch.bfloat16,)):
-        return False
-    return (library(insist=True) if _backend == "native" else library()) is not None
+    takes = mine and tensor.dtype in (dtypes or (torch.bfloat16,))
+    return takes and (library(insist=True) if _backend == "native" else library()) is not None
 
 
 @contextmanager
@@ -108,7 +103,7 @@ def wrapped(constants: T) -> T:
 
 @cache
 def tickets(device: torch.device, user: str) -> Tensor:
-    """Return [NUM_TICKETS] int32 counters by which the last of several programs to finish knows that it is,
+    """Return [65536] int32 counters by which the last of several programs to finish knows that it is,
     so that it can add up what the others stored without a second launch. `user` names kernels that never run
     at the same time. Made outside of graph capture, at the first call.
 
@@ -116,7 +111,7 @@ def tickets(device: torch.device, user: str) -> Tensor:
     acquire and release) and, if it is the last one, sets the counter to zero again and reads the parts past
     the L1 cache (`.cg`).
     """
-    return torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device)
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 def options(tensor: Tensor) -> dict[str, Any]:

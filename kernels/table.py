@@ -17,52 +17,32 @@ from . import MAX_STOP_IDS
 
 
 class Table(NamedTuple):
-    """S request rows, on one device; every tensor is contiguous. A tuple, since kernels take it whole.
+    """S request rows, on one device; every tensor is contiguous. A tuple, since kernels take it whole."""
 
-    Attributes:
-        tokens: [S, max_context] int32, prompt and output.
-        num_tokens, max_len: [S] int32, committed tokens; the length at which the request ends.
-        block_table: [S, max_blocks] int32, pages of `block_size` tokens.
-        finished: [S] int8, a code of `kernels/__init__.py`.
-        limit, min_n, max_n, width: [S] int32, the request's own K, n-gram lengths and tree width.
-        rule: [S] int8, how its drafts are accepted, a code of `kernels/__init__.py`.
-        temperature, top_p, min_p, repetition, presence, frequency: [S] float32.
-        top_k: [S] int32, 0 switches it off.
-        seed: [S] int64.
-        min_len: [S] int32, tokens at absolute positions below it must not be stop tokens.
-        stop_ids: [S, num_stops] int32, padded with -1.
-        penalized: [S] bool, whether bias, min_len or a penalty is set, so that plain rows skip them.
-        bias: [S, vocab_size] float32, added to the logits.
-        in_prompt: [S, vocab_size] bool, whether a token occurs in the prompt.
-        output_counts: [S, vocab_size] int32, how often a token occurs in the committed output.
-        max_context, max_blocks, num_stops, vocab_size: the widths of the tensors above.
-        block_size: tokens per page.
-    """
-
-    tokens: Tensor
-    num_tokens: Tensor
-    max_len: Tensor
-    block_table: Tensor
-    finished: Tensor
-    limit: Tensor
-    min_n: Tensor
-    max_n: Tensor
-    width: Tensor
-    rule: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    min_len: Tensor
-    stop_ids: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    penalized: Tensor
-    bias: Tensor
-    in_prompt: Tensor
-    output_counts: Tensor
+    tokens: Tensor  # [S, max_context] int32, prompt and output
+    num_tokens: Tensor  # [S] int32, committed tokens
+    max_len: Tensor  # [S] int32, the length at which the request ends
+    block_table: Tensor  # [S, max_blocks] int32, pages of `block_size` tokens
+    finished: Tensor  # [S] int8, RUNNING or how the request ended
+    limit: Tensor  # [S] int32, the request's own K
+    min_n: Tensor  # [S] int32, the shortest n-gram to look up
+    max_n: Tensor  # [S] int32, the longest
+    width: Tensor  # [S] int32, the most continuations in a tree
+    rule: Tensor  # [S] int8, how its drafts are accepted: EXACT, REJECTION or TYPICAL
+    temperature: Tensor  # [S] float32
+    top_k: Tensor  # [S] int32, 0 switches it off
+    top_p: Tensor  # [S] float32
+    min_p: Tensor  # [S] float32
+    seed: Tensor  # [S] int64
+    min_len: Tensor  # [S] int32, tokens at absolute positions below it must not be stop tokens
+    stop_ids: Tensor  # [S, num_stops] int32, padded with -1
+    repetition: Tensor  # [S] float32
+    presence: Tensor  # [S] float32
+    frequency: Tensor  # [S] float32
+    penalized: Tensor  # [S] bool, whether bias, min_len or a penalty is set, so that plain rows skip them
+    bias: Tensor  # [S, vocab_size] float32, added to the logits
+    in_prompt: Tensor  # [S, vocab_size] bool, whether a token occurs in the prompt
+    output_counts: Tensor  # [S, vocab_size] int32, how often a token occurs in the committed output
     max_context: int
     max_blocks: int
     num_stops: int

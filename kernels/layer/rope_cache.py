@@ -78,11 +78,9 @@ def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
     first, second = qk.chunk(2, -1)
     qk = qk * cos + torch.cat((-second, first), -1) * sin
     k = qk[:, num_heads:]
-    index, slots = batch.written
-    if index is not None:
-        k, v = k[index], v[index]
+    index = batch.written
     for to, new in zip(cache.view(2, num_kv_heads, -1, head_dim), (k, v), strict=True):
-        to.index_copy_(1, slots, new.transpose(0, 1))
+        to[:, batch.slots[index].long()] = new[index].transpose(0, 1)
     return qk[:, :num_heads]
 
 

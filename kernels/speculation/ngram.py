@@ -79,12 +79,9 @@ def continuation(start: Tensor, wanted: int, length: int) -> Tensor:
 
 
 def no_drafts(rows: Tensor, k: int, tree: bool = False) -> Proposal:
-    proposal = empty_proposal(rows, k, tree)
-    for column in proposal:
-        if column is not None:
-            column.zero_()
-    proposal.source.fill_(-1)
-    return proposal
+    drafts, counts = rows.new_zeros(len(rows), k), torch.zeros_like(rows)
+    parents = drafts.clone() if tree else None
+    return Proposal(drafts, counts, drafts - 1, counts.clone(), counts.clone(), parents)
 
 
 def put(

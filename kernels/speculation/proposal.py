@@ -30,29 +30,19 @@ PAGES = tl.constexpr(1024)  # per program
 
 
 class Proposal(NamedTuple):
-    """Drafts for B rows, at most K each.
+    """Drafts for B rows, at most K each."""
 
-    Attributes:
-        drafts: [B, K] int32, the guesses, any valid token beyond their number.
-        num_drafts: [B] int32.
-        source: [B, K] int32, index in the row's history that each draft was copied from, else GUESSED; beyond
-            their number anything.
-        match_len: [B] int32, length of the n-gram match, 0 where there is none.
-        drafter: [B] int32, the place of the row's drafter in the method ("ngram+draft": 0, 1); without
-            drafts it says nothing, and may be NOBODY.
-        parents: [B, K] int32, trees only: the place (0 .. K) that each draft follows; None for chains.
-        logits: [B, K, V], what the drafts were drawn from, where a model drew them; else None.
-        sampled: [B] bool, whether a row's drafts were drawn from `logits` at all, as a chain; None: all
-            were, if there are logits and no trees.
-    """
-
-    drafts: Tensor
-    num_drafts: Tensor
-    source: Tensor
-    match_len: Tensor
+    drafts: Tensor  # [B, K] int32, the guesses, any valid token beyond their number
+    num_drafts: Tensor  # [B] int32
+    source: Tensor  # [B, K] int32, index in the row's history that each draft was copied from, else GUESSED
+    match_len: Tensor  # [B] int32, length of the n-gram match, 0 where there is none
+    # [B] int32, the place of the row's drafter in the method ("ngram+draft": 0, 1); without drafts it says
+    # nothing, and may be NOBODY.
     drafter: Tensor
-    parents: Tensor | None = None
-    logits: Tensor | None = None
+    parents: Tensor | None = None  # [B, K] int32, trees only: the place (0 .. K) that each draft follows
+    logits: Tensor | None = None  # [B, K, V], what the drafts were drawn from, where a model drew them
+    # [B] bool, whether a row's drafts were drawn from `logits` at all, as a chain; None: all were, if there
+    # are logits and no trees.
     sampled: Tensor | None = None
 
 

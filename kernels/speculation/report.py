@@ -15,24 +15,15 @@ from .verify import COUNTS
 
 
 class RowReport(NamedTuple):
-    """What a step did for a row.
+    """What a step did for a row."""
 
-    Attributes:
-        tokens: the tokens that were kept.
-        num_drafted, num_accepted: drafts, and those that verification accepted; at a stop more of them
-            may be accepted than kept.
-        drafter, match_len: see `Proposal`.
-        finished: a code of `kernels/__init__.py`.
-        sources: of each kept token, see `Proposal.source`.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # those that were kept
     num_drafted: int
-    num_accepted: int
-    drafter: int
+    num_accepted: int  # by verification; at a stop more may be accepted than kept
+    drafter: int  # see `Proposal`
     match_len: int
-    finished: int
-    sources: list[int]
+    finished: int  # RUNNING or how the request ended
+    sources: list[int]  # of each kept token, see `Proposal.source`
 
 
 def decode(lines: list[list[int]]) -> list[RowReport]:
