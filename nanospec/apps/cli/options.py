@@ -184,16 +184,13 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespace:
     """Parse a command line. A bad one ends the process, as in argparse."""
-    parser = build_parser()
+    parser = build_parser("--help-all" in argv)
     if argv and not argv[0].startswith("-"):
         words = " ".join(argv[: 2 if "train".startswith(argv[0][:2]) else 1])
         known = [*commands, *parser._option_string_actions]
         meant = did_you_mean(words, known) or "; a text to answer is given as --prompt TEXT"
         parser.error(f"there is no command {shown(words)}{meant}")
     args = parser.parse_args(argv)
-    if args.help_all:
-        build_parser(full=True).print_help()
-        parser.exit()
     for is_wrong, said in _conflicts(args):
         if is_wrong:
             parser.error(said)
@@ -227,7 +224,7 @@ def build_parser(full: bool = False) -> Parser:
         epilog="" if full else "--help-all names all options of speculation, sampling and the engine.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--help-all", action="store_true", help="show every option and exit")
+    parser.add_argument("--help-all", action="help", help="show every option and exit")
     model = "a folder, the name of a fetched model, or a hub id"
     parser.add_argument("--model", default="smollm2-135m-instruct", help=model)
     parser.add_argument("--version", action="version", version=f"nanospec {__version__}")

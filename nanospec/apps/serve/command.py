@@ -22,11 +22,8 @@ SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig,
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit status. Raises what is wrong, in the words of the
     command line."""
-    parser = build_parser()
+    parser = build_parser("--help-all" in argv)
     args = parser.parse_args(argv)
-    if args.help_all:
-        build_parser(full=True).print_help()
-        return 0
     options = given(args, "ServeConfig")
     if args.replicas is not None and "write_timeout" in options:
         parser.error("--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out")
@@ -52,7 +49,7 @@ def build_parser(full: bool = False) -> Parser:
         description="Answer OpenAI's requests over HTTP (/v1/chat/completions, ...), with a page to try it.",
         epilog="" if full else "--help-all names all options of speculation and the engine.",
     )
-    parser.add_argument("--help-all", action="store_true", help="show every option and exit")
+    parser.add_argument("--help-all", action="help", help="show every option and exit")
     parser.add_argument(
         "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
     )
