@@ -32,11 +32,10 @@ from ...models.families import read_config
 from ...text.checks import shown
 from ...text.tokenizer import Tokenizer
 from .. import wanted
-from .drafts import for_followers
 from .group import Group
 from .job import LOOK, Job, RankFailed, disconnect, report_failure
 from .shard import Shard, check_split
-from .worker import Rank
+from .worker import Rank, for_followers
 
 
 class Parts(NamedTuple):

@@ -7,9 +7,8 @@
     biases of o and down    rank 0; the others have zeros
     norms                   all of it
 
-All that ranks exchange of the model goes through a `Gather` and an `Exchange`, which only move numbers: ranks
-that get the same numbers in the same order compute the same bits. (A library's all-reduce adds in an order
-that depends on the size of the message, so that a token's bits would depend on its neighbours.)
+Ranks only gather numbers and add them in the order of ranks, so all compute the same bits. (A library's
+all-reduce adds in an order that depends on the size of the message, so bits would depend on the batch.)
 
 All ranks have the same shapes, hence the same memory and work. Heads of keys and values that do not divide
 are filled up with zeros; where there are fewer than ranks, several ranks keep a copy of one and share its
@@ -18,7 +17,6 @@ queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,61 +30,47 @@ from ...models.config import ModelConfig
 from ...models.decoder import Layer, Model
 from .group import Group
 
-Gather = Callable[[Tensor], Tensor]
-"""x [...] of every rank, equal in shape and dtype -> [N, ...] in the order of ranks, on all of them."""
-
-Exchange = Callable[[Tensor], Tensor]
-"""x [N, ...] of every rank, x[r] for rank r -> [N, ...] in the order of ranks who sent it."""
-
 # What a GPU receives from its neighbours (370 GB/s) in the 20 us or so that slices cost beside their bytes:
 # one more exchange (10 us), and starts of kernels that add (one a rank and two or three, 1.3 us each).
 EXCHANGE = 7_400_000  # bytes
 UNIT = 16  # of the MLP's inner numbers, and of tokens: whole vectors of all products
 
 
-def in_slices(size: int, ranks: int) -> bool:
-    """Whether summands of so many bytes are added a slice by each rank.
-
-    Gathered, a rank receives ranks - 1 of them. In slices it receives 2 (ranks - 1) / ranks, as in a ring, in
-    two exchanges for one.
-    """
-    return size * (ranks - 1) * (ranks - 2) > ranks * EXCHANGE
-
-
 class Summed(Linear):
     """A product of which every rank has a summand, by its `part` [N, K / ranks] of the weight. Of the bias
     one rank has all, and the others zeros."""
 
-    def __init__(self, part: Linear, gather: Gather, exchange: Exchange, ranks: int) -> None:
+    def __init__(self, part: Linear, group: Group) -> None:
         super().__init__(part.weight, part.bias)
-        self.part, self.gather, self.exchange, self.ranks = part, gather, exchange, ranks
+        self.part, self.group = part, group
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-        return residual_add(self.parts(self.part(x)), stream.x, norm, own)
+        return residual_add(self._parts(self.part(x)), stream.x, norm, own)
 
-    def parts(self, product: Tensor) -> Tensor:
+    def _parts(self, product: Tensor) -> Tensor:
         """From this rank's summand [T, H]: those of all ranks [ranks, T, H], or their sum [1, T, H]. Added in
         order in float32 and rounded, they are the same.
 
-        They are gathered, or, where that takes longer (`in_slices`), each rank adds some rows for all.
+        Gathered, a rank receives ranks - 1 summands. Where that takes longer, each rank adds some rows for
+        all, and receives 2 (ranks - 1) / ranks, as in a ring, in two exchanges.
         """
-        (T, H), n = product.shape, self.ranks
-        if not in_slices(product.nbytes, n):
-            return self.gather(product)
+        (T, H), n = product.shape, self.group.size
+        if product.nbytes * (n - 1) * (n - 2) <= n * EXCHANGE:
+            return self.group.gather(product)
         slices = F.pad(product, (0, 0, 0, -T % n)).view(n, -1, H)
-        return self.gather(total(self.exchange(slices))).view(1, -1, H)[:, :T]
+        return self.group.gather(total(self.group.exchange(slices))).view(1, -1, H)[:, :T]
 
 
 class Vocabulary(Linear):
     """The lm_head [V, H], of which every rank has a `part` of ceil(V / ranks) rows or more; `size` is V."""
 
-    def __init__(self, part: Linear, gather: Gather, size: int) -> None:
+    def __init__(self, part: Linear, group: Group, size: int) -> None:
         super().__init__(part.weight)
-        self.part, self.gather, self.size = part, gather, size
+        self.part, self.group, self.size = part, group, size
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits [T, V] of all ranks' tokens."""
-        columns = self.gather(self.part(x))  # [ranks, T, len(part)]
+        columns = self.group.gather(self.part(x))  # [ranks, T, len(part)]
         logits = columns.transpose(0, 1).flatten(1)[:, : self.size]
         return logits.contiguous() if out is None else out.copy_(logits)
 
@@ -96,14 +80,14 @@ class Embedding:
     """The embedding [V, H], of which every rank has a `part`: the rows from `first` on."""
 
     part: Tensor
-    gather: Gather
+    group: Group
     first: int
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the rows [T, H] of ids [T]: those of one rank, to which the others add zeros."""
         mine = (ids >= self.first) & (ids < self.first + len(self.part))
         rows = F.embedding(torch.where(mine, ids - self.first, 0), self.part)
-        return self.gather(rows.masked_fill(~mine[:, None], 0)).sum(0)
+        return self.group.gather(rows.masked_fill(~mine[:, None], 0)).sum(0)
 
 
 class Shard:
@@ -153,19 +137,18 @@ class Shard:
 
     def joined(self, model: Model) -> Model:
         """Return the model of this rank's weights, connected with the others'."""
-        gather, first = self.group.gather, self.group.rank * self.num_tokens
+        first = self.group.rank * self.num_tokens
         model.layers = [self._joined_layer(layer) for layer in model.layers]
-        model.embedding = Embedding(model.embedding, gather, first)  # type: ignore
-        model.lm_head = Vocabulary(model.lm_head, gather, self.vocab_size)
+        model.embedding = Embedding(model.embedding, self.group, first)  # type: ignore
+        model.lm_head = Vocabulary(model.lm_head, self.group, self.vocab_size)
         model.num_devices = self.group.size
         return model
 
     def _joined_layer(self, layer: Layer) -> Layer:
         def summed(linear: Linear) -> Linear:
-            group = self.group
-            if linear.bias is not None and group.rank:
+            if linear.bias is not None and self.group.rank:
                 linear.bias = torch.zeros_like(linear.bias)  # added once
-            return Summed(linear, group.gather, group.exchange, group.size)
+            return Summed(linear, self.group)
 
         return replace(layer, o=summed(layer.o), down=summed(layer.down))
 

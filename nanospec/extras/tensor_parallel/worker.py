@@ -2,6 +2,10 @@
 
 The engine's worker is the leader's. It sends every verb to the followers before it obeys it itself, so all
 tables are equal at all times, and so are the logits, of which each rank computes a part and gathers all.
+
+Drafters that propose on the host do so on the leader alone, and the followers receive their proposals. So
+their classes may be defined in the user's script, which followers do not run, and they may be random: all
+ranks verify the same drafts.
 """
 
 from __future__ import annotations
@@ -9,11 +13,13 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...config import EngineConfig
 from ...device.devices import on_own_device
@@ -24,9 +30,11 @@ from ...device.timing import Meet
 from ...device.worker import Worker
 from ...drafters.base import Drafter
 from ...drafters.costs import StepCosts
+from ...drafters.loading import Guessers
 from ...kernels.batch import Chunk
+from ...kernels.speculation.proposal import Proposal
+from ...kernels.table import Table
 from ...models.decoder import Model
-from .drafts import share_proposals
 from .group import Group
 from .job import Job
 
@@ -137,3 +145,38 @@ def _end(job: Job) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(job.group))
     else:
         job.close()
+
+
+class Remote(Drafter):
+    """The stand-in on a follower for a drafter of the leader's host."""
+
+    reads_on_host = True
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.name, self.max_drafts, self.runs_model = drafter.name, drafter.max_drafts, drafter.runs_model
+        self.makes_trees, self.memory = drafter.makes_trees, drafter.memory
+
+
+def for_followers(given: Guessers | None) -> Guessers | None:
+    """Return the `drafter` argument of the user with stand-ins for drafters of the host."""
+    if isinstance(given, Drafter):
+        return Remote(given) if given.reads_on_host else given
+    if given is None or isinstance(given, str):
+        return given
+    return [for_followers(each) for each in given]  # type: ignore[misc]
+
+
+def share_proposals(drafters: Iterable[Drafter], group: Group) -> None:
+    """Have all ranks use what the leader's drafters of the host propose."""
+    for drafter in drafters:
+        if drafter.reads_on_host:
+            drafter.propose = partial(_propose, group, drafter.propose)  # type: ignore[method-assign]
+
+
+def _propose(group: Group, own: Callable[..., Proposal], table: Table, rows: Tensor, k: int) -> Proposal:
+    if group.rank:
+        parts: Any = group.receive()
+        return Proposal._make(part if part is None else part.to(group.device) for part in parts)
+    proposal = own(table, rows, k)
+    group.send([part if part is None else part.cpu() for part in proposal])
+    return proposal

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -65,7 +63,7 @@ def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -
     def run(group: Group) -> list[Tensor]:
         own_bias = torch.zeros_like(bias) if group.rank else bias
         part = make_linear(weight.split(columns, 1)[group.rank].contiguous(), own_bias)
-        summed = Summed(part, group.gather, group.exchange, group.size)
+        summed = Summed(part, group)
         mine = h.split(columns, 1)[group.rank].contiguous()
         return [summed.add_to(stream_of(x, norm), mine, norm).x for _ in range(2)]
 
@@ -84,27 +82,28 @@ def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_vocabulary_in_parts_gives_rows_and_scores_of_the_whole(ranks: int) -> None:
     V, H, ids, x = 50, 16, torch.tensor([0, 49, 24, 25, 24], dtype=torch.int32), normal(3, 16, seed=5)
-    whole, width = normal(V, H), -(-V // ranks)
+    whole, width, norm = normal(V, H), -(-V // ranks), Norm(torch.ones(H), 1e-5)
     padded = torch.cat([whole, torch.zeros(ranks * width - V, H)]).split(width)
-    given: list[Tensor] = []
-    for own in range(ranks):
-        tables = [Embedding(part, lambda x: x[None], i * width) for i, part in enumerate(padded)]
-        given[:] = [table(ids) for table in tables]
-        table = replace(tables[own], gather=lambda _: torch.stack(given))
-        assert torch.equal(embed(ids, table, Norm(torch.ones(H), 1e-5), 3.0).x, 3 * whole[ids.long()])
-        parts = [make_linear(part) for part in padded]
-        given[:] = [part(x) for part in parts]
-        head = Vocabulary(parts[own], lambda _: torch.stack(given), V)
-        out = torch.full((3, V), float("nan"))
+
+    def run(group: Group) -> None:
+        part = padded[group.rank]
+        table = Embedding(part, group, group.rank * width)
+        assert torch.equal(embed(ids, table, norm, 3.0).x, 3 * whole[ids.long()])
+        head, out = Vocabulary(make_linear(part), group, V), torch.full((3, V), float("nan"))
         assert head(x, out) is out
         assert_close(out, x @ whole.T, 1e-6)
         assert torch.equal(head(x), out)
 
+    together(ranks, run)
+
 
 def test_the_kernels_take_a_stream_of_embeddings_in_parts() -> None:
     whole, ids, norm = normal(8, 64), torch.tensor([7, 0], dtype=torch.int32), Norm(torch.ones(64), 1e-5)
+
+    def run(group: Group) -> Stream:
+        return embed(ids, Embedding(whole, group, 0), norm)
+
     with forced("triton"):
-        stream = embed(ids, Embedding(whole, lambda x: x[None], 0), norm)
-    assert isinstance(stream, Stream)
+        [stream] = together(1, run)
     assert torch.equal(stream.x, whole[ids.long()])
     assert_close(normed(stream), normed(stream_of(whole[ids.long()], norm)), 1e-6)
