@@ -20,9 +20,8 @@ from torch import Tensor
 
 from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
 from nanospec.kernels.table import Table
-from nanospec.models.config import ModelConfig
+from nanospec.models.config import ModelConfig, Rope
 from nanospec.models.decoder import Model
-from nanospec.models.rope import Rope
 from nanospec.text.tokenizer import Tokenizer
 from tests.random_weights import random_model
 

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from nanospec.models.config import frequencies
 from nanospec.models.families import FAMILIES, family_of, read_config
-from nanospec.models.rope import frequencies
 
 from .mutation import mutate_json as mutate
 from .refusal import answer

@@ -124,21 +124,18 @@ def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTim
 
 def _merged(first: Proposal, second: Proposal, code: int) -> Proposal:
     """Return the drafts of `first` where it has some, else those of `second`, the drafter `code`."""
-    done, parents = first.num_drafts > 0, None
+    done = first.num_drafts > 0
+
+    def chosen(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(done if one.dim() == 1 else done[:, None], one, other)
+
+    second = second._replace(drafter=torch.where(second.drafter == NOBODY, second.drafter, code))
+    parents = None
     if first.parents is not None or second.parents is not None:
-        parents = torch.where(done[:, None], _parents(first), _parents(second))
-    behind = torch.where(second.drafter == NOBODY, second.drafter, code)
+        parents = chosen(_parents(first), _parents(second))
     logits, sampled = (first.logits, done) if second.logits is None else (second.logits, ~done)
-    return Proposal(
-        torch.where(done[:, None], first.drafts, second.drafts),
-        torch.where(done, first.num_drafts, second.num_drafts),
-        torch.where(done[:, None], first.source, second.source),
-        torch.where(done, first.match_len, second.match_len),
-        torch.where(done, first.drafter, behind),
-        parents,
-        logits,
-        sampled,
-    )
+    merged = Proposal(*map(chosen, first[:5], second[:5]))
+    return merged._replace(parents=parents, logits=logits, sampled=sampled)
 
 
 def _parents(proposal: Proposal) -> Tensor:

@@ -26,8 +26,7 @@ from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.rope_cache import Angles, rope_cache
 from ..kernels.layer.stream import Stream, embed
-from .config import ModelConfig
-from .rope import Rope, cos_sin_table
+from .config import ModelConfig, Rope, cos_sin_table
 
 GetWeight = Callable[[str], Tensor]
 """Returns a tensor of `ModelConfig.parameter_shapes` by name, in the model's dtype, on its device."""

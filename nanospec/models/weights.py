@@ -31,31 +31,23 @@ MAX_NAMED = 8  # tensors named per kind of mismatch
 
 
 class Split(Protocol):
-    """The part of a model that one of several devices has.
-
-    Attributes:
-        config: the sizes of the part.
-    """
+    """The part of a model that one of several devices has; `config` has its sizes."""
 
     config: ModelConfig
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of a tensor of the whole model."""
-        ...
 
     def joined(self, model: Model) -> Model:
         """Return the model of the part, connected with the other devices."""
-        ...
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
     """Return the dtype to compute in. "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 if
     `fast_in_bfloat16`, else float32. Raises ValueError for float16 on a CPU."""
     on_cpu = torch.device(device).type == "cpu"
-    if name == "auto" and on_cpu:
-        return torch.bfloat16 if fast_in_bfloat16() else torch.float32
     if name == "auto":
-        return config.torch_dtype
+        name = config.dtype if not on_cpu else "bfloat16" if fast_in_bfloat16() else "float32"
     if name not in DTYPES:
         raise ValueError(f"dtype={shown(name)} must be 'auto' or one of {', '.join(map(repr, DTYPES))}.")
     if on_cpu and name == "float16":

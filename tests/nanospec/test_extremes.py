@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from nanospec.config import SamplingParams
+from nanospec.models.config import cos_sin_table
 from nanospec.models.decoder import Model
 from nanospec.models.families import read_config
-from nanospec.models.rope import cos_sin_table
 from tests.drive import Job, alone, assert_same, make_engine, outcome, run
 from tests.tiny import Pages, checkpoint, tiny_model
 

@@ -18,8 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from torch import Tensor
 
 from ...text.checks import shown
-from ..config import ModelConfig
-from ..rope import Rope
+from ..config import ModelConfig, Rope
 
 KINDS = {
     int: "a positive integer of at most {most}",
@@ -100,15 +99,13 @@ def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **f
     hidden_size, num_heads = value(raw, "hidden_size", int), value(raw, "num_attention_heads", int)
     num_layers = value(raw, "num_hidden_layers", int)
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    same_names = "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"
     common = {
-        "vocab_size": value(raw, "vocab_size", int),
-        "hidden_size": hidden_size,
-        "intermediate_size": value(raw, "intermediate_size", int),
+        **{name: value(raw, name, int) for name in same_names},
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": value(raw, "num_key_value_heads", int, num_heads),
         "head_dim": value(raw, "head_dim", int, hidden_size // num_heads),
-        "max_position_embeddings": value(raw, "max_position_embeddings", int),
         "windows": (None,) * num_layers,
         "rms_norm_eps": value(raw, "rms_norm_eps", float),
         "tie_word_embeddings": value(raw, "tie_word_embeddings", bool, False),
@@ -161,12 +158,10 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
     """Return RoPE from `rope_theta` with `rope_scaling`, or from `rope_parameters` (transformers 5).
     `partial`: the family supports heads that are rotated in part."""
     given = rope_entry(raw)
-    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    part = 1.0 if part is None else part
-    if part != 1 and not partial:
-        raise ValueError(f"partial_rotary_factor={shown(part)} is not supported here; only 1 is.")
-    if type(part) not in (int, float) or not 0 < part <= 1:
-        raise ValueError(f"partial_rotary_factor={shown(part)} must be a number above 0 and at most 1.")
+    part = value({**raw, **given}, "partial_rotary_factor", float, 1.0)
+    if part > 1 or (part < 1 and not partial):
+        most = "a number of at most 1" if partial else "only 1"
+        raise ValueError(f"partial_rotary_factor={part} is not supported here; {most} is.")
     theta = value(given, "rope_theta", float, value(raw, "rope_theta", float, theta))
     kind = given.get("rope_type", given.get("type", "default"))
     # The context of pretraining, in Hugging Face's order: beside the RoPE entry, in it, or the longest.
@@ -174,14 +169,14 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
     length = value(raw, key, int, value(given, key, int, longest))
     match kind:
         case "default":
-            return Rope(theta=theta, part=float(part))
+            return Rope(theta=theta, part=part)
         case "linear":
-            return Rope("linear", theta, factor=value(given, "factor", float), part=float(part))
+            return Rope("linear", theta, factor=value(given, "factor", float), part=part)
         case "llama3":
             low, high = value(given, "low_freq_factor", float), value(given, "high_freq_factor", float)
             if low >= high:
                 raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}.")
-            return Rope("llama3", theta, value(given, "factor", float), low, high, length, float(part))
+            return Rope("llama3", theta, value(given, "factor", float), low, high, length, part)
         case "longrope":
             if length == 1:
                 raise ValueError(f"{key}=1 of longrope must be at least 2.")
@@ -190,7 +185,7 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
                 theta,
                 factor=value(given, "factor", float, longest / length),
                 original_max_len=length,
-                part=float(part),
+                part=part,
                 short_factors=_factors(given, "short_factor"),
                 long_factors=_factors(given, "long_factor"),
                 attention_factor=optional(given, "attention_factor"),

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...text.checks import shown
-from ..config import ModelConfig
-from ..rope import Rope
+from ..config import ModelConfig, Rope
 from .base import Family, Raw, layer_windows, optional, read, rope, value
 
 # Llama's name for the norm before the MLP is Gemma's for the one after attention.

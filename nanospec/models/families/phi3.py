@@ -2,7 +2,7 @@
 
 Phi-4-mini rotates a part of each head only, pairs (i, i + R/2) of its first R numbers. What q . k is does not
 change if the numbers of q's and k's heads are put into another order, the same for both: `convert` puts these
-pairs D/2 apart, where the kernels look for them, and the others get angles of 0 (`rope.py`).
+pairs D/2 apart, where the kernels look for them, and the others get angles of 0 (`Rope` in `config.py`).
 """
 
 from __future__ import annotations

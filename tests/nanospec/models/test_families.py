@@ -211,7 +211,7 @@ def test_phi_3_as_released() -> None:
         (GEMMA2_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         (GEMMA2_2B, {"attn_logit_softcapping": -1}, "attn_logit_softcapping=-1 must be a positive number"),
         (GEMMA3_4B, {"text_config": None}, "'text_config' is missing"),
-        (PHI3, {"partial_rotary_factor": 2}, "partial_rotary_factor=2 must be a number above 0"),
+        (PHI3, {"partial_rotary_factor": 2}, "partial_rotary_factor=2.0 .*; a number of at most 1 is"),
         (PHI3, {"rope_scaling": {"type": "longrope"}}, "'short_factor' of longrope must be a list"),
     ],
     ids=["activation", "bidirectional", "cap", "text", "part", "factors"],

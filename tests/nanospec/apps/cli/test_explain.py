@@ -12,6 +12,7 @@ import pytest
 from nanospec import LLM, SpecConfig
 from nanospec.apps.cli import explain
 from nanospec.apps.cli.console import Console
+from nanospec.models.config import DTYPES
 from nanospec.models.families import read_config
 
 
@@ -20,7 +21,7 @@ def test_a_step_reads_the_weights_and_the_cache_once(smollm2: Path) -> None:
     for tie in (True, False):
         shape = replace(config, tie_word_embeddings=tie)
         read = 2 * (shape.num_parameters - (0 if tie else config.vocab_size * config.hidden_size))
-        cache = 1000 * config.kv_bytes_per_token(shape.torch_dtype)
+        cache = 1000 * config.kv_bytes_per_token(DTYPES[shape.dtype])
         for tokens in (1, 5):
             parts = explain.parts(shape, tokens, 1000, 2)
             assert sum(part.bytes for part in parts) == read + cache
