@@ -83,12 +83,7 @@ class Linear:
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
         """Return the stream plus x @ weight.T + bias, or plus its `own` norm, for the next `norm`."""
-        if own is not None:
-            return residual_add(self(x)[None], stream.x, norm, own)
-        return self._add_to(stream, x, norm)
-
-    def _add_to(self, stream: Stream, x: Tensor, norm: Norm) -> Stream:
-        return Stream(stream.x + self(x), norm)
+        return residual_add(self(x)[None], stream.x, norm, own)
 
 
 class TritonLinear(Linear):
@@ -103,7 +98,9 @@ class TritonLinear(Linear):
     def gated(self, stream: Stream, gate: Gate = "silu") -> Tensor:
         return product(stream, self.weight, self.bias, gate)
 
-    def _add_to(self, stream: Stream, x: Tensor, norm: Norm) -> Stream:
+    def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
+        if own is not None:  # which needs whole rows
+            return super().add_to(stream, x, norm, own)
         return product_add(x, self.weight, self.bias, stream, norm)
 
 
@@ -122,7 +119,9 @@ class OneDnnLinear(Linear):
         rows = _at_least_two(x)
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")[: len(x)]
 
-    def _add_to(self, stream: Stream, x: Tensor, norm: Norm) -> Stream:
+    def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
+        if own is not None:
+            return super().add_to(stream, x, norm, own)
         rows = _at_least_two(x)
         to = stream.x.expand(len(rows), -1)
         added = torch.ops.mkldnn._linear_pointwise.binary(rows, to, self.weight, self.bias, "add")

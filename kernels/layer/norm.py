@@ -25,7 +25,16 @@ class Norm(NamedTuple):
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """Normalise each row of x by its root mean square and scale by the weight."""
-    return launch(x, norm) if use_triton(x) else naive(x, norm)
+    if not use_triton(x):
+        return naive(x, norm)
+    H = x.shape[-1]
+    rows = x.reshape(-1, H)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = rows.new_empty(rows.shape)
+    if len(rows):
+        _rms_norm[(len(rows),)](rows, norm.weight, out, rows.stride(0), norm.eps, H=H, **row_options(H, x))
+    return out.view(x.shape)
 
 
 def naive(x: Tensor, norm: Norm) -> Tensor:
@@ -44,18 +53,6 @@ def _rms_norm(x, weight, out, row_stride, eps, H: tl.constexpr, PDL: tl.constexp
     scale = tl.rsqrt(tl.sum(value * value) / H + eps)
     w = tl.load(weight + i, i < H, other=0.0).to(tl.float32)
     tl.store(out + row * H + i, (value * scale * w).to(out.dtype.element_ty), i < H)
-
-
-def launch(x: Tensor, norm: Norm) -> Tensor:
-    H = x.shape[-1]
-    assert norm.weight.shape == (H,)
-    rows = x.reshape(-1, H)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    out = rows.new_empty(rows.shape)
-    if len(rows):
-        _rms_norm[(len(rows),)](rows, norm.weight, out, rows.stride(0), norm.eps, H=H, **row_options(H, x))
-    return out.view(x.shape)
 
 
 def row_options(H: int, like: Tensor) -> dict[str, Any]:
