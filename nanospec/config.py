@@ -197,6 +197,18 @@ class EngineConfig:
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
 
+    @classmethod
+    def from_options(cls, spec: SpecConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+        """Read the options of `LLM`: fields of this class, or `speculative_config` and other names that vLLM
+        has for them. Raises TypeError or ValueError."""
+        ours = {ALIASES.get(name, name): value for name, value in options.items()}
+        if (asked := ours.pop("speculative_config", None)) is not None:
+            if spec is not None:
+                raise TypeError("spec and speculative_config are the same in two words; give one of them.")
+            spec = SpecConfig.from_vllm(asked)
+        check_names(ours, cls)
+        return cls(spec=spec or SpecConfig(), **ours)
+
 
 @dataclass(frozen=True)
 class SamplingParams:

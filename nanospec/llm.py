@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .config import ALIASES, EngineConfig, SamplingParams, SpecConfig, check_names
+from .config import EngineConfig, SamplingParams, SpecConfig
 from .device.devices import current, resolve_device, settle_threads, use_threads
 from .device.memory import explained, in_a_step
 from .device.worker import Worker
@@ -51,13 +51,7 @@ class LLM:
         drafter: Guessers | None = None,
         **options: Any,
     ) -> None:
-        options = {ALIASES.get(name, name): value for name, value in options.items()}
-        if (asked := options.pop("speculative_config", None)) is not None:
-            if spec is not None:
-                raise TypeError("spec and speculative_config are the same in two words; give one of them.")
-            spec = SpecConfig.from_vllm(asked)
-        check_names(options, EngineConfig)
-        self.config = EngineConfig(spec=spec or SpecConfig(), **options)
+        self.config = EngineConfig.from_options(spec, options)
         who_guesses(self.config.spec, drafter)  # bad ones are refused before the model is loaded
         folder = resolve_model(model)
         self.tokenizer = Tokenizer(folder)

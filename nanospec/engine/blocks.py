@@ -26,8 +26,6 @@ class BlockPool:
     """Reference-counted blocks 0 .. num_blocks-1 with a cache of what they hold."""
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks} must be at least 1.")
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -64,12 +62,10 @@ class BlockPool:
         """`count` blocks with one reference each, or None (and no change) if too few are free."""
         if count > len(self._free):
             return None
-        blocks = []
-        for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            self.forget([block])
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self.forget(blocks)
+        for block in blocks:
             self._references[block] = 1
-            blocks.append(block)
         return blocks
 
     def register(self, block: int, name: bytes) -> None:

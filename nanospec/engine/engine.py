@@ -31,8 +31,8 @@ from .scheduler import Plan, Scheduler
 
 
 class Queued(NamedTuple):
-    """A step that has not been collected: its requests, their rows at that time, its K, what it promised (see
-    `Policy`), and what each extension keeps of it."""
+    """A step that has not been collected: its requests, their rows at that time, its K, `Policy.promised`,
+    and what each extension keeps of it."""
 
     requests: list[Request]
     rows: list[int]
@@ -56,13 +56,9 @@ class Engine:
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
         on_gpu, wanted = worker.device.type == "cuda", config.async_scheduling
         self.lag = int(worker.graphs is not None and (on_gpu if wanted is None else wanted))
+        rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.scheduler = Scheduler(
-            worker.num_blocks,
-            config.block_size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            lookahead=worker.max_k,
-            lag=self.lag,
+            worker.num_blocks, config.block_size, rows, tokens, lookahead=worker.max_k, lag=self.lag
         )
         self.extensions = worker.extensions
         for extension in self.extensions:
@@ -93,13 +89,9 @@ class Engine:
             raise ValueError("response_format needs an engine with an extension for it; make it by LLM(...).")
 
     def add(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        index: int = 0,
-        salt: bytes = b"",
+        self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
     ) -> Request:
-        """Queue one output of a prompt, as `new` and `queue` do."""
+        """Check and queue one output of a prompt; see `new`."""
         self.check(prompt_ids, params)
         request = self.new(prompt_ids, params, index, salt)
         self.queue(request)
@@ -110,16 +102,13 @@ class Engine:
     ) -> Request:
         """Return one output of a prompt that has passed `check`, to be queued. `index` is its number among
         `params.n`; outputs of equal `salt` share cached blocks where prefix caching is off (see `llm.py`)."""
-        number = next(self._ids)
-        limit = self.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt_ids) + params.max_tokens)
+        number, most = next(self._ids), params.max_tokens or self.max_model_len
         request = Request(
             id=f"request-{number}",
             prompt_ids=list(prompt_ids),
             params=params,
             seed=seed_of(params.seed, index, self.config.seed + 1 + number),
-            max_len=limit,
+            max_len=min(len(prompt_ids) + most, self.max_model_len),
             stop_ids=self.limits.stop_ids(params),
             salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
             output=OutputText(self.tokenizer, params.stop, params.min_tokens),
@@ -166,7 +155,9 @@ class Engine:
         computed for a request that the host has ended meanwhile is dropped.
         """
         with self.worker.stages["host"]:
-            plan = self.scheduler.schedule(self._held())
+            # The last step of these must be collected before they take part in another.
+            held = {r for queued in self._queue for r in queued.requests if r.constraint is not None}
+            plan = self.scheduler.schedule(held)
             self._admit(plan)
         touched = self._prefill(plan) if plan.prefill else []
         if plan.decode:
@@ -180,25 +171,20 @@ class Engine:
                 extension.collected(queued, results, kept)
         return touched
 
-    def _held(self) -> set[Request]:
-        """Return the requests whose last step must be collected before they take part in another."""
-        return {r for queued in self._queue for r in queued.requests if r.constraint is not None}
-
     def _admit(self, plan: Plan) -> None:
-        """Tell the worker who has lost and who has got a row."""
+        """Tell the worker which requests have lost their rows and which have got one."""
         for row in plan.preempted:
             self.worker.release(row)
         for request, num_cached in plan.admitted.items():
             self.policy.reset(request.row)
             self.worker.admit(request.admission(num_cached))
+            if not request.num_preemptions:
+                self.metrics.num_prompt_tokens += len(request.prompt_ids)
+                self.metrics.num_cached_tokens += request.num_cached_tokens
         self.metrics.num_preemptions += len(plan.preempted)
-        new = [request for request in plan.admitted if not request.num_preemptions]
-        self.metrics.num_prompt_tokens += sum(len(request.prompt_ids) for request in new)
-        self.metrics.num_cached_tokens += sum(request.num_cached_tokens for request in new)
 
     def _prefill(self, plan: Plan) -> list[Request]:
-        """Queue pieces of prompts. Returns whom it has ended, as there is no memory for them: the others go
-        on."""
+        """Queue pieces of prompts. Return the requests that were ended for lack of memory; others go on."""
         try:
             self.worker.prefill([Chunk(r.row, start, count) for r, start, count in plan.prefill])
         except Exception as error:
@@ -214,7 +200,7 @@ class Engine:
     def _launch(self, plan: Plan) -> Queued:
         """Queue a step of the requests that decode."""
         requests = plan.decode
-        steps = [self._row_order(request) for request in requests]
+        steps = list(map(self._row_order, requests))
         weighs_model = self.worker.model_code != NOBODY
         by_row = {step.row: step.asked if weighs_model else step.limit for step in steps}
         context = sum(request.num_tokens for request in requests)

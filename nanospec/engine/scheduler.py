@@ -1,15 +1,14 @@
-"""Who runs in the next step, with how many tokens.
+"""Choose the requests of the next step, and their numbers of tokens.
 
-Running requests that are prefilled all decode in every step. What is left of the token budget goes
-to prompts, first come first served and in chunks, so that a long prompt never stalls a running
-request for longer than one chunk. A prompt that is not done with what is left takes half of it if others
-can follow, so that a short one's first token does not wait for a long one's end. When blocks run out, the
-request that was admitted last is preempted: it gives its blocks back and later computes its K/V anew (mostly
-from the prefix cache).
+Running requests that are prefilled all decode in every step. What is left of the token budget goes to
+prompts, first come first served and in chunks, so that a long prompt never stalls a running request for
+longer than one chunk. A prompt that is not done with what is left takes half of it if others can follow, so
+that a short one's first token does not wait for a long one's end. When blocks run out, the request that was
+admitted last is preempted: it gives its blocks back and later computes its K/V anew (mostly from the cache).
 
-A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within
-one forward pass all K/V of a layer are written before they are read, so a request scheduled behind it
-in the same pass may already share them. That is how the `n` samples of one prompt share its blocks.
+A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within one
+forward pass all K/V of a layer are written before they are read, so a request scheduled behind it in the same
+pass may already share them, as the `n` samples of one prompt do.
 """
 
 from __future__ import annotations
@@ -46,19 +45,11 @@ class Scheduler:
     """Owns the queues, the rows and the blocks of all requests."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_rows: int,
-        max_tokens: int,
-        lookahead: int,
-        lag: int = 0,
+        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, lookahead: int, lag: int = 0
     ) -> None:
         """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead; `lag`: steps
         that are queued before their results are known, each of which may add K + 1 tokens."""
-        self.block_size = block_size
-        self.max_tokens = max_tokens
-        self.lookahead = lookahead
+        self.block_size, self.max_tokens, self.lookahead = block_size, max_tokens, lookahead
         self.slots_ahead = lookahead + lag * (lookahead + 1)
         self._num_blocks, self._num_rows = num_blocks, num_rows
         self.reset()
@@ -116,16 +107,14 @@ class Scheduler:
             request.num_registered = i + 1
 
     def unwritten(self, plan: Plan) -> list[Request]:
-        """Unname the blocks that the prompts of a plan were to fill, as they were not; who has some of it."""
+        """Unname the blocks that the prompts of a plan were to fill, as they were not. Return the requests
+        that have some of them."""
         lost = {block for r, start, _ in plan.prefill for block in r.blocks[start // self.block_size :]}
         self.pool.forget(lost)
         return [request for request in self.running if not lost.isdisjoint(request.blocks)]
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def _next(self, plan: Plan) -> Request | None:
-        """Who of those that wait comes first, if there are a row and blocks for it. Who will share blocks
+        """Return the first waiting request, if there are a row and blocks for it. One that will share blocks
         that are just being computed waits for them, and lets others go first."""
         if not self.waiting or not self._free_rows or plan.preempted:
             return None
@@ -143,7 +132,7 @@ class Scheduler:
         return in_both and own[block] == others[block]
 
     def _needs(self, request: Request) -> tuple[list[int], int]:
-        """For a request's text and first step: the blocks that hold some of it, how many more it takes."""
+        """Return the blocks that hold some of a request's text, and how many more its first step takes."""
         reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
         shared = self.pool.match(reusable)
         return shared, self._blocks_ahead(request) - len(shared)
@@ -174,8 +163,9 @@ class Scheduler:
         return count
 
     def _blocks_ahead(self, request: Request) -> int:
-        """Blocks that hold the request's text and what may be added until its results are known."""
-        return self.blocks_for(min(request.num_tokens + self.slots_ahead, request.max_len))
+        """Return the number of blocks for the request's text and what may be added until its results are
+        known."""
+        return -(-min(request.num_tokens + self.slots_ahead, request.max_len) // self.block_size)
 
     def _extend(self, request: Request, plan: Plan) -> bool:
         """Allocate the slots of the next step, preempting later requests if need be."""
@@ -192,7 +182,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
-        # Queued first, so that it is in a queue whatever interrupts this; behind those who let it pass.
+        # Queued first, so that it is in a queue whatever interrupts this; behind those that came earlier.
         earlier = sum(other.arrival_time < request.arrival_time for other in self.waiting)
         self.waiting.insert(earlier, request)
         self.running.remove(request)

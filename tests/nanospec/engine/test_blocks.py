@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -161,8 +160,3 @@ def test_a_block_that_is_named_again_loses_its_first_name() -> None:
     pool.register(block, first)
     pool.register(block, second)
     assert (pool.match([first]), pool.match([second])) == ([], [block])
-
-
-def test_an_empty_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_blocks=0 must be at least 1"):
-        BlockPool(0)
