@@ -28,30 +28,22 @@ class Rope:
     Where only R numbers of a head are rotated, R takes the place of D, and the last (D - R)/2 pairs stand
     still; `families/phi3.py` reorders such heads.
 
-    Attributes:
-        kind: "default" as above; "linear" divides every frequency by `factor`; "llama3" divides low
-            frequencies, keeps high ones and blends between; "longrope" divides each by its own factor.
-        theta: the base.
-        factor: ratio of the context to that of pretraining.
-        low_freq_factor, high_freq_factor, original_max_len: of llama3. Wavelengths above original_max_len /
-            low_freq_factor are low, those below original_max_len / high_freq_factor are high.
-        part: the rotated fraction of each head.
-        short_factors, long_factors: of longrope, one for each rotated pair; the long ones hold if
-            max_position_embeddings exceeds original_max_len (cached keys cannot change over).
-        attention_factor: of longrope, the scale of q and k; None computes it from `factor`
-            (https://arxiv.org/abs/2402.13753).
+    "linear" divides every frequency by `factor`. "llama3" divides low frequencies, keeps high ones and blends
+    between: wavelengths above original_max_len / low_freq_factor are low, those below original_max_len /
+    high_freq_factor are high. "longrope" (https://arxiv.org/abs/2402.13753) divides each pair by its own
+    factor: a long one if max_position_embeddings exceeds original_max_len, as cached keys cannot change over.
     """
 
     kind: Literal["default", "linear", "llama3", "longrope"] = "default"
     theta: float = 10000.0
-    factor: float = 1.0
+    factor: float = 1.0  # the context over that of pretraining
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
-    part: float = 1.0
+    part: float = 1.0  # of each head, that is rotated
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    attention_factor: float | None = None
+    attention_factor: float | None = None  # of longrope, the scale of q and k; None: from `factor`
 
     def rotated(self, head_dim: int) -> int:
         """Return the number of rotated values of a head."""
@@ -69,21 +61,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one decoder.
-
-    Attributes:
-        qkv_bias, o_bias, mlp_bias: whether the projections (mlp: all three) have a bias.
-        qk_norm: RMSNorm over each head of q and k before the rotation.
-        out_norms: RMSNorm of what attention and the MLP give, before it is added to the residual stream.
-        gate: the function of the MLP's gate; "gelu" is its approximation by tanh.
-        windows: one per layer; w lets a token see itself and the w - 1 before it, None all of them.
-        local_rope: of layers with a window, if it is not `rope`.
-        query_scalar: q . k is divided by its root; None: by that of `head_dim`.
-        attention_softcap, logit_softcap: c makes c * tanh(x / c) of scores x before softmax, of the logits.
-        embedding_scale: factor of the embeddings, rounded to the dtype of the computation as they are.
-        tie_word_embeddings: the output head is the embedding table.
-        dtype: "float32", "bfloat16" or "float16", what the checkpoint says it is stored in.
-    """
+    """The shape of one decoder."""
 
     vocab_size: int
     hidden_size: int
@@ -93,22 +71,22 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # of each layer; w lets a token see itself and the w - 1 before it
     rms_norm_eps: float = 1e-6
     rope: Rope = field(default_factory=Rope)
-    local_rope: Rope | None = None
+    local_rope: Rope | None = None  # of layers with a window, if it is not `rope`
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    out_norms: bool = False
-    gate: Literal["silu", "gelu"] = "silu"
-    query_scalar: float | None = None
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    embedding_scale: float = 1.0
-    tie_word_embeddings: bool = False
-    dtype: str = "float32"
+    mlp_bias: bool = False  # of all three projections
+    qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation
+    out_norms: bool = False  # RMSNorm of what attention and the MLP add to the residual stream
+    gate: Literal["silu", "gelu"] = "silu"  # of the MLP; "gelu" is its approximation by tanh
+    query_scalar: float | None = None  # q . k is divided by its root; None: by that of `head_dim`
+    attention_softcap: float | None = None  # c makes c * tanh(x / c) of scores x before softmax
+    logit_softcap: float | None = None  # the same for the logits
+    embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the computation
+    tie_word_embeddings: bool = False  # the output head is the embedding table
+    dtype: str = "float32"  # one of `DTYPES`, what the checkpoint says it is stored in
 
     def __post_init__(self) -> None:
         heads, kv, rotated = self.num_heads, self.num_kv_heads, self.rope.rotated(self.head_dim)

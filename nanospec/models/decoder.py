@@ -34,26 +34,18 @@ GetWeight = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one decoder layer. Weights used together are one: rows of q, k, v; rows of gate, up.
-
-    Attributes:
-        qkv: to (Hq + 2 Hkv) * D, with all q heads first, then all k heads, then all v heads.
-        qk_norms: of each head of q and of k.
-        o_norm, down_norm: of the outputs of attention and of the MLP.
-        gate_up: to 2 I, gate first.
-        window: sliding window in tokens, None for none.
-    """
+    """The weights of one decoder layer. Weights used together are one: rows of q, k, v; rows of gate, up."""
 
     input_norm: Norm
-    qkv: Linear
-    qk_norms: tuple[Norm, Norm] | None
+    qkv: Linear  # to (Hq + 2 Hkv) * D: all q heads, then all k heads, then all v heads
+    qk_norms: tuple[Norm, Norm] | None  # of each head of q and of k
     o: Linear
-    o_norm: Norm | None
+    o_norm: Norm | None  # of the output of attention
     post_norm: Norm
-    gate_up: Linear
+    gate_up: Linear  # to 2 I, gate first
     down: Linear
-    down_norm: Norm | None
-    window: int | None
+    down_norm: Norm | None  # of the output of the MLP
+    window: int | None  # sliding window in tokens
     rope: Rope
 
     @classmethod
