@@ -66,10 +66,9 @@ class ReplayStep(Step):
 
 
 class ReplayWorker(Worker):
-    """The output of a request is its reference text, by prompt; after its end, the model's own. Outputs are
-    labelled `simulated`."""
+    """The output of a request is its reference text, by prompt; after its end, the model's own. Results
+    say so (`simulated`)."""
 
-    simulated = "replay"
     step_type = ReplayStep
     _step: ReplayStep
 
@@ -154,7 +153,7 @@ def compare(
         out.add(
             f"{text} {last['tokens_per_step']:.2f} tokens per step, {last['step_ms']:.3f} ms per step",
             headline=True, case=what, system=name, rate=rate, speedup=ratio, **last,
-            fallbacks=graphs.fallbacks if graphs else None,
+            fallbacks=graphs.fallbacks if graphs else None, simulated="replay",
         )  # fmt: skip
 
 

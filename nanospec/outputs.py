@@ -117,7 +117,6 @@ class Completion:
         stats: what speculation did for it.
         seconds, first_token_seconds: from its arrival to its end, and to its first token.
         num_cached_tokens, num_preemptions: what the cache and the scheduler did with it.
-        simulated: what made the output up, in a benchmark; None for output of the model.
         kept: what an extension kept of its steps.
     """
 
@@ -134,7 +133,6 @@ class Completion:
     num_cached_tokens: int
     num_preemptions: int
     num_text_tokens: int
-    simulated: str | None = None
     index: int = 0
     kept: Any = field(default=None, repr=False, compare=False)
 
@@ -147,7 +145,7 @@ class Completion:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the pieces, ready for JSON."""
-        names = ("text", "token_ids", "finish_reason", "stop_reason", "error", "simulated")
+        names = ("text", "token_ids", "finish_reason", "stop_reason", "error")
         shown = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logprobs is not None:
             shown["logprobs"] = [{str(t): value[:2] for t, value in at.items()} for at in self.logprobs]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -36,16 +37,13 @@ def resolve_device(name: str) -> torch.device:
     one, and has its number from then on, since what is current may change. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(str(name))  # to a build for GPUs the number 3 would mean cuda:3
-    except RuntimeError:
-        raise ValueError(f"device={shown(name)} is no device; use 'auto', 'cpu' or 'cuda'.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={shown(name)} needs a GPU that this machine does not have; use 'cpu'.")
-    if device.type not in ("cuda", "cpu"):
+    if not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", str(name)):
         raise ValueError(f"device={shown(name)} is not supported; use 'auto', 'cpu' or 'cuda'.")
+    device = torch.device(name)
     if device.type == "cpu":
         return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={shown(name)} needs a GPU that this machine does not have; use 'cpu'.")
     count = torch.cuda.device_count()
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= count:

@@ -64,11 +64,9 @@ class Worker:
         stages: the time of steps by `orders.STAGES`.
         memory: the bytes that each device of the model keeps, by what they are for.
         failure: why it can do no more, None while it can.
-        simulated: what makes the output up, in a benchmark.
     """
 
     failure: str | None = None
-    simulated: str | None = None
     step_type: type[Step] = Step
     graphs: StepGraphs | None = None
 

@@ -50,7 +50,7 @@ class Engine:
         self.max_model_len = worker.max_model_len
         vocab_size, rule = worker.model.config.vocab_size, config.spec.acceptance
         self.limits = Limits(vocab_size, worker.max_model_len, tokenizer, rule)
-        self.metrics = Metrics(worker.stages, simulated=worker.simulated)
+        self.metrics = Metrics(worker.stages)
         self.metrics.spec.acceptance = rule
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
@@ -113,7 +113,6 @@ class Engine:
             salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
             output=OutputText(self.tokenizer, params.stop, params.min_tokens),
         )
-        request.simulated = self.metrics.simulated
         request.stats.acceptance = params.acceptance or self.config.spec.acceptance
         for extension in self.extensions:
             extension.new(request)

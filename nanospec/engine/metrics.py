@@ -22,11 +22,9 @@ class Metrics:
     num_preemptions: int = 0
     num_finished: int = 0
     num_aborted: int = 0
-    simulated: str | None = None  # what made the output up, in a benchmark
 
     def to_dict(self) -> dict[str, object]:
         return {
-            **({"simulated": self.simulated} if self.simulated else {}),
             **self.spec.to_dict(),
             **{name: value for name, value in vars(self).items() if name.startswith("num_")},
             "stage_seconds": {k: round(v.seconds, 6) for k, v in self.stages.items()},

@@ -66,7 +66,6 @@ class Request:
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # what of its parameters ended it
     error: str | None = None
-    simulated: str | None = None  # what made the output up, in a benchmark
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     draft_sources: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0  # of its prompt, found in the prefix cache when it first got a row
@@ -209,7 +208,6 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             num_text_tokens=min(self.output.num_text_tokens, len(self.output_ids)),
-            simulated=self.simulated,
             index=index,
             kept=self.kept,
         )
