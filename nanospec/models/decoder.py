@@ -82,9 +82,7 @@ class Model:
 
     Attributes:
         num_devices: among how many devices its weights are split.
-        config, dtype, device: as given.
         embedding, lm_head: [V, H], or this device's rows; with the same weight on a GPU if they are tied.
-        layers: one `Layer` each.
         norm: the final one.
         cos_sin: [max_position_embeddings, D] float32, the angles of each RoPE that a layer has.
         embedding_scale: factor of the embeddings.
@@ -120,15 +118,11 @@ class Model:
             self.weight_bytes += self.lm_head.num_bytes
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """Run the decoder over a batch and write its keys and values to the cache.
-
-        Args:
-            batch: input ids in 0 .. V - 1, also those of padding tokens; positions below
-                `max_position_embeddings`.
-            kv_cache: in the model's dtype. Entries that no query sees may hold any finite value.
+        """Run the decoder over a batch of T tokens and write its keys and values to the cache. Entries of the
+        cache that no query sees may hold any finite value. Ids of padding tokens must lie in the vocabulary.
 
         Returns:
-            [T, H] after the final norm. Padding tokens get unspecified values.
+            [T, H] after the final norm; for padding tokens anything.
         """
         c = self.config
         angles = {rope: Angles(table, batch.positions, self.dtype) for rope, table in self.cos_sin.items()}
