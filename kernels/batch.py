@@ -135,10 +135,8 @@ class Batch:
     def part(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:
         """These flat tokens alone, packed: `q_len` [B'] of each of these rows, after `base_len` [B'] cached
         ones. Waits for the device."""
-        names = ("input_ids", "positions", "slots", "ancestors", "parents")
-        of_tokens = {n: part[tokens] for n in names if (part := getattr(self, n)) is not None}
         return replace(
-            self,
+            self.of_tokens(tokens),
             rows=self.rows[rows],
             block_table=self.block_table[rows],
             q_start=(q_len.cumsum(0) - q_len).int(),
@@ -146,8 +144,13 @@ class Batch:
             base_len=base_len,
             max_q_len=max(int(q_len.max()), 1),
             max_kv_len=max(int((base_len + q_len).max()), 1),
-            **of_tokens,
         )
+
+    def of_tokens(self, tokens: Tensor | slice) -> Batch:
+        """These flat tokens, with the rows as they are."""
+        names = ("input_ids", "positions", "slots", "ancestors", "parents")
+        parts = {n: part[tokens] for n in names if (part := getattr(self, n)) is not None}
+        return replace(self, **parts)
 
     @property
     def tensors(self) -> Tensors:

@@ -78,14 +78,9 @@ def write(writes: Sequence[Write]) -> None:
 
 def naive(writes: Sequence[Write]) -> None:
     for tensor, row, first, end, values in writes:
-        if tensor.dim() == 1:
-            tensor[row] = values[0]
-            continue
-        behind = first + len(values)
-        if len(values) > 1:
-            tensor[row, first:behind] = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
-        if len(values) == 1 or behind < end:
-            tensor[row, behind - 1 : end] = values[-1]
+        columns, behind = tensor if tensor.dim() > 1 else tensor[:, None], first + len(values)
+        columns[row, first:behind] = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
+        columns[row, behind:end] = values[-1]
 
 
 @triton.jit

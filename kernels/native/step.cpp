@@ -33,8 +33,7 @@ struct Layout {
     Proposal proposal;
     const int* rows;
     int64_t packed;
-    int* memory;    // the results, one part behind the other
-    int64_t* masks;
+    Batch out;
     int64_t tokens, longest, kv_len;  // results; the last two are those of the longest rows
 };
 
@@ -54,38 +53,29 @@ extern "C" {
 void nanospec_lay_out(Layout* given) {
     const Table& table = given->table;
     const Proposal& proposal = given->proposal;
-    const long B = proposal.num_rows, k = proposal.k;
-    int* part = given->memory;
-    auto next_part = [&](long size) { return part += size, part - size; };
-    int *rows = next_part(B), *q_start = next_part(B), *q_len = next_part(B), *base_len = next_part(B);
-    int* block_table = next_part(B * table.max_blocks);
+    const Batch& out = given->out;
+    const long k = proposal.k;
     given->tokens = 0, given->longest = given->kv_len = 1;
-    for (long b = 0; b < B; b++) {
-        const int s = given->rows[b], base = std::max(table.num_tokens[std::max(s, 0)] - 1, 0);
-        const int drafts = std::clamp<int>(proposal.num_drafts[b], 0, proposal.k);  // a drafter's number is not trusted
-        const int n = s >= 0 && table.finished[s] == RUNNING ? drafts + 1 : 0;
-        rows[b] = n ? s : -1, q_start[b] = given->tokens, q_len[b] = n, base_len[b] = base;
-        given->tokens += given->packed ? n : k + 1;
-        given->longest = std::max<long>(given->longest, n), given->kv_len = std::max<long>(given->kv_len, base + n);
-    }
-    const long T = given->tokens;
-    int *input_ids = next_part(T), *positions = next_part(T), *slots = next_part(T), *above = next_part(T);
-    for (long b = 0; b < B; b++) {
-        const long row = std::max(given->rows[b], 0), n = q_len[b];
+    for (long b = 0; b < proposal.num_rows; b++) {
+        const int s = given->rows[b], row = std::max(s, 0), base = std::max(table.num_tokens[row] - 1, 0);
+        const int guesses = std::clamp<int>(proposal.num_drafts[b], 0, k);  // a drafter's number is not trusted
+        const int n = s >= 0 && table.finished[s] == RUNNING ? guesses + 1 : 0;
         const int *pages = table.block_table + row * table.max_blocks, *drafts = proposal.drafts + b * k;
         const int* parents = proposal.parents ? proposal.parents + b * k : nullptr;
-        std::copy_n(pages, table.max_blocks, block_table + b * table.max_blocks);
+        out.rows[b] = n ? s : -1, out.q_start[b] = given->tokens, out.q_len[b] = n, out.base_len[b] = base;
+        std::copy_n(pages, table.max_blocks, out.block_table + b * table.max_blocks);
         int depth[64] = {0};
         int64_t mask[64] = {1};
         for (int i = 0; i < (given->packed ? n : k + 1); i++) {
-            const long t = q_start[b] + i, index = base_len[b] + i;
+            const long t = given->tokens++, index = base + i;
             const int parent = i && parents ? parents[i - 1] : 0;
             if (i && parents) depth[i] = depth[parent] + 1, mask[i] = mask[parent] | int64_t(1) << i;
-            input_ids[t] = i ? drafts[i - 1] : table.tokens[row * table.max_context + index];
-            positions[t] = i < n ? base_len[b] + (parents ? depth[i] : i) : 0;
-            slots[t] = i < n ? pages[index / table.block_size] * table.block_size + index % table.block_size : -1;
-            if (parents) above[t] = parent, given->masks[t] = mask[i];
+            out.input_ids[t] = i ? drafts[i - 1] : table.tokens[row * table.max_context + index];
+            out.positions[t] = i < n ? base + (parents ? depth[i] : i) : 0;
+            out.slots[t] = i < n ? pages[index / table.block_size] * table.block_size + index % table.block_size : -1;
+            if (parents) out.parents[t] = parent, out.ancestors[t] = mask[i];
         }
+        given->longest = std::max<long>(given->longest, n), given->kv_len = std::max<long>(given->kv_len, base + n);
     }
 }
 

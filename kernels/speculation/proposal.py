@@ -86,7 +86,7 @@ def lay_out_text(
     """See `Batch.of_grid`."""
     if not use_triton(rows):
         return Batch.of_grid(table, rows, first, count, width, bound)
-    return _fill(_empty(table, rows, width, bound or table.max_context), table, rows, (first, count))
+    return _fill(_empty(table, rows, width, bound=bound), table, rows, (first, count))
 
 
 def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
@@ -118,21 +118,11 @@ def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
-    """By `native/step.cpp`, in one piece of memory."""
-    B, k = proposal.drafts.shape
-    per_row, per_token = [B, B, B, B, B * table.max_blocks], 3 if proposal.parents is None else 4
-    size = sum(per_row) + B * (k + 1) * per_token
-    memory = rows.new_empty(size)
-    masks = None if proposal.parents is None else rows.new_empty(B * (k + 1), dtype=torch.int64)
-    words = *proposal[:6], B, k, rows, packed, memory, masks
+    """By `native/step.cpp`."""
+    batch = _empty(table, rows, proposal.drafts.shape[1] + 1, proposal.parents is not None)
+    words = *proposal[:6], *proposal.drafts.shape, rows, packed, *batch.words
     T, longest, kv_len = call("nanospec_lay_out", *table, *words, 0, 0, 0)[-3:]
-    parts = torch.split_with_sizes(memory, [*per_row, *[T] * per_token, size - sum(per_row) - T * per_token])
-    request, q_start, q_len, base_len, pages, input_ids, positions, slots, *rest = parts
-    return Batch(
-        request, input_ids, positions, slots, pages.view(B, table.max_blocks), q_start, q_len, base_len,
-        longest if packed else k + 1, kv_len if packed else table.max_context,
-        None if masks is None else masks[:T], None if masks is None else rest[0],
-    )  # fmt: skip
+    return replace(batch.of_tokens(slice(T)), max_q_len=longest, max_kv_len=kv_len) if packed else batch
 
 
 @triton.jit
@@ -188,20 +178,16 @@ def _lay_out(table, rows, given, batch, width, TEXT: tl.constexpr, WIDTH: tl.con
 
 
 def launch(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
-    batch = _empty(table, rows, proposal.drafts.shape[1] + 1, table.max_context)
-    if proposal.parents is not None:
-        ancestors = rows.new_empty(batch.num_tokens, dtype=torch.int64)
-        batch = replace(batch, ancestors=ancestors, parents=rows.new_empty(batch.num_tokens))
+    batch = _empty(table, rows, proposal.drafts.shape[1] + 1, proposal.parents is not None)
     return _fill(batch, table, rows, proposal)
 
 
-def _empty(table: Table, rows: Tensor, width: int, bound: int) -> Batch:
-    """Return memory for a chain of `width` tokens per row."""
+def _empty(table: Table, rows: Tensor, width: int, tree: bool = False, bound: int | None = None) -> Batch:
+    """Return memory for `width` tokens per row."""
     B, T, new = len(rows), len(rows) * width, rows.new_empty
-    # In the order of its fields.
-    return Batch(
-        new(B), new(T), new(T), new(T), new(B, table.max_blocks), new(B), new(B), new(B), width, bound
-    )
+    tensors = new(B), new(T), new(T), new(T), new(B, table.max_blocks), new(B), new(B), new(B)
+    trees = (new(T, dtype=torch.int64), new(T)) if tree else ()
+    return Batch(*tensors, width, bound or table.max_context, *trees)
 
 
 def _fill(batch: Batch, table: Table, rows: Tensor, given: Proposal | tuple[Tensor, Tensor]) -> Batch:
