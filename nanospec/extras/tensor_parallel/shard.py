@@ -27,7 +27,7 @@ from ...kernels.layer.linear import Linear
 from ...kernels.layer.norm import Norm
 from ...kernels.layer.stream import Stream, residual_add, total
 from ...models.config import ModelConfig
-from ...models.decoder import Layer, Model
+from ...models.decoder import Model
 from .group import Group
 
 # What a GPU receives from its neighbours (370 GB/s) in the 20 us or so that slices cost beside their bytes:
@@ -128,8 +128,8 @@ class Shard:
             dim, (first, size) = 0, self._rows[module]
         elif module in self._columns and kind == "weight":
             dim, (first, size) = 1, self._columns[module]
-        else:
-            return tensor
+        else:  # a norm, or a bias that one rank adds
+            return torch.zeros_like(tensor) if module in self._columns and self.group.rank else tensor
         part = tensor[first : first + size] if dim == 0 else tensor[:, first : first + size]
         behind = (0, 0) * (part.dim() - 1 - dim)
         missing = size - part.shape[dim]
@@ -137,20 +137,14 @@ class Shard:
 
     def joined(self, model: Model) -> Model:
         """Return the model of this rank's weights, connected with the others'."""
-        first = self.group.rank * self.num_tokens
-        model.layers = [self._joined_layer(layer) for layer in model.layers]
-        model.embedding = Embedding(model.embedding, self.group, first)  # type: ignore
-        model.lm_head = Vocabulary(model.lm_head, self.group, self.vocab_size)
-        model.num_devices = self.group.size
+        first, group = self.group.rank * self.num_tokens, self.group
+        model.layers = [
+            replace(layer, o=Summed(layer.o, group), down=Summed(layer.down, group)) for layer in model.layers
+        ]
+        model.embedding = Embedding(model.embedding, group, first)  # type: ignore
+        model.lm_head = Vocabulary(model.lm_head, group, self.vocab_size)
+        model.num_devices = group.size
         return model
-
-    def _joined_layer(self, layer: Layer) -> Layer:
-        def summed(linear: Linear) -> Linear:
-            if linear.bias is not None and self.group.rank:
-                linear.bias = torch.zeros_like(linear.bias)  # added once
-            return Summed(linear, self.group)
-
-        return replace(layer, o=summed(layer.o), down=summed(layer.down))
 
 
 def check_split(whole: ModelConfig, size: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ...config import EngineConfig
-from ...device.devices import on_own_device
 from ...device.extension import Extension
 from ...device.orders import Admission, Flight, RowResult, StepOrder
 from ...device.step import Cut
@@ -56,8 +54,8 @@ class Rank(Worker):
         job: Job | None = None,
     ) -> None:
         self.group, self.job = group, job
-        self._flights: deque[Flight] = deque()
         super().__init__(config, model, drafters, extensions)
+        self.memory *= group.size  # shapes are equal on all ranks
         share_proposals(self.drafters, group)
         if job is not None:
             job.graphs = self.graphs
@@ -68,12 +66,6 @@ class Rank(Worker):
         plans = self.group.gather_numbers(super()._plan_cache())
         blocks, lengths = (min(numbers) for numbers in zip(*plans, strict=True))
         return blocks, lengths
-
-    @on_own_device
-    def _build(self) -> None:
-        super()._build()
-        [memory] = self.memory
-        self.memory = [dict(zip(memory, sizes)) for sizes in self.group.gather_numbers([*memory.values()])]
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
@@ -112,18 +104,12 @@ class Rank(Worker):
             return kept
 
         with self._all("step", order):
-            self._flights.append(super().step(order, agreed))
-        return self._flights[-1]
+            return super().step(order, agreed)
 
     def fetch(self, flight: Flight) -> list[RowResult]:
-        return self.fetch_next(next(i for i, queued in enumerate(self._flights) if queued is flight))
-
-    def fetch_next(self, skipped: int) -> list[RowResult]:
-        """Fetch the next flight after those `skipped`, which will not be fetched."""
-        with self._all("fetch_next", skipped):
-            for _ in range(skipped):
-                self._flights.popleft()
-            return super().fetch(self._flights.popleft())
+        assert self.job is not None  # followers need no results
+        with self.job.command("fetch"):
+            return super().fetch(flight)
 
     def release(self, row: int) -> None:
         if self.failure is None:  # otherwise there are no rows any more

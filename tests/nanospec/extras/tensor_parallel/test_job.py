@@ -6,18 +6,14 @@ import math
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from nanospec.device.worker import Worker
 from nanospec.extras.tensor_parallel import job as module
 from nanospec.extras.tensor_parallel.job import Job, RankFailed, report_failure
-from nanospec.extras.tensor_parallel.worker import Rank
 
 LATE = r"A rank has not answered 'step' for 0\.3 seconds, which is .* distributed_timeout sets; all of"
 
@@ -120,16 +116,3 @@ def test_followers_are_told_of_the_end_once_and_have_time_to_end(tmp_path: Any) 
     assert not list(tmp_path.iterdir())
     with pytest.raises(RuntimeError, match="has been closed; make a new LLM"), job.command("step"):
         pytest.fail("nothing is begun any more")
-
-
-def test_a_follower_drops_the_steps_that_the_leader_drops(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched: list[int] = []
-    messages = [("step", 0), ("step", 1), ("fetch_next", 0), ("step", 2), ("step", 3), ("fetch_next", 1)]
-    messages += [("step", 4), ("step", 5), ("step", 6), ("fetch_next", 2), ("fetch_next", 0)]
-    follower: Any = object.__new__(Rank)
-    follower.job, follower._flights = None, deque()
-    follower.group = SimpleNamespace(receive=iter([*messages, None]).__next__)
-    monkeypatch.setattr(Worker, "step", lambda self, order, cut: order)
-    monkeypatch.setattr(Worker, "fetch", lambda self, flight: fetched.append(flight))
-    follower.follow()
-    assert fetched == [0, 2, 5, 6]

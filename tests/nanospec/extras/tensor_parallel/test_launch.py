@@ -138,12 +138,11 @@ def press(delay: float, done: threading.Event) -> None:
 def test_ctrl_c_between_a_step_and_its_result(
     llm: LLM, expected: list[tuple[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leader and followers agree on which steps were queued before."""
     job: Any = llm.engine.worker.job  # type: ignore[attr-defined]
     command, fetches = job.command, [0]
 
     def interrupted(name: str) -> Any:
-        fetches[0] += name == "fetch_next"
+        fetches[0] += name == "fetch"
         if fetches[0] == 4:
             fetches[0] += 1
             raise KeyboardInterrupt

@@ -19,7 +19,7 @@ seen = True
 SCRIPT = """
 import json, os, random, signal, sys, time
 import beside
-from nanospec import LLM, Drafter, SamplingParams, SimpleDrafter
+from nanospec import LLM, Drafter, SamplingParams, SimpleDrafter, SpecConfig
 
 class Echo(Drafter):
     pass
@@ -36,7 +36,7 @@ def written(**params):
 
 folder, size, found = sys.argv[1], int(sys.argv[2]), {}
 options = {"tensor_parallel_size": size, "device": "cpu", "threads": 1, "dtype": "float32"}
-options["max_model_len"] = 128
+options |= {"max_model_len": 128, "spec": SpecConfig(num_speculative_tokens=4)}
 if size > 1:
     try:
         LLM(folder, drafter=Echo(), **options)

@@ -56,8 +56,7 @@ def test_every_number_of_every_weight_is_somewhere_and_all_ranks_have_the_same_s
             wanted = (shard.num_tokens, *shape[1:]) if "embed" in name or "lm_head" in name else local[name]
             assert mine.shape == wanted, name
             seen += torch.bincount(mine.flatten(), minlength=len(seen))
-        whole = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
-        copies = size if whole else kv_copies if "k_proj" in name or "v_proj" in name else 1
+        copies = size if "norm" in name else kv_copies if "k_proj" in name or "v_proj" in name else 1
         assert set(seen[1:].tolist()) == {copies}, name
 
 
