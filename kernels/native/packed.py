@@ -106,19 +106,16 @@ class Arena:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._pages: mmap.mmap | None = None
-        self._used = 0  # bytes
+        self._rest = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return zeros behind the tensor that was asked for before."""
-        count = math.prod(shape)
-        size = count * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         with self._lock:
-            if self._pages is None or self._used + size > len(self._pages):
-                self._pages, self._used = pages(max(size, PIECE), large=True), 0
-            found = torch.frombuffer(self._pages, dtype=dtype, count=count, offset=self._used)
-            self._used += -(-size // LINE) * LINE
-        return found.view(*shape)
+            if size > len(self._rest):
+                self._rest = torch.frombuffer(pages(max(size, PIECE), large=True), dtype=torch.uint8)
+            found, self._rest = self._rest[:size], self._rest[-(-size // LINE) * LINE :]
+        return found.view(dtype).view(*shape)
 
 
 _arena = Arena()

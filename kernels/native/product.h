@@ -25,9 +25,7 @@ constexpr long IN_REGISTERS = std::size(MULTIPLY<Strip>) - 1;  // rows whose sum
 
 // Whether the matrix unit multiplies with so many pairs of rows of a matrix. It then does so for any number of rows.
 template <class Matrix>
-bool by_amx(long pairs) {
-    return has_amx() && pairs % Matrix::RUN == 0;
-}
+bool by_amx(long pairs) { return has_amx() && pairs % Matrix::RUN == 0; }
 
 // How many rows are multiplied with such a matrix at once.
 template <class Matrix>

@@ -59,8 +59,6 @@ class Team {
     Team(std::vector<Count>& all, long threads, long own)
         : own(own), phase(all.data()), end(phase + all.size()), threads(threads) {}
 
-    static long counts(long phases, long threads) { return phases * (threads + 1); }
-
     // Runs task(i, next) for each i below count, once in all; when it returns, all have run. `next` is the task
     // that this thread will probably run after i, or i. A thread's own tasks follow each other, as memory is read
     // fastest in order; those of others it takes from their end.
@@ -129,7 +127,7 @@ inline Helpers& helpers() {
 // Runs work(team) on so many threads, which go through at most so many phases.
 template <class Work>
 void run(int threads, int phases, Work work) {
-    std::vector<Count> all(Team::counts(phases, threads));
+    std::vector<Count> all(phases * (threads + 1));
     helpers().run(threads, [&](int own) {
         Team team(all, threads, own);
         work(team);
