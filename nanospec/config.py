@@ -72,22 +72,16 @@ class SpecConfig:
     heads: str | None = None
     tree_width: int = limited(1, 1, MAX_TREE_WIDTH)
     acceptance: str = "exact"
-    num_speculative_tokens: int | Literal["auto"] = "auto"
+    num_speculative_tokens: int | Literal["auto"] = limited("auto", 0, MAX_DRAFTS)
     prompt_lookup_min: int = limited(1, 1, 32)
     prompt_lookup_max: int = limited(8, 1, 32)
     max_speculative_tokens: int = limited(16, 1, MAX_DRAFTS)
     speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
     def __post_init__(self) -> None:
-        k, lengths = as_int(self.num_speculative_tokens), self.speculation_lengths
-        is_k = isinstance(k, int) and not isinstance(k, bool) and 0 <= k <= MAX_DRAFTS
-        if not is_k and not (isinstance(k, str) and k == "auto"):
-            said = f"num_speculative_tokens={shown(k)}"
-            raise ValueError(f"{said} must be 'auto' or an int from 0 to {MAX_DRAFTS}.")
-        object.__setattr__(self, "num_speculative_tokens", k)
         check_fields(self)
         check_acceptance(self.acceptance)
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        shortest, longest, lengths = self.prompt_lookup_min, self.prompt_lookup_max, self.speculation_lengths
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
         if not isinstance(lengths, tuple | list):

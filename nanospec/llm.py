@@ -65,7 +65,7 @@ class LLM:
         self._groups = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: `encode`, `decode`, `apply_chat_template`."""
+        """Return the model's tokenizer, which has `encode`, `decode` and `apply_chat_template`."""
         return self.tokenizer
 
     def generate(
@@ -118,7 +118,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+        """Return the token ids of a conversation, up to where the answer begins."""
         check_conversation(messages)
         text = self.tokenizer.apply_chat_template(messages, **template_options)
         return self.tokenizer.encode_prompt(text, self.engine.max_model_len, add_special_tokens=False)
@@ -173,7 +173,7 @@ class LLM:
         self.close()
 
     def metrics(self) -> dict[str, object]:
-        """Engine-wide counters, seconds per stage, and the measured times of steps by their size."""
+        """Return engine-wide counters, seconds per stage, and the measured times of steps by their size."""
         with self.shared.turn():
             return self.engine.report()
 
@@ -229,7 +229,7 @@ def _output(prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
 
 
 def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
-    """What runs the model: here, or together with other processes."""
+    """Return the worker of a model in this process, or of its part if several processes share the model."""
     if config.tensor_parallel_size > 1:
         from .extras.tensor_parallel.launch import Parts, lead
 

@@ -7,6 +7,7 @@ repeat themselves, and some of a row for the sum over the text, which makes them
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ class Mock(Model):
             head_dim=WIDTH, max_position_embeddings=window,
         )  # fmt: skip
         self.dtype, self.device = dtype, torch.device("cpu")
-        self.like, self.weight_bytes = torch.empty(0, dtype=dtype), 0
+        self.norm: Any = SimpleNamespace(weight=torch.empty(0, dtype=dtype))  # says what computes the model
+        self.weight_bytes = 0
         self.lm_head = Linear(torch.zeros(vocab_size, WIDTH, dtype=dtype))
         self.after = _likely_successors(rng, vocab_size)  # [V, V]
         self.whole = torch.from_numpy(surprise * rng.standard_normal((SUMS, vocab_size))).float()
@@ -102,7 +104,7 @@ class MockHeads:
 
     def __init__(self, model: Mock, num_heads: int) -> None:
         self.model, self.num_heads = model, num_heads
-        self.blocks = ((Linear(model.like, torch.zeros(num_heads * WIDTH, dtype=model.dtype)),),)
+        self.blocks = ((Linear(model.norm.weight, torch.zeros(num_heads * WIDTH, dtype=model.dtype)),),)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, num_heads, V]."""

@@ -34,11 +34,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody references (they may still be cached)."""
+        """Return the number of blocks without a reference (they may still be cached)."""
         return len(self._free)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold the longest cached prefix of `hashes`. Takes no reference."""
+        """Return the blocks that hold the longest cached prefix of `hashes`. Takes no reference."""
         blocks = []
         for name in hashes:
             block = self._block_of.get(name)
@@ -48,7 +48,7 @@ class BlockPool:
         return blocks
 
     def num_available(self, reused: Iterable[int]) -> int:
-        """How many blocks `allocate` could give after `share(reused)`."""
+        """Return the number of blocks that `allocate` could give after `share(reused)`."""
         return len(self._free) - sum(1 for block in set(reused) if not self._references[block])
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -59,7 +59,7 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and no change) if too few are free."""
+        """Return `count` blocks with one reference each, or None (and no change) if too few are free."""
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -87,7 +87,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Unname blocks, so that nobody else gets to share them."""
+        """Unname blocks, so that no other request shares them."""
         for block in blocks:
             name = self._hash_of.pop(block, None)
             if name is not None:

@@ -73,7 +73,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._queue)
 
     def report(self) -> dict[str, object]:
-        """The counters of `metrics`, what capture took, and the measured times of steps."""
+        """Return the counters of `metrics`, the figures of capture, and the measured times of steps."""
         worker, found = self.worker, self.metrics.to_dict()
         found |= {"runs": compute_info(worker.model), "memory": worker.memory}
         if worker.graphs is not None:
@@ -119,7 +119,7 @@ class Engine:
         return request
 
     def queue(self, request: Request) -> None:
-        """Have a new request run. Whoever has it already can abort it whatever interrupts this."""
+        """Queue a new request."""
         self.scheduler.add(request)
 
     def abort(self, request: Request, error: str | None = None) -> None:

@@ -99,7 +99,7 @@ class Request:
         return self.num_computed >= self.num_tokens - 1
 
     def admission(self, num_cached: int) -> Admission:
-        """What the worker must know of it; the first `num_cached` of its blocks hold their K/V already."""
+        """Return the request for the worker; the first `num_cached` of its blocks hold their K/V already."""
         return Admission(
             row=self.row,
             tokens=self.tokens,
@@ -114,7 +114,7 @@ class Request:
         )
 
     def hashes(self, block_size: int) -> list[bytes]:
-        """The names of all full blocks of `tokens`."""
+        """Return the names of all full blocks of `tokens`."""
         for i in range(len(self._hashes), self.num_tokens // block_size):
             parent = self._hashes[-1] if self._hashes else self.salt
             self._hashes.append(block_hash(parent, self.tokens[i * block_size : (i + 1) * block_size]))
@@ -214,7 +214,7 @@ class Request:
 
 
 def seed_of(asked: int | None, index: int, number: int) -> int:
-    """The int64 seed of a request's output `index`: what was asked for, else from the request's `number`."""
+    """Return the int64 seed of a request's output `index`, from the seed `asked` for or its `number`."""
     seed = number * SEED_STEP if asked is None else asked + index * SEED_STEP
     return (seed + 2**63) % 2**64 - 2**63  # wrapped around
 

@@ -36,9 +36,11 @@ def limited(default: Any, low: float, high: float = math.inf, **more: Any) -> An
     return field(default=default, metadata={"limits": (low, high), **more})
 
 
-def check_number(name: str, value: object, low: float, high: float = math.inf, kind: type = int) -> Any:
-    """Return `value`, of any numeric type, as a Python number. Raises ValueError unless it is an integer of
-    64 bits (kind float: a real number) from `low` to `high`."""
+def check_number(
+    name: str, value: object, low: float, high: float = math.inf, kind: type = int, other: str = ""
+) -> Any:
+    """Return `value`, of any numeric type, as a Python number. Raises ValueError, whose message names the
+    `other` values, unless it is an integer of 64 bits (kind float: a real number) from `low` to `high`."""
     number = as_int(value)
     if kind is float and not isinstance(number, int) and isinstance(number, numbers.Real):
         with suppress(OverflowError):  # of a fraction of large numbers
@@ -50,7 +52,7 @@ def check_number(name: str, value: object, low: float, high: float = math.inf, k
     what = "an integer" if kind is int else "a number"
     has_end = high < math.inf or (is_number and number > most)
     limits = f"from {low} to {most}" if has_end else f"of at least {low}"
-    raise ValueError(f"{name}={shown(value)} must be {what} {limits}.")
+    raise ValueError(f"{name}={shown(value)} must be {other}{what} {limits}.")
 
 
 def check_fields(settings: Any) -> None:
@@ -66,7 +68,8 @@ def check_fields(settings: Any) -> None:
             raise ValueError(f"{name}={shown(value)} must be a text.")
         if "limits" in declared.metadata:
             low, high = declared.metadata["limits"]
-            number = check_number(name, value, low, high, float if "float" in kind else int)
+            other = "'auto' or " if "auto" in kind else ""
+            number = check_number(name, value, low, high, float if "float" in kind else int, other)
             object.__setattr__(settings, name, number)  # frozen
 
 
