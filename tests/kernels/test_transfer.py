@@ -63,7 +63,3 @@ def test_minus_zero_and_seeds_keep_their_bits(do: Do) -> None:
     do([(column, 1, 0, 1, [-0.0]), (seeds, 0, 0, 1, [-(2**63)])])
     assert math.copysign(1, column[1].item()) == -1
     assert seeds.tolist() == [-(2**63), 0]
-
-
-def test_nothing_to_write() -> None:
-    transfer.write([])

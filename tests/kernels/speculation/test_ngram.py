@@ -12,33 +12,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels import RUNNING, STOPPED
+from nanospec.kernels.native.build import library
 from nanospec.kernels.speculation import ngram, ngram_tree, verify
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
-from tests.kernels.batches import compiled, guessed, ints, make_batch, make_table
+from tests.kernels.batches import guessed, ints, make_batch, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 
-Propose = Callable[[Table, Tensor, int, int, int], Proposal]
-
-
-def proposing(which: str) -> Propose:
-    """Return an implementation of chains and trees."""
-
-    def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int) -> Proposal:
-        if max_width > 1:
-            tree = getattr(ngram_tree, which, ngram.native)  # which makes both
-            return tree(table, rows, k, max_n, max_width)
-        return getattr(ngram, which)(table, rows, k, max_n)
-
-    return propose
-
-
-IMPLEMENTATIONS = {
-    "naive": proposing("naive"),
-    **compiled(native=proposing("native")),
-    "kernel": proposing("launch"),
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Proposal], ...]] = {  # of chains, of trees
+    "naive": (ngram.naive, ngram_tree.naive),
+    **({"native": (ngram.native, ngram.native)} if library() else {}),
+    "kernel": (ngram.launch, ngram_tree.launch),
 }
+
+
+def propose(which: str, table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -> Proposal:
+    chains, trees = IMPLEMENTATIONS[which]
+    return trees(table, rows, k, max_n, max_width) if max_width > 1 else chains(table, rows, k, max_n)
 
 
 class Node(NamedTuple):
@@ -145,12 +136,12 @@ def check(
     rows: list[int],
     k: int,
     max_width: int = 1,
-    propose: Propose = IMPLEMENTATIONS["kernel"],
+    which: str = "kernel",
     capacity: int = 0,
 ) -> None:
-    """Compare `propose` with the reference."""
+    """Compare an implementation with the reference."""
     table, max_n = history_table(requests, capacity), max(r.max_n for r in requests)
-    result = propose(table, ints(*rows), k, max_n, max_width)
+    result = propose(which, table, ints(*rows), k, max_n, max_width)
     assert result[6:] == (None, None)
     assert all(part.dtype == ints().dtype for part in result if part is not None)
     assert result.drafts.shape == result.source.shape == (len(rows), k)
@@ -174,7 +165,7 @@ def test_matches_reference(implementation: str, batch: list[Request], k: int, sh
     if implementation == "kernel":
         batch = batch[:2]  # the interpreter is slow
     rows = shuffle.sample([*range(len(batch)), -1], len(batch) + 1)
-    check(batch, rows, k, shuffle.choice([1, 1, 2, 3, 8]), IMPLEMENTATIONS[implementation])
+    check(batch, rows, k, shuffle.choice([1, 1, 2, 3, 8]), implementation)
 
 
 BY_HAND = {  # text, K, room -> drafts, sources, length of the match
@@ -197,7 +188,7 @@ def test_a_chain_by_hand(case: str, implementation: str) -> None:
     table, rest = history_table([Request(text, room=room)], 8), k - len(drafts)
     for code in (RUNNING, STOPPED):  # a row that has finished guesses nothing
         table.finished[:] = code
-        result = IMPLEMENTATIONS[implementation](table, ints(0), k, 3, 1)
+        result = propose(implementation, table, ints(0), k, 3)
         if code == RUNNING:
             assert result.drafts.tolist() == [drafts + [0] * rest]
             assert result.source.tolist() == [sources + [-1] * rest]
@@ -346,6 +337,6 @@ def test_kernel_sees_only_the_text_between_its_ends(case: str) -> None:
 @pytest.mark.parametrize(("B", "k"), [(0, 4), (1, 0), (2, 0)])
 def test_kernel_without_rows_or_drafts(B: int, k: int, max_width: int) -> None:
     table = history_table([Request([1, 1])])
-    result = IMPLEMENTATIONS["kernel"](table, ints(*[0] * B), k, 2, max_width)
+    result = propose("kernel", table, ints(*[0] * B), k, 2, max_width)
     assert result.drafts.shape == (B, k)
     assert result.num_drafts.tolist() == [0] * B
