@@ -29,7 +29,7 @@ FOUND_BY = {  # seeds of small scenarios
     "a block too many is taken for cached": 0,
     "a block is named too early": 0,
     "no slots for what is queued": 3,
-    "too few slots with lag": 3,
+    "too few slots with lag": 22,
     "the last draft is not verified": 1,
     "accepted nodes of a tree are not moved": 59,
     "a stop string across tokens is missed": 28,
