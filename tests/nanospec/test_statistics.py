@@ -101,6 +101,7 @@ def test_outputs_are_distributed_as_counted(world: World, logits: Logits) -> Non
 
 
 @pytest.mark.statistics
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_with_all_that_may_be_asked(way: str, world: World, logits: Logits) -> None:
     grid = itertools.product(ASKED, TEMPERATURES, rules(way))
