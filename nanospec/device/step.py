@@ -93,8 +93,7 @@ class Step:
     def share_logits(self, num_tokens: int) -> None:
         """Let all steps of up to `num_tokens` write their logits to one buffer from now on: each captured
         step would else keep its own alive."""
-        model = self.model
-        shape = num_tokens, model.config.vocab_size
+        model, shape = self.model, (num_tokens, self.model.config.vocab_size)
         self._logits = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()

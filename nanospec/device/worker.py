@@ -95,8 +95,8 @@ class Worker:
         )
         self.kv_cache = empty_cache(model, self.num_blocks, config.block_size)
         captured = captures_steps(config, model, self.drafters)
-        has_model = bool(self.drafters) and self.drafters[-1].runs_model and not captured
-        self.model_code = len(self.drafters) - 1 if has_model else NOBODY
+        codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model and not captured]
+        self.model_code = max(codes, default=NOBODY)
         for drafter in self.drafters:
             drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
         self.memory = [used_memory(model, self.drafters, self.table, self.num_blocks)]
@@ -154,11 +154,11 @@ class Worker:
             self._take_pages(row, num_tokens, blocks, num_kept)
         rows, logprobs = order.rows, [step.logprobs for step in order.steps]
         k = order.k if self.graphs is None else self.graphs.bucket_for(len(rows), order.k).k
-        for extension, value in zip(self.extensions, order.extra, strict=True):
-            if value is not None:
-                extension.send(self.writes, value, k)
+        asking = [each for each in zip(self.extensions, order.extra, strict=True) if each[1] is not None]
+        for extension, value in asking:
+            extension.send(self.writes, value, k)
+        asked = tuple(extension for extension, _ in asking)  # steps with others are captured apart
         self.writes.flush()
-        asked = self._asked(order)
         if self.graphs is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
             result = self._step(on_device, k, asked, cut, order.last_k)
@@ -170,11 +170,6 @@ class Worker:
             result = self.graphs.run(rows, k, asked)
         found = result.logprobs(logprobs) if max(logprobs) >= 0 else None
         return Flight(to_host(result.report), found, logprobs)
-
-    def _asked(self, order: StepOrder) -> tuple[Extension, ...]:
-        """Return the extensions that rows of a step ask for; steps with others are captured apart."""
-        both = zip(self.extensions, order.extra, strict=True)
-        return tuple(extension for extension, value in both if value is not None)
 
     @on_own_device
     def fetch(self, flight: Flight) -> list[RowResult]:
