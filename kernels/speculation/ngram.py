@@ -54,7 +54,7 @@ def search(table: Table, s: int, k: int) -> tuple[Tensor, Tensor, int, int]:
     """Return the text of request row s, its `matches`, and how many drafts it gets."""
     text = table.tokens[s, : int(table.num_tokens[s])]
     starts, n = matches(text, int(table.min_n[s]), int(table.max_n[s]))
-    return text, starts, n, int(room(table, torch.tensor([s]), k)) if n else 0
+    return text, starts, n, int(room(table, torch.tensor([s], device=text.device), k)) if n else 0
 
 
 def matches(text: Tensor, min_n: int, max_n: int) -> tuple[Tensor, int]:
