@@ -32,6 +32,8 @@ class Served(Simulation):
         self.broken: list[BaseException] = []
         llm = LLM.__new__(LLM)
         llm.config, llm.engine, llm.shared = self.engine.config, self.engine, self.shared
+        assert self.engine.tokenizer is not None
+        llm.tokenizer = self.engine.tokenizer
         llm._groups = itertools.count()
         self._numbers = {oracle.params.seed: i for i, oracle in enumerate(self.oracles)}
         self._engine_queue = self.engine.queue
