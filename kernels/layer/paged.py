@@ -12,6 +12,15 @@ A query gets the same bits as a decoding step, as one of K + 1, and in a chunk o
   full. The number of columns changes only the width of the instruction.
 * Tiles are added in order to the sum of a span, then spans to the total, wherever the first program began and
   whether a unit is a tile or a span.
+
+    positions   0        64       128                 512                1024     kv_len
+    tiles       |--------|--------|--------|   ...    |---------|   ...  |--------|--
+    spans       |-------------------------------------|------------------|-----------
+    programs    each takes `share` units in turn; a unit is a tile if there are few of them, else a span
+
+A state (m, z, acc) is that of online softmax (FlashAttention): the largest score, the sums of exponentials and
+of values so weighted; the output is acc / sum(z). m is rounded up to an integer, so that rescaling by 2^-m is
+exact. With a softcap c, SOFTCAP = scale / c goes into the tanh of `scores`, and `Sizes.scale` = c * log2(e).
 """
 
 from collections import namedtuple
@@ -173,7 +182,8 @@ def scores(k, query, C: tl.constexpr):
 
 @triton.jit
 def mask(s, tile, position, work, C: tl.constexpr):
-    """Set the scores of what a column at `position` does not see to -inf. Most tiles are seen whole."""
+    """Set the scores of what a column at `position` does not see to -inf. Most tiles are seen whole: those
+    that end at `low` or before and begin within the window of the last query."""
     if (tile >= (work.low + 1) // C.TILE) | (tile * C.TILE <= work.high - 1 - C.WINDOW):
         back = position[None, :] - (tile * C.TILE + tl.arange(0, C.TILE))[:, None]
         s = tl.where((back >= 0) & (back < C.WINDOW), s, float("-inf"))

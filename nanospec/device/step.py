@@ -47,9 +47,9 @@ class StepResult(NamedTuple):
 
     Attributes:
         report: [B, ...] int32, see `kernels/speculation/report.py`.
-        path, q_start, logits: which row of the logits each token was drawn from: that of query
-            q_start[b] + path[b, j]. [B, Q] int32, [B] int32, [T, V]. Captured steps share the memory of the
-            logits: what reads them must be queued before the next step is.
+        path, q_start, logits: [B, Q] int32, [B] int32, [T, V]. Token j of row b was drawn from row
+            q_start[b] + path[b, j] of the logits. Captured steps share the memory of the logits: what reads
+            them must be queued before the next step is.
     """
 
     report: Tensor

@@ -1,10 +1,13 @@
-"""What a step costs, as measured by `device/timing.py`."""
+"""The cost of a step, as measured by `device/timing.py`, and its shares of each row."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+
+SHARE = 0.005  # of the time, that may go into probes, and that a row may lose to drafts of others
+CAUTION = 0.75  # of what the end of a row seems to save; it is a small difference of measured times
 
 
 class StepCosts:
@@ -73,3 +76,45 @@ class StepCosts:
 def _rising(ms: Mapping[int, float]) -> dict[int, float]:
     """Sort by number, and let no larger number take less; a coarse clock may show 0."""
     return dict(zip(sorted(ms), accumulate((max(ms[n], 1e-6) for n in sorted(ms)), max)))
+
+
+class RowAccounts:
+    """What drafts have saved each row, in ms, less what they have cost all rows.
+
+    Where no request waits, steps are made until the slowest row has ended, and the drafts of a row make each
+    step longer for all. An accepted draft takes one step from its row, of `plain` ms. It saves `every` row
+    what a step gets shorter by when a row ends, and its own row the rest, so `plain` ms in all.
+    """
+
+    def __init__(self) -> None:
+        self._every, self._own = 0.0, 0.0  # ms that an accepted draft saves every row, and its own beside
+        self._spent = 0.0  # ms that drafts have cost every row, less those that they saved every row
+        self._saved: dict[int, float] = {}  # by row: less `_spent`, its account
+
+    def price(self, batch: int, plain: float, alone: float) -> None:
+        """Set the savings of a draft from the ms of steps without drafts, of the batch and of one row."""
+        self._every = CAUTION * (plain - alone) / max(batch - 1, 1)
+        self._own = plain - batch * self._every
+
+    def least(self, rows: Sequence[int], gains: Sequence[float]) -> float:
+        """Return the ms that the poorest of the rows may lose in a step: its account, and what its own drafts
+        will save it, of which `gains` will be accepted."""
+        saved = (self._saved.setdefault(row, self._spent) for row in rows)
+        return min(ms + self._own * gain for ms, gain in zip(saved, gains)) - self._spent
+
+    def charge(self, ms: float, gain: float) -> float:
+        """Return the ms that drafts cost each row which make a step longer by `ms` and bring `gain` tokens."""
+        return ms - gain * self._every
+
+    def spend(self, ms: float) -> None:
+        """Charge all rows for the drafts of a step."""
+        self._spent += ms
+
+    def credit(self, row: int, accepted: int) -> None:
+        """Credit a row, and all others, with its accepted drafts."""
+        self._spent -= accepted * self._every
+        self._saved[row] = self._saved.get(row, self._spent) + accepted * self._own
+
+    def close(self, row: int) -> None:
+        """Forget a row whose request has ended."""
+        self._saved.pop(row, None)

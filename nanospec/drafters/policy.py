@@ -8,9 +8,7 @@ What drafts promise is estimated from what became of earlier ones (`estimator.py
 as often as that costs SHARE of the time: a probe.
 
 Most tokens per ms is best where requests wait for a row: one that ends earlier makes room. Where none waits,
-steps are made until the slowest row has ended, and drafts of others make each of them longer. So every row
-has an account of ms: what its own drafts saved it, less what the drafts of a step cost, and SHARE of the time
-on top. A packed step spends on drafts what its poorest row has, and what that row's own drafts promise.
+the drafts of one row must not slow another: a packed step spends on drafts what `RowAccounts` allows.
 """
 
 from __future__ import annotations
@@ -21,11 +19,8 @@ from typing import NamedTuple
 
 from ..kernels import NOBODY
 from ..kernels.speculation.report import RowReport
-from .costs import StepCosts
+from .costs import SHARE, RowAccounts, StepCosts
 from .estimator import Estimator
-
-SHARE = 0.005  # of the time, that may go into probes, and that a row may lose to drafts of others
-CAUTION = 0.75  # of what the end of a row seems to save; it is a small difference of measured times
 
 
 class Offer(NamedTuple):
@@ -75,17 +70,14 @@ class AutoPolicy(Policy):
         self._model = NOBODY if costs.captured else model
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
         self._credit, self._turn = 0.0, 0  # ms that may go into probes, and whose turn it is
-        self._every, self._own = 0.0, 0.0  # ms that an accepted draft saves every row, and its own beside
-        self._spent = 0.0  # ms that drafts have cost every row
-        self._saved: dict[int, float] = {}  # by row: less `_spent`, its account
+        self._accounts = RowAccounts()
 
     def choose(self, limits: Mapping[int, int], context: int = 0, waiting: bool = True) -> int:
         B, most, cost = len(limits), max(limits.values()), self.costs.cost
         self._context, self._waiting, self._probing, self.promised = context, waiting, False, 1.0
         plain = cost(B, B, context)
         self._credit = min(self._credit + SHARE * plain, plain)
-        self._every = CAUTION * (plain - cost(1, 1, context // B)) / max(B - 1, 1)
-        self._own = plain - B * self._every
+        self._accounts.price(B, plain, cost(1, 1, context // B))
         if self.costs.packed and self._model == NOBODY:
             return most
         ms = self.costs.by_k(B, most, context)
@@ -99,18 +91,17 @@ class AutoPolicy(Policy):
     def cut(self, offers: Sequence[Offer]) -> list[int]:
         B, cost = len(offers), partial(self.costs.cost, len(offers), context=self._context)
         plain = cost(B)
-        # A draft that is less likely to be right costs more than it brings, whatever else is taken.
+        # Drafts with smaller gains than `least` are left out: a token costs more than they bring in any step.
         least, by_row = B / plain * self.costs.least_slope(B, self._context), list[list[float]]()
         for offer in offers:
             sure = self._probing and offer.drafter == self._model  # a model was run for them
             by_row.append([1.0] * offer.num_drafts if sure else self.estimator.gains(*offer, least))
         gains = sorted(((gain, b) for b, own in enumerate(by_row) for gain in own), reverse=True)
-        saved = (self._saved.setdefault(offer.row, self._spent) for offer in offers)
-        poorest = min(ms + self._own * sum(own) for ms, own in zip(saved, by_row)) - self._spent
+        allowed = self._accounts.least([offer.row for offer in offers], [sum(own) for own in by_row])
         best, number, total = B / plain, 0, float(B)
         for n, (gain, _) in enumerate(gains, 1):
             total, ms = total + gain, cost(B + n)
-            if ms - plain - (total - B) * self._every > poorest and not self._waiting:
+            if not self._waiting and self._accounts.charge(ms - plain, total - B) > allowed:
                 break
             if total / ms > best:
                 best, number = total / ms, n
@@ -122,7 +113,7 @@ class AutoPolicy(Policy):
             self._turn += 1
             taken[more[self._turn % len(more)]] += 1
         if not self._waiting:
-            self._spent += cost(B + sum(taken)) - (1 + SHARE) * plain
+            self._accounts.spend(cost(B + sum(taken)) - (1 + SHARE) * plain)
         if not self._probing:
             self.promised = best * plain / B if number else 1.0
         return taken
@@ -140,9 +131,8 @@ class AutoPolicy(Policy):
         elif drafted:
             self.estimator.observe(row, report.drafter, report.match_len, drafted, accepted)
             if not self._waiting:
-                self._spent -= accepted * self._every
-                self._saved[row] = self._saved.get(row, self._spent) + accepted * self._own
+                self._accounts.credit(row, accepted)
 
     def reset(self, row: int) -> None:
         self.estimator.reset(row)
-        self._saved.pop(row, None)
+        self._accounts.close(row)

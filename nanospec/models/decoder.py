@@ -138,7 +138,8 @@ class Model:
     ) -> Stream:
         """Run the residual stream x [T, H] through one layer; cache [2, Hkv, num_blocks, block_size, D].
 
-        A stream carries the norm that reads it next; `norm` is the one after this layer.
+        x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). `add_to`
+        also prepares the norm that reads x next, so a stream comes with `input_norm` and leaves with `norm`.
         """
         c = self.config
         qkv = layer.qkv.of_norm(stream)  # [T, (Hq + 2 Hkv) * D]
