@@ -103,7 +103,7 @@ class RowAccounts:
         return min(ms + self._own * gain for ms, gain in zip(saved, gains)) - self._spent
 
     def charge(self, ms: float, gain: float) -> float:
-        """Return the ms that drafts cost each row which make a step longer by `ms` and bring `gain` tokens."""
+        """Return the ms that each row loses by drafts that add `ms` to a step and bring `gain` tokens."""
         return ms - gain * self._every
 
     def spend(self, ms: float) -> None:
