@@ -85,7 +85,7 @@ class Extension:
         None if the extension takes no part."""
 
     def queued(self, rows: Sequence[int]) -> Any:
-        """Return a value to keep for `collected`, after a step of request rows was queued."""
+        """Return a state for `collected`, after a step of request rows was queued."""
 
-    def collected(self, step: Any, results: Sequence[Any], kept: Any) -> None:
+    def collected(self, step: Any, results: Sequence[Any], state: Any) -> None:
         """Handle the results of a step (`engine.engine.Queued`), after its requests have taken them."""

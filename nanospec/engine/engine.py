@@ -31,15 +31,14 @@ from .scheduler import Plan, Scheduler
 
 
 class Queued(NamedTuple):
-    """A step that has not been collected: its requests, their rows at that time, its K, `Policy.promised`,
-    and what each extension keeps of it."""
+    """A step that has not been collected: its requests, their rows at that time, its K, and the value of
+    `Extension.queued` of each extension."""
 
     requests: list[Request]
     rows: list[int]
     k: int
-    promised: float | None
     flight: Flight
-    kept: list[Any]
+    extension_states: list[Any]
 
 
 class Engine:
@@ -149,12 +148,12 @@ class Engine:
         """Queue one step and collect what is due; returns the requests that got tokens or ended.
 
         With `lag` the results of a step are read after the next one has been queued, so that the device
-        need not wait for the host to look at them. What the host does not know yet does no harm: a row that
-        has ended takes no part in the step queued after it, slots reach far enough ahead, and what was
-        computed for a request that the host has ended meanwhile is dropped.
+        need not wait for the host to look at them. That is safe: the device skips rows that have ended, the
+        scheduler allocates slots for the steps in flight, and results of requests that the host has ended
+        meanwhile are dropped.
         """
         with self.worker.stages["host"]:
-            # The last step of these must be collected before they take part in another.
+            # A constrained request takes part in a step only after its step before has been collected.
             held = {r for queued in self._queue for r in queued.requests if r.constraint is not None}
             plan = self.scheduler.schedule(held)
             self._admit(plan)
@@ -166,8 +165,8 @@ class Engine:
             results = self.worker.fetch(queued.flight)
             with self.worker.stages["host"]:
                 touched += self._collect(queued, results)
-            for extension, kept in zip(self.extensions, queued.kept, strict=True):
-                extension.collected(queued, results, kept)
+            for extension, state in zip(self.extensions, queued.extension_states, strict=True):
+                extension.collected(queued, results, state)
         return touched
 
     def _admit(self, plan: Plan) -> None:
@@ -197,22 +196,26 @@ class Engine:
         return []
 
     def _launch(self, plan: Plan) -> Queued:
-        """Queue a step of the requests that decode."""
+        """Queue a step of the requests that decode.
+
+        A captured step has one K for all its rows, chosen now. In a packed step all rows are looked up, and
+        `Policy.cut` takes drafts of each later; of a drafter that runs a model the number is chosen now, too.
+        """
         requests = plan.decode
         steps = list(map(self._row_order, requests))
         weighs_model = self.worker.model_code != NOBODY
         by_row = {step.row: step.asked if weighs_model else step.limit for step in steps}
         context = sum(request.num_tokens for request in requests)
         k = last_k = self.policy.choose(by_row, context, bool(self.scheduler.waiting))
-        if weighs_model:  # only how many drafts a model makes is chosen beforehand
+        if weighs_model:  # what was chosen is `last_k`, of the last drafter alone
             k = max(step.limit for step in steps)
         grown = [Pages(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()]
         extra = [each.plan(requests, [min(step.limit, k) for step in steps]) for each in self.extensions]
         order = StepOrder(steps, k, last_k, grown, extra)
         self.metrics.num_forward_steps += 1
         flight = self.worker.step(order, self.policy.cut)
-        kept = [each.queued(order.rows) for each in self.extensions]
-        return Queued(requests, order.rows, k, self.policy.promised, flight, kept)
+        states = [each.queued(order.rows) for each in self.extensions]
+        return Queued(requests, order.rows, k, flight, states)
 
     def _row_order(self, request: Request) -> RowOrder:
         own, most = request.params.num_speculative_tokens, self.worker.max_k

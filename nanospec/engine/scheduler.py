@@ -50,7 +50,7 @@ class Scheduler:
         """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead; `lag`: steps
         that are queued before their results are known, each of which may add K + 1 tokens."""
         self.block_size, self.max_tokens, self.lookahead = block_size, max_tokens, lookahead
-        self.slots_ahead = lookahead + lag * (lookahead + 1)
+        self.slots_ahead = lookahead + lag * (lookahead + 1)  # its own drafts, and K + 1 per step in flight
         self._num_blocks, self._num_rows = num_blocks, num_rows
         self.reset()
 
@@ -80,7 +80,7 @@ class Scheduler:
         while budget > 0 and (first := self._next(plan)) is not None:
             self._admit(first)
             self.waiting.remove(first)  # last, so that it is in a queue whatever interrupts this
-            plan.admitted[first] = first.num_registered
+            plan.admitted[first] = first.num_registered  # before `_chunk` registers more
             if not first.is_prefilled:
                 budget -= self._chunk(first, budget, self._next(plan) is not None, plan)
         return plan
@@ -114,8 +114,9 @@ class Scheduler:
         return [request for request in self.running if not lost.isdisjoint(request.blocks)]
 
     def _next(self, plan: Plan) -> Request | None:
-        """Return the first waiting request, if there are a row and blocks for it. One that will share blocks
-        that are just being computed waits for them, and lets others go first."""
+        """Return the first waiting request, if there are a row and blocks for it, skipping those whose next
+        block is in a part of a running prompt that has not been scheduled. (Blocks of scheduled chunks have
+        names, so they are shared at once.) None in a step that preempted, which frees blocks for others."""
         if not self.waiting or not self._free_rows or plan.preempted:
             return None
         begun = [request for request in self.running if not request.is_prefilled]
@@ -141,7 +142,7 @@ class Scheduler:
         """Give a waiting request a row and its blocks."""
         shared, missing = self._needs(request)
         self.pool.share(shared)
-        request.blocks = shared + (self.pool.allocate(missing) or [])
+        request.blocks = shared + (self.pool.allocate(missing) or [])  # enough are free: `_next` has counted
         request.num_registered = len(shared)
         request.num_computed = len(shared) * self.block_size
         if not request.num_preemptions:  # else it finds itself
@@ -152,7 +153,8 @@ class Scheduler:
         self.running.append(request)
 
     def _chunk(self, request: Request, budget: int, more: bool, plan: Plan) -> int:
-        """Schedule the next piece of a prompt; returns its length. `more`: others come behind it."""
+        """Schedule the next piece of a prompt; return its length. `more`: other prompts follow, so one that
+        does not fit into the budget takes half of it."""
         start = request.num_computed
         count = request.num_tokens - 1 - start
         if count > budget:

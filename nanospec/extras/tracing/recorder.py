@@ -46,6 +46,14 @@ class Guesses(NamedTuple):
     parents: list[int]
 
 
+class Promise(NamedTuple):
+    """What is kept of a step until it is collected: `Policy.promised`, and what was proposed for each of its
+    rows, None where nothing could be. `guesses` waits for the device."""
+
+    promised: float | None
+    guesses: Callable[[], list[Guesses | None]]
+
+
 class Recorder(Extension):
     """Writes the records.
 
@@ -85,7 +93,7 @@ class Recorder(Extension):
         return proposal
 
     def start(self, engine: Engine) -> None:
-        worker, self._tokenizer = self._worker, engine.tokenizer
+        worker, self._tokenizer, self._policy = self._worker, engine.tokenizer, engine.policy
         self._costs = engine.policy.costs or worker.measure()
         spec, name = worker.config.spec, engine.tokenizer.name if engine.tokenizer else ""
         facts = {**compute_info(worker.model), "model": name, "method": spec.method}
@@ -103,10 +111,11 @@ class Recorder(Extension):
         self.requests.append(request)
         self.num_requests += 1
 
-    def queued(self, rows: Sequence[int]) -> Callable[[], list[Guesses]] | None:
-        """Start copying the lines of rows to the host; the result waits for them."""
+    def queued(self, rows: Sequence[int]) -> Promise:
+        """Start copying the lines of rows to the host."""
+        promised = self._policy.promised
         if self._lines is None:
-            return None
+            return Promise(promised, lambda: [None] * len(rows))
         with current(self._worker.device):
             wait, width = to_host(self._lines[: max(rows) + 1]), self._worker.max_k
 
@@ -114,21 +123,18 @@ class Recorder(Extension):
             columns = (line[first : first + line[1]] for first in range(2, 2 + 3 * width, width))
             return Guesses(line[0], *columns)
 
-        def read() -> list[Guesses]:
+        def read() -> list[Guesses | None]:
             lines = wait()
             return [guesses(lines[row]) for row in rows]
 
-        return read
+        return Promise(promised, read)
 
-    def collected(
-        self, step: Queued, results: Sequence[RowResult], kept: Callable[[], list[Guesses]] | None
-    ) -> None:
+    def collected(self, step: Queued, results: Sequence[RowResult], state: Promise) -> None:
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
-        found: list[Guesses | None] = [None] * len(results) if kept is None else [*kept()]
         plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * self._plain_share(step, results)
-        for request, result, made in zip(step.requests, results, found, strict=True):
+        for request, result, made in zip(step.requests, results, state.guesses(), strict=True):
             record: Record | None = request.kept
             if record is None or request.num_tokens == record.num_tokens:
                 continue  # it had ended before
@@ -149,8 +155,8 @@ class Recorder(Extension):
                     parents=made.parents,
                     verified=report.num_drafted,
                     accepted=walk(tokens, made, report.num_drafted),
-                    reason=self._reason(request, step, made, report.num_drafted),
-                    promised=step.promised,
+                    reason=self._reason(request, made, report.num_drafted, step.k, state.promised),
+                    promised=state.promised,
                     plain_ms=plain_ms,
                 )
             )
@@ -162,18 +168,18 @@ class Recorder(Extension):
         tokens = B * (1 + step.k) if captured else B + sum(result.report.num_drafted for result in results)
         return self._costs.cost(B, B, context) / self._costs.cost(B, tokens, context)
 
-    def _reason(self, request: Request, step: Queued, made: Guesses, verified: int) -> str:
+    def _reason(self, request: Request, made: Guesses, verified: int, k: int, promised: float | None) -> str:
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
         if request.max_len - made.length <= 1:
             return "end"
         if not made.drafts:
-            return "does not pay" if step.k == 0 else "no match"
-        if step.promised is None:
+            return "does not pay" if k == 0 else "no match"
+        if promised is None:
             return "fixed"
         if not verified:
             return "does not pay"
-        return "pays" if step.promised > 1 else "probe"
+        return "pays" if promised > 1 else "probe"
 
 
 def recorder_of(extensions: Sequence[Extension]) -> Recorder:
