@@ -1,7 +1,9 @@
 """Compare the drafts with the target's own tokens, append what holds to the history, and report it.
 
     targets      [T] int32            the target's token after each scored token (`sample`), NAN_TOKEN if none
-    report       [B, 6 + 2 Q] int32   what the host wants to know of each row, see `report.py`
+    report       [B, 6 + 2 Q] int32   number of tokens kept, drafts, drafts accepted, the drafter, its match
+                                      length, the code of `finished`; the tokens [Q]; the sources of the
+                                      drafts that became them [Q], see `report.py`
     num_emitted  [B] int32            tokens the step yields: accepted drafts + 1, 0 for rows of length 0
     path         [B, Q] int32         place in its row of the query that drew each emitted token, so that
                                       the KV of accepted tree nodes can be moved into place; 0 beyond
@@ -62,7 +64,7 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
         run = [x[row.start + place] for place in path]
         kept, code = _append(table, row.request, run)
         counts = [kept, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
-        # The token drawn at one place of the path was drafted as the next.
+        # Token i of the run was drafted at place path[i + 1]; the last one, not at all.
         drafted = [source[place - 1] for place in path[1:]]
         lines.append(counts + run + [-1] * (Q - len(run)) + drafted + [OWN] * (Q - len(drafted)))
         num_emitted.append(len(run))
@@ -177,7 +179,7 @@ def _commit(targets, batch, table, proposal, verdict, sizes, WIDTH: tl.constexpr
     tl.store(line + 5, code)
     tl.store(line + COUNTS + place, emitted, place < Q)
     source = tl.load(proposal.source + b * K + path - 1, (place > 0) & (place < count), other=_OWN)
-    before = tl.where(place > 0, place - 1, Q - 1)  # the last place has no draft behind it
+    before = tl.where(place > 0, place - 1, Q - 1)  # of the token drafted here; the last one gets OWN
     tl.store(line + COUNTS + Q + before, source, place < Q)
 
 

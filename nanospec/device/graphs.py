@@ -30,7 +30,8 @@ from .step import StepResult
 MAX_STEP_TOKENS = 1024  # of a bucket; longer steps are bound by computing, which a graph does not help
 PADDING = -1
 
-Step = Callable[[Tensor], StepResult]
+RunRows = Callable[[Tensor], StepResult]
+"""Steps the request rows [B] int32: `Step` with its other arguments."""
 
 
 class Bucket(NamedTuple):
@@ -44,7 +45,7 @@ class Bucket(NamedTuple):
 class EagerCapture:
     """Runs the step again at every replay."""
 
-    def __init__(self, step: Step, rows: Tensor) -> None:
+    def __init__(self, step: RunRows, rows: Tensor) -> None:
         self.rows, self._step = rows, step
         self.result = step(rows)
 
@@ -57,7 +58,7 @@ class EagerCapture:
 class CudaCapture:
     """Captures the step as a CUDA graph, whose memory is of a `pool` that lives as long as its captures."""
 
-    def __init__(self, step: Step, rows: Tensor, pool: Any = None) -> None:
+    def __init__(self, step: RunRows, rows: Tensor, pool: Any = None) -> None:
         self.rows = rows
         # Compile and allocate before capture: on this stream, since all engines share the kernels' tickets.
         for _ in range(2):
