@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from nanospec.device.graphs import Step
+from nanospec.device.graphs import RunRows
 
 HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "lift_fresh", "masked_select")
 
@@ -77,7 +77,7 @@ def _storages(tree: Any) -> set[int]:
 class TapeCapture:
     """A `nanospec.device.graphs.Capture`; also keeps the rows of every replay."""
 
-    def __init__(self, step: Step, rows: Tensor) -> None:
+    def __init__(self, step: RunRows, rows: Tensor) -> None:
         self.rows = rows
         self.replayed: list[list[int]] = []
         step(rows)  # as a real capture does: whatever is made once is made outside

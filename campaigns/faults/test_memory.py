@@ -13,7 +13,7 @@ import nanospec.device.graphs
 import nanospec.llm
 from campaigns.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
 from nanospec import SamplingParams
-from nanospec.device.graphs import EagerCapture, Step
+from nanospec.device.graphs import EagerCapture, RunRows
 from nanospec.device.memory import OutOfMemory, ran_out
 from tests.drive import Job, finish
 from tests.nanospec.test_llm import folder, make
@@ -105,7 +105,7 @@ class NoRoom(EagerCapture):
 
     error: Exception | None = None
 
-    def __init__(self, step: Step, rows: Tensor) -> None:
+    def __init__(self, step: RunRows, rows: Tensor) -> None:
         super().__init__(step, rows)
         if (error := NoRoom.error) is not None:
             NoRoom.error = None

@@ -18,9 +18,10 @@ A query gets the same bits as a decoding step, as one of K + 1, and in a chunk o
     spans       |-------------------------------------|------------------|-----------
     programs    each takes `share` units in turn; a unit is a tile if there are few of them, else a span
 
-A state (m, z, acc) is that of online softmax (FlashAttention): the largest score, the sums of exponentials and
-of values so weighted; the output is acc / sum(z). m is rounded up to an integer, so that rescaling by 2^-m is
-exact. With a softcap c, SOFTCAP = scale / c goes into the tanh of `scores`, and `Sizes.scale` = c * log2(e).
+A state (m, z, acc) is that of online softmax (FlashAttention): the largest score, the sums of exponentials
+and of values so weighted; the output is acc / sum(z). m is rounded up to an integer, so that rescaling by
+2^-m is exact. With a softcap c, SOFTCAP = scale / c goes into the tanh of `scores`, and `Sizes.scale` is
+c * log2(e).
 """
 
 from collections import namedtuple

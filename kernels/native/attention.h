@@ -18,7 +18,7 @@
 
 constexpr long SPAN = 256;     // positions of a span
 constexpr long TOGETHER = 96;  // rows of a piece (queries times the heads of a group), unless one group has more
-constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // as models/compiled.py has them
+constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // as models/cpu.py has them
 constexpr long MAX_NODES = 64, COPIES = MAX_NODES / LANES + 1;  // nodes of a tree; tiles that hold copies of them
 constexpr long APART = 64 << 20;                                // bytes that the results of spans may take
 

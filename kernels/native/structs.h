@@ -1,4 +1,4 @@
-// What a forward pass reads and writes, as `nanospec/models/compiled.py` passes it: words of 8 bytes, each an address or
+// What a forward pass reads and writes, as `nanospec/models/cpu.py` passes it: words of 8 bytes, each an address or
 // a number. Numbers behind addresses are bfloat16 unless the type says otherwise.
 
 #pragma once

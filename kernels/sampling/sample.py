@@ -43,8 +43,8 @@ def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
 
 
 def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
-    """With `lazy`, draw only the targets that verification will read, up to the first wrong draft: `walk` is a
-    generator that reads targets[place] after it was drawn here. The others stay the plain argmax."""
+    """With `lazy`, draw only the targets that verification will read, up to the first wrong draft: `walk` is
+    a generator that reads targets[place] after it was drawn here. The others stay the plain argmax."""
     targets = argmax(logits)
     draws = ((table.temperature > 0) | table.penalized).tolist()
     for row in rows_of(batch):

@@ -1,6 +1,6 @@
 """Tensor parallelism: one model on several devices, with one process (rank) for each.
 
 `launch.py` starts the ranks, `job.py` ends all of them when one fails, `worker.py` has every rank take the
-same steps, `worker.py` shares what a drafter proposes on the leader's host, `shard.py` divides the weights,
-`group.py` connects the ranks. Rank 0 is the leader, to which the engine speaks; the others follow.
+same steps and drafts, `shard.py` divides the weights, `group.py` connects the ranks. Rank 0 is the leader, to
+which the engine speaks; the others follow.
 """
