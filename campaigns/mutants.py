@@ -53,11 +53,13 @@ GUIDED = [
         "a_trace_shows_the_guesses",
     )
 ]  # fmt: skip
+POLICY = [f"tests/nanospec/drafters/test_{name}.py" for name in ("policy", "auto")]
 PARAMS = ["tests/nanospec/test_sampling_params.py"]
 # Which tests a file belongs to, the quickest first.
 TESTS: dict[str, list[str]] = {
     "kernels/speculation/verify.py": [SPECULATION + "test_verify.py"],
     "kernels/speculation/proposal.py": [SPECULATION + "test_proposal.py", "tests/kernels/test_batch.py"],
+    "kernels/speculation/ngram": [SPECULATION + "test_ngram.py"],
     "kernels/sampling/accept.py": [SAMPLING + "test_accept.py"],
     "kernels/sampling/mask.py": [SAMPLING + "test_mask.py", SAMPLING + "test_sample.py"],
     "kernels/sampling/logprobs.py": [SAMPLING + "test_logprobs.py"],
@@ -69,7 +71,14 @@ TESTS: dict[str, list[str]] = {
     ],
     "nanospec/engine/scheduler.py": ["tests/nanospec/engine/test_scheduler.py", HOST[1]],
     "nanospec/engine/request.py": ["tests/nanospec/engine/test_request.py", *PARAMS, HOST[1]],
-    "nanospec/drafters/policy.py": [f"tests/nanospec/drafters/test_{name}.py" for name in ("policy", "auto")],
+    "nanospec/drafters/policy.py": POLICY,
+    "nanospec/drafters/costs.py": POLICY,
+    "nanospec/drafters/estimator.py": POLICY,
+    "nanospec/device/graphs.py": ["tests/nanospec/device/test_graphs.py"],
+    "nanospec/extras/tensor_parallel/shard.py": [
+        "tests/kernels/layer/test_parts.py",
+        "tests/nanospec/extras/tensor_parallel/test_shard.py",
+    ],
     "nanospec/engine/engine.py": [
         *GUIDED,
         SIMULATED,
