@@ -235,6 +235,14 @@ def test_a_tree_by_hand() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_long_match_is_not_branched(implementation: str) -> None:
+    for length in (ngram_tree.LONG_MATCH.value, ngram_tree.LONG_MATCH.value + 1):
+        suffix = list(range(1, length + 1))
+        text = [*suffix, 11, *suffix, 12, *suffix]
+        check([Request(text, max_n=8, width=2)], [0], 6, 2, implementation)
+
+
 @settings(max_examples=300)
 @given(texts(60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 63), st.integers(1, 8))
 def test_what_holds_for_any_tree(text: list[int], min_n: int, more: int, k: int, width: int) -> None:

@@ -123,6 +123,9 @@ def test_block_names_follow_the_tokens_and_the_salt() -> None:
         request.append(step(list(range(40))))
     assert len(plain.hashes(16)) == 2
     assert not set(plain.hashes(16)) & set(salted.hashes(16))
+    other = request_for(None)
+    other.append(step([9, *range(1, 40)]))
+    assert plain.hashes(16)[1] != other.hashes(16)[1], "a name covers all blocks before"
     before = list(plain.hashes(16))
     plain.append(step([7] * 7))
     assert plain.hashes(16)[:2] == before

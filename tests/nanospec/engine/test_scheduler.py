@@ -272,9 +272,14 @@ def test_who_passed_another_resumes_behind_it() -> None:
 def test_preempted_requests_resume_in_order_of_arrival() -> None:
     simulation = Simulation(window=24, extra_blocks=1, num_rows=4, max_tokens=100, k=3)
     requests = [simulation.add([i % 2] * 8, 16) for i in range(4)]
-    preempted = 0
+    preempted, first = 0, list[float | None]()
     while simulation.scheduler.has_work:
         preempted += len(simulation.step().preempted)
+        starts = [request.start_time for request in requests]
+        first = first or starts
+        assert all(request.row < 0 or request.start_time is not None for request in requests)
+        assert all(before in (None, now) for before, now in zip(first, starts, strict=True))
+        first = starts
         waiting = [requests.index(request) for request in simulation.scheduler.waiting]
         assert waiting == sorted(waiting)
     assert preempted == sum(request.num_preemptions for request in requests) > 0
