@@ -119,8 +119,8 @@ def test_ranks_end_together(tmp_path: Path) -> None:
         end = sandbox.strike(process, draw.uniform(0.2, 1) * whole, [number], whom)
         assert_gone(end.orphans)
         if other:
-            assert end.status in (0, 2), end
+            assert end.status in (0, 1, 2), end  # 1: the leader was connecting, which only its end interrupts
             assert end.status == 0 or "Rank 1" in end.err or "A rank has not answered" in end.err, end
-        check(end._replace(orphans=[]), sandbox, {0, 2, 128 + number}, number == SIGKILL and not other)
+        check(end._replace(orphans=[]), sandbox, {0, 1, 2, 128 + number}, number == SIGKILL and not other)
         assert sandbox.strike(sandbox.start(args), 0, []).status == 0
         assert results(sandbox) == results(undisturbed)

@@ -118,6 +118,8 @@ class Group:
                 leaving = threading.Thread(target=tensors.abort, daemon=True, name="leaving")
                 leaving.start()
                 leaving.join(CLOSING)
+                del leaving
+            del tensors  # the last reference, while others wait for the lock
 
 
 def _bytes(x: Tensor) -> Tensor:
