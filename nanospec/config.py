@@ -49,7 +49,6 @@ class SpecConfig:
             the same vocabulary write ahead; "medusa" has heads guess from the target's last hidden state.
             "ngram+draft", "ngram+medusa": a model where lookup finds nothing; "none" does not speculate.
         draft_model: for "draft": a folder, a name under `weights/`, or a hub id.
-        draft_tensor_parallel_size: among how many devices the draft model is split: 1, or all.
         heads: for "medusa": a file; None takes the one under `weights/heads/` that is named
             like the target.
         tree_width: most continuations guessed for a request in one step; 1 guesses chains. K stays the
@@ -63,12 +62,10 @@ class SpecConfig:
         max_speculative_tokens: the bound of "auto".
         prompt_lookup_min: shortest suffix that is looked up.
         prompt_lookup_max: longest suffix that is looked up. Longer ones match less often and more reliably.
-        speculation_lengths: the Ks for which steps are captured (GPU), as far as the bounds above allow.
     """
 
     method: str = "ngram"
     draft_model: str | None = None
-    draft_tensor_parallel_size: int = limited(1, 1, 64)
     heads: str | None = None
     tree_width: int = limited(1, 1, MAX_TREE_WIDTH)
     acceptance: str = "exact"
@@ -76,18 +73,13 @@ class SpecConfig:
     prompt_lookup_min: int = limited(1, 1, 32)
     prompt_lookup_max: int = limited(8, 1, 32)
     max_speculative_tokens: int = limited(16, 1, MAX_DRAFTS)
-    speculation_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_acceptance(self.acceptance)
-        shortest, longest, lengths = self.prompt_lookup_min, self.prompt_lookup_max, self.speculation_lengths
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
-        if not isinstance(lengths, tuple | list):
-            raise ValueError(f"speculation_lengths={shown(lengths)} must be a tuple of integers.")
-        for length in lengths:
-            check_number("speculation_lengths", length, 0, MAX_DRAFTS)
 
     @classmethod
     def from_vllm(cls, asked: Mapping[str, Any]) -> SpecConfig:
@@ -120,11 +112,6 @@ class SpecConfig:
         """The largest K that can occur in a step."""
         k = self.num_speculative_tokens
         return 0 if self.method == "none" else self.max_speculative_tokens if k == "auto" else k
-
-    @property
-    def ks(self) -> tuple[int, ...]:
-        """The Ks to record: those of `speculation_lengths` within the bound, 0 and the bound itself."""
-        return tuple(sorted({0, self.max_k, *(k for k in self.speculation_lengths if k < self.max_k)}))
 
 
 @dataclass(frozen=True)
@@ -182,12 +169,6 @@ class EngineConfig:
         if not isinstance(self.spec, SpecConfig):
             raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, say SpecConfig(method='ngram').")
         check_fields(self)
-        drafting = self.spec.draft_tensor_parallel_size
-        if drafting not in (1, self.tensor_parallel_size):
-            raise ValueError(
-                f"draft_tensor_parallel_size={drafting} must be 1, which gives every device all of "
-                f"the draft model, or tensor_parallel_size={self.tensor_parallel_size}."
-            )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
 

@@ -17,8 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .config import EngineConfig, SamplingParams, SpecConfig
-from .device.devices import current, resolve_device, settle_threads, use_threads
-from .device.memory import explained, in_a_step
+from .device.devices import current, explained, in_a_step, resolve_device, use_threads
 from .device.worker import Worker
 from .drafters.loading import Guessers, load_parts, who_guesses
 from .engine.engine import Engine
@@ -235,10 +234,10 @@ def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokeni
 
         return lead(Parts(config, folder, drafter), tokenizer)
     device = resolve_device(config.device)
-    before = use_threads(config.threads) if device.type == "cpu" else None
+    if device.type == "cpu":
+        use_threads(config.threads)
     smaller = "use a device with more, a narrower dtype or a smaller model"
     with current(device), explained(f"the weights on {device}", smaller):
         model, drafters = load_parts(config, folder, drafter, tokenizer, device)
-    settle_threads(before, model)
     with explained(f"the engine beside the weights on {device}", in_a_step(config)):
         return Worker(config, model, drafters, wanted(config, tokenizer))

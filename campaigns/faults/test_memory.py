@@ -13,8 +13,8 @@ import nanospec.device.graphs
 import nanospec.llm
 from campaigns.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
 from nanospec import SamplingParams
+from nanospec.device.devices import OutOfMemory, ran_out
 from nanospec.device.graphs import EagerCapture, RunRows
-from nanospec.device.memory import OutOfMemory, ran_out
 from tests.drive import Job, finish
 from tests.nanospec.test_llm import folder, make
 

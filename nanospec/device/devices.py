@@ -1,34 +1,40 @@
-"""Choose the device, make it the current one, and choose the number of CPU threads.
+"""The device of an engine: which one, on how many CPU threads, and how much of its memory becomes KV cache.
 
-A container's quota and busy neighbours lower the number of threads. The C++ operations share a core with
-another process well, since their threads take over each other's tasks. PyTorch gives every thread an equal
-part of an operation, so all of them wait for the one on a busy core: there the number is lowered to the free
-cores, once, before the first request. It does not change afterwards, because in bf16 the number of threads
+The number of CPU threads is set before a model is loaded and does not change afterwards, because in bf16 it
 shows in the last bit of PyTorch's sums.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
-import sys
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 
+from ..config import EngineConfig
+from ..drafters.base import Drafter
+from ..kernels.batch import Batch
+from ..kernels.sampling.sample import sample
+from ..kernels.table import Table
 from ..models.cpu import computed_by
 from ..models.decoder import Model
 from ..text.checks import shown
+from .graphs import MAX_STEP_TOKENS
 
 DEFAULT_THREADS = torch.get_num_threads()
-Usage = tuple[float, float, float]
-"""Seconds that the processors of this process were busy, that it used of these, and the time of day."""
+GPU_SHARE = 0.9  # of the device's memory, weights included
+CPU_SHARE = 0.4  # of what is free
+CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to fill more
+PARTS = (1, 2, 4, 8)  # of the largest sizes, as attention splits the cache among fewer tokens into more parts
+MARGIN = 2.0  # of what is measured, as other sizes, other rules of acceptance and captures take more
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -78,41 +84,13 @@ def compute_info(model: Model) -> dict[str, str | int]:
     return found | ({"threads": torch.get_num_threads()} if model.device.type == "cpu" else {})
 
 
-def use_threads(wanted: int | Literal["auto"]) -> Usage | None:
-    """Set the number of threads before a model is loaded. "auto" keeps OMP_NUM_THREADS or takes PyTorch's
-    default within the container's quota; `settle_threads` may lower that, and needs what this returns."""
+def use_threads(wanted: int | Literal["auto"]) -> None:
+    """Set the number of threads. "auto" keeps OMP_NUM_THREADS or takes PyTorch's default within the
+    container's quota."""
     if wanted != "auto":
         torch.set_num_threads(wanted)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(math.ceil(min(cpu_quota(), DEFAULT_THREADS)), 1))
-        with suppress(OSError, ValueError):  # no /proc/stat
-            return usage()
-    return None
-
-
-def settle_threads(before: Usage | None, model: Model) -> None:
-    """Report other processes that used half a core or more while the model was loaded, and leave the cores
-    to them if PyTorch computes the model."""
-    if before is None or torch.get_num_threads() == 1:
-        return
-    cores = len(os.sched_getaffinity(0))
-    busy, own, seconds = (late - early for early, late in zip(before, usage()))
-    others = (busy - own) / max(seconds, 1e-9)
-    if others < 0.5 or seconds < 0.2:
-        return
-    if computed_by(model) == "PyTorch":
-        torch.set_num_threads(min(torch.get_num_threads(), max(round(cores - others), 1)))
-    threads = torch.get_num_threads()
-    print(f"Other programs use {others:.1f} of {cores} cores; using {threads} threads.", file=sys.stderr)
-
-
-def usage(stat: Path = Path("/proc/stat")) -> Usage:
-    """Return the `Usage` so far, from the lines of this process's processors in /proc/stat."""
-    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    lines = [line.split() for line in stat.read_text().splitlines() if line]
-    # Columns 3 and 4 are idle time; guests, 8 and 9, are counted under user and nice as well.
-    ticks = sum(sum(map(int, [*line[1:4], *line[6:9]])) for line in lines if line[0] in mine)
-    return ticks / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4]), time.monotonic()
 
 
 def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -125,3 +103,160 @@ def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
                 quota, period = (folder / "cpu.max").read_text().split()
                 quotas += [int(quota) / int(period)] if quota != "max" else []
     return min(quotas)
+
+
+def used_memory(model: Model, drafters: Sequence[Drafter], table: Table, num_blocks: int) -> dict[str, int]:
+    """Return the bytes that a worker with these parts keeps, with full caches."""
+    tokens = num_blocks * table.block_size
+    return {
+        "weights": model.weight_bytes,
+        "draft_weights": sum(drafter.memory.weights for drafter in drafters),
+        "kv_cache": tokens * model.config.kv_bytes_per_token(model.dtype),
+        "draft_kv_cache": tokens * sum(drafter.memory.kv_per_token for drafter in drafters),
+        "rows": row_bytes(table),
+    }
+
+
+def row_bytes(table: Table) -> int:
+    """Return the bytes of the request rows."""
+    return sum(column.nbytes for column in table if isinstance(column, torch.Tensor))
+
+
+def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] = ()) -> tuple[int, int]:
+    """Return (number of KV blocks, max_model_len) for this model on this machine. A block has room for the
+    same tokens in the caches of drafters.
+
+    Raises ValueError when the window is longer than a model's, or the memory too small for it.
+    """
+    own, whose = model.config.max_position_embeddings, "model"
+    for drafter in drafters:
+        if drafter.memory.max_context is not None and drafter.memory.max_context < own:
+            own, whose = drafter.memory.max_context, "draft model"
+    window = config.max_model_len or own
+    if window > own:
+        raise ValueError(f"max_model_len={window} is beyond the {whose}'s own window of {own} tokens.")
+    size = config.block_size
+    per_token = model.config.kv_bytes_per_token(model.dtype)
+    per_block = size * (per_token + sum(drafter.memory.kv_per_token for drafter in drafters))
+    source, budget = "kv_cache_memory", config.kv_cache_memory
+    if budget is None:
+        needed = step_bytes(config, model, drafters, window) if model.device.type == "cuda" else 0
+        source, budget = "spare memory", max(spare_memory(model.device, model.num_devices) - needed, 0)
+    num_blocks = min(budget // per_block, config.max_num_seqs * -(-window // size))
+    if config.max_model_len is None and 256 <= num_blocks * size < window:
+        window = num_blocks * size
+    if num_blocks * size < window:
+        raise ValueError(
+            f"{source} of {budget:,} bytes holds the K/V of {num_blocks * size} tokens, too few for "
+            f"max_model_len={window}, which takes {per_block * -(-window // size):,} bytes; give more, or "
+            "lower max_model_len or max_num_seqs."
+        )
+    if model.device.type == "cpu":  # Linux grants the rows, and kills the process when they are written
+        rows = row_bytes(Table.empty(config.max_num_seqs, window, size, model.config.vocab_size, "meta"))
+        if rows > (free := _free_cpu_memory()):
+            raise ValueError(
+                f"max_num_seqs={config.max_num_seqs} takes {rows:,} bytes for the rows of as many requests, "
+                f"and {free:,} are free; lower max_num_seqs."
+            )
+    return num_blocks, window
+
+
+@torch.inference_mode()
+def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], window: int) -> int:
+    """Return the bytes that request rows, steps and prefills take on a GPU beside weights and K/V, measured
+    by running the largest ones at the end of a full window, on a cache of one block.
+
+    Captured steps share one pool, as large as the largest of them. While that one is captured, another step
+    warms up outside of the pool, where later prefills run.
+    """
+    c, size, most, device = model.config, config.block_size, config.max_num_seqs, model.device
+    table = Table.empty(most, window, size, c.vocab_size, device)
+    kv_cache = torch.zeros(model.kv_shape(1, size), dtype=model.dtype, device=device)
+
+    def peak(rows: int, width: int, prefill: bool = False) -> int:
+        ids = torch.arange(rows, dtype=torch.int32, device=device)
+        count = torch.full_like(ids, width)
+        batch = Batch.of_grid(table, ids, window - count, count, width, window)
+
+        def score() -> None:
+            hidden = model.forward(replace(batch, prefill=prefill), kv_cache)
+            if not prefill:
+                sample(model.logits(hidden), table, batch)
+
+        return peak_bytes(device, score)
+
+    k = min(config.spec.max_k, most_drafts(drafters), window - 1)
+    drafting = max(min(MAX_STEP_TOKENS // (k + 1), most), 1)  # rows of the largest captured step with drafts
+    step = max(peak(max(rows // part, 1), q) for rows, q in ((most, 1), (drafting, k + 1)) for part in PARTS)
+    tokens = min(config.max_num_batched_tokens, most * window)
+    prompts = -(-tokens // window)
+    prefill = max(peak(prompts, -(-tokens // prompts // part), prefill=True) for part in PARTS)
+    if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are put together
+        step += 2 * max(most, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize
+    return row_bytes(table) + int(MARGIN * (step + max(step, prefill)))
+
+
+def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
+    """Return the most bytes that `run` has allocated on a GPU at a time."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def most_drafts(drafters: Sequence[Drafter]) -> int:
+    """Return the most drafts that a row may get."""
+    return max((drafter.max_drafts for drafter in drafters), default=0)
+
+
+def spare_memory(device: torch.device, sharing: int = 1) -> int:
+    """Return the bytes that the KV cache may take, on a CPU that of one of the processes `sharing` it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what was measured
+        free, total = torch.cuda.mem_get_info(device)
+        return max(int(free - (1 - GPU_SHARE) * total), 0)
+    return min(int(_free_cpu_memory() * CPU_SHARE), CPU_LIMIT) // sharing
+
+
+def _free_cpu_memory() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class OutOfMemory(MemoryError):
+    """Memory ran out; the message says where, and what to lower."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out (of Python, of the system, of PyTorch in two ways) or
+    hides such an error, as that of a CUDA graph whose capture it has ended."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text, hidden = str(error), error.__context__
+    told = "can't allocate memory" in text or ("captur" in text and hidden is not None and ran_out(hidden))
+    return isinstance(error, RuntimeError) and told
+
+
+def in_a_step(config: EngineConfig) -> str:
+    """Return what to lower when a step runs out of memory."""
+    lower = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory", "max_model_len")
+    given = [f"{name}={value}" for name in lower if (value := getattr(config, name)) is not None]
+    return f"lower {', '.join(given[:-1])} or {given[-1]}"
+
+
+@contextmanager
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemory if memory runs out in the `with` block, with what it was for and the remedy."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemory) or not ran_out(error):
+            raise
+        first = str(error).strip().split("\n")[0]
+        raise OutOfMemory(f"Memory ran out for {what} ({shown(first)}); {remedy}.") from error

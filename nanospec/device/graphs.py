@@ -28,6 +28,7 @@ from .extension import Extension
 from .step import StepResult
 
 MAX_STEP_TOKENS = 1024  # of a bucket; longer steps are bound by computing, which a graph does not help
+KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # captured, as far as the largest K of the engine allows
 PADDING = -1
 
 RunRows = Callable[[Tensor], StepResult]

@@ -28,10 +28,9 @@ from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models.cpu import empty_cache, zero_blocks
 from ..models.decoder import Model
-from .devices import on_own_device
+from .devices import most_drafts, on_own_device, plan_cache, used_memory
 from .extension import Extension
-from .graphs import StepGraphs
-from .memory import most_drafts, plan_cache, used_memory
+from .graphs import KS, StepGraphs
 from .orders import Admission, Flight, RowResult, StepOrder, as_dict
 from .rows import HostWrites, write_blocks, write_history, write_row
 from .step import Cut, Step
@@ -106,7 +105,7 @@ class Worker:
         for extension in self.extensions:
             extension.attach(self)
         if captured:
-            ks = [*(k for k in config.spec.ks if k < self.max_k), self.max_k]
+            ks = [*(k for k in KS if k < self.max_k), self.max_k]
             self.graphs = StepGraphs(self._step, model.device, config.max_num_seqs, ks, config.lazy_capture)
             self._step.share_logits(self.graphs.max_tokens)
             if not config.lazy_capture:

@@ -9,7 +9,7 @@ rows of its own, one per request row, and a last one that padding rows may write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -28,19 +28,16 @@ from ..text.checks import as_int, shown
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
-    from ..models.config import ModelConfig
     from ..models.decoder import Model
-    from ..models.weights import Split
     from ..text.tokenizer import Tokenizer
 
 
 class Target(NamedTuple):
-    """The model to guess for, where it was loaded from, and how it is split among devices, if it is."""
+    """The model to guess for, and where it was loaded from."""
 
     model: Model
     folder: Path | None = None
     tokenizer: Tokenizer | None = None
-    split: Callable[[ModelConfig], Split] | None = None
 
 
 class Memory(NamedTuple):

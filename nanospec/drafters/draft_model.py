@@ -88,9 +88,8 @@ class ModelDrafter(Drafter):
         folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
-        split = target.split if spec.draft_tensor_parallel_size > 1 else None
         own = target.model
-        model = load_model(folder, own.dtype, own.device, split=split)
+        model = load_model(folder, own.dtype, own.device)
         vocab_size = own.config.vocab_size
         token_map = load_token_map(folder, min(vocab_size, model.config.vocab_size))
         return cls(spec, model, vocab_size, token_map)

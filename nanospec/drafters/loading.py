@@ -23,7 +23,7 @@ METHODS = {  # the class of each, imported when it is used
     "medusa": "medusa.MedusaDrafter",
     "ngram": "ngram.NgramDrafter",
 }
-USED_BY = {"draft_model": "draft", "draft_tensor_parallel_size": "draft", "heads": "medusa"}  # by field
+USED_BY = {"draft_model": "draft", "heads": "medusa"}  # by field
 
 Guessers = Drafter | str | Sequence[Drafter | str]
 """Who guesses: a drafter or the name of a method, or several, first come first."""
@@ -99,7 +99,7 @@ def load_parts(
     or those of `config.spec`."""
     dtype = resolve_dtype(config.dtype, read_config(folder), device)
     model = load_model(folder, dtype, device, config.max_model_len, split)
-    return model, load_drafters(config.spec, Target(model, folder, tokenizer, split), given=given)
+    return model, load_drafters(config.spec, Target(model, folder, tokenizer), given=given)
 
 
 def load_drafters(

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
-from ..device.devices import compute_info
-from ..device.memory import in_a_step, ran_out
+from ..device.devices import compute_info, in_a_step, ran_out
 from ..device.orders import Flight, Pages, RowOrder, RowResult, StepOrder
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy

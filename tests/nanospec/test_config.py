@@ -38,11 +38,9 @@ BAD_SPEC = [
     ({"method": ["ngram"]}, "method=['ngram'] must be a text."),
     ({"heads": Path("x")}, "must be a text."),
     ({"method": "ngram", "draft_model": "x"}, "draft_model='x' is of no use to method='ngram'"),
-    ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size=2 is of no use to method='ngram'"),
     ({"method": "draft", "heads": "x"}, "heads='x' is of no use to method='draft'"),
     ({"tree_width": 0}, "tree_width=0 must be"),
     ({"method": "draft", "tree_width": 2}, "tree_width=2 is of no use to draft, which guesses chains."),
-    ({"speculation_lengths": 4}, "tuple of integers"),
     ({"acceptance": "lossy"}, "acceptance='lossy'"),
 ]
 BAD_ENGINE = [
@@ -160,12 +158,8 @@ def test_memory_may_be_written_with_a_unit(text: str, size: int) -> None:
             SpecConfig(prompt_lookup_min=9, prompt_lookup_max=9),
         ),
         (
-            {"method": "draft_model", "model": "small", "draft_tensor_parallel_size": 1},
-            SpecConfig(method="draft", draft_model="small"),
-        ),
-        (
-            {"method": "draft_model", "model": "small", "draft_tensor_parallel_size": 2},
-            SpecConfig(method="draft", draft_model="small", draft_tensor_parallel_size=2),
+            {"method": "draft_model", "model": "small", "num_speculative_tokens": 3},
+            SpecConfig(method="draft", draft_model="small", num_speculative_tokens=3),
         ),
         ({"model": "small"}, SpecConfig(method="draft", draft_model="small")),
         ({"method": "medusa", "model": "file"}, SpecConfig(method="medusa", heads="file")),
@@ -174,7 +168,7 @@ def test_memory_may_be_written_with_a_unit(text: str, size: int) -> None:
             SpecConfig(method="ngram+draft", draft_model="small", tree_width=2),
         ),
     ],
-    ids=["ngram", "old-ngram", "shortest", "draft", "split", "model", "medusa", "ours"],
+    ids=["ngram", "old-ngram", "shortest", "draft", "model", "medusa", "ours"],
 )
 def test_speculative_config_of_vllm_is_read(asked: dict[str, Any], ours: SpecConfig) -> None:
     assert SpecConfig.from_vllm(asked) == ours

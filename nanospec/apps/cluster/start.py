@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...config import EngineConfig
-from ...device.devices import cpu_quota, resolve_device
-from ...device.memory import spare_memory
+from ...device.devices import cpu_quota, resolve_device, spare_memory
 from ...llm import LLM
 from ...models.hub import resolve_model
 from ...text.checks import shown

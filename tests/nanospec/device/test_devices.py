@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanospec import SamplingParams
 from nanospec.device import devices
-from nanospec.device.devices import cpu_quota, current, resolve_device, settle_threads, usage, use_threads
+from nanospec.device.devices import cpu_quota, current, resolve_device, use_threads
 from tests.drive import Job, make_engine, run
 from tests.tiny import tiny_model
 
@@ -105,52 +102,22 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are() 
         resolve_device("cuda:7")
 
 
-@pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Seconds that other processes have used so far, a list of one; a minute passes between two looks."""
-    before, busy, minutes = torch.get_num_threads(), [0.0], iter(range(10**6))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(devices, "usage", lambda: (busy[0], 0.0, next(minutes) * 60.0))
-    monkeypatch.setattr(devices, "cpu_quota", lambda: math.inf)
+def test_the_number_of_threads_is_the_users_or_what_a_quota_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def used(wanted: Any, quota: float) -> int:
+        monkeypatch.setattr(devices, "cpu_quota", lambda: quota)
+        use_threads(wanted)
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
     monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
-    monkeypatch.setattr(devices, "computed_by", lambda model: model)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    yield busy
-    torch.set_num_threads(before)
-
-
-def loaded(others: list[float], cores: float, by: Any = "PyTorch") -> int:
-    """Threads after a model was loaded beside processes that used so many cores."""
-    before = use_threads("auto")
-    others[0] += 60 * cores
-    settle_threads(before, by)
-    return torch.get_num_threads()
-
-
-def test_neighbours_lower_the_number_once_but_not_for_compiled_models(
-    others: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert [loaded(others, cores) for cores in (0, 0.4, 1.0, 9.0, 0)] == [2, 2, 1, 1, 2]
-    assert loaded(others, 1.5, by="C++") == 2
-    first, _, last = capsys.readouterr().err.splitlines()
-    assert first == "Other programs use 1.0 of 2 cores; using 1 threads."
-    assert last == "Other programs use 1.5 of 2 cores; using 2 threads."
-
-
-def test_the_users_number_stays(others: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert use_threads(3) is None
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert use_threads("auto") is None
-    assert torch.get_num_threads() == 3
-
-
-def test_a_quota_lowers_the_number(others: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for quota in (0.5, 1.2, 7.0):
-        monkeypatch.setattr(devices, "cpu_quota", lambda quota=quota: quota)
-        use_threads("auto")
-        found.append(torch.get_num_threads())
-    assert found == [1, 2, 2]
+    try:
+        assert [used("auto", quota) for quota in (0.5, 1.2, 7.0, math.inf)] == [1, 2, 2, 2]
+        assert used(3, 1.0) == 3
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert used("auto", 1.0) == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -170,19 +137,3 @@ def test_quotas(own: str, files: dict[str, str], expected: float, tmp_path: Path
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text)
     assert cpu_quota(tmp_path / "own", tmp_path / "root") == expected
-
-
-def test_usage_counts_own_processors_without_idling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stat = tmp_path / "stat"
-    stat.write_text(
-        "cpu  999 9 9 9 9 9 9 9 9 9\ncpu0 100 20 30 5000 600 1 2 47 9 9\n\ncpu1 200 0 0 7 7 0 0 0 0 0\n"
-        "cpu10 1 1 1 1 1 1 1 1 0 0\nintr 5 6\n"
-    )
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert usage(stat)[0] == 400 / os.sysconf("SC_CLK_TCK")
-
-
-def test_child_processes_are_no_neighbours() -> None:
-    before = usage()
-    subprocess.run([sys.executable, "-c", "for i in range(5_000_000): pass"], check=True)
-    assert usage()[1] - before[1] > 0.03

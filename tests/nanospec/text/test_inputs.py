@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
 from nanospec.apps.serve.settings import ServeConfig
 from nanospec.config import check_names
-from nanospec.device.memory import plan_cache
+from nanospec.device.devices import plan_cache
 from nanospec.drafters.loading import check_method, who_guesses
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.test_llm import folder, make
@@ -71,7 +71,7 @@ def test_words_of_others_do() -> None:
     for value in ODD:
         said(check_names, {"swap_space": value, LONG: value}, EngineConfig)
         said(SpecConfig.from_vllm, value)
-        for name in ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size"):
+        for name in ("method", "model", "num_speculative_tokens", "draft_model"):
             said(lambda name, value: check_method(SpecConfig.from_vllm({name: value})), name, value)
         said(who_guesses, SpecConfig(), value)
         if not isinstance(value, str) or value == LONG:

@@ -47,7 +47,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "ngram-tree": {"method": "ngram", "tree_width": 3},
     "draft": {"method": "draft"},
-    "split-draft": {"method": "draft", "draft_tensor_parallel_size": 2},
     "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+medusa": {"method": "ngram+medusa"},
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
@@ -75,17 +74,15 @@ def whole(heads: int = 4, kv_heads: int = 2, **more: Any) -> Whole:
 
 
 class Drafters:
-    """Makes each rank a drafter: a draft model that is all its own, or a part of one; heads."""
+    """Makes each rank a drafter: a draft model of its own, or heads."""
 
     def __init__(self, options: EngineConfig) -> None:
         self.spec = options.spec
 
     def __call__(self, model: Model, group: Group) -> Sequence[Drafter]:
-        config, ready = tiny_config(num_layers=1), dict[str, Drafter]()
+        ready = dict[str, Drafter]()
         if "draft" in self.spec.methods:
-            split = self.spec.draft_tensor_parallel_size > 1
-            draft = part_of(config, weights_of(config), group) if split else tiny_model(num_layers=1)
-            ready["draft"] = ModelDrafter(self.spec, draft, VOCAB)
+            ready["draft"] = ModelDrafter(self.spec, tiny_model(num_layers=1), VOCAB)
         if "medusa" in self.spec.methods:
             ready["medusa"] = MedusaDrafter(self.spec, random_heads(model, 3, vocab=50), model)
         return load_drafters(self.spec, Target(model), ready)
@@ -100,8 +97,7 @@ def options_of(
         local = Shard(of.config, groups_of(size)[0]).config
         per_token = local.kv_bytes_per_token(torch.float32)
         if "draft" in spec.methods:
-            per_draft = tiny_config(num_layers=1).kv_bytes_per_token(torch.float32)
-            per_token += per_draft // spec.draft_tensor_parallel_size
+            per_token += tiny_config(num_layers=1).kv_bytes_per_token(torch.float32)
         more["kv_cache_memory"] = 16 * num_blocks * per_token
     options = {"max_num_seqs": 4, "max_model_len": 128, "tensor_parallel_size": size, **more}
     return EngineConfig(spec=spec, **options)
@@ -246,25 +242,22 @@ def test_a_logit_that_is_no_number_ends_its_request_alone() -> None:
 
 
 def test_the_memory_plan_is_that_of_all_ranks_and_adds_up() -> None:
-    """Weights as they lie in memory; a draft model is whole on every rank, or split, and alike on all."""
-    of, plans = whole(heads=6, kv_heads=3), {}
-    for way in ("draft", "split-draft"):
-        options = options_of(2, of, way, 3)
-        with split_engine(2, of.config, of.weights, options, Drafters(options)) as split:
-            worker = split.engine.worker
-            first, second = worker.memory
-            assert first == second
-            cache = worker.drafters[0].kv  # type: ignore[attr-defined]
-            assert first["kv_cache"] == worker.kv_cache.nbytes
-            assert first["draft_kv_cache"] == cache.nbytes
-            local = Shard(of.config, split.groups[0])
-            shapes = {**local.config.parameter_shapes()}
-            shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (local.num_tokens, 32))
-            assert first["weights"] == 4 * sum(math.prod(shape) for shape in shapes.values())
-            assert first["rows"] == sum(t.nbytes for t in worker.table if isinstance(t, Tensor))
-            plans[way] = first
-    assert plans["split-draft"]["draft_weights"] < 0.6 * plans["draft"]["draft_weights"]
-    assert plans["split-draft"]["draft_kv_cache"] * 2 == plans["draft"]["draft_kv_cache"]
+    """Weights as they lie in memory; a draft model is whole on every rank."""
+    of = whole(heads=6, kv_heads=3)
+    options = options_of(2, of, "draft", 3)
+    with split_engine(2, of.config, of.weights, options, Drafters(options)) as split:
+        worker = split.engine.worker
+        first, second = worker.memory
+        assert first == second
+        draft: Any = worker.drafters[0]
+        assert first["kv_cache"] == worker.kv_cache.nbytes
+        assert first["draft_weights"] == draft.model.weight_bytes
+        assert first["draft_kv_cache"] == draft.kv.nbytes
+        local = Shard(of.config, split.groups[0])
+        shapes = {**local.config.parameter_shapes()}
+        shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (local.num_tokens, 32))
+        assert first["weights"] == 4 * sum(math.prod(shape) for shape in shapes.values())
+        assert first["rows"] == sum(t.nbytes for t in worker.table if isinstance(t, Tensor))
 
 
 def test_ranks_with_less_memory_decide_for_all() -> None:
