@@ -42,11 +42,12 @@ typedef float Part __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef uint32_t PartWords __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t PartInts __attribute__((vector_size(BYTES), aligned(4), may_alias));
 
-// Returns f of the parts of vectors a, b, ..., part by part.
+// Returns f of the parts of the vectors at a, b, ..., part by part. By address: a reference would promise 64-byte
+// alignment, which templates assume of their arguments.
 template <class F, class... Vectors>
-static inline Floats by_parts(F f, const Vectors&... of) {
+static inline Floats by_parts(F f, const Vectors*... of) {
     Floats result;
-    for (int i = 0; i < int(sizeof(Floats)) / BYTES; i++) ((Part*)&result)[i] = f(((const Part*)&of)[i]...);
+    for (int i = 0; i < int(sizeof(Floats)) / BYTES; i++) ((Part*)&result)[i] = f(((const Part*)of)[i]...);
     return result;
 }
 constexpr int WIDTH = 2 * LANES;  // columns of a strip
@@ -83,7 +84,7 @@ static inline void store(Floats values, bf16* to, long n = LANES) {
     const Floats rounded = by_parts([](Part x) {
         const PartWords bits = (PartWords)x, near = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
         return (Part)(x == x ? near : PartWords{} + 0x7FC0);
-    }, values);
+    }, &values);
     Halves halves = __builtin_convertvector((Words)rounded, Halves);
 #endif
     copy_some<sizeof halves>(to, &halves, n * sizeof(bf16));
@@ -100,7 +101,7 @@ static inline Floats larger(Floats a, Floats b) {
 #ifdef __AVX512BF16__
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return by_parts([](Part a, Part b) { return a > b ? a : b; }, a, b);
+    return by_parts([](Part a, Part b) { return a > b ? a : b; }, &a, &b);
 #endif
 }
 
@@ -137,7 +138,7 @@ static inline Part exp2_of(Part x) {
 }
 
 #ifndef __AVX512F__
-static inline Floats exp2_of(Floats x) { return by_parts([](Part x) { return exp2_of(x); }, x); }
+static inline Floats exp2_of(Floats x) { return by_parts([](Part x) { return exp2_of(x); }, &x); }
 #endif
 
 static inline Floats tanh_of(Floats x) {  // to 4e-7

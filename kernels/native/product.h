@@ -108,7 +108,7 @@ inline void swiglu(Team& team, const Weight& w, bool gelu, Rows x, long tokens, 
                 const Floats y = gelu ? 1.59576912f * (gate + 0.044715f * gate * gate * gate) : gate;
                 const Floats small = exp2_of(negative(y) * LOG2_E);
                 const auto below = [](Part gate, Part small) { return gate < 0 ? small : Part{} + 1; };
-                store(gate * by_parts(below, gate, small) / (1 + small) * up, out[t + i] + row);
+                store(gate * by_parts(below, &gate, &small) / (1 + small) * up, out[t + i] + row);
             }
     });
 }

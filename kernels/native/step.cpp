@@ -58,19 +58,25 @@ void nanospec_lay_out(Layout* given) {
     given->tokens = 0, given->longest = given->kv_len = 1;
     for (long b = 0; b < proposal.num_rows; b++) {
         const int s = given->rows[b], row = std::max(s, 0), base = std::max(table.num_tokens[row] - 1, 0);
-        const int guesses = std::clamp<int>(proposal.num_drafts[b], 0, k);  // a drafter's number is not trusted
-        const int n = s >= 0 && table.finished[s] == RUNNING ? guesses + 1 : 0;
         const int *pages = table.block_table + row * table.max_blocks, *drafts = proposal.drafts + b * k;
         const int* parents = proposal.parents ? proposal.parents + b * k : nullptr;
+        const auto valid = [&](int i) {
+            return drafts[i] >= 0 && drafts[i] < table.vocab_size && (!parents || (parents[i] >= 0 && parents[i] <= i));
+        };
+        const long most = std::min<long>({k, proposal.num_drafts[b], table.max_len[row] - base - 2});
+        int count = 0;  // of the drafts that take part
+        while (count < most && valid(count)) count++;
+        const int n = s >= 0 && table.finished[s] == RUNNING ? count + 1 : 0;
         out.rows[b] = n ? s : -1, out.q_start[b] = given->tokens, out.q_len[b] = n, out.base_len[b] = base;
         std::copy_n(pages, table.max_blocks, out.block_table + b * table.max_blocks);
         int depth[64] = {0};
         int64_t mask[64] = {1};
         for (int i = 0; i < (given->packed ? n : k + 1); i++) {
             const long t = given->tokens++, index = base + i;
-            const int parent = i && parents ? parents[i - 1] : 0;
+            const bool drafted = i && i <= count;
+            const int parent = drafted && parents ? parents[i - 1] : 0;
             if (i && parents) depth[i] = depth[parent] + 1, mask[i] = mask[parent] | int64_t(1) << i;
-            out.input_ids[t] = i ? drafts[i - 1] : table.tokens[row * table.max_context + index];
+            out.input_ids[t] = drafted ? drafts[i - 1] : i ? 0 : table.tokens[row * table.max_context + index];
             out.positions[t] = i < n ? base + (parents ? depth[i] : i) : 0;
             out.slots[t] = i < n ? pages[index / table.block_size] * table.block_size + index % table.block_size : -1;
             if (parents) out.parents[t] = parent, out.ancestors[t] = mask[i];

@@ -4,7 +4,9 @@ A row's drafts are places 1 .. num_drafts of its row in the step; place 0 is its
 a chain each draft follows the one before. A tree says for each draft which place it follows; parents
 come before their children, so the first n drafts of a tree are a tree too, and siblings differ.
 
-`lay_out` gives every row K + 1 tokens, in the padded layout of `batch.py`. Rows that are padding (-1) or
+`lay_out` gives every row K + 1 tokens, in the padded layout of `batch.py`. It does not trust the drafter:
+drafts beyond the request's `max_len` are dropped, and so are all from the first on that is not in the
+vocabulary or does not follow an earlier place. Rows that are padding (-1) or
 whose request has ended get q_len 0, slots of -1 and a request row of -1, so that nothing after this needs to
 know why they take no part. Drafts that form trees get the positions of their depth, and each the mask of its
 ancestors. `lay_out_text` is `Batch.of_grid` in one launch: tokens of the rows' own texts, for a drafter that
@@ -32,7 +34,7 @@ PAGES = tl.constexpr(1024)  # per program
 class Proposal(NamedTuple):
     """Drafts for B rows, at most K each."""
 
-    drafts: Tensor  # [B, K] int32, the guesses, any valid token beyond their number
+    drafts: Tensor  # [B, K] int32, the guesses, anything beyond their number
     num_drafts: Tensor  # [B] int32
     source: Tensor  # [B, K] int32, index in the row's history that each draft was copied from, else GUESSED
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 where there is none
@@ -90,17 +92,29 @@ def lay_out_text(
 
 
 def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
-    index, k = rows.clamp(min=0), proposal.drafts.shape[1]
-    count = torch.where(table.finished[index] == RUNNING, proposal.num_drafts.clamp(0, k) + 1, 0)
+    index, (B, k) = rows.clamp(min=0), proposal.drafts.shape
     base = (table.num_tokens[index] - 1).clamp(min=0)
+    n = _num_valid(proposal, table.max_len[index] - base - 2, table.vocab_size)
+    count = torch.where(table.finished[index] == RUNNING, n + 1, 0)
     chain = Batch.of_grid(table, rows, base, count, k + 1)
-    input_ids = torch.cat((table.tokens[index, base][:, None], proposal.drafts), 1).flatten()
+    used = torch.arange(k, device=rows.device) < n[:, None]
+    input_ids = torch.cat((table.tokens[index, base][:, None], proposal.drafts * used), 1).flatten()
     if proposal.parents is None:
         return replace(chain, input_ids=input_ids)
-    depth, ancestors = _depths_and_masks(proposal.parents)
+    parents = proposal.parents * used
+    depth, ancestors = _depths_and_masks(parents)
     positions = torch.where(chain.slots >= 0, (base[:, None] + depth).flatten(), 0)
-    parents = torch.cat((torch.zeros_like(rows)[:, None], proposal.parents), 1).flatten()
+    parents = torch.cat((rows.new_zeros(B, 1), parents), 1).flatten()
     return replace(chain, input_ids=input_ids, positions=positions, ancestors=ancestors, parents=parents)
+
+
+def _num_valid(proposal: Proposal, fit: Tensor, vocab_size: int) -> Tensor:
+    """Return how many drafts of each row take part, [B] int32, of which at most `fit` [B] do."""
+    drafts, parents = proposal.drafts, proposal.parents
+    valid = (drafts >= 0) & (drafts < vocab_size)
+    if parents is not None:
+        valid &= (parents >= 0) & (parents <= torch.arange(parents.shape[1], device=parents.device))
+    return proposal.num_drafts.minimum(fit).minimum(valid.int().cumprod(1).sum(1)).clamp(min=0).int()
 
 
 def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,12 +140,13 @@ def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False)
 
 
 @triton.jit
-def _depths_and_masks_of(parents, k, WIDTH: tl.constexpr):
-    """`_depths_and_masks` of one tree, [WIDTH] each; `parents` points to those of its k drafts."""
+def _depths_and_masks_of(parents, n, k, WIDTH: tl.constexpr):
+    """`_depths_and_masks` of one tree, [WIDTH] each; `parents` points to those of its k drafts, of which n
+    take part."""
     i, depth = tl.arange(0, WIDTH), tl.zeros([WIDTH], tl.int32)
     mask = tl.full([WIDTH], 1, tl.int64)
     for node in range(1, k + 1):
-        parent = tl.load(parents + node - 1)
+        parent = tl.load(parents + node - 1, node <= n, other=0)
         depth = tl.where(i == node, tl.sum(tl.where(i == parent, depth, 0)) + 1, depth)
         above = tl.sum(tl.where(i == parent, mask, 0))
         mask = tl.where(i == node, above | (tl.full([], 1, tl.int64) << node), mask)
@@ -149,7 +164,15 @@ def _lay_out(table, rows, given, batch, width, TEXT: tl.constexpr, WIDTH: tl.con
         base, n = tl.load(given[0] + b), tl.where(s >= 0, tl.load(given[1] + b), 0)
     else:
         base = tl.maximum(tl.load(table.num_tokens + row) - 1, 0)
-        drafts = tl.minimum(tl.maximum(tl.load(given.num_drafts + b), 0), width - 1)
+        drafted, is_draft = b * (width - 1) + i - 1, (i > 0) & (i < width)
+        draft = tl.load(given.drafts + drafted, is_draft, other=0)
+        valid = (draft >= 0) & (draft < table.vocab_size)
+        if batch.TREE:
+            parent = tl.load(given.parents + drafted, is_draft, other=0)
+            valid &= (parent >= 0) & (parent < tl.maximum(i, 1))
+        fit = tl.load(table.max_len + row) - base - 2
+        most = tl.minimum(tl.minimum(tl.load(given.num_drafts + b), fit), width - 1)
+        drafts = tl.minimum(tl.maximum(most, 0), tl.min(tl.where(valid, WIDTH, i - 1)))
         n = tl.where((s >= 0) & (tl.load(table.finished + row) == _RUNNING), drafts + 1, 0)
     # The row's pages, as far as the step reads them.
     j = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
@@ -167,12 +190,11 @@ def _lay_out(table, rows, given, batch, width, TEXT: tl.constexpr, WIDTH: tl.con
         if TEXT:
             token = tl.load(text + index, i < width)
         else:
-            drafted, is_draft = b * (width - 1) + i - 1, (i > 0) & (i < width)
-            token = tl.where(i > 0, tl.load(given.drafts + drafted, is_draft, other=0), tl.load(text + base))
+            token = tl.where(i > 0, tl.where(i <= drafts, draft, 0), tl.load(text + base))
             if batch.TREE:
-                depth, mask = _depths_and_masks_of(given.parents + b * (width - 1), width - 1, WIDTH)
+                depth, mask = _depths_and_masks_of(given.parents + b * (width - 1), drafts, width - 1, WIDTH)
                 tl.store(batch.ancestors + at, mask, i < width)
-                tl.store(batch.parents + at, tl.load(given.parents + drafted, is_draft, other=0), i < width)
+                tl.store(batch.parents + at, tl.where(i <= drafts, parent, 0), i < width)
         tl.store(batch.input_ids + at, token, i < width)
         tl.store(batch.positions + at, tl.where(i < n, base + depth, 0), i < width)
 

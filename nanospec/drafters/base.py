@@ -97,7 +97,7 @@ class Drafter:
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         """Return up to `k` >= 1 drafts, in k columns, for each of the request rows [B] int32: none for -1,
-        none beyond `room`. Token ids must lie within the vocabulary; on a GPU they are not checked."""
+        none beyond `room`. Drafts that are not valid are dropped, see `lay_out` in `proposal.py`."""
         raise NotImplementedError
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
@@ -171,8 +171,7 @@ class SimpleDrafter(Drafter):
 def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
     """Return the proposal of a model: drafts [B, K], of which the first `num_drafts` [B] count."""
     none, drafter = nothing(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NOBODY
-    drafts, num_drafts = drafts.int().contiguous(), num_drafts.int()
-    return Proposal(drafts, num_drafts, none.source, none.match_len, drafter.int(), parents)
+    return Proposal(drafts, num_drafts, none.source, none.match_len, drafter, parents)
 
 
 def nothing(rows: Tensor, k: int) -> Proposal:

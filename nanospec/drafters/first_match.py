@@ -22,6 +22,7 @@ from ..kernels.speculation.proposal import Proposal, room
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..kernels.transfer import synchronize
+from ..text.checks import shown
 from .base import Drafter, nothing
 
 LATEST, ENOUGH = 32, 3  # calls that tell what one takes, and the fewest that do
@@ -69,7 +70,7 @@ def propose(
             continue
         left = rows if found is None else torch.where(found.num_drafts > 0, -1, rows)
         if times is None or not drafter.runs_model:
-            made = drafter.propose(table, left, most)
+            made = _checked(drafter.propose(table, left, most), drafter, left, most)
         else:
             made = _timed(drafter, table, left, most, times)
         if most < k:
@@ -98,6 +99,21 @@ def learn(
         drafter.learn(table, own, batch, verdict, hidden)
 
 
+def _checked(made: Proposal, drafter: Drafter, rows: Tensor, k: int) -> Proposal:
+    """Return a proposal for rows [B] in the layout that kernels read. Raises TypeError or ValueError."""
+    B, said = len(rows), f"{drafter.name}.propose gave"
+    if not isinstance(made, Proposal):
+        raise TypeError(f"{said} {shown(made)}; it must return a Proposal, see `guesses`.")
+    parts = {name: part for name, part in zip(made._fields[:6], made) if part is not None}
+    shapes, wanted = (
+        [tuple(part.shape) for part in parts.values()],
+        [(B, k), (B,), (B, k), (B,), (B,), (B, k)],
+    )
+    if shapes != wanted[: len(shapes)]:
+        raise ValueError(f"{said} tensors of the shapes {shapes}; they must be {wanted[: len(shapes)]}.")
+    return made._replace(**{name: part.int().contiguous() for name, part in parts.items()})
+
+
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
     """Return what a drafter proposes for those of the rows [B] that have room, which it is timed for."""
     chosen = room(table, rows, k).nonzero().squeeze(1)
@@ -106,7 +122,7 @@ def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTim
     asked = rows[chosen]
     drafter.catch_up(asked.tolist())
     start = time.perf_counter()
-    made = drafter.propose(table, asked, k)
+    made = _checked(drafter.propose(table, asked, k), drafter, asked, k)
     synchronize(rows.device)
     share = int(made.num_drafts.count_nonzero()) / len(chosen)
     times.add(len(rows), k, (time.perf_counter() - start) * 1e3, share)

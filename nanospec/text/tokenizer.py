@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +60,10 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # no str, or what broken JSON escapes produce
-            raise ValueError(f"{shown(text)} is no text, or holds half of a surrogate pair.") from None
+            half = re.search("[\ud800-\udfff]", text) if isinstance(text, str) else None
+            if half:
+                raise ValueError(f"the text has {half[0]!r}, half of a surrogate pair.") from None
+            raise ValueError(f"{shown(text)} is not a text.") from None
 
     def encode_prompt(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text. Raises ValueError for a text too long for the window, before encoding it

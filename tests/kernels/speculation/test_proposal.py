@@ -59,6 +59,11 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, imple
     if B > 2:
         rows[1], table.finished[rows[0]] = -1, STOPPED
         proposal.num_drafts[2] = 1000 if B == 3 else -5  # what a drafter of the user's gets wrong
+    if B == 6:
+        table.max_len[rows[3]] = table.num_tokens[rows[3]] + 3
+        proposal.num_drafts[3:], proposal.drafts[4, 2], proposal.drafts[5, 4] = k, 1000, -1
+        if proposal.parents is not None:
+            proposal.parents[4, 1], proposal.parents[5, 3] = 2, 10**6
     expected = naive(table, rows, proposal)
     batch = IMPLEMENTATIONS[implementation](table, rows, proposal)
     assert (batch.max_q_len, batch.max_kv_len) == (k + 1, length)
@@ -72,7 +77,7 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, imple
 @pytest.mark.parametrize("length", [16 * 1024 - 3, 16 * 1024 + 3, 16 * 2100])
 def test_a_text_may_have_more_pages_than_a_program_copies(length: int) -> None:
     tokens, pages_of = random_ints(2, 16 * 2200), random_ints(2, 2200)
-    table = make_table(1000, tokens=tokens, num_tokens=[length, 5], block_table=pages_of)
+    table = make_table(1000, tokens=tokens, num_tokens=[length, 5], max_len=length + 5, block_table=pages_of)
     proposal = random_proposal(2, 4)._replace(num_drafts=ints(4, 4))
     pages = -(-(length + 4) // 16)
     with forced("triton"):
@@ -106,6 +111,24 @@ def test_a_step_is_padded_unless_it_is_to_be_packed(packed: bool, backend: Backe
     with forced(backend):
         batch = lay_out(table, ints(1, 0), proposal, packed)
     assert (batch.padded, batch.num_tokens) == ((False, 6) if packed else (True, 10))
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("implementation", ["naive", *IMPLEMENTATIONS])
+def test_drafts_that_are_not_valid_are_dropped(implementation: str, tree: bool) -> None:
+    table = make_table(100, tokens=random_ints(9, 40, high=100), block_table=random_ints(9, 3, high=9))
+    table.num_tokens[:], table.max_len[:] = 5, 40
+    table.max_len[:3] = ints(5, 6, 8)  # full, a place for the target's token alone, two drafts
+    drafts, parents = torch.full((9, 4), 99, dtype=torch.int32), ints(0, 1, 2, 3).repeat(9, 1)
+    drafts[3, 2], drafts[4, 0], drafts[5, 3] = 100, -1, 2**31 - 1
+    parents[6, 0], parents[7, 1], parents[8, 2] = 1, 2, -5
+    count, tree_parents = torch.full((9,), 4, dtype=torch.int32), parents if tree else None
+    given = Proposal(drafts, count, drafts, count, count, tree_parents)
+    rows = torch.arange(9, dtype=torch.int32)
+    batch = {"naive": naive, **IMPLEMENTATIONS}[implementation](table, rows, given)
+    assert batch.q_len.tolist() == [1, 1, 3, 3, 1, 4, *((1, 2, 3) if tree else (5, 5, 5))]
+    assert int(batch.input_ids.max()) < 100
+    assert int(batch.input_ids.min()) >= 0
 
 
 def test_a_tree_is_laid_out_by_depth_and_packed_without_its_padding() -> None:

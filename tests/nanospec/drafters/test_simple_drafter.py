@@ -110,6 +110,45 @@ def test_an_object_on_the_device(model: Model, mode: str) -> None:
         assert engine.metrics.spec.by_drafter["Echo"][1] > 0
 
 
+class Careless(Drafter):
+    """What the model says next, without regard to room, dtypes and strides, and from time to time a draft or
+    a parent that there is not."""
+
+    makes_trees = True
+    calls = 0
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        self.calls += 1
+        index = rows.clamp(min=0).long()
+        last = table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]
+        drafts = torch.stack([torch.tensor(cycle(token + 1, k)) for token in last.tolist()], 1).t()
+        parents = torch.arange(k).expand(len(rows), k)
+        if self.calls % 3 == 0:
+            drafts[:, 2] = (-1, table.vocab_size, 2**31 - 1)[self.calls % 7 % 3]
+        if self.calls % 4 == 0:
+            parents = parents + torch.tensor([0, 0, 0, (-5, 1, 10**6)[self.calls % 5 % 3], 0, 0, 0, 0])
+        return guesses(drafts, torch.full((len(rows),), k + self.calls % 2), parents)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_careless_drafter_changes_no_output(mode: str) -> None:
+    model = cycle_model()
+    jobs = [Job(cycle(i, 3), SamplingParams(temperature=0, max_tokens=5 * i + 1)) for i in range(6)]
+    engine = make_engine(model, 8, drafter=Careless(), guess={"tree_width": 2}, **MODES[mode])
+    run_as_alone(engine, model, jobs)
+    assert engine.metrics.spec.num_accepted > 40
+
+
+@pytest.mark.parametrize("width", [3, None])
+def test_a_proposal_of_another_shape_is_refused(model: Model, width: int | None) -> None:
+    class Other(Drafter):
+        def propose(self, table: Table, rows: Tensor, k: int) -> Any:
+            return width and guesses(rows[:, None].repeat(1, width), rows)
+
+    with pytest.raises((TypeError, ValueError), match=r"Other.propose gave .*; (it|they) must"):
+        run(make_engine(model, 4, drafter=Other()), [JOB])
+
+
 def test_tensors_of_a_proposal_have_the_documented_types() -> None:
     drafts = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
     found = guesses(drafts, torch.tensor([2, 0], dtype=torch.int32))

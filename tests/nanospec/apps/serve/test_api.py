@@ -387,6 +387,12 @@ def test_the_client_raises_its_own_errors(server: Served) -> None:
         (b"[" * 100_000, "application/json", 400, "no JSON"),
         (b'{"prompt": ' + b"1" * 5000 + b"}", "application/json", 400, "no JSON"),
         (b'{"prompt": "\\ud83d"}', "application/json", 400, "surrogate"),
+        (
+            b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+            "application/json",
+            400,
+            "text has '\\ud83d'",
+        ),
         (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "NaN is not a finite number"),
         (b'{"prompt": "a", "' + b"x" * 100_000 + b'": 1}', "application/json", 400, "unknown field 'xxxx"),
         (b'{"prompt": "a", "\\ud800": 1}', "application/json", 400, "unknown field '\\ud800'"),
@@ -397,7 +403,8 @@ def test_the_client_raises_its_own_errors(server: Served) -> None:
     ],
 )
 def test_bodies_that_are_none(server: Served, content: bytes, kind: str, status: int, sentence: str) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": kind})
+    path = "chat/completions" if b"messages" in content else "completions"
+    response = httpx.post(f"{server.url}/v1/{path}", content=content, headers={"content-type": kind})
     assert response.status_code == status
     assert sentence in response.json()["error"]["message"]
     assert len(response.content) < 1000
