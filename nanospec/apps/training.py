@@ -1,6 +1,6 @@
 """Train Medusa heads (Cai et al., 2024, arXiv 2401.10774) for a model, which stays as it is.
 
-    nanospec train heads --model NAME --text FILE.jsonl [--out FILE.safetensors] [--epochs N] ...
+    nanospec train --model NAME --text FILE.jsonl [--out FILE.safetensors] [--epochs N] ...
 
 A line of the text is {"text": ...} or {"messages": [...]}, a conversation with its answers. Answers that the
 model itself has written teach most, as they are what the heads have to predict.
@@ -280,7 +280,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     text = "Train Medusa heads, which predict several of a model's next tokens at once."
-    parser = Parser(prog=f"{program()} train heads", description=text)
+    parser = Parser(prog=f"{program()} train", description=text)
     parser.add_argument("--model", required=True, help="a folder, a name below weights/, or a hub id")
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="JSON lines to learn from")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: weights/heads/NAME.safetensors")

@@ -15,7 +15,7 @@ vocabulary, L blocks per head; each name may begin with `medusa_head.`:
     token_map                        [Vd] ints    optional: the only tokens that are guessed, so that
                                                   projections have Vd rows (as in vLLM)
 
-`nanospec train heads` writes such files.
+`nanospec train` writes such files.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def default_heads(model_folder: Path) -> Path:
             return path
     raise FileNotFoundError(
         f"there are no Medusa heads for {model_folder.name!r}; name a file of them, or train some: "
-        f"{program()} train heads --model {model_folder.name}"
+        f"{program()} train --model {model_folder.name}"
     )
 
 

@@ -1,6 +1,6 @@
 """Run the command line and turn errors into exit statuses.
 
-The first words may name a command of `COMMANDS`, which has its own options; without one the options of
+The first word may name a command of `COMMANDS`, which has its own options; without one the options of
 `options.py` apply. Imports are late, as torch takes seconds, and all that needs no model is checked before
 one is loaded. Bad input ends with one sentence; an unexpected error ends with Python's traceback.
 """
@@ -22,11 +22,11 @@ from ...models.hub import program, resolve_model
 if TYPE_CHECKING:
     from ...llm import LLM
 
-COMMANDS = {  # words -> module and function(argv) that run it
+COMMANDS = {  # name -> module and function(argv) that run it
     "serve": ("nanospec.apps.serve.command", "main"),
     "fetch": ("nanospec.apps.cli.fetch", "main"),
     "convert": ("nanospec.apps.cli.fetch", "convert_main"),
-    "train heads": ("nanospec.apps.training", "main"),
+    "train": ("nanospec.apps.training", "main"),
 }
 NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` says how they are installed
 EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
@@ -56,10 +56,9 @@ def _run(argv: list[str]) -> int:
     from .options import in_flags
 
     try:
-        for name, (module, function) in COMMANDS.items():
-            words = name.split()
-            if argv[: len(words)] == words:
-                return int(getattr(import_module(module), function)(argv[len(words) :]))
+        if argv and argv[0] in COMMANDS:
+            module, function = COMMANDS[argv[0]]
+            return int(getattr(import_module(module), function)(argv[1:]))
         return _generate(argv)
     except (BrokenPipeError, ModuleNotFoundError):
         raise

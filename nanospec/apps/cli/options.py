@@ -34,7 +34,7 @@ Other commands, as in `{0} fetch --help`:
 
     fetch NAME                    download a model
     convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
-    train heads ...               train Medusa heads for a model
+    train ...                     train Medusa heads for a model
     serve                         answer OpenAI's requests over HTTP
 """
 SETTINGS: tuple[tuple[Any, str], ...] = (  # classes of settings with their titles; first come first

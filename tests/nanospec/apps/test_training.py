@@ -117,7 +117,7 @@ def test_measuring_counts_what_a_chain_would_gain(data: tuple[Data, Data]) -> No
 def test_the_heads_that_are_here_predict_the_model(smollm2: Path) -> None:
     file = smollm2.parent / "heads" / f"{smollm2.name}.safetensors"
     if not file.is_file():
-        pytest.skip(f"needs {file.name}: nanospec train heads --model {smollm2.name}")
+        pytest.skip(f"needs {file.name}: nanospec train --model {smollm2.name}")
     llm = LLM(smollm2, spec=SpecConfig(method="none"), max_model_len=256, max_num_seqs=1)
     prompt = llm.chat_prompt([{"role": "user", "content": "How do I bake bread? Explain step by step."}])
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0].token_ids

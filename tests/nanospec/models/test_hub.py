@@ -55,7 +55,7 @@ def test_new_models_go_where_they_are_found(places: dict[str, Path], monkeypatch
 
 
 def test_heads_of_the_package_are_found_last(places: dict[str, Path]) -> None:
-    with pytest.raises(FileNotFoundError, match="train some: nanospec train heads --model mine"):
+    with pytest.raises(FileNotFoundError, match="train some: nanospec train --model mine"):
         default_heads(Path("mine"))
     for folder in (hub.PACKAGE, places["cache"], places["here"]):
         (folder / "heads").mkdir(parents=True)

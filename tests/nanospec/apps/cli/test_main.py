@@ -214,7 +214,7 @@ def test_bad_request_line_is_named_and_nothing_runs(
 def test_commands_get_what_follows_them(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, function = COMMANDS[command]
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: len}))
-    assert main([*command.split(), "name", "--force", "--dir=x"]) == 3
+    assert main([command, "name", "--force", "--dir=x"]) == 3
 
 
 def test_the_settings_are_what_the_options_say() -> None:
