@@ -20,7 +20,7 @@ from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling.accept import accept
 from nanospec.kernels.sampling.mask import mask
 from nanospec.kernels.sampling.sample import sample
-from nanospec.kernels.speculation import ngram, ngram_tree
+from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.proposal import Proposal, lay_out, lay_out_text
 from nanospec.kernels.speculation.verify import commit
 from nanospec.kernels.table import Table
@@ -103,7 +103,7 @@ def ngram_tree_cases() -> Iterator[Case]:
             table = make_table(B, 1, device, 40960, num_tokens=length, max_n=3, limit=k, width=width)
             table.tokens.random_(0, 2)
             rows = torch.arange(B, dtype=torch.int32, device=device)
-            return Built(lambda: ngram_tree.propose(table, rows, k, 3, width))
+            return Built(lambda: ngram.propose(table, rows, k, 3, width))
 
         yield Case("ngram_tree", f"B{B}-L{length}-w{width}-K{k}", build, bytes=B * length * 4)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..kernels.speculation import ngram, ngram_tree
+from ..kernels.speculation import ngram
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from .base import Drafter, Target
@@ -29,6 +29,4 @@ class NgramDrafter(Drafter):
         return cls(spec)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        if self.width == 1:
-            return ngram.propose(table, rows, k, self.max_n)
-        return ngram_tree.propose(table, rows, k, self.max_n, self.width)
+        return ngram.propose(table, rows, k, self.max_n, self.width)

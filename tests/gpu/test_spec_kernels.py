@@ -12,7 +12,7 @@ from torch import Tensor
 from nanospec.kernels import REJECTION, TYPICAL
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling import accept, logprobs, sample
-from nanospec.kernels.speculation import ngram, ngram_tree, verify
+from nanospec.kernels.speculation import ngram, verify
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
 from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table, real
@@ -103,8 +103,8 @@ def test_ngram(B: int, length: int) -> None:
 @pytest.mark.parametrize(("B", "length", "k"), [(1, 1000, 8), (7, 4096, 16), (64, 4096, 8), (3, 30_000, 63)])
 def test_ngram_tree(B: int, length: int, k: int, width: int) -> None:
     table, rows = random_histories(B, length, width=torch.randint(1, width + 1, (B,)))
-    actual = ngram_tree.propose(on_gpu(table), rows.cuda(), k, 5, width)
-    assert_equal(actual, ngram_tree.naive(table, rows, k, 5, width))
+    actual = ngram.propose(on_gpu(table), rows.cuda(), k, 5, width)
+    assert_equal(actual, ngram.naive(table, rows, k, 5, width))
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["all", "top_k-top_p"])
