@@ -30,9 +30,8 @@ from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import load_drafters
-from nanospec.drafters.medusa import MedusaDrafter
+from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
-from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads, resolve_model
 from nanospec.models.token_map import load_token_map
 from nanospec.models.weights import load_model

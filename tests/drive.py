@@ -16,14 +16,13 @@ from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target, guesses
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import Guessers, load_drafters
-from nanospec.drafters.medusa import MedusaDrafter
+from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request, Status
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from nanospec.outputs import Logprob
 from nanospec.text.tokenizer import Tokenizer
 from tests.random_weights import random_weights

@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from nanospec.drafters.medusa import Heads
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import model_class
 from nanospec.models.decoder import GetWeight, Model
-from nanospec.models.heads import Heads, Layout, assemble
+from nanospec.models.token_map import lm_head_for
 
 
 def random_model(
@@ -61,9 +62,7 @@ def random_heads(model: Model, num_heads: int, vocab: int | None = None, seed: i
     if vocab is not None:
         token_map = torch.randperm(size, generator=generator)[:vocab].sort().values.to(model.device)
 
-    def get(name: str) -> Tensor:
-        is_bias = name.endswith("bias")
-        noise = torch.randn((hidden,) if is_bias else (hidden, hidden), generator=generator)
-        return (0.1 * noise if is_bias else noise / hidden**0.5).to(model.device, model.dtype)
-
-    return assemble(model, Layout(num_heads, 1), token_map, get)
+    weight = torch.randn(num_heads, hidden, hidden, generator=generator) / hidden**0.5
+    bias = 0.1 * torch.randn(num_heads, 1, hidden, generator=generator)
+    block = weight.to(model.device, model.dtype), bias.to(model.device, model.dtype)
+    return Heads((block,), (lm_head_for(model, token_map),), token_map)

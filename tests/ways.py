@@ -18,12 +18,12 @@ from torch import Tensor
 
 from nanospec.config import SamplingParams
 from nanospec.drafters.base import Drafter, SimpleDrafter, guesses, room
+from nanospec.drafters.medusa import Heads
 from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling.sample import sample
 from nanospec.kernels.speculation.proposal import Proposal, lay_out_text
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from nanospec.models.weights import load_model
 from tests.drive import Job, K, make_engine, run
 from tests.exact import Output

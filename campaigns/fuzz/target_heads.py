@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from nanospec.drafters.medusa import Heads
 from nanospec.kernels import launch
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from nanospec.models.token_map import load_token_map
 from tests.tiny import tiny_model
 
@@ -24,7 +24,7 @@ from .target_weights import with_header
 
 __all__ = ["SEEDS", "mutate", "one"]
 
-INSTRUMENTED = ("nanospec.models",)
+INSTRUMENTED = ("nanospec.models", "nanospec.drafters")
 H, V = 8, 16
 IDS = torch.arange(0, V, 2)
 BLOCKS = {f"{i}.0.linear.{part}": torch.ones(H, H)[: H if part == "weight" else 1].squeeze(0)
@@ -61,8 +61,8 @@ def one(data: bytes) -> None:
         ids = answer(load_token_map, Path(place), V)
         heads = answer(Heads.load, Path(place) / "token_map.safetensors", model())
         if heads is not None:
-            drafts = heads.top(torch.zeros(1, H), 1)
-            assert drafts.shape == (1, heads.num_heads, 1)
+            drafts = heads.tokens(heads.logits(torch.zeros(1, H)).argmax(-1))
+            assert drafts.shape == (1, heads.num_heads)
             assert ((drafts >= 0) & (drafts < V)).all()
         if ids is not None:
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])

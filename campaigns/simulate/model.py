@@ -104,7 +104,6 @@ class MockHeads:
 
     def __init__(self, model: Mock, num_heads: int) -> None:
         self.model, self.num_heads = model, num_heads
-        self.blocks = ((Linear(model.norm.weight, torch.zeros(num_heads * WIDTH, dtype=model.dtype)),),)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, num_heads, V]."""
@@ -115,8 +114,8 @@ class MockHeads:
             found.append(self.model.after[last])
         return torch.stack(found, 1).to(self.model.dtype)
 
-    def top(self, hidden: Tensor, width: int) -> Tensor:
-        return self.logits(hidden).topk(width).indices.int()
+    def tokens(self, index: Tensor) -> Tensor:
+        return index.int()
 
 
 def entries_of(kv_cache: Tensor, block: int) -> tuple[list[int], list[int]]:

@@ -8,8 +8,8 @@ model itself has written teach most, as they are what the heads have to predict.
 Head i learns to predict, from the hidden state at position t, the model's own distribution of the token at
 t + 2 + i (Hinton et al., 2015, arXiv 1503.02531), which follows from the hidden state at t + 1 + i. So the
 model runs once over the text. A head begins as the model's own (W = 0) and keeps its lm_head, restricted to
-the tokens most frequent in the text. The file (`models/heads.py` describes it) is written after every epoch,
-with the settings and the accuracy on texts left out of training in its metadata.
+the tokens most frequent in the text. The file (see `drafters/medusa.py`) is written after every epoch, with
+the settings and the accuracy on texts left out of training in its metadata.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm, trange
 
 from ..device.devices import resolve_device
+from ..drafters.medusa import Heads
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
 from ..models.cpu import empty_cache
 from ..models.decoder import Model
 from ..models.families import read_config
-from ..models.heads import Heads
 from ..models.hub import program, resolve_model, weights_folders
 from ..models.token_map import TOKEN_MAP, lm_head_rows
 from ..models.weights import load_model, resolve_dtype
@@ -207,7 +207,8 @@ class HeadsInTraining:
 def measure(heads: Heads, data: Data, device: torch.device) -> dict[str, Any]:
     """Return the accuracy of each head's first guess, and the mean tokens per step of a chain of these, the
     target's own token included."""
-    guesses = torch.cat([heads.top(h.to(device), 1)[..., 0].cpu() for h in data.hidden.split(512)])
+    best = [heads.logits(hidden.to(device)).argmax(-1) for hidden in data.hidden.split(512)]
+    guesses = heads.tokens(torch.cat(best)).cpu()
     ahead, last = 2 + torch.arange(heads.num_heads), len(data.tokens) - 1
     labels = data.tokens[(torch.arange(last + 1)[:, None] + ahead).clamp(max=last)]  # [R, num_heads]
     exists = data.left[:, None] >= ahead

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..kernels import NOBODY
 from ..kernels.batch import Batch, Chunk
-from ..kernels.layer.linear import make_linear
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.proposal import Proposal, lay_out_text
 from ..kernels.speculation.verify import Verdict
@@ -34,7 +33,7 @@ from ..kernels.transfer import to_host
 from ..models.cpu import empty_cache, zero_blocks
 from ..models.decoder import Model
 from ..models.hub import resolve_model
-from ..models.token_map import lm_head_rows, load_token_map, over_vocabulary
+from ..models.token_map import lm_head_for, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
 from .base import Drafter, Memory, Target, guesses, nothing, room
@@ -75,7 +74,7 @@ class ModelDrafter(Drafter):
         drafted. `token_map` [Vd] int64: the only tokens to draft, None for all."""
         self.model, self.vocab_size = model, vocab_size
         self.token_map = None if token_map is None else token_map.to(model.device)
-        self._lm_head = model.lm_head if token_map is None else make_linear(lm_head_rows(model, token_map))
+        self._lm_head = lm_head_for(model, self.token_map)
         self._keep_logits = spec.acceptance != "exact"
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
         per_token, window = model.config.kv_bytes_per_token(model.dtype), model.config.max_position_embeddings

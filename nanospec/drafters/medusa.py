@@ -4,35 +4,138 @@ Head i guesses the token i + 1 places behind the one that the target drew from t
 knowing what that token was. So the hidden state from which a row's last token was drawn is kept; a row
 has none, and drafts nothing, before its first step and after a preemption.
 
-With a tree width W above 1 the W likeliest tokens of every head are combined to a tree. Which
-combinations it has is settled beforehand: of all paths of ranks (r1, r2, ...) the K with the largest
-product of (1 + r) ** -1.5 / 2, a rough fit of how often a head's candidate of rank r is right.
+With a tree width W above 1 the W likeliest tokens of every head are combined to a tree of fixed shape.
+
+Files have the layout that FasterDecoding/Medusa publishes, with H the target's hidden size, V its
+vocabulary, L blocks per head; each name may begin with `medusa_head.`:
+
+    {head}.{0 .. L-1}.linear.weight  [H, H]
+    {head}.{0 .. L-1}.linear.bias    [H]
+    {head}.{L}.weight                [V, H]       may be missing: the head then shares the target's lm_head
+    token_map                        [Vd] ints    optional: the only tokens that are guessed, so that
+                                                  projections have Vd rows (as in vLLM)
+
+`nanospec train` writes such files.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
+from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.sampling import noise
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
-from ..models.heads import Heads
 from ..models.hub import default_heads
-from .base import Drafter, Memory, Target, guesses, nothing, room
+from ..models.token_map import TOKEN_MAP, checked_token_map, lm_head_for
+from ..models.weights import check_fit, listed, open_safetensors
+from .base import Drafter, Memory, Target, guesses, room
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
     from ..models.decoder import Model
 
 CONTENDERS = 16  # tokens of a head among which it draws
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads on the target's device.
+
+    Attributes:
+        blocks: weight [num_heads, H, H] and bias [num_heads, 1, H] of x + SiLU(W x + b), first to last.
+        projections: [Vd, H]: a single one that all heads share, or one per head.
+        token_map: [Vd] int64, the token of each row of the projections; None if it is its index.
+    """
+
+    blocks: tuple[tuple[Tensor, Tensor], ...]
+    projections: tuple[Linear, ...]
+    token_map: Tensor | None
+
+    @classmethod
+    def load(cls, path: str | Path, model: Model) -> Heads:
+        """Load the heads of a safetensors file in the model's dtype. Raises FileNotFoundError, or ValueError
+        for a file that is corrupt or does not fit the model."""
+        file, hidden, rows = Path(path), model.config.hidden_size, model.config.vocab_size
+        if not file.is_file():
+            raise FileNotFoundError(f"there are no heads at {file}; give a .safetensors file of heads.")
+        with open_safetensors(file) as handle:
+            stored = {name.removeprefix("medusa_head."): name for name in handle.keys()}  # noqa: SIM118
+            num_heads, num_layers = _layout(file, stored)
+            token_map = None
+            if TOKEN_MAP in stored:
+                ids = handle.get_tensor(stored.pop(TOKEN_MAP))
+                token_map = checked_token_map(ids, file, rows).to(model.device)
+                rows = len(token_map)
+            last = [f"{head}.{num_layers}.weight" for head in range(num_heads)]
+            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(last, (rows, hidden))
+            for name in (f"{head}.{n}.linear" for n in range(num_layers) for head in range(num_heads)):
+                shapes |= {f"{name}.weight": (hidden, hidden), f"{name}.bias": (hidden,)}
+            what = f"The {num_heads} heads of {num_layers} block(s) in {file} do not fit the model "
+            what += f"(hidden size {hidden}, {rows} tokens to guess)"
+            check_fit({name: handle.get_slice(own) for name, own in stored.items()}, shapes, what, last)
+
+            def get(name: str) -> Tensor:
+                tensor: Tensor = handle.get_tensor(stored[name])
+                return tensor.to(model.device, model.dtype, copy=True)
+
+            def stack(n: int, part: str) -> Tensor:
+                return torch.stack([get(f"{head}.{n}.linear.{part}") for head in range(num_heads)])
+
+            blocks = tuple((stack(n, "weight"), stack(n, "bias")[:, None]) for n in range(num_layers))
+            own = {name: make_linear(get(name)) for name in last if name in stored}
+        names = last if own else last[:1]  # the same for all heads
+        projections = (own[name] if name in own else lm_head_for(model, token_map) for name in names)
+        return cls(blocks, tuple(projections), token_map)
+
+    @property
+    def num_heads(self) -> int:
+        """The number of tokens guessed from one hidden state."""
+        return len(self.blocks[0][0])
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the blocks and projections, of which one may be the target's lm_head."""
+        blocks = sum(tensor.nbytes for block in self.blocks for tensor in block)
+        return blocks + sum(linear.num_bytes for linear in self.projections)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the scores of the guesses of each head: [N, H] -> [N, num_heads, Vd]. `hidden` is what
+        `Model.forward` returned at a position t; head i guesses token t + 2 + i."""
+        x = hidden.expand(self.num_heads, -1, -1)  # [num_heads, N, H]
+        for weight, bias in self.blocks:
+            x = x + F.silu(torch.baddbmm(bias, x, weight.mT))
+        if len(self.projections) == 1:  # one product for all heads
+            return self.projections[0](x.transpose(0, 1).flatten(0, 1)).unflatten(0, (-1, self.num_heads))
+        return torch.stack([project(part) for project, part in zip(self.projections, x, strict=True)], 1)
+
+    def tokens(self, index: Tensor) -> Tensor:
+        """Return the token ids, int32, of columns of the logits."""
+        return (index if self.token_map is None else self.token_map[index]).int()
+
+
+def _layout(file: Path, names: Collection[str]) -> tuple[int, int]:
+    """Return the number of heads, and of blocks in each, that the names of the tensors show. Raises
+    ValueError if there is none."""
+    found = [re.fullmatch(r"([0-9]{1,2})\.([0-9]{1,2})\.linear\.(?:weight|bias)", name) for name in names]
+    heads, layers = ([int(match[part]) for match in found if match] for part in (1, 2))
+    if not heads:
+        raise ValueError(
+            f"{file} holds no heads: no tensor has a name such as '0.0.linear.weight' (it has "
+            f"{listed(names) or 'no tensors'}); give a file of Medusa heads."
+        )
+    return max(heads) + 1, max(layers) + 1
 
 
 class MedusaDrafter(Drafter):
@@ -68,7 +171,6 @@ class MedusaDrafter(Drafter):
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         rows, size = table.num_rows + 1, self._target.config.hidden_size
-        self.may_wait = may_wait
         self.hidden = torch.zeros(rows, size, dtype=self._target.dtype, device=table.device)
         self.ready = torch.zeros(rows, dtype=torch.bool, device=table.device)
 
@@ -78,8 +180,6 @@ class MedusaDrafter(Drafter):
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)
         wanted = torch.where(self.ready[index], room(table, rows, k), 0)
-        if self.may_wait and not bool(wanted.any()):
-            return nothing(rows, k)
         candidate, parents, sizes = self._tree(k)
         width = (table.width[index] - 1).clamp(0, self.width - 1).long()
         drafts = self._likely(table, index).flatten(1).gather(1, candidate[width])
@@ -90,16 +190,13 @@ class MedusaDrafter(Drafter):
         """Return what each head finds likeliest, [B, num_heads, W] int32. Where a request samples it is what
         the head draws of its CONTENDERS likeliest tokens with the noise that the target will have there, so
         that they agree where their probabilities do."""
-        hidden, heads = self.hidden[index], self.heads
-        if self.may_wait and not bool((table.temperature[index] > 0).any()):
-            return heads.top(hidden, self.width)
-        scores = heads.logits(hidden).float()
+        scores = self.heads.logits(self.hidden[index]).float()
         likely, place = scores.topk(min(max(CONTENDERS, self.width), scores.shape[2]))
-        ids = place if heads.token_map is None else heads.token_map[place]
-        position = table.num_tokens[index, None] + torch.arange(heads.num_heads, device=index.device)
+        ids = self.heads.tokens(place)
+        position = table.num_tokens[index, None] + torch.arange(self.heads.num_heads, device=index.device)
         luck = noise.naive(table.seed[index, None], position, ids)
         best = (likely - table.temperature[index, None, None] * luck).topk(self.width).indices
-        return ids.gather(2, best).int()
+        return ids.gather(2, best)
 
     def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """For every width: which candidate (head * W + rank) each node is, its parent's place, and the
@@ -126,19 +223,13 @@ class MedusaDrafter(Drafter):
 
 
 def tree_paths(num_heads: int, width: int, k: int) -> list[tuple[int, ...]]:
-    """The ranks along the path to each of the (at most k) nodes of a tree, in the order of how likely they
-    are, which puts parents first."""
-
-    def entry(path: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        return -math.prod(0.5 * (1 + rank) ** -1.5 for rank in path), path
-
-    paths: list[tuple[int, ...]] = []
-    heap = [entry((0,))]
-    while heap and len(paths) < k:
-        _, path = heapq.heappop(heap)
-        paths.append(path)
-        if len(path) < num_heads:
-            heapq.heappush(heap, entry((*path, 0)))
-        if path[-1] + 1 < width:
-            heapq.heappush(heap, entry((*path[:-1], path[-1] + 1)))
-    return paths
+    """Return the ranks (r1, r2, ...) along the path to each of at most k nodes of a tree, likeliest first,
+    which puts parents first. A head's candidate of rank r is taken to be right with probability
+    (1 + r) ** -1.5 / 2, a rough fit."""
+    paths: list[tuple[float, tuple[int, ...]]] = []
+    level: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # of nodes of one depth, the k likeliest
+    for _ in range(num_heads):
+        further = [(p * 0.5 * (1 + r) ** -1.5, (*path, r)) for p, path in level for r in range(width)]
+        level = sorted(further)[:k]
+        paths += level
+    return [path for _, path in sorted(paths)[:k]]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.layer.linear import Linear, make_linear
 from ..text.checks import shown
 from .decoder import Model
 from .weights import open_safetensors
@@ -40,6 +41,11 @@ def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(f"{said} must hold different ids from 0 to {vocab_size - 1}; it fits another model.")
     return ids.long()
+
+
+def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
+    """Return the model's lm_head, or its rows of the tokens that are guessed."""
+    return model.lm_head if token_map is None else make_linear(lm_head_rows(model, token_map))
 
 
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:

@@ -28,10 +28,9 @@ from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import load_drafters
-from nanospec.drafters.medusa import MedusaDrafter
+from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
-from nanospec.models.heads import Heads
 from nanospec.models.hub import default_heads
 from nanospec.models.weights import fast_in_bfloat16
 from tests.drive import MODES, assert_idle, cycle_weights

@@ -17,8 +17,8 @@ from torch import Tensor
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.apps import training
 from nanospec.apps.training import Data, HeadsInTraining, Settings, compute_data, main, measure, train
+from nanospec.drafters.medusa import Heads
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from nanospec.text.tokenizer import Tokenizer
 from tests.tiny import Pages, checkpoint, tiny_model
 from tests.util import assert_close
@@ -103,10 +103,13 @@ def test_measuring_counts_what_a_chain_would_gain(data: tuple[Data, Data]) -> No
         def __init__(self, offset: int) -> None:
             self.offset = offset
 
-        def top(self, hidden: Tensor, count: int) -> Tensor:
-            rows = torch.arange(len(hidden))
+        def logits(self, hidden: Tensor) -> Tensor:
+            return torch.zeros(len(hidden), 2, 1)
+
+        def tokens(self, index: Tensor) -> Tensor:
+            rows = torch.arange(len(index))
             ends = torch.cat([data[1].tokens, torch.zeros(3, dtype=torch.long)])
-            return torch.stack([ends[rows + 2 + i] + self.offset for i in range(2)], 1)[..., None].int()
+            return torch.stack([ends[rows + 2 + i] + self.offset for i in range(2)], 1)
 
     for offset, accuracy in ((0, 1.0), (50, 0.0)):
         oracle: Any = Oracle(offset)

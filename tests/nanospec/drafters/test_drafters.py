@@ -12,7 +12,7 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.medusa import CONTENDERS, MedusaDrafter, tree_paths
+from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter, tree_paths
 from nanospec.drafters.policy import StepCosts
 from nanospec.engine.engine import Engine
 from nanospec.kernels import GUESSED, OWN, launch
@@ -22,7 +22,6 @@ from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from nanospec.models.heads import Heads
 from tests.drive import MODES, Job, cycle, cycle_model, make_engine, random_jobs, run, run_as_alone
 from tests.kernels.batches import guessed, make_batch
 from tests.random_weights import random_heads
@@ -183,9 +182,9 @@ def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
 def cycle_heads(model: Model, count: int) -> Heads:
     """Heads that know how the text of `cycle_model` goes on."""
     hidden = model.config.hidden_size
-    silent = make_linear(torch.zeros(count * hidden, hidden), torch.zeros(count * hidden))
+    silent = torch.zeros(count, hidden, hidden), torch.zeros(count, 1, hidden)
     own = tuple(make_linear(8 * torch.eye(hidden).roll(2 + i, 0)) for i in range(count))
-    return Heads(count, ((silent,),), own, None)
+    return Heads((silent,), own, None)
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -214,14 +213,12 @@ def test_heads_are_right_for_every_row_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("may_wait", [False, True])
-def test_heads_draw_with_the_noise_of_the_target(model: Model, may_wait: bool, width: int) -> None:
+def test_heads_draw_with_the_noise_of_the_target(model: Model, width: int) -> None:
     """Head i guesses the largest score - T log E of its likeliest tokens, at the position that its token will
     have; in a tree also the next largest."""
     drafter, table = medusa_of(model, width)
     heads, rows = drafter.heads, torch.arange(3, dtype=torch.int32)
     assert heads.token_map is not None
-    drafter.may_wait = may_wait
     drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
     drafter.ready.fill_(True)
     table.seed.fill_(-(2**40) - 3)
