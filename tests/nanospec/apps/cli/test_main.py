@@ -282,7 +282,6 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "give one, and only one, of"),
         (["--prompt", "x", "--chat"], "give one, and only one, of"),
         (["server"], "there is no command 'server'; did you mean serve?"),
-        (["train", "tails"], "there is no command 'train tails'"),
         (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
         (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is a file of the batch"),
         (["--prompt", "x", "--raw", "--system", "y"], "--raw is of no use with --system"),
