@@ -186,10 +186,9 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
     """Parse a command line. A bad one ends the process, as in argparse."""
     parser = build_parser("--help-all" in argv)
     if argv and not argv[0].startswith("-"):
-        words = " ".join(argv[: 2 if "train".startswith(argv[0][:2]) else 1])
         known = [*commands, *parser._option_string_actions]
-        meant = did_you_mean(words, known) or "; a text to answer is given as --prompt TEXT"
-        parser.error(f"there is no command {shown(words)}{meant}")
+        meant = did_you_mean(argv[0], known) or "; a text to answer is given as --prompt TEXT"
+        parser.error(f"there is no command {shown(argv[0])}{meant}")
     args = parser.parse_args(argv)
     for is_wrong, said in _conflicts(args):
         if is_wrong:
