@@ -1,5 +1,5 @@
-"""The kernels of speculation: propose, sample, verify, commit, masks of grammars, the layout of a batch, and
-what the host sends."""
+"""The kernels of speculation: propose, sample, verify, commit, the layout of a batch, and what the host
+sends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from nanospec.device.rows import HostWrites, write_blocks, write_row
 from nanospec.kernels import REJECTION, RULES, TYPICAL
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling.accept import accept
-from nanospec.kernels.sampling.mask import mask
 from nanospec.kernels.sampling.sample import sample
 from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.proposal import Proposal, lay_out, lay_out_text
@@ -44,7 +43,6 @@ def cases() -> Iterator[Case]:
     yield from accept_cases()
     yield from accept_tree_cases()
     yield from verify_cases()
-    yield from mask_cases()
     yield from layout_cases()
     yield from host_cases()
 
@@ -202,20 +200,6 @@ def verify_cases() -> Iterator[Case]:
             return Built(lambda: commit(targets, batch, table, proposed(B, Q - 1, device)))
 
         yield Case("verify", f"B{B}-K{K}-{'tree' if tree else 'chain'}", build)
-
-
-def mask_cases() -> Iterator[Case]:
-    for model, V in VOCABS.items():
-        for T in (1, 40):
-
-            def build(device: str, V: int = V, T: int = T) -> Built:
-                logits = peaked_logits(T, V, device)
-                words = torch.arange(T * (V // 32 + 1), device=device) * 0x9E3779B1  # bits of all kinds
-                allowed = words.view(T, -1).int()
-                at = torch.arange(T, dtype=torch.int32, device=device)
-                return Built(lambda: mask(logits, allowed, at))
-
-            yield Case("mask", f"{model}-T{T}", build, bytes=T * V * 2)
 
 
 def layout_cases() -> Iterator[Case]:

@@ -312,7 +312,7 @@ void sample(const Sampling& given, const Score* logits) {
     });
 }
 
-// ---- `mask` of sampling/mask.py: a row is a task; logits are handled as the bits they are --------------
+// ---- masks of allowed tokens: a row is a task; logits are handled as the bits they are -----------------
 
 struct Masking {
     void* logits;  // [T, V] bfloat16 or float32, rows `stride` apart

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import SamplingParams
@@ -23,7 +24,8 @@ from ...device.rows import HostWrites
 from ...engine.request import Request
 from ...kernels import NOBODY
 from ...kernels.batch import Batch
-from ...kernels.sampling.mask import mask
+from ...kernels.launch import use_native
+from ...kernels.native.build import call
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
 from ...kernels.transfer import upload
@@ -152,3 +154,22 @@ class Grammar(Extension):
                     most = max(min(limit, request.max_len - request.num_tokens - 1), 0)
                     found.append((request.row, guide.plan(request.tokens, most, *lengths, end)))
         return found or None
+
+
+def mask(logits: Tensor, allowed: Tensor, at: Tensor) -> None:
+    """Set logits [T, V] of tokens that are not allowed to -inf, and leave all others as they are.
+
+    Args:
+        allowed: [M, W] int32, masks: bit i % 32 of word i // 32 says whether token i is allowed; tokens
+            beyond the words are not.
+        at: [T] int32, the mask of each row of the logits; -1: none.
+    """
+    V, words = logits.shape[1], allowed.shape[1]
+    if use_native(logits, torch.bfloat16, torch.float32):
+        given = logits, logits.stride(0), logits.dtype == torch.bfloat16, *logits.shape
+        call("nanospec_mask", *given, allowed, allowed.stride(0), words, at, torch.get_num_threads())
+        return
+    own = F.pad(allowed[at.clamp(min=0).long()], (0, max(-(-V // 32) - words, 0))).view(torch.uint8)
+    bit = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    barred = (own[..., None] >> bit & 1 == 0).flatten(1)[:, :V]
+    logits.masked_fill_(barred & (at >= 0)[:, None], float("-inf"))
