@@ -32,7 +32,7 @@ from bench import common, roofline, traces
 from bench.strategies import Fixed, Strategy, automatic, last_done, simulate
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.config import SpecConfig
-from nanospec.drafters.costs import StepCosts
+from nanospec.drafters.estimates import StepCosts
 from nanospec.models.hub import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 

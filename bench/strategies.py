@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.traces import MAX_DRAFTS, Trace
-from nanospec.drafters.costs import StepCosts
-from nanospec.drafters.policy import AutoPolicy, Offer, Policy
+from nanospec.drafters.estimates import Offer, StepCosts
+from nanospec.drafters.policy import AutoPolicy, Policy
 from nanospec.kernels import NOBODY, RUNNING
 from nanospec.kernels.speculation.report import RowReport
 

@@ -71,8 +71,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/engine/scheduler.py": ["tests/nanospec/engine/test_scheduler.py", HOST[1]],
     "nanospec/engine/request.py": ["tests/nanospec/engine/test_request.py", *PARAMS, HOST[1]],
     "nanospec/drafters/policy.py": POLICY,
-    "nanospec/drafters/costs.py": POLICY,
-    "nanospec/drafters/estimator.py": POLICY,
+    "nanospec/drafters/estimates.py": POLICY,
     "nanospec/device/graphs.py": ["tests/nanospec/device/test_graphs.py"],
     "nanospec/extras/tensor_parallel/shard.py": [
         "tests/kernels/layer/test_parts.py",

@@ -16,7 +16,7 @@ from campaigns.simulate.scenario import CALLS, OWN, TEXT_VOCAB, Scenario, model_
 from campaigns.simulate.watch import Watch
 from nanospec.config import SamplingParams
 from nanospec.device.worker import Worker
-from nanospec.drafters.costs import StepCosts
+from nanospec.drafters.estimates import StepCosts
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.engine.request import Request, Status

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..drafters import first_match
 from ..drafters.base import Drafter
-from ..drafters.first_match import DraftTimes
-from ..drafters.policy import Offer
+from ..drafters.estimates import DraftTimes, Offer
 from ..kernels import MAX_DRAFTS
 from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept

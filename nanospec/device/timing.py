@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..drafters.costs import StepCosts
+from ..drafters.estimates import StepCosts
 from ..kernels import MAX_DRAFTS, MAX_TREE_WIDTH
 from ..kernels.batch import Batch
 from ..kernels.sampling.sample import sample

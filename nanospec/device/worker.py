@@ -20,7 +20,7 @@ import torch
 
 from ..config import EngineConfig
 from ..drafters.base import Drafter
-from ..drafters.costs import StepCosts
+from ..drafters.estimates import StepCosts
 from ..kernels import NOBODY, STOPPED
 from ..kernels.batch import Batch, Chunk
 from ..kernels.speculation.report import decode

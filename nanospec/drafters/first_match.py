@@ -8,9 +8,7 @@ the policy decides for how many drafts the last drafter is asked.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Sequence
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -24,36 +22,7 @@ from ..kernels.table import Table
 from ..kernels.transfer import synchronize
 from ..text.checks import shown
 from .base import Drafter, nothing
-
-LATEST, ENOUGH = 32, 3  # calls that tell what one takes, and the fewest that do
-FADE = 0.999  # at each step: what seemed too slow is tried again some time
-
-
-class DraftTimes:
-    """ms that a drafter takes, from its latest calls, by the rows of the step and the drafts of each."""
-
-    def __init__(self) -> None:
-        self._calls: defaultdict[tuple[int, int], deque[tuple[float, float]]]
-        self._calls = defaultdict(lambda: deque(maxlen=LATEST))
-        self._ms: dict[tuple[int, int], float] = {}
-
-    def add(self, rows: int, k: int, ms: float, share: float) -> None:
-        """Count a call that made drafts for a `share` of the rows that it was asked for."""
-        key = rows.bit_length(), k
-        self._calls[key].append((ms, share))
-        times, shares = zip(*self._calls[key])
-        if len(times) >= ENOUGH:  # calls without drafts count to those with some
-            self._ms[key] = median(times) * (len(shares) + 1) / (sum(shares) + 1)
-
-    def fade(self) -> None:
-        """Forget a little of all times; those of calls that are made are counted anew."""
-        self._ms = {key: FADE * ms for key, ms in self._ms.items()}
-
-    def __call__(self, rows: int, k: int) -> float:
-        """Return the ms of a call; where too few were made, what others show it to take at least."""
-        size = rows.bit_length()
-        least = [ms * min(k / n, 1.0) for (s, n), ms in self._ms.items() if s <= size]
-        return self._ms.get((size, k), max(least, default=0.0))
+from .estimates import DraftTimes
 
 
 def propose(

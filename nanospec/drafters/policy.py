@@ -3,9 +3,10 @@
 Steps come in two forms. A *captured* step has one K for all its rows, chosen before there are drafts
 (`choose`). In a *packed* step each row pays for what it verifies, so all lookups are made, and `cut` takes
 the likeliest drafts of all rows; only for how many drafts a model is run is chosen beforehand, by `choose`.
-What drafts promise is estimated from what became of earlier ones (`estimator.py`); costs are measured
-(`costs.py`). What is not drafted teaches nothing. So now and then a step takes more drafts than seem to pay,
-as often as that costs SHARE of the time: a probe.
+
+What steps cost is measured; what drafts promise is estimated from what became of earlier ones
+(`estimates.py`). What is not drafted teaches nothing, so now and then a step is a probe: it takes more drafts
+than seem to pay, as often as that costs SHARE of the time.
 
 Most tokens per ms is best where requests wait for a row: one that ends earlier makes room. Where none waits,
 the drafts of one row must not slow another: a packed step spends on drafts what `RowAccounts` allows.
@@ -13,23 +14,15 @@ the drafts of one row must not slow another: a packed step spends on drafts what
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from ..kernels import NOBODY
 from ..kernels.speculation.report import RowReport
-from .costs import SHARE, RowAccounts, StepCosts
-from .estimator import Estimator
+from .estimates import Estimator, Offer, RowAccounts, StepCosts
 
-
-class Offer(NamedTuple):
-    """What was drafted for a row; see `Proposal`."""
-
-    row: int
-    drafter: int
-    num_drafts: int
-    match_len: int
+SHARE = 0.005  # of the time, that may go into probes, and that a row may lose to drafts of others
 
 
 class Policy:
@@ -64,20 +57,17 @@ class AutoPolicy(Policy):
     """What pays, by estimate and measured cost; see the module docstring."""
 
     def __init__(self, costs: StepCosts, model: int = NOBODY) -> None:
-        """`model`: the drafter that runs a model, if one does."""
+        """`model`: the drafter that runs a model in packed steps, if one does."""
         self.costs: StepCosts = costs
-        self.estimator = Estimator()
-        self._model = NOBODY if costs.captured else model
+        self.estimator, self._accounts, self._model = Estimator(), RowAccounts(), model
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
         self._credit, self._turn = 0.0, 0  # ms that may go into probes, and whose turn it is
-        self._accounts = RowAccounts()
 
     def choose(self, limits: Mapping[int, int], context: int = 0, waiting: bool = True) -> int:
-        B, most, cost = len(limits), max(limits.values()), self.costs.cost
+        B, most = len(limits), max(limits.values())
         self._context, self._waiting, self._probing, self.promised = context, waiting, False, 1.0
-        plain = cost(B, B, context)
+        plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + SHARE * plain, plain)
-        self._accounts.price(B, plain, cost(1, 1, context // B))
         if self.costs.packed and self._model == NOBODY:
             return most
         ms = self.costs.by_k(B, most, context)
@@ -90,33 +80,31 @@ class AutoPolicy(Policy):
 
     def cut(self, offers: Sequence[Offer]) -> list[int]:
         B, cost = len(offers), partial(self.costs.cost, len(offers), context=self._context)
-        plain = cost(B)
+        plain, gains = cost(B), dict[int, list[float]]()
         # Drafts with smaller gains than `least` are left out: a token costs more than they bring in any step.
-        least, by_row = B / plain * self.costs.least_slope(B, self._context), list[list[float]]()
+        least = B / plain * self.costs.least_slope(B, self._context)
         for offer in offers:
             sure = self._probing and offer.drafter == self._model  # a model was run for them
-            by_row.append([1.0] * offer.num_drafts if sure else self.estimator.gains(*offer, least))
-        gains = sorted(((gain, b) for b, own in enumerate(by_row) for gain in own), reverse=True)
-        allowed = self._accounts.least([offer.row for offer in offers], [sum(own) for own in by_row])
-        best, number, total = B / plain, 0, float(B)
-        for n, (gain, _) in enumerate(gains, 1):
+            gains[offer.row] = [1.0] * offer.num_drafts if sure else self.estimator.gains(offer, least)
+        alone = self.costs.cost(1, 1, self._context // B)
+        allowed = self._accounts.allowed({row: sum(own) for row, own in gains.items()}, plain, alone)
+        likeliest = sorted(((gain, row) for row, own in gains.items() for gain in own), reverse=True)
+        total, rates = float(B), [B / plain]  # tokens per ms, by the number of drafts
+        for n, (gain, _) in enumerate(likeliest, 1):
             total, ms = total + gain, cost(B + n)
-            if not self._waiting and self._accounts.charge(ms - plain, total - B) > allowed:
-                break
-            if total / ms > best:
-                best, number = total / ms, n
-        taken = [0] * B
-        for _, b in gains[:number]:
-            taken[b] += 1
-        more = [b for b, offer in enumerate(offers) if offer.num_drafts > taken[b]]
+            fits = self._waiting or self._accounts.loss(ms - plain, total - B) <= allowed
+            rates.append(total / ms if fits else 0.0)
+        number = rates.index(max(rates))
+        if not self._probing:
+            self.promised = rates[number] / rates[0]
+        taken = Counter(row for _, row in likeliest[:number])
+        more = [offer.row for offer in offers if offer.num_drafts > taken[offer.row]]
         if more and self._affords(cost(B + number + 1) - cost(B + number)):
             self._turn += 1
             taken[more[self._turn % len(more)]] += 1
         if not self._waiting:
-            self._accounts.spend(cost(B + sum(taken)) - (1 + SHARE) * plain)
-        if not self._probing:
-            self.promised = best * plain / B if number else 1.0
-        return taken
+            self._accounts.spend(cost(B + taken.total()) - (1 + SHARE) * plain)
+        return [taken[offer.row] for offer in offers]
 
     def _affords(self, ms: float) -> bool:
         """Return whether the credit holds so much for a probe, and take it."""

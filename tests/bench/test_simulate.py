@@ -12,7 +12,7 @@ from bench.roofline import Machine
 from bench.simulate import compare
 from bench.strategies import Batch, Fixed, Strategy, automatic
 from bench.traces import MAX_DRAFTS, Text, Trace, replay, synthetic
-from nanospec.drafters.costs import StepCosts
+from nanospec.drafters.estimates import StepCosts
 
 H200 = Machine()
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]

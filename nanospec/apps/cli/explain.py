@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ...config import SamplingParams
-from ...drafters.costs import StepCosts
+from ...drafters.estimates import StepCosts
 from ...kernels.layer.linear import make_linear
 from ...kernels.transfer import synchronize
 from ...llm import LLM

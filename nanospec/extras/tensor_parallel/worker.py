@@ -27,7 +27,7 @@ from ...device.step import Cut
 from ...device.timing import Meet
 from ...device.worker import Worker
 from ...drafters.base import Drafter
-from ...drafters.costs import StepCosts
+from ...drafters.estimates import StepCosts
 from ...drafters.loading import Guessers
 from ...kernels.batch import Chunk
 from ...kernels.speculation.proposal import Proposal

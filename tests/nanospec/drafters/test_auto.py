@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from nanospec.config import SamplingParams
-from nanospec.drafters.costs import StepCosts
+from nanospec.drafters.estimates import StepCosts
 from nanospec.drafters.policy import AutoPolicy, Policy
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model

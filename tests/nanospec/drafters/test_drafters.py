@@ -12,8 +12,8 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.estimates import StepCosts
 from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter, tree_paths
-from nanospec.drafters.policy import StepCosts
 from nanospec.engine.engine import Engine
 from nanospec.kernels import GUESSED, OWN, launch
 from nanospec.kernels.batch import Batch
