@@ -26,7 +26,7 @@ class Rope:
     Pair i of a head of dimension D turns by position * theta^(-2i/D) (Su et al., 2021,
     https://arxiv.org/abs/2104.09864). Models with a longer context than in pretraining slow some pairs down.
     Where only R numbers of a head are rotated, R takes the place of D, and the last (D - R)/2 pairs stand
-    still; `families/phi3.py` reorders such heads.
+    still; `Phi3.convert` reorders such heads.
 
     "linear" divides every frequency by `factor`. "llama3" divides low frequencies, keeps high ones and blends
     between: wavelengths above original_max_len / low_freq_factor are low, those below original_max_len /

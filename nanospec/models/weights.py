@@ -98,8 +98,8 @@ def load_model(
         part = None if split is None else split(config)
 
         def get(name: str) -> Tensor:
-            whole, first, rows = places[name]
-            stored = source[whole].get_tensor(whole)[first : first + rows]
+            whole, rows = places[name]
+            stored = source[whole].get_tensor(whole)[rows]
             stored = stored if part is None else part.take(name, stored)
             # Always a copy: what aliases the file would change with it.
             return family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)

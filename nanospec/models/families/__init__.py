@@ -1,38 +1,108 @@
-"""Families of models, one file each: how to read its `config.json`, and how its checkpoints name and store
-weights. `base.py` is the interface. A file is imported when a model names one of its architectures."""
+"""Families of models: how to read a `config.json`, and how checkpoints name and store weights.
+
+    class Mine(Family):
+        def config(self, raw):
+            return read(raw, qkv_bias=True)
+
+    FAMILIES["MineForCausalLM"] = Mine
+
+is a complete family if `ModelConfig` can express it and its tensors have the names of
+`ModelConfig.parameter_shapes`. Values that a file may leave out get the default of their family. What the
+decoder cannot run (a variant of RoPE, an activation, a quantized checkpoint) is refused with one sentence,
+never approximated.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
-from ...text.checks import read_json, shown
-from ..config import ModelConfig
-from .base import Family, Raw
+from torch import Tensor
 
+from ...text.checks import check_number, read_json, shown
+from ..config import ModelConfig, Rope
+
+MOST = {  # others fit 32 bits; there are tuples of layers and tables of positions
+    "num_hidden_layers": 4096,
+    "head_dim": 65536,
+    "max_position_embeddings": 1 << 24,
+}
+T = TypeVar("T", bool, int, float)
+Raw = Mapping[str, Any]
+Windows = tuple[int | None, ...]
+
+
+class Family:
+    """Llama 1, 2, 3.x and SmolLM2; other families override what is different.
+
+    Attributes:
+        ignored: prefixes of tensors that text does not need, such as an image encoder's.
+    """
+
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    def config(self, raw: Raw) -> ModelConfig:
+        """Translate a `config.json`. Raises ValueError for what the decoder cannot run."""
+        bias = value(raw, "attention_bias", bool, False)
+        return read(raw, qkv_bias=bias, o_bias=bias, mlp_bias=value(raw, "mlp_bias", bool, False))
+
+    def stored_name(self, name: str) -> str:
+        """Return the checkpoint's name of the tensor that holds ours of this name. Several of ours with one
+        stored name are its rows, one below the other."""
+        return name
+
+    def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+        """Return our tensor from its stored rows, a copy in the dtype to compute in."""
+        return tensor
+
+    def places(self, config: ModelConfig) -> dict[str, tuple[str, slice]]:
+        """Return where each of our tensors is in a checkpoint: the name of a stored tensor, and its rows."""
+        places: dict[str, tuple[str, slice]] = {}
+        filled: dict[str, int] = {}
+        for name, (rows, *_) in config.parameter_shapes().items():
+            whole = self.stored_name(name)
+            first = filled.get(whole, 0)
+            filled[whole] = first + rows
+            places[name] = whole, slice(first, first + rows)
+        return places
+
+    def stored_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor that the checkpoint must have, by its own name."""
+        ours = config.parameter_shapes()
+        return {whole: (rows.stop, *ours[n][1:]) for n, (whole, rows) in self.places(config).items()}
+
+    def is_ignored(self, name: str, config: ModelConfig) -> bool:
+        """Return whether a stored tensor is not needed: RoPE frequencies, a tied head, `ignored` ones."""
+        tied_head = name.endswith("lm_head.weight") and config.tie_word_embeddings
+        return tied_head or name.endswith("rotary_emb.inv_freq") or name.startswith(self.ignored)
+
+
+# By `architectures` of a `config.json`: a class, or "FILE.CLASS" of this folder, imported when it is needed.
 FAMILIES: dict[str, str | type[Family]] = {
     "Gemma2ForCausalLM": "gemma.Gemma2",
     "Gemma3ForCausalLM": "gemma.Gemma3",
     "Gemma3ForConditionalGeneration": "gemma.Gemma3WithImages",
-    "LlamaForCausalLM": "llama.Llama",
-    "MistralForCausalLM": "llama.Mistral",
-    "Phi3ForCausalLM": "phi3.Phi3",
-    "Qwen2ForCausalLM": "qwen.Qwen2",
-    "Qwen3ForCausalLM": "qwen.Qwen3",
+    "LlamaForCausalLM": Family,
+    "MistralForCausalLM": "llama_like.Mistral",
+    "Phi3ForCausalLM": "llama_like.Phi3",
+    "Qwen2ForCausalLM": "llama_like.Qwen2",
+    "Qwen3ForCausalLM": "llama_like.Qwen3",
 }
 
 
 def family_of(raw: Raw) -> Family:
     """Return the family that a `config.json` names. Raises ValueError if there is none."""
-    names, supported = raw.get("architectures"), ", ".join(FAMILIES)
-    if not isinstance(names, list) or not names:
-        raise ValueError(f"'architectures' is missing or not a list; supported are {supported}.")
-    if not isinstance(names[0], str) or names[0] not in FAMILIES:
-        raise ValueError(f"Architecture {shown(names[0])} is not supported; supported are {supported}.")
-    kind = FAMILIES[names[0]]
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    kind = FAMILIES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        supported = ", ".join(FAMILIES)
+        raise ValueError(f"'architectures' names {shown(name)}, which is not supported; {supported} are.")
     if isinstance(kind, str):
-        file, name = kind.split(".")
-        kind = getattr(import_module(f".{file}", __name__), name)
+        file, class_name = kind.split(".")
+        kind = getattr(import_module(f".{file}", __name__), class_name)
     family: Family = kind()
     return family
 
@@ -52,3 +122,123 @@ def read_config(folder: str | Path) -> ModelConfig:
         return config_of(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **fields: Any) -> ModelConfig:
+    """Return the config with the fields that all families name alike, and `fields`, which take precedence.
+    `raw[act_key]` must be `activation`, in the words of transformers."""
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            "Quantized checkpoints (with a quantization_config) are not supported; use the one "
+            "stored in float32, bfloat16 or float16."
+        )
+    if (given := raw.get(act_key) or activation) != activation:
+        raise ValueError(f"{act_key}={shown(given)} is not supported; only {activation!r} is.")
+    hidden_size, num_heads = value(raw, "hidden_size", int), value(raw, "num_attention_heads", int)
+    num_layers = value(raw, "num_hidden_layers", int)
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    same_names = "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"
+    common = {
+        **{name: value(raw, name, int) for name in same_names},
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": value(raw, "num_key_value_heads", int, num_heads),
+        "head_dim": value(raw, "head_dim", int, hidden_size // num_heads),
+        "windows": (None,) * num_layers,
+        "rms_norm_eps": value(raw, "rms_norm_eps", float),
+        "tie_word_embeddings": value(raw, "tie_word_embeddings", bool, False),
+        "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else shown(dtype),
+    }
+    return ModelConfig(**{**common, "rope": fields.get("rope") or rope(raw), **fields})
+
+
+def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
+    """Return the value of a key, or the default if it is absent or null. Numbers must be positive."""
+    found = default if raw.get(key) is None else raw[key]
+    if found is None:
+        raise ValueError(f"{key!r} is missing.")
+    if kind is bool:
+        if type(found) is not bool:
+            raise ValueError(f"{key}={shown(found)} must be true or false.")
+        return found
+    least, most = (1e-30, 1e30) if kind is float else (1, MOST.get(key, 2**31 - 1))
+    return kind(check_number(key, found, least, most, kind))
+
+
+def optional(raw: Raw, key: str, default: float | None = None) -> float | None:
+    """Return a number, None if it is null, or the default if it is absent."""
+    given = raw.get(key, default)
+    return None if given is None else value({key: given}, key, float)
+
+
+def layer_windows(raw: Raw, window: int | None, has_window: Callable[[int], bool]) -> Windows:
+    """Return the sliding window of each layer, None for none: that of layer i by entry i of `layer_types`, or
+    without that list by `has_window(i)`."""
+    num_layers, kinds = value(raw, "num_hidden_layers", int), raw.get("layer_types")
+    if kinds is None:
+        return tuple(window if has_window(i) else None for i in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ValueError(f"'layer_types' must be a list of {num_layers} entries, one per layer.")
+    by_kind = {"full_attention": None} | ({} if window is None else {"sliding_attention": window})
+    if unknown := [kind for kind in kinds if kind not in list(by_kind)]:
+        raise ValueError(
+            f"Layer type {shown(unknown[0])} is not supported; full_attention is, and sliding_attention with "
+            "use_sliding_window and sliding_window set."
+        )
+    return tuple(by_kind[kind] for kind in kinds)
+
+
+def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
+    """Return RoPE from `rope_theta` with `rope_scaling`, or from `rope_parameters` (transformers 5).
+    `partial`: the family supports heads that are rotated in part."""
+    given = rope_entry(raw)
+    part = value({**raw, **given}, "partial_rotary_factor", float, 1.0)
+    if part > 1 or (part < 1 and not partial):
+        raise ValueError(f"partial_rotary_factor={part} is not supported here.")
+    theta = value(given, "rope_theta", float, value(raw, "rope_theta", float, theta))
+    kind = given.get("rope_type", given.get("type", "default"))
+    # The context of pretraining, in Hugging Face's order: beside the RoPE entry, in it, or the longest.
+    longest, key = value(raw, "max_position_embeddings", int), "original_max_position_embeddings"
+    length = value(raw, key, int, value(given, key, int, longest))
+    match kind:
+        case "default":
+            return Rope(theta=theta, part=part)
+        case "linear":
+            return Rope("linear", theta, factor=value(given, "factor", float), part=part)
+        case "llama3":
+            low, high = value(given, "low_freq_factor", float), value(given, "high_freq_factor", float)
+            if low >= high:
+                raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}.")
+            return Rope("llama3", theta, value(given, "factor", float), low, high, length, part)
+        case "longrope":
+            if length == 1:
+                raise ValueError(f"{key}=1 of longrope must be at least 2.")
+            return Rope(
+                "longrope",
+                theta,
+                factor=value(given, "factor", float, longest / length),
+                original_max_len=length,
+                part=part,
+                short_factors=_factors(given, "short_factor"),
+                long_factors=_factors(given, "long_factor"),
+                attention_factor=optional(given, "attention_factor"),
+            )
+    raise ValueError(f"RoPE type {shown(kind)} is not supported; default, linear, llama3 and longrope are.")
+
+
+def rope_entry(raw: Raw) -> dict[str, Any]:
+    """Return the object that describes RoPE beyond its theta, {} if there is none."""
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = raw.get(name) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{name}={shown(given)} must be an object.")
+    if any(isinstance(entry, dict) for entry in given.values()):
+        raise ValueError(f"{name} holds one RoPE per kind of layer; only one for all is supported.")
+    return given
+
+
+def _factors(given: Raw, key: str) -> tuple[float, ...]:
+    factors = given.get(key)
+    if not isinstance(factors, list):
+        raise ValueError(f"{key!r} of longrope must be a list of numbers, not {shown(factors)}.")
+    return tuple(value({key: factor}, key, float) for factor in factors)

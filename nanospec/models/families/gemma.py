@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...text.checks import shown
 from ..config import ModelConfig, Rope
-from .base import Family, Raw, layer_windows, optional, read, rope, value
+from . import Family, Raw, layer_windows, optional, read, rope, value
 
 # Llama's name for the norm before the MLP is Gemma's for the one after attention.
 NORMS = {

@@ -21,8 +21,7 @@ from nanospec.kernels.native.build import library
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel
 from nanospec.models.decoder import Model
-from nanospec.models.families import FAMILIES, config_of, family_of
-from nanospec.models.families.base import Family, Raw, read
+from nanospec.models.families import FAMILIES, Family, Raw, config_of, family_of, read
 from nanospec.models.token_map import lm_head_rows
 from nanospec.models.weights import load_model
 from tests.drive import Job, make_engine, outcome, run
@@ -209,9 +208,9 @@ def test_phi_3_as_released() -> None:
     [
         (GEMMA2_2B, {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; only 'gelu_"),
         (GEMMA2_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
-        (GEMMA2_2B, {"attn_logit_softcapping": -1}, "attn_logit_softcapping=-1 must be a positive number"),
+        (GEMMA2_2B, {"attn_logit_softcapping": -1}, "attn_logit_softcapping=-1 must be a number from"),
         (GEMMA3_4B, {"text_config": None}, "'text_config' is missing"),
-        (PHI3, {"partial_rotary_factor": 2}, "partial_rotary_factor=2.0 .*; a number of at most 1 is"),
+        (PHI3, {"partial_rotary_factor": 2}, "partial_rotary_factor=2.0 is not supported"),
         (PHI3, {"rope_scaling": {"type": "longrope"}}, "'short_factor' of longrope must be a list"),
     ],
     ids=["activation", "bidirectional", "cap", "text", "part", "factors"],

@@ -1,0 +1,80 @@
+"""Relatives of Llama: Mistral, Qwen2 and 2.5, Qwen3, Phi-3, 3.5 and Phi-4-mini."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...text.checks import check_number
+from ..config import ModelConfig
+from . import Family, Raw, Windows, layer_windows, read, rope, rope_entry, value
+
+FUSED = {f"self_attn.{part}_proj": "self_attn.qkv_proj" for part in "qkv"}
+FUSED |= {f"mlp.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")}
+
+
+class Mistral(Family):
+    """All layers have a sliding window, if `sliding_window` is set."""
+
+    def config(self, raw: Raw) -> ModelConfig:
+        return read(raw, windows=(_sliding_window(raw),) * value(raw, "num_hidden_layers", int))
+
+
+class Qwen2(Family):
+    """A bias on q, k, v; windows on some layers."""
+
+    def config(self, raw: Raw) -> ModelConfig:
+        return read(raw, windows=_qwen_windows(raw), qkv_bias=True)
+
+
+class Qwen3(Family):
+    """RMSNorm of each head of q and k."""
+
+    def config(self, raw: Raw) -> ModelConfig:
+        bias, head_dim = value(raw, "attention_bias", bool, False), value(raw, "head_dim", int, 128)
+        windows = _qwen_windows(raw)
+        return read(raw, windows=windows, head_dim=head_dim, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+class Phi3(Family):
+    """Checkpoints fuse q, k, v and gate, up; longrope for long contexts.
+
+    Phi-4-mini rotates a part of each head only, pairs (i, i + R/2) of its first R numbers. The product q . k
+    does not change if the numbers of q's and k's heads are put into another order, the same for both:
+    `convert` puts these pairs D/2 apart, where the kernels look for them. The others have angles of 0.
+    """
+
+    def config(self, raw: Raw) -> ModelConfig:
+        longest = value(raw, "max_position_embeddings", int)
+        window = value(raw, "sliding_window", int, longest)
+        given = rope_entry(raw)
+        if given.get("rope_type", given.get("type")) in ("su", "yarn"):  # as early files call it
+            raw = {**raw, "rope_scaling": {**given, "rope_type": "longrope"}}
+        windows = (window if window < longest else None,) * value(raw, "num_hidden_layers", int)
+        return read(raw, windows=windows, rope=rope(raw, partial=True))
+
+    def stored_name(self, name: str) -> str:
+        for ours, whole in FUSED.items():
+            name = name.replace(ours, whole)
+        return name
+
+    def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+        turned = config.rope.rotated(config.head_dim)
+        if turned == config.head_dim or not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return tensor
+        heads = tensor.unflatten(0, (-1, config.head_dim))
+        pairs, rest = heads[:, :turned].chunk(2, 1), heads[:, turned:].chunk(2, 1)
+        return torch.cat((pairs[0], rest[0], pairs[1], rest[1]), 1).flatten(0, 1)
+
+
+def _sliding_window(raw: Raw) -> int | None:
+    """Return `sliding_window`: null means none, absent means 4096."""
+    is_null = raw.get("sliding_window", 0) is None
+    return None if is_null else value(raw, "sliding_window", int, 4096)
+
+
+def _qwen_windows(raw: Raw) -> Windows:
+    window = _sliding_window(raw) if value(raw, "use_sliding_window", bool, False) else None
+    given = raw.get("max_window_layers")
+    first = check_number("max_window_layers", 28 if given is None else given, 0)
+    return layer_windows(raw, window, lambda layer: layer >= first)
