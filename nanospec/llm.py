@@ -8,7 +8,6 @@ Calls may come from several threads at once: all requests run as one batch (`eng
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +16,14 @@ from typing import Any
 from tqdm import tqdm
 
 from .config import EngineConfig, SamplingParams, SpecConfig
-from .device.devices import current, explained, in_a_step, resolve_device, use_threads
-from .device.worker import Worker
-from .drafters.loading import Guessers, load_parts, who_guesses
+from .drafters.loading import Guessers, who_guesses
 from .engine.engine import Engine
 from .engine.locking import SharedEngine
-from .engine.request import Request
-from .extras import wanted
+from .engine.request import Request, params_of_each
+from .extras import load_worker
 from .models.hub import resolve_model
 from .outputs import Piece, RequestOutput
 from .text.chat import Messages, Prompt, as_list, check_conversation, conversations, text_and_ids
-from .text.checks import shown
 from .text.tokenizer import Tokenizer
 
 
@@ -54,18 +50,13 @@ class LLM:
         who_guesses(self.config.spec, drafter)  # bad ones are refused before the model is loaded
         folder = resolve_model(model)
         self.tokenizer = Tokenizer(folder)
-        worker = _worker(self.config, folder, drafter, self.tokenizer)
+        worker = load_worker(self.config, folder, drafter, self.tokenizer)
         try:
             self.engine = Engine(self.config, worker, self.tokenizer)
         except BaseException:
             worker.close()
             raise
         self.shared = SharedEngine(self.engine)
-        self._groups = itertools.count()
-
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer, which has `encode`, `decode` and `apply_chat_template`."""
-        return self.tokenizer
 
     def generate(
         self,
@@ -176,48 +167,26 @@ class LLM:
         with self.shared.turn():
             return self.engine.report()
 
-    def trace(self) -> Any:
-        """Return how the latest requests came about, step by step, finished or not; see `RequestOutput.trace`
-        for a single one. Raises ValueError without `trace=True`."""
-        from .extras.tracing.recorder import recorder_of
-
-        with self.shared.turn() as engine:
-            return recorder_of(engine.extensions).trace()
-
     @contextmanager
     def _running(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[list[tuple[str | None, list[Request]]]]:
-        """Check everything, then queue it; give the text of each prompt and its n requests. Those that have
+        """Check everything, then queue it; yield the text of each prompt and its n requests. Those that have
         not ended behind the block are aborted."""
-        several: Any = params
-        if params is None or isinstance(params, SamplingParams):
-            several = [params or SamplingParams()] * len(prompts)
-        if not isinstance(several, Sequence):
-            raise ValueError(f"sampling_params={shown(params)} must be SamplingParams, or a list of them.")
-        if len(several) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many SamplingParams, not {len(several)}.")
-        ready = []
-        for prompt, asked in zip(prompts, several, strict=True):
-            if not isinstance(asked, SamplingParams):
-                said = shown(asked)
-                raise ValueError(f"{said} must be SamplingParams, as in SamplingParams(temperature=0).")
+        checked = []
+        for prompt, own in zip(prompts, params_of_each(params, len(prompts)), strict=True):
             text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
-            self.engine.check(ids, asked)
-            ready.append((text, ids, asked))
-        groups: list[tuple[str | None, list[Request]]] = []
+            self.engine.check(ids, own)
+            checked.append((text, ids, own))
         requests: list[Request] = []
-        caching = self.config.enable_prefix_caching
         with self.shared.owning(requests):
             with self.shared.turn() as engine:
-                for text, ids, asked in ready:
-                    # Without prefix caching the outputs of one prompt still share its blocks.
-                    salt = b"" if caching else f"group-{next(self._groups)}".encode()
-                    group = [engine.new(ids, asked, i, salt) for i in range(asked.n)]
-                    groups.append((text, group))
-                    requests += group  # before the engine has them, so that they are aborted in any case
-                    for request in group:
-                        engine.queue(request)
+                groups = [
+                    (text, [engine.new(ids, own, i) for i in range(own.n)]) for text, ids, own in checked
+                ]
+                requests += (request for _, group in groups for request in group)
+                for request in requests:
+                    engine.scheduler.add(request)
             yield groups
 
 
@@ -225,19 +194,3 @@ def _output(prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
     """Return the result of the finished requests of one prompt."""
     done = [request.completion(index) for index, request in enumerate(requests)]
     return RequestOutput(requests[0].id, prompt, requests[0].prompt_ids, done)
-
-
-def _worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
-    """Return the worker of a model in this process, or of its part if several processes share the model."""
-    if config.tensor_parallel_size > 1:
-        from .extras.tensor_parallel.launch import Parts, lead
-
-        return lead(Parts(config, folder, drafter), tokenizer)
-    device = resolve_device(config.device)
-    if device.type == "cpu":
-        use_threads(config.threads)
-    smaller = "use a device with more, a narrower dtype or a smaller model"
-    with current(device), explained(f"the weights on {device}", smaller):
-        model, drafters = load_parts(config, folder, drafter, tokenizer, device)
-    with explained(f"the engine beside the weights on {device}", in_a_step(config)):
-        return Worker(config, model, drafters, wanted(config, tokenizer))

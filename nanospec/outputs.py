@@ -98,6 +98,25 @@ class SpecStats:
 
 
 @dataclass
+class Metrics:
+    """Counters of an engine. Of the tokens of prompts `num_cached_tokens` were found in the prefix cache;
+    `num_prefill_tokens` were computed, those of preempted requests again."""
+
+    spec: SpecStats
+    num_forward_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        counts = {name: value for name, value in vars(self).items() if name.startswith("num_")}
+        return {**self.spec.to_dict(), **counts}
+
+
+@dataclass
 class Completion:
     """One output of a prompt.
 
@@ -117,7 +136,7 @@ class Completion:
         stats: what speculation did for it.
         seconds, first_token_seconds: from its arrival to its end, and to its first token.
         num_cached_tokens, num_preemptions: what the cache and the scheduler did with it.
-        kept: what an extension kept of its steps.
+        extension_data: what an extension attached to it.
     """
 
     text: str
@@ -134,7 +153,7 @@ class Completion:
     num_preemptions: int
     num_text_tokens: int
     index: int = 0
-    kept: Any = field(default=None, repr=False, compare=False)
+    extension_data: Any = field(default=None, repr=False, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -163,13 +182,12 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
-    finished: bool = True
 
     def trace(self) -> Any:
         """Return how all outputs came about, step by step. Raises ValueError without `LLM(trace=True)`."""
-        if self.outputs[0].kept is None:
+        if (data := self.outputs[0].extension_data) is None:
             raise ValueError(NOT_TRACED)
-        return self.outputs[0].kept.trace(self.outputs)
+        return data.trace(self.outputs)
 
     def __getattr__(self, name: str) -> Any:
         if name != "cumulative_logprob" and name not in Completion.__dataclass_fields__:

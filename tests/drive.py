@@ -18,7 +18,7 @@ from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.loading import Guessers, load_drafters
 from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
-from nanospec.engine.request import Request, Status
+from nanospec.engine.request import Request
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
@@ -121,7 +121,7 @@ def run(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
 
 
 def outcome(request: Request) -> Outcome:
-    assert request.status is Status.FINISHED
+    assert request.is_finished
     return Outcome(request.output_ids, request.finish_reason, request.logprobs)
 
 

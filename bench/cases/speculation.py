@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bench.cases import Built, Case
 from nanospec.config import SamplingParams, SpecConfig
-from nanospec.device.orders import Admission
-from nanospec.device.rows import HostWrites, write_blocks, write_row
+from nanospec.device.orders import Admission, HostWrites, write_blocks, write_row
 from nanospec.kernels import REJECTION, RULES, TYPICAL
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling.accept import accept

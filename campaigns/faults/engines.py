@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 from unittest.mock import Mock
 
@@ -41,7 +40,7 @@ def small_llm(model: Model, mode: str, **options: Any) -> LLM:
     """As `LLM` makes it, but for the folder of a model."""
     llm = object.__new__(LLM)
     llm.engine, llm.tokenizer = small_engine(model, mode, **options), Mock()
-    llm.config, llm.shared, llm._groups = llm.engine.config, SharedEngine(llm.engine), itertools.count()
+    llm.config, llm.shared = llm.engine.config, SharedEngine(llm.engine)
     return llm
 
 
@@ -75,4 +74,4 @@ def assert_sound(engine: Engine) -> None:
     assert not any(pool._references)
     assert sorted(pool._free) == list(range(pool.num_blocks))
     assert {name: block for block, name in pool._hash_of.items()} == pool._block_of
-    assert min(stage.seconds for stage in engine.metrics.stages.values()) >= 0
+    assert min(stage.seconds for stage in engine.worker.stages.values()) >= 0

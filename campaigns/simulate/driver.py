@@ -19,7 +19,7 @@ from nanospec.device.worker import Worker
 from nanospec.drafters.estimates import StepCosts
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
-from nanospec.engine.request import Request, Status
+from nanospec.engine.request import Request
 from tests.drive import Guess, assert_idle, make_engine
 
 NUM_HEADS = 3
@@ -276,7 +276,7 @@ class Simulation:
 
     def _compare(self, i: int, request: Request) -> None:
         """A request that has ended."""
-        assert request.status is Status.FINISHED, f"job {i} has not ended"
+        assert request.is_finished, f"job {i} has not ended"
         got, told = request.output_ids, self.expected[i]
         stats = request.stats
         assert stats.num_tokens == len(got), f"job {i} counts {stats.num_tokens} tokens of {len(got)}"

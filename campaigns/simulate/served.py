@@ -4,7 +4,6 @@ real here, so a run does not repeat itself; what each request must give is known
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -34,10 +33,9 @@ class Served(Simulation):
         llm.config, llm.engine, llm.shared = self.engine.config, self.engine, self.shared
         assert self.engine.tokenizer is not None
         llm.tokenizer = self.engine.tokenizer
-        llm._groups = itertools.count()
         self._numbers = {oracle.params.seed: i for i, oracle in enumerate(self.oracles)}
-        self._engine_queue = self.engine.queue
-        self.engine.queue = self._queued  # type: ignore[method-assign]
+        self._scheduler_add = self.engine.scheduler.add
+        self.engine.scheduler.add = self._queued  # type: ignore[method-assign]
         log.disabled = True  # of failures that are injected
         try:
             with serving(llm) as server, limited(self.scenario.engine):
@@ -51,7 +49,7 @@ class Served(Simulation):
     def _queued(self, request: Request) -> None:
         assert request.params.seed is not None
         self.requests[self._numbers[request.params.seed]] = request
-        self._engine_queue(request)
+        self._scheduler_add(request)
 
     def _step(self) -> list[Request]:
         try:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from nanospec.engine.engine import Engine
-from nanospec.engine.request import Request, Status
+from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan
 
 STALLED = 12  # steps in a row in which who runs first does not go on
@@ -33,7 +33,7 @@ class Watch:
         assert new == sorted(new), "who has come later waits before who has come earlier"
         before = list(scheduler.running)
         plan = self._schedule(held)
-        kept = [request for request in before if request.status is Status.RUNNING]
+        kept = [request for request in before if request.row >= 0]
         assert kept == before[: len(kept)], "somebody is preempted who was admitted before another"
         return plan
 

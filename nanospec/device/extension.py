@@ -15,7 +15,7 @@ from ..config import SamplingParams
 from ..kernels.batch import Batch
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
-from .rows import HostWrites
+from .orders import HostWrites
 
 
 class Constraint(Protocol):
@@ -40,12 +40,10 @@ class Extension:
     Attributes:
         method: the name of the extension's own drafts in statistics.
         always: whether it takes part in every step, not only in those for which `plan` gave a value.
-        constrains: whether it sets `Request.constraint` for requests with a `response_format`.
     """
 
     method: str | None = None
     always = False
-    constrains = False
 
     # Called by the worker. The calls within a step are captured with it.
 

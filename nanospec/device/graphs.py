@@ -13,7 +13,6 @@ addresses: so that buckets, padding and the reuse of outputs are tested without 
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -80,9 +79,6 @@ class StepGraphs:
         batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
         captures: by bucket.
         replays: steps by batch size and K.
-        fallbacks: steps whose bucket was not captured when it was needed. Stays 0; where captures are `lazy`,
-            and for extensions that rows ask for, they are made then.
-        seconds: what `capture_all` took.
     """
 
     def __init__(
@@ -99,7 +95,6 @@ class StepGraphs:
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # what `rows` begins with, as far as is known
         self.replays: Counter[tuple[int, int]] = Counter()
-        self.fallbacks, self.seconds = 0, 0.0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def buckets(self, extensions: tuple[Extension, ...] = ()) -> list[Bucket]:
@@ -124,10 +119,8 @@ class StepGraphs:
 
     def capture_all(self, extensions: tuple[Extension, ...] = ()) -> None:
         """Capture the step with these extensions for every batch size and K."""
-        start = time.perf_counter()
         for bucket in tqdm(self.buckets(extensions), desc="Capturing steps", disable=None, leave=False):
             self.capture(bucket)
-        self.seconds += time.perf_counter() - start
 
     def capture(self, bucket: Bucket) -> EagerCapture | CudaCapture:
         """Capture a bucket, of padding rows only, as capturing runs the step."""
@@ -146,10 +139,7 @@ class StepGraphs:
         The result's tensors are overwritten by the next replay of the same bucket.
         """
         bucket = self.bucket_for(len(rows), k, extensions)
-        capture = self.captures.get(bucket)
-        if capture is None:
-            self.fallbacks += not self.lazy and not extensions
-            capture = self.capture(bucket)
+        capture = self.captures.get(bucket) or self.capture(bucket)  # lazily, or extensions of a request
         self.replays[bucket.batch, bucket.k] += 1
         self.send(rows + [PADDING] * (bucket.batch - len(rows)))
         capture.replay()
@@ -161,11 +151,6 @@ class StepGraphs:
             self._sent = []  # in case the copy is interrupted
             upload(rows, torch.int32, self.device, out=self.rows[: len(rows)])
             self._sent = rows
-
-    def report(self) -> dict[str, float]:
-        """Return what capture took, for the statistics."""
-        seconds = round(self.seconds, 3)
-        return {"count": len(self.captures), "seconds": seconds, "fallbacks": self.fallbacks}
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -31,8 +31,17 @@ from ..models.decoder import Model
 from .devices import most_drafts, on_own_device, plan_cache, used_memory
 from .extension import Extension
 from .graphs import KS, StepGraphs
-from .orders import Admission, Flight, RowResult, StepOrder, as_dict
-from .rows import HostWrites, write_blocks, write_history, write_row
+from .orders import (
+    Admission,
+    Flight,
+    HostWrites,
+    RowResult,
+    StepOrder,
+    as_dict,
+    write_blocks,
+    write_history,
+    write_row,
+)
 from .step import Cut, Step
 from .timing import Meet, step_costs
 
@@ -66,7 +75,6 @@ class Worker:
     """
 
     failure: str | None = None
-    step_type: type[Step] = Step
     graphs: StepGraphs | None = None
 
     def __init__(
@@ -100,7 +108,7 @@ class Worker:
             drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
         self.memory = [used_memory(model, self.drafters, self.table, self.num_blocks)]
         exact = config.spec.acceptance == "exact"
-        self._step = self.step_type(model, self.kv_cache, self.table, self.drafters, self.extensions, exact)
+        self._step = Step(model, self.kv_cache, self.table, self.drafters, self.extensions, exact)
         self.stages = self._step.stages
         for extension in self.extensions:
             extension.attach(self)
@@ -151,7 +159,7 @@ class Worker:
         for row, num_tokens, blocks, num_kept in order.grown:
             write_blocks(self.writes, self.table, row, blocks, num_kept)
             self._take_pages(row, num_tokens, blocks, num_kept)
-        rows, logprobs = order.rows, [step.logprobs for step in order.steps]
+        rows, logprobs = order.rows, order.logprobs
         k = order.k if self.graphs is None else self.graphs.bucket_for(len(rows), order.k).k
         asking = [each for each in zip(self.extensions, order.extra, strict=True) if each[1] is not None]
         for extension, value in asking:
@@ -162,10 +170,9 @@ class Worker:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
             result = self._step(on_device, k, asked, cut, order.last_k)
         else:
-            drafting = [step.row for step in order.steps if step.asked and order.k]
             with self.stages["propose"]:
                 for drafter in self.drafters:
-                    drafter.catch_up(drafting)
+                    drafter.catch_up(order.drafting)
             result = self.graphs.run(rows, k, asked)
         found = result.logprobs(logprobs) if max(logprobs) >= 0 else None
         return Flight(to_host(result.report), found, logprobs)

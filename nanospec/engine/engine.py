@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
 from ..device.devices import compute_info, in_a_step, ran_out
-from ..device.orders import Flight, Pages, RowOrder, RowResult, StepOrder
+from ..device.orders import Flight, Pages, RowResult, StepOrder
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels import NOBODY
 from ..kernels.batch import Chunk
+from ..outputs import Metrics, SpecStats
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
-from .metrics import Metrics
 from .request import Limits, Request, check_request, seed_of
 from .scheduler import Plan, Scheduler
 
@@ -48,8 +48,7 @@ class Engine:
         self.max_model_len = worker.max_model_len
         vocab_size, rule = worker.model.config.vocab_size, config.spec.acceptance
         self.limits = Limits(vocab_size, worker.max_model_len, tokenizer, rule)
-        self.metrics = Metrics(worker.stages)
-        self.metrics.spec.acceptance = rule
+        self.metrics = Metrics(SpecStats(rule))
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
         on_gpu, wanted = worker.device.type == "cuda", config.async_scheduling
@@ -71,11 +70,12 @@ class Engine:
         return self.scheduler.has_work or bool(self._queue)
 
     def report(self) -> dict[str, object]:
-        """Return the counters of `metrics`, the figures of capture, and the measured times of steps."""
+        """Return the counters of `metrics`, the seconds of each stage, and the measured times of steps."""
         worker, found = self.worker, self.metrics.to_dict()
+        found["stage_seconds"] = {name: round(stage.seconds, 6) for name, stage in worker.stages.items()}
         found |= {"runs": compute_info(worker.model), "memory": worker.memory}
         if worker.graphs is not None:
-            found["recorded_steps"] = worker.graphs.report()
+            found["recorded_steps"] = {"count": len(worker.graphs.captures)}
         return found | (self.policy.costs.report() if self.policy.costs else {})
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -83,8 +83,6 @@ class Engine:
         check_request(prompt_ids, params, self.limits)
         for extension in self.extensions:
             extension.check(params)
-        if params.response_format is not None and not any(each.constrains for each in self.extensions):
-            raise ValueError("response_format needs an engine with an extension for it; make it by LLM(...).")
 
     def add(
         self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
@@ -92,14 +90,14 @@ class Engine:
         """Check and queue one output of a prompt; see `new`."""
         self.check(prompt_ids, params)
         request = self.new(prompt_ids, params, index, salt)
-        self.queue(request)
+        self.scheduler.add(request)
         return request
 
     def new(
         self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
     ) -> Request:
-        """Return one output of a prompt that has passed `check`, to be queued. `index` is its number among
-        `params.n`; outputs of equal `salt` share cached blocks where prefix caching is off (see `llm.py`)."""
+        """Return one output of a prompt that has passed `check`, for `scheduler.add`. `index` is its number
+        among `params.n`. Only requests of equal `salt` share cached blocks, none without prefix caching."""
         number, most = next(self._ids), params.max_tokens or self.max_model_len
         request = Request(
             id=f"request-{number}",
@@ -108,17 +106,13 @@ class Engine:
             seed=seed_of(params.seed, index, self.config.seed + 1 + number),
             max_len=min(len(prompt_ids) + most, self.max_model_len),
             stop_ids=self.limits.stop_ids(params),
-            salt=salt if salt or self.config.enable_prefix_caching else f"{number}".encode(),
+            salt=salt if self.config.enable_prefix_caching else f"{number}".encode(),
             output=OutputText(self.tokenizer, params.stop, params.min_tokens),
         )
         request.stats.acceptance = params.acceptance or self.config.spec.acceptance
         for extension in self.extensions:
             extension.new(request)
         return request
-
-    def queue(self, request: Request) -> None:
-        """Queue a new request."""
-        self.scheduler.add(request)
 
     def abort(self, request: Request, error: str | None = None) -> None:
         """End a request now; what it has produced stays. `error` says why, if it is the engine's doing."""
@@ -200,28 +194,29 @@ class Engine:
         A captured step has one K for all its rows, chosen now. In a packed step all rows are looked up, and
         `Policy.cut` takes drafts of each later; of a drafter that runs a model the number is chosen now, too.
         """
-        requests = plan.decode
-        steps = list(map(self._row_order, requests))
+        requests, most = plan.decode, self.worker.max_k
+        own = [r.params.num_speculative_tokens for r in requests]
+        limits = {r.row: most if n is None else min(n, most) for r, n in zip(requests, own)}
+        drafting = {r.row: 0 if r.constraint is not None else limits[r.row] for r in requests}
         weighs_model = self.worker.model_code != NOBODY
-        by_row = {step.row: step.asked if weighs_model else step.limit for step in steps}
         context = sum(request.num_tokens for request in requests)
-        k = last_k = self.policy.choose(by_row, context, bool(self.scheduler.waiting))
+        waiting = bool(self.scheduler.waiting)
+        k = last_k = self.policy.choose(drafting if weighs_model else limits, context, waiting)
         if weighs_model:  # what was chosen is `last_k`, of the last drafter alone
-            k = max(step.limit for step in steps)
-        grown = [Pages(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()]
-        extra = [each.plan(requests, [min(step.limit, k) for step in steps]) for each in self.extensions]
-        order = StepOrder(steps, k, last_k, grown, extra)
+            k = max(limits.values())
+        order = StepOrder(
+            rows=[*limits],
+            logprobs=[-1 if (n := r.params.logprobs) is None else n for r in requests],
+            drafting=[row for row, limit in drafting.items() if min(limit, k)],
+            k=k,
+            last_k=last_k,
+            grown=[Pages(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()],
+            extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
+        )
         self.metrics.num_forward_steps += 1
         flight = self.worker.step(order, self.policy.cut)
         states = [each.queued(order.rows) for each in self.extensions]
         return Queued(requests, order.rows, k, flight, states)
-
-    def _row_order(self, request: Request) -> RowOrder:
-        own, most = request.params.num_speculative_tokens, self.worker.max_k
-        limit = most if own is None else min(own, most)
-        asked = limit if request.constraint is None else 0
-        logprobs = request.params.logprobs
-        return RowOrder(request.row, limit, asked, -1 if logprobs is None else logprobs)
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Hand each request its tokens, and retire those that ended."""

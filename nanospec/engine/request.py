@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 from ..config import SamplingParams
@@ -29,12 +28,6 @@ SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelate
 FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "abort"}
 
 
-class Status(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 @dataclass(eq=False)
 class Request:
     """One prompt with one output. See the module docstring for the invariants.
@@ -45,7 +38,7 @@ class Request:
         salt: the root of its block hashes; requests share cached blocks iff their salts are equal.
         output: the text of its output.
         constraint: what an extension holds its output to.
-        kept: what an extension keeps of its steps, for its output.
+        extension_data: what an extension attaches, for its output.
     """
 
     id: str
@@ -58,8 +51,7 @@ class Request:
     output: OutputText = field(default_factory=lambda: OutputText(None))
     constraint: Constraint | None = None
 
-    status: Status = Status.WAITING
-    row: int = -1
+    row: int = -1  # while it does not run
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_registered: int = 0  # blocks named in the prefix cache
@@ -75,7 +67,7 @@ class Request:
     start_time: float | None = None  # when it first got a row
     first_token_time: float | None = None
     finish_time: float | None = None
-    kept: Any = None
+    extension_data: Any = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -91,7 +83,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is Status.FINISHED
+        return self.finish_reason is not None
 
     @property
     def is_prefilled(self) -> bool:
@@ -171,16 +163,15 @@ class Request:
 
     def finish(self, reason: str) -> None:
         """End the request: "stop", "length" or "abort". Text held back so far may complete a stop string."""
-        if self.status is Status.FINISHED:
+        if self.is_finished:
             return
         if self.output.flush() and reason == "length":
             reason = "stop"
         self.stop_reason = self.output.stop
         if reason == "stop" and self.stop_reason is None and self.tokens[-1] in self.params.stop_token_ids:
             self.stop_reason = self.tokens[-1]
-        self.status = Status.FINISHED
-        self.finish_reason = reason
         self.finish_time = time.perf_counter()
+        self.finish_reason = reason
 
     @property
     def text(self) -> str:
@@ -209,8 +200,23 @@ class Request:
             num_preemptions=self.num_preemptions,
             num_text_tokens=min(self.output.num_text_tokens, len(self.output_ids)),
             index=index,
-            kept=self.kept,
+            extension_data=self.extension_data,
         )
+
+
+def params_of_each(given: Any, count: int) -> Sequence[SamplingParams]:
+    """Return the parameters of each of `count` prompts, from those `given` for all (None: the default) or for
+    each. Raises ValueError."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not isinstance(given, Sequence):
+        raise ValueError(f"sampling_params={shown(given)} must be SamplingParams, or a list of them.")
+    if len(given) != count:
+        raise ValueError(f"{count} prompts need as many SamplingParams, not {len(given)}.")
+    for params in given:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{shown(params)} must be SamplingParams, as in SamplingParams(temperature=0).")
+    return given
 
 
 def seed_of(asked: int | None, index: int, number: int) -> int:

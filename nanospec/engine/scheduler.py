@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from .blocks import BlockPool
-from .request import Request, Status
+from .request import Request
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Scheduler:
         plan = Plan()
         budget = self.max_tokens
         for request in list(self.running):
-            if request.status is not Status.RUNNING or not request.is_prefilled or request in held:
+            if request.row < 0 or not request.is_prefilled or request in held:  # no row: preempted just now
                 continue
             if self._extend(request, plan):
                 plan.decode.append(request)
@@ -148,7 +148,6 @@ class Scheduler:
         if not request.num_preemptions:  # else it finds itself
             request.num_cached_tokens = request.num_computed
         request.row = self._free_rows.pop()
-        request.status = Status.RUNNING
         request.start_time = request.start_time or time.perf_counter()
         self.running.append(request)
 
@@ -190,7 +189,6 @@ class Scheduler:
         self.running.remove(request)
         plan.preempted.append(request.row)
         self._release(request)
-        request.status = Status.WAITING
         request.num_preemptions += 1
         request.num_computed = 0
 

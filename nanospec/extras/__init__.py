@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from ..config import EngineConfig
-    from ..device.extension import Extension
-    from ..text.tokenizer import Tokenizer
+from ..config import EngineConfig
+from ..device.devices import current, explained, in_a_step, resolve_device, use_threads
+from ..device.extension import Extension
+from ..device.worker import Worker
+from ..drafters.loading import Guessers, load_parts
+from ..text.tokenizer import Tokenizer
+
+
+def load_worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
+    """Return the worker of the model in a folder, or of its first part if several processes share it."""
+    if config.tensor_parallel_size > 1:
+        from .tensor_parallel.launch import Parts, lead
+
+        return lead(Parts(config, folder, drafter), tokenizer)
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        use_threads(config.threads)
+    smaller = "use a device with more, a narrower dtype or a smaller model"
+    with current(device), explained(f"the weights on {device}", smaller):
+        model, drafters = load_parts(config, folder, drafter, tokenizer, device)
+    with explained(f"the engine beside the weights on {device}", in_a_step(config)):
+        return Worker(config, model, drafters, wanted(config, tokenizer))
 
 
 def wanted(config: EngineConfig, tokenizer: Tokenizer | None = None) -> list[Extension]:

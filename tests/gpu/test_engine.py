@@ -60,7 +60,6 @@ def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) 
         assert request.output_ids == wanted.token_ids
         assert request.finish_reason == wanted.finish_reason
     assert (requests[-1].stats.num_accepted > 0) == (k > 0)
-    assert engine.worker.graphs is None or engine.worker.graphs.fallbacks == 0
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
@@ -207,7 +206,6 @@ def test_automatic_k_records_and_times_every_bucket(model: Model) -> None:
     assert set(engine.worker.graphs.captures) == set(engine.worker.graphs.buckets())
     requests = run(engine, make_jobs(1))
     assert requests[-1].stats.tokens_per_step > 2
-    assert engine.worker.graphs.fallbacks == 0
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -237,7 +235,6 @@ def test_whoever_drafts_on_equals_off(model: Model, way: str) -> None:
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert request.output_ids == wanted.token_ids
     assert engine.worker.graphs is not None
-    assert engine.worker.graphs.fallbacks == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...config import EngineConfig, SamplingParams
 from ...device.devices import compute_info
+from ...extras.tracing.recorder import recorder_of
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
 from ...outputs import LOSSY
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = 
         options["enable_prefix_caching"] = False
     llm, answers = LLM(args.folder, spec=spec, **options), Answers()
     announce_ranks(llm)
-    with saved_trace(args.trace, lambda: answers.trace() if args.demo else llm.trace()):
+    with saved_trace(args.trace, lambda: answers.trace() if args.demo else latest_trace(llm)):
         if args.demo:
             run_demo(llm, console, answers)
         elif batch is not None:
@@ -62,6 +63,12 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = 
             report(llm, args, console)
         else:
             run_prompt(llm, params, console, args)
+
+
+def latest_trace(llm: LLM) -> Trace:
+    """Return how the latest requests came about, finished or not."""
+    with llm.shared.turn() as engine:
+        return recorder_of(engine.extensions).trace()
 
 
 @contextmanager

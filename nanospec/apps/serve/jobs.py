@@ -96,7 +96,7 @@ class Live:
         )
 
     def _speculation(self, text_of: Callable[[int], str]) -> dict[str, Any]:
-        stats, record = self.request.stats, self.request.kept
+        stats, record = self.request.stats, self.request.extension_data
         drafted = {name: drafted for name, (_, drafted, _) in stats.by_drafter.items()}
         steps = [] if record is None else record.steps[self.num_steps :]
         rejected = [d for s in steps for i, d in enumerate(s.drafts[: s.verified], 1) if i not in s.accepted]

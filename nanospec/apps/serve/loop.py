@@ -11,7 +11,6 @@ it gave in one go. A step that raises ends the jobs under way with an error, and
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +48,6 @@ class EngineLoop:
         self.llm, self.most = llm, most
         self.num_outputs, self.failures, self.gap_seconds = 0, 0, 0.0
         self._live: dict[Request, Live] = {}
-        self._numbers = itertools.count()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._do = self._inbox.put  # has the engine's thread do something before its next step
         self._closing = False
@@ -191,15 +189,13 @@ class EngineLoop:
             self._loop.call_soon_threadsafe(self._deliver, found)
 
     def _add(self, job: Job, prompts: Sequence[list[int]], params: SamplingParams, salt: bytes) -> None:
-        if not self.llm.config.enable_prefix_caching:  # the outputs of one job share all the same
-            salt = f"job-{next(self._numbers)}".encode()
         try:
             for p, ids in enumerate(prompts):
                 for i in range(params.n):
                     request = self.llm.engine.new(ids, params, i, salt)
                     request.arrival_time = job.arrival
                     self._live[request] = Live(job, p * params.n + i, request)
-                    self.llm.engine.queue(request)
+                    self.llm.engine.scheduler.add(request)
         except BaseException:  # as in `_guard`
             log.exception("A request could not be queued.")
             self._tell([(job, JobFailed(FAILED))])

@@ -122,4 +122,3 @@ class ServerMetrics:
         if (graphs := engine.worker.graphs) is not None:
             replays = {(str(batch), str(k)): n for (batch, k), n in graphs.replays.items()}
             yield "steps_by_bucket", "Steps by recorded bucket", replays, "batch", "k"
-            yield "fallbacks", "Steps recorded when needed", {(): graphs.fallbacks}

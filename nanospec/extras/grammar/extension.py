@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...config import SamplingParams
 from ...device.extension import Extension
-from ...device.rows import HostWrites
+from ...device.orders import HostWrites
 from ...engine.request import Request
 from ...kernels import NOBODY
 from ...kernels.batch import Batch
@@ -48,7 +48,6 @@ class Grammar(Extension):
     """
 
     method = "grammar"  # in statistics
-    constrains = True
     first: Tensor | None = None
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

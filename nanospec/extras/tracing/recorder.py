@@ -27,8 +27,7 @@ from ...outputs import NOT_TRACED
 from .trace import Record, StepRecord, Trace
 
 if TYPE_CHECKING:
-    from ...device.orders import RowResult
-    from ...device.rows import HostWrites
+    from ...device.orders import HostWrites, RowResult
     from ...device.worker import Worker
     from ...engine.engine import Engine, Queued
     from ...engine.request import Request
@@ -107,7 +106,7 @@ class Recorder(Extension):
 
     def new(self, request: Request) -> None:
         prompt, arrival = request.prompt_ids, request.arrival_time
-        request.kept = Record(self._tokenizer, self._about, request.id, prompt, arrival)
+        request.extension_data = Record(self._tokenizer, self._about, request.id, prompt, arrival)
         self.requests.append(request)
         self.num_requests += 1
 
@@ -135,7 +134,7 @@ class Recorder(Extension):
         self._seconds, now = seconds, time.perf_counter()
         plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * self._plain_share(step, results)
         for request, result, made in zip(step.requests, results, state.guesses(), strict=True):
-            record: Record | None = request.kept
+            record: Record | None = request.extension_data
             if record is None or request.num_tokens == record.num_tokens:
                 continue  # it had ended before
             report, before = result.report, record.num_tokens

@@ -143,7 +143,7 @@ class Trace:
     ) -> Trace:
         """Return the trace of outputs of one engine. `plain`: the same outputs without drafts, from runs of
         their own. Raises ValueError for outputs of an engine without `trace=True`."""
-        records = [record for output in outputs if (record := output.kept) is not None]
+        records = [record for output in outputs if (record := output.extension_data) is not None]
         if not outputs:
             return cls()
         if len(records) < len(outputs):

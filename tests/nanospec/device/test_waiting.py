@@ -11,7 +11,7 @@ import torch
 
 import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
-from nanospec.device.rows import HostWrites
+from nanospec.device.orders import HostWrites
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan

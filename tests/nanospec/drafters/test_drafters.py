@@ -72,8 +72,6 @@ def test_output_is_that_of_decoding_alone(model: Model, parts: dict[str, Any], w
         run_as_alone(engine, model, jobs, (way, mode, seed))
         accepted += engine.metrics.spec.num_accepted
         preempted += engine.metrics.num_preemptions
-        if engine.worker.graphs is not None:
-            assert engine.worker.graphs.fallbacks == 0
     assert min(accepted, preempted) > 0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanospec.config import SamplingParams
 from nanospec.drafters.policy import Policy
-from nanospec.engine.request import Request, Status
+from nanospec.engine.request import Request
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
 from tests.drive import (
@@ -150,7 +150,6 @@ def test_every_step_has_its_recording(model: Model, jobs: list[Job], expected: l
     recorded = len(engine.worker.graphs.captures)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert_same(outcome(request), wanted)
-    assert engine.worker.graphs.fallbacks == 0
     assert len(engine.worker.graphs.captures) == recorded > 0
 
 
@@ -315,12 +314,11 @@ def test_requests_without_a_seed_differ_and_follow_the_engines_seed(model: Model
     assert len({tuple(ids) for ids in runs[0]}) == 3
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
-def test_samples_of_one_prompt_share_its_blocks(model: Model, caching: bool) -> None:
-    engine = make_engine(model, 3, enable_prefix_caching=caching)
+def test_samples_of_one_prompt_share_its_blocks(model: Model) -> None:
+    engine = make_engine(model, 3)
     prompt = [i * 7 % VOCAB for i in range(50)]
     params = SamplingParams(n=4, temperature=1, seed=2, max_tokens=10)
-    requests = [engine.add(prompt, params, i, b"" if caching else b"group") for i in range(4)]
+    requests = [engine.add(prompt, params, i) for i in range(4)]
     engine.step()
     used = engine.scheduler.pool.num_blocks - engine.scheduler.pool.num_free
     assert used == 3 + 4  # three full blocks once, the rest of the prompt four times
@@ -412,4 +410,4 @@ def test_schedules_change_nothing(data: st.DataObject, model: Model) -> None:
             assert request.output_ids == expected[i].token_ids[: len(request.output_ids)]
         else:
             assert_same(outcome(request), expected[i], jobs[i])
-    assert all(request.status is Status.FINISHED for request in requests.values())
+    assert all(request.is_finished for request in requests.values())

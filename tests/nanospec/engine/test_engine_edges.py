@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.worker import Worker
-from nanospec.engine.request import Request, Status
+from nanospec.engine.request import Request
 from nanospec.kernels import launch
 from nanospec.models.cpu import zero_blocks
 from nanospec.models.decoder import Model
@@ -426,7 +426,7 @@ def test_an_interrupted_step_leaves_a_usable_engine(
             finish(engine)
     engine.abort_all()
     assert_idle(engine)
-    assert all(request.status is Status.FINISHED for request in requests)
+    assert all(request.is_finished for request in requests)
     assert engine.metrics.num_aborted + engine.metrics.num_finished == 4
     again = run(engine, [Job(cycle(i, 33 + i), greedy()) for i in range(4)])
     assert [request.output_ids for request in again] == [cycle(33 + 2 * i, 20) for i in range(4)]

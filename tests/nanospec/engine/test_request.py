@@ -10,7 +10,7 @@ import pytest
 
 from nanospec.config import SamplingParams
 from nanospec.device.orders import as_dict
-from nanospec.engine.request import Limits, Request, Status, check_request, seed_of
+from nanospec.engine.request import Limits, Request, check_request, seed_of
 from nanospec.kernels import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
@@ -48,7 +48,7 @@ def test_a_stop_string_in_text_held_back_to_the_end_is_cut_too(
     ids = [vocab[f"<0x{byte:02X}>"] for byte in "ü-ñ-".encode()]
     request = request_for(bytes_only, stop="ñ")
     request.append(step(ids))
-    assert (request.text, request.status) == ("", Status.WAITING)  # a run of bytes, not ended yet
+    assert (request.text, request.is_finished) == ("", False)  # a run of bytes, not ended yet
     request.finish(ends)
     assert (request.text, request.finish_reason) == ("ü-", reason)
     assert "".join(piece.text for piece in request.new_pieces()) == "ü-"

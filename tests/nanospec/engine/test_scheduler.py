@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from nanospec.config import SamplingParams
-from nanospec.engine.request import Request, Status
+from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan, Scheduler
 from nanospec.kernels import LENGTH, NOBODY, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
@@ -141,7 +141,7 @@ class Simulation:
             if not (self.scheduler.has_work or self.in_flight):
                 break
             self.step()
-        assert all(request.status is Status.FINISHED for request in self.requests)
+        assert all(request.is_finished for request in self.requests)
         assert self.pool.num_free == self.pool.num_blocks
         assert sorted(self.scheduler._free_rows) == list(range(self.num_rows))
 
@@ -239,7 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.simulation.requests))
-        if request.status is not Status.FINISHED:
+        if not request.is_finished:
             self.simulation.abort(request)
 
     @invariant()
@@ -319,7 +319,7 @@ def test_aborting_everything_at_any_point_frees_everything() -> None:
         for _ in range(steps):
             simulation.step()
         for request in requests:
-            if request.status is not Status.FINISHED:
+            if not request.is_finished:
                 simulation.abort(request)
         assert simulation.step() == Plan()
         simulation.finish()

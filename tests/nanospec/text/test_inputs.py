@@ -92,9 +92,9 @@ def test_every_prompt_is_taken_or_refused(llm: LLM) -> None:
         said(llm.generate, ["a"], [value])
         said(lambda given: list(llm.stream(given)), value)
         said(lambda given: list(llm.stream("a", given)), value)
-        said(llm.get_tokenizer().encode, value)
+        said(llm.tokenizer.encode, value)
         if not isinstance(value, range):
-            said(llm.get_tokenizer().decode, [value])
+            said(llm.tokenizer.decode, [value])
     with llm.shared.turn() as engine:
         assert not engine.has_work
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.device.rows import HostWrites
+from nanospec.device.orders import HostWrites
 from nanospec.extras.grammar.extension import Grammar
 from nanospec.extras.grammar.grammar import Draft
 from nanospec.kernels import GUESSED, NOBODY

@@ -8,8 +8,8 @@ from nanospec.kernels import GUESSED, OWN
 
 
 def record_of(request: Request) -> Record:
-    assert request.kept is not None
-    return request.kept
+    assert request.extension_data is not None
+    return request.extension_data
 
 
 def check(request: Request) -> None:

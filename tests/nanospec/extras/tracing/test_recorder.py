@@ -72,7 +72,7 @@ def test_steps_joined_are_the_output_and_tracing_does_not_change_it(
         check(request)
     plain = run(traced(model, setup, **MODES[mode]), jobs)
     assert [outcome(r).token_ids for r in requests] == [outcome(r).token_ids for r in plain]
-    assert all(r.kept is None for r in plain)
+    assert all(r.extension_data is None for r in plain)
     if setup == "few-pages":
         assert engine.metrics.num_preemptions > 0
     if "tree" in setup:
