@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        step: Callable[[Tensor, int, Sequence[Extension]], StepResult],
+        step: Callable[..., StepResult],
         device: torch.device,
         max_batch: int,
         ks: Sequence[int],
@@ -97,9 +98,9 @@ class StepGraphs:
         self.replays: Counter[tuple[int, int]] = Counter()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def buckets(self, extensions: tuple[Extension, ...] = ()) -> list[Bucket]:
+    def buckets(self) -> list[Bucket]:
         """Return all buckets, the largest first, so that the pool fits those that follow."""
-        found = [Bucket(b, k, extensions) for b in self.batches for k in self.ks_for(b)]
+        found = [Bucket(b, k) for b in self.batches for k in self.ks_for(b)]
         return sorted(found, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
 
     def ks_for(self, batch: int) -> list[int]:
@@ -117,18 +118,15 @@ class StepGraphs:
         """The number of tokens that the largest step scores."""
         return max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
 
-    def capture_all(self, extensions: tuple[Extension, ...] = ()) -> None:
-        """Capture the step with these extensions for every batch size and K."""
-        for bucket in tqdm(self.buckets(extensions), desc="Capturing steps", disable=None, leave=False):
+    def capture_all(self) -> None:
+        """Capture the step for every batch size and K."""
+        for bucket in tqdm(self.buckets(), desc="Capturing steps", disable=None, leave=False):
             self.capture(bucket)
 
     def capture(self, bucket: Bucket) -> EagerCapture | CudaCapture:
         """Capture a bucket, of padding rows only, as capturing runs the step."""
         self._sent, rows = [], self.rows[: bucket.batch].fill_(PADDING)
-
-        def step(rows: Tensor) -> StepResult:
-            return self.step(rows, bucket.k, bucket.extensions)
-
+        step = partial(self.step, k=bucket.k, asked=bucket.extensions)
         made = EagerCapture(step, rows) if self._pool is None else CudaCapture(step, rows, self._pool)
         self.captures[bucket] = made
         return made

@@ -7,7 +7,7 @@ Requests and orders are plain data, so that they may go to several processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
 from ..kernels import EXACT, RULES, RUNNING
 from ..kernels.sampling.logprobs import Logprobs
-from ..kernels.speculation.report import RowReport
+from ..kernels.speculation.report import RowReport, decode
 from ..kernels.table import Table
 from ..kernels.transfer import Write, upload, write
 from ..outputs import Logprob
@@ -87,16 +87,26 @@ class RowResult(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A step that has been queued, for `fetch`. `lines` waits for its report, see `report.decode`."""
+    """A step that has been queued. `lines` waits for its report, see `report.decode`."""
 
     lines: Callable[[], list[list[int]]]
     logprobs: Logprobs | None
     wanted: list[int]
 
+    def results(self) -> list[RowResult]:
+        """Wait for the step; return a result for each of its rows."""
+        reports = decode(self.lines())
+        columns = () if self.logprobs is None else (column.tolist() for column in self.logprobs)
+        entries: Iterator[Any] = zip(*columns, strict=True)
+        return [
+            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens])
+            for report, n in zip(reports, self.wanted, strict=True)
+        ]
+
 
 def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_top: int) -> dict[int, Logprob]:
-    """The token itself first, then the `num_top` likeliest. `entry`: the token's log-probability and rank,
-    and the values and ids of the likeliest."""
+    """Return the log-probability of a token, then the `num_top` likeliest. `entry`: the token's
+    log-probability and rank, and the values and ids of the likeliest."""
     own, rank, top, ids = entry
     found = {token: Logprob(own, rank)}
     for i in range(min(num_top, len(top))):  # of a tiny vocabulary there may be fewer
@@ -148,7 +158,7 @@ class HostWrites:
 
 
 def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecConfig) -> None:
-    """Write everything about a request into its row, but what `write_history` does."""
+    """Write everything about a request into its row."""
     r, asked, own = request.row, request.params, request.params.num_speculative_tokens
     writes.put(table.tokens, r, request.tokens)
     write_blocks(writes, table, r, request.blocks)
@@ -174,6 +184,9 @@ def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecCo
         (table.penalized, asked.changes_logits),
     ):
         writes.set(column, r, value)
+    if asked.changes_logits:
+        writes.flush()  # the tokens
+        _write_history(table, request)
 
 
 def write_blocks(writes: HostWrites, table: Table, row: int, blocks: Sequence[int], first: int = 0) -> None:
@@ -182,8 +195,8 @@ def write_blocks(writes: HostWrites, table: Table, row: int, blocks: Sequence[in
     writes.put(table.block_table, row, blocks[first:], first, table.max_blocks)
 
 
-def write_history(table: Table, request: Admission) -> None:
-    """The vocabulary-wide rows that only penalties and bias read, from the tokens that are there already."""
+def _write_history(table: Table, request: Admission) -> None:
+    """Write the vocabulary-wide rows that only penalties and bias read, from the tokens on the device."""
     r, n, bias = request.row, request.num_prompt, request.params.logit_bias
     for column in (table.bias, table.in_prompt, table.output_counts):
         column[r].zero_()

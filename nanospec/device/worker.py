@@ -13,17 +13,16 @@ back, how many drafts to verify.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from ..config import EngineConfig
 from ..drafters.base import Drafter
 from ..drafters.estimates import StepCosts
+from ..drafters.loading import captures_steps
 from ..kernels import NOBODY, STOPPED
 from ..kernels.batch import Batch, Chunk
-from ..kernels.speculation.report import decode
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models.cpu import empty_cache, zero_blocks
@@ -31,31 +30,9 @@ from ..models.decoder import Model
 from .devices import most_drafts, on_own_device, plan_cache, used_memory
 from .extension import Extension
 from .graphs import KS, StepGraphs
-from .orders import (
-    Admission,
-    Flight,
-    HostWrites,
-    RowResult,
-    StepOrder,
-    as_dict,
-    write_blocks,
-    write_history,
-    write_row,
-)
+from .orders import Admission, Flight, HostWrites, RowResult, StepOrder, write_blocks, write_row
 from .step import Cut, Step
 from .timing import Meet, step_costs
-
-
-def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafter]) -> bool:
-    """Return whether steps are captured. Raises ValueError if they are to be and a drafter cannot."""
-    on_host = any(drafter.reads_on_host for drafter in drafters)
-    if on_host and config.enforce_eager is False:
-        raise ValueError(
-            "enforce_eager=False asks for captured steps, in which no drafter can read texts on the host; "
-            "leave it out, or give a Drafter that defines propose() instead of guess()."
-        )
-    on_gpu = model.device.type == "cuda"
-    return on_gpu and not on_host if config.enforce_eager is None else not config.enforce_eager
 
 
 class Worker:
@@ -133,9 +110,6 @@ class Worker:
         for extension in self.extensions:
             extension.admit(self.writes, request.row)
         self._take_pages(request.row, len(request.tokens), request.blocks, request.num_cached)
-        if request.params.changes_logits:
-            self.writes.flush()
-            write_history(self.table, request)
 
     def _take_pages(self, row: int, num_tokens: int, blocks: list[int], num_kept: int) -> None:
         """Prepare the pages of a row, of which those from `num_kept` on are new to it."""
@@ -181,13 +155,7 @@ class Worker:
     def fetch(self, flight: Flight) -> list[RowResult]:
         """Wait for a step; return a result for each of its rows."""
         with self.stages["wait"]:
-            reports = decode(flight.lines())
-        columns = () if flight.logprobs is None else (column.tolist() for column in flight.logprobs)
-        entries: Iterator[Any] = zip(*columns, strict=True)
-        return [
-            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens])
-            for report, n in zip(reports, flight.wanted, strict=True)
-        ]
+            return flight.results()
 
     @on_own_device
     def release(self, row: int) -> None:

@@ -87,6 +87,18 @@ def check_method(spec: SpecConfig) -> None:
             raise ValueError(f"{name}='' must be the name of a folder or file.")
 
 
+def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafter]) -> bool:
+    """Return whether steps are captured. Raises ValueError if they are to be and a drafter cannot."""
+    on_host = any(drafter.reads_on_host for drafter in drafters)
+    if on_host and config.enforce_eager is False:
+        raise ValueError(
+            "enforce_eager=False asks for captured steps, in which no drafter can read texts on the host; "
+            "leave it out, or give a Drafter that defines propose() instead of guess()."
+        )
+    on_gpu = model.device.type == "cuda"
+    return on_gpu and not on_host if config.enforce_eager is None else not config.enforce_eager
+
+
 def load_parts(
     config: EngineConfig,
     folder: Path,
