@@ -88,17 +88,22 @@ def cache_words(kv_cache: Tensor) -> tuple[Word, ...]:
     return kv_cache, layers, heads, tiles * TILE, head_dim
 
 
-def pages(size: int, large: bool) -> mmap.mmap:
-    """Return so many bytes of zeros, of which untouched pages cost neither time nor memory. The system takes
-    all back when the last tensor in them dies. Large pages are read faster; the first byte of each costs
-    2 MiB. OSError where there is no room."""
+def zeros_on_demand(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu", large_pages: bool = False
+) -> Tensor:
+    """Return zeros; on a CPU in pages that cost neither time nor memory before they are written. The system
+    takes them back when the last tensor in them dies. Large pages are read faster; the first byte of each
+    costs 2 MiB. Raises OSError where there is no room."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
     try:
-        found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise OSError(f"The system gives no {size / 2**20:.0f} MiB of memory ({error.strerror}).") from None
     with contextlib.suppress(AttributeError, OSError):  # not on Linux; a kernel without large pages
-        found.madvise(mmap.MADV_HUGEPAGE if large else mmap.MADV_NOHUGEPAGE)
-    return found
+        memory.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 class Arena:
@@ -113,7 +118,7 @@ class Arena:
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
             if size > len(self._rest):
-                self._rest = torch.frombuffer(pages(max(size, PIECE), large=True), dtype=torch.uint8)
+                self._rest = zeros_on_demand((max(size, PIECE),), torch.uint8, large_pages=True)
             found, self._rest = self._rest[:size], self._rest[-(-size // LINE) * LINE :]
         return found.view(dtype).view(*shape)
 

@@ -38,7 +38,6 @@ from ..device.devices import resolve_device
 from ..drafters.medusa import Heads
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
-from ..models.cpu import empty_cache
 from ..models.decoder import Model
 from ..models.families import read_config
 from ..models.hub import program, resolve_model, weights_folders
@@ -136,7 +135,7 @@ def _forward(model: Model, texts: Sequence[list[int]]) -> Tensor:
     for row, ids in enumerate(texts):
         table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
     batch = Batch.of_chunks(table, [Chunk(row, 0, len(ids)) for row, ids in enumerate(texts)])
-    return model.forward(batch, empty_cache(model, num_blocks, BLOCK_SIZE)).cpu()
+    return model.forward(batch, model.empty_cache(num_blocks, BLOCK_SIZE)).cpu()
 
 
 class HeadsInTraining:

@@ -171,7 +171,7 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
     """
     c, size, most, device = model.config, config.block_size, config.max_num_seqs, model.device
     table = Table.empty(most, window, size, c.vocab_size, device)
-    kv_cache = torch.zeros(model.kv_shape(1, size), dtype=model.dtype, device=device)
+    kv_cache = model.empty_cache(1, size)
 
     def peak(rows: int, width: int, prefill: bool = False) -> int:
         ids = torch.arange(rows, dtype=torch.int32, device=device)

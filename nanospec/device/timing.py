@@ -93,7 +93,7 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
     context = min(pages * size, table.max_context) - max(ATTENTION_TOKENS)
     if context < 1:
         return 0.0, 0.0
-    kv_cache = torch.empty(model.kv_shape(B * pages, size), dtype=model.dtype, device=device).zero_()
+    kv_cache = model.empty_cache(B * pages, size).zero_()
     block_table = torch.arange(B * pages, dtype=torch.int32, device=device).view(B, pages)
     table = table._replace(block_table=block_table, max_blocks=pages)
     rows = torch.arange(B, dtype=torch.int32, device=device)

@@ -25,7 +25,6 @@ from ..kernels import NOBODY, STOPPED
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
-from ..models.cpu import empty_cache, zero_blocks
 from ..models.decoder import Model
 from .devices import most_drafts, on_own_device, plan_cache, used_memory
 from .extension import Extension
@@ -77,7 +76,7 @@ class Worker:
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
         )
-        self.kv_cache = empty_cache(model, self.num_blocks, config.block_size)
+        self.kv_cache = model.empty_cache(self.num_blocks, config.block_size)
         captured = captures_steps(config, model, self.drafters)
         codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model and not captured]
         self.model_code = max(codes, default=NOBODY)
@@ -113,7 +112,7 @@ class Worker:
 
     def _take_pages(self, row: int, num_tokens: int, blocks: list[int], num_kept: int) -> None:
         """Prepare the pages of a row, of which those from `num_kept` on are new to it."""
-        zero_blocks(self.kv_cache, blocks[num_kept:])
+        self.model.zero_blocks(self.kv_cache, blocks[num_kept:])
         for drafter in self.drafters:
             drafter.admit(row, num_tokens, blocks, num_kept)
 

@@ -30,7 +30,6 @@ from ..kernels.speculation.proposal import Proposal, lay_out_text
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
-from ..models.cpu import empty_cache, zero_blocks
 from ..models.decoder import Model
 from ..models.hub import resolve_model
 from ..models.token_map import lm_head_for, load_token_map, over_vocabulary
@@ -97,7 +96,7 @@ class ModelDrafter(Drafter):
         self.table, self.max_tokens, self.may_wait = table, max_tokens, may_wait
         if may_wait:  # `catch_up` knows what is missing
             self.first_pass = 2
-        self.kv = empty_cache(self.model, num_blocks, table.block_size)
+        self.kv = self.model.empty_cache(num_blocks, table.block_size)
         self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
         self._texts: dict[int, _Text] = {}
         self._drafted: set[int] = set()
@@ -106,7 +105,7 @@ class ModelDrafter(Drafter):
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         new = blocks[num_kept:]
         self._drafted.difference_update(new)
-        zero_blocks(self.kv, new)
+        self.model.zero_blocks(self.kv, new)
         if row in self._texts:
             self._texts[row].blocks = list(blocks)
             return

@@ -1,11 +1,7 @@
-"""The model whose forward pass is one call of `kernels/native/decoder.cpp`: what a CUDA graph is on a GPU.
-
-Also the memory of KV caches, which a CPU gets page by page.
-"""
+"""The model whose forward pass is one call of `kernels/native/decoder.cpp`: what a CUDA graph is on a GPU."""
 
 from __future__ import annotations
 
-import math
 import struct
 from array import array
 from collections.abc import Sequence
@@ -19,7 +15,7 @@ from ..kernels.launch import use_native, use_triton
 from ..kernels.layer.linear import NativeLinear
 from ..kernels.layer.norm import Norm
 from ..kernels.native.build import Word, call, target, words
-from ..kernels.native.packed import WIDTH, cache_words, empty_rows, is_tiled, pages, row_words, tiled_shape
+from ..kernels.native.packed import WIDTH, cache_words, empty_rows, row_words, tiled_shape, zeros_on_demand
 from .config import ModelConfig
 from .decoder import GetWeight, Layer, Model
 
@@ -55,9 +51,14 @@ class CompiledModel(Model):
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
         self._run(batch, kv_cache, None)  # the last layer ends with its keys and values
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    def empty_cache(self, num_blocks: int, block_size: int) -> Tensor:
+        """Allocate a KV cache. A block is contiguous and fills large pages."""
         c = self.config
-        return tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
+        shape = tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
+        return zeros_on_demand(shape, self.dtype, large_pages=True)
+
+    def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
+        """Leave them as they are: the model never writes NaN."""
 
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
@@ -97,29 +98,6 @@ def computed_by(model: Model) -> str:
     if isinstance(model, CompiledModel):
         return f"C++ ({target()})"
     return f"PyTorch, products in C++ ({target()})" if isinstance(model.lm_head, NativeLinear) else "PyTorch"
-
-
-def empty_cache(model: Model, num_blocks: int, block_size: int) -> Tensor:
-    """Allocate the KV cache of a model, all zeros. A block in tiles is contiguous and fills large pages."""
-    shape = model.kv_shape(num_blocks, block_size)
-    if model.device.type != "cpu":
-        return torch.zeros(shape, dtype=model.dtype, device=model.device)
-    return zeros_on_demand(shape, model.dtype, large_pages=isinstance(model, CompiledModel))
-
-
-def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, large_pages: bool = False) -> Tensor:
-    """Return zeros on the CPU, in pages that cost neither time nor memory before they are written."""
-    memory = pages(math.prod(shape) * dtype.itemsize, large_pages)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
-
-
-def zero_blocks(kv_cache: Tensor, blocks: Sequence[int]) -> None:
-    """Zero the blocks that get a new owner, where attention is `naive`: it multiplies masked values by 0, so
-    a NaN of the previous owner would stay NaN. Kernels do not load masked values; compiled models never
-    write NaN."""
-    if not use_triton(kv_cache) and not is_tiled(kv_cache):
-        for block in blocks:
-            kv_cache[:, :, :, block] = 0
 
 
 def _double(number: float) -> int:

@@ -14,42 +14,29 @@ has no state; the KV cache belongs to the caller:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
+from ..kernels.launch import use_triton
 from ..kernels.layer.attention import AttentionMetadata, attention
 from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.layer.norm import Norm, rms_norm
 from ..kernels.layer.rope_cache import Angles, rope_cache
 from ..kernels.layer.stream import Stream, embed
-from .config import ModelConfig, Rope, cos_sin_table
+from ..kernels.native.packed import zeros_on_demand
+from .config import ModelConfig, cos_sin_table
 
 GetWeight = Callable[[str], Tensor]
 """Returns a tensor of `ModelConfig.parameter_shapes` by name, in the model's dtype, on its device."""
 
 
-@dataclass(frozen=True)
 class Layer:
-    """The weights of one decoder layer. Weights used together are one: rows of q, k, v; rows of gate, up."""
+    """One layer. Weights that are used together are one: rows of q, k, v; rows of gate, up."""
 
-    input_norm: Norm
-    qkv: Linear  # to (Hq + 2 Hkv) * D: all q heads, then all k heads, then all v heads
-    qk_norms: tuple[Norm, Norm] | None  # of each head of q and of k
-    o: Linear
-    o_norm: Norm | None  # of the output of attention
-    post_norm: Norm
-    gate_up: Linear  # to 2 I, gate first
-    down: Linear
-    down_norm: Norm | None  # of the output of the MLP
-    window: int | None  # sliding window in tokens
-    rope: Rope
-
-    @classmethod
-    def load(cls, config: ModelConfig, index: int, get: GetWeight) -> Layer:
+    def __init__(self, config: ModelConfig, index: int, get: GetWeight) -> None:
         """Take the weights of layer `index` from `get`, and pack them."""
 
         def rows(kind: str, *names: str) -> Tensor:
@@ -62,19 +49,32 @@ class Layer:
         def norm(name: str) -> Norm:
             return Norm(rows("weight", name), config.rms_norm_eps)
 
-        return cls(
-            input_norm=norm("input_layernorm"),
-            qkv=linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            qk_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-            o=linear(config.o_bias, "self_attn.o_proj"),
-            o_norm=norm("self_attn.out_norm") if config.out_norms else None,
-            post_norm=norm("post_attention_layernorm"),
-            gate_up=linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
-            down=linear(config.mlp_bias, "mlp.down_proj"),
-            down_norm=norm("mlp.out_norm") if config.out_norms else None,
-            window=config.windows[index],
-            rope=config.ropes[index],
-        )
+        self.config, self.rope, self.window = config, config.ropes[index], config.windows[index]
+        self.input_norm = norm("input_layernorm")
+        self.qkv = linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.qk_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None
+        self.o = linear(config.o_bias, "self_attn.o_proj")
+        self.o_norm = norm("self_attn.out_norm") if config.out_norms else None
+        self.post_norm = norm("post_attention_layernorm")
+        self.gate_up = linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj")
+        self.down = linear(config.mlp_bias, "mlp.down_proj")
+        self.down_norm = norm("mlp.out_norm") if config.out_norms else None
+
+    def __call__(
+        self, stream: Stream, cache: Tensor, angles: Angles, seen: AttentionMetadata, norm: Norm
+    ) -> Stream:
+        """Run the residual stream x [T, H] through the layer; cache [2, Hkv, num_blocks, block_size, D].
+
+        x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). `add_to`
+        also prepares the norm that reads x next, so a stream comes with `input_norm` and leaves with `norm`.
+        """
+        c = self.config
+        qkv = self.qkv.of_norm(stream)  # [T, (Hq + 2 Hkv) * D]: all q heads, then all k heads, then v
+        q = rope_cache(qkv, cache, seen.batch, angles, self.qk_norms)  # [T, Hq, D]
+        out = attention(q, cache, seen, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
+        stream = self.o.add_to(stream, out, self.post_norm, self.o_norm)
+        h = self.gate_up.gated(stream, c.gate)  # [T, I]
+        return self.down.add_to(stream, h, norm, self.down_norm)
 
 
 class Model:
@@ -85,7 +85,6 @@ class Model:
         embedding, lm_head: [V, H], or this device's rows; with the same weight on a GPU if they are tied.
         norm: the final one.
         cos_sin: [max_position_embeddings, D] float32, the angles of each RoPE that a layer has.
-        embedding_scale: factor of the embeddings.
         weight_bytes: of this device's weights, tied ones once unless one of the two is packed.
     """
 
@@ -110,7 +109,7 @@ class Model:
         }
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
         self.embedding = tensor("model.embed_tokens.weight")
-        self.layers = [Layer.load(config, i, tensor) for i in range(config.num_layers)]
+        self.layers = [Layer(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
         is_tied = config.tie_word_embeddings
         self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
@@ -118,36 +117,15 @@ class Model:
             self.weight_bytes += self.lm_head.num_bytes
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """Run the decoder over a batch of T tokens and write its keys and values to the cache. Entries of the
-        cache that no query sees may hold any finite value. Ids of padding tokens must lie in the vocabulary.
-
-        Returns:
-            [T, H] after the final norm; for padding tokens anything.
-        """
-        c = self.config
+        """Return the hidden states [T, H] of a batch after the final norm (of padding tokens, anything), and
+        write its keys and values to the cache. Ids of padding tokens must lie in the vocabulary."""
         angles = {rope: Angles(table, batch.positions, self.dtype) for rope, table in self.cos_sin.items()}
-        seen = {w: AttentionMetadata(batch, w) for w in set(c.windows)}
+        seen = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
         stream = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
         for layer, cache, norm in zip(self.layers, kv_cache, norms[1:], strict=True):
-            stream = self._layer_forward(layer, stream, cache, angles[layer.rope], seen[layer.window], norm)
+            stream = layer(stream, cache, angles[layer.rope], seen[layer.window], norm)
         return rms_norm(stream.x, self.norm)
-
-    def _layer_forward(
-        self, layer: Layer, stream: Stream, cache: Tensor, angles: Angles, seen: AttentionMetadata, norm: Norm
-    ) -> Stream:
-        """Run the residual stream x [T, H] through one layer; cache [2, Hkv, num_blocks, block_size, D].
-
-        x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). `add_to`
-        also prepares the norm that reads x next, so a stream comes with `input_norm` and leaves with `norm`.
-        """
-        c = self.config
-        qkv = layer.qkv.of_norm(stream)  # [T, (Hq + 2 Hkv) * D]
-        q = rope_cache(qkv, cache, seen.batch, angles, layer.qk_norms)  # [T, Hq, D]
-        out = attention(q, cache, seen, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
-        stream = layer.o.add_to(stream, out, layer.post_norm, layer.o_norm)
-        h = layer.gate_up.gated(stream, c.gate)  # [T, I]
-        return layer.down.add_to(stream, h, norm, layer.down_norm)
 
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
         """Run the decoder for the keys and values alone, as prefill needs it."""
@@ -161,7 +139,14 @@ class Model:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of the KV cache."""
+    def empty_cache(self, num_blocks: int, block_size: int) -> Tensor:
+        """Allocate a KV cache, all zeros."""
         c = self.config
-        return c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim
+        shape = c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim
+        return zeros_on_demand(shape, self.dtype, self.device)
+
+    def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
+        """Zero blocks that get a new owner, unless kernels run, which load no masked values: `naive` attention
+        multiplies these by 0, and NaN stays NaN."""
+        if not use_triton(kv_cache):
+            kv_cache[:, :, :, list(blocks)] = 0

@@ -138,9 +138,8 @@ class Shard:
     def joined(self, model: Model) -> Model:
         """Return the model of this rank's weights, connected with the others'."""
         first, group = self.group.rank * self.num_tokens, self.group
-        model.layers = [
-            replace(layer, o=Summed(layer.o, group), down=Summed(layer.down, group)) for layer in model.layers
-        ]
+        for layer in model.layers:
+            layer.o, layer.down = Summed(layer.o, group), Summed(layer.down, group)
         model.embedding = Embedding(model.embedding, group, first)  # type: ignore
         model.lm_head = Vocabulary(model.lm_head, group, self.vocab_size)
         model.num_devices = group.size

@@ -17,7 +17,7 @@ from nanospec.device import devices
 from nanospec.device.devices import plan_cache, step_bytes
 from nanospec.device.graphs import KS, StepGraphs
 from nanospec.kernels.batch import Batch
-from nanospec.models.cpu import zeros_on_demand
+from nanospec.kernels.native.packed import zeros_on_demand
 from tests.drive import finish, make_engine
 from tests.dry import DryRun, dry_step, meta_model
 from tests.tiny import tiny_config, tiny_model

@@ -17,7 +17,6 @@ from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.worker import Worker
 from nanospec.engine.request import Request
 from nanospec.kernels import launch
-from nanospec.models.cpu import zero_blocks
 from nanospec.models.decoder import Model
 from tests import drive
 from tests.drive import (
@@ -397,7 +396,7 @@ def test_blocks_that_change_hands_are_zeroed(cyclic: Model) -> None:
     engine.step()
     assert torch.isfinite(engine.worker.kv_cache[:, :, :, request.blocks]).all()
     with launch.forced("triton"):  # which never loads what it masks
-        zero_blocks(engine.worker.kv_cache, [7])
+        cyclic.zero_blocks(engine.worker.kv_cache, [7])
     assert torch.isnan(engine.worker.kv_cache[:, :, :, 7]).all()
 
 
