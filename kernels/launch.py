@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .native.build import library
+from .native import library
 
 Backend = Literal["auto", "naive", "native", "triton"]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -9,13 +9,13 @@ import ctypes
 import fcntl
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from nanospec.kernels.native import build
+from nanospec.kernels import native
 
 # Processors by what the library says of itself: how GCC is told, and what the system calls the instructions.
 PROCESSORS = {
@@ -39,7 +39,7 @@ def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         with pytest.MonkeyPatch.context() as patch, (folder / "lock").open("w") as lock:
             patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march={option}")
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return build.built(folder)
+            return native.built(folder)
 
     return built
 
@@ -50,7 +50,7 @@ def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path
     option, flag = PROCESSORS[request.param]
     if platform.machine() != "x86_64" or flag not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"not a processor with {flag}")
-    if build.target() == request.param:
+    if native.target() == request.param:
         pytest.skip("the other tests run on it")
     library = ctypes.CDLL(str(built_for(option)))
     library.nanospec_target.restype = ctypes.c_char_p
@@ -62,8 +62,5 @@ def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path
 
 
 @pytest.fixture
-def other_library(compiled_for: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(build, "library", lambda insist=False: compiled_for)
-    build._function.cache_clear()
-    yield
-    build._function.cache_clear()
+def other_library(compiled_for: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda insist=False: compiled_for)

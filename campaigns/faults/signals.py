@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanospec.kernels.native import build
+from nanospec.kernels import native
 
 ROOT = Path(__file__).resolve().parents[2]
 NOISE = re.compile(r"Traceback|Exception ignored|Fatal Python|terminate called|core dumped|leaked")
@@ -42,8 +42,8 @@ class Sandbox:
         self.folder = folder
         for name in ("tmp", "cache/nanospec", "home"):
             (folder / name).mkdir(parents=True)
-        if compiled and build.library() is not None:
-            file = build.built(build.cache_folder())
+        if compiled and native.library() is not None:
+            file = native.built(native.cache_folder())
             (folder / "cache/nanospec" / file.name).symlink_to(file)
         self._before = self._files()
         own = {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache", "HOME": "home"}

@@ -19,7 +19,7 @@ from nanospec.apps.cli.main import main
 from nanospec.apps.training import HeadsInTraining, Settings
 from nanospec.config import SamplingParams
 from nanospec.extras.tracing.trace import Trace
-from nanospec.kernels.native import build
+from nanospec.kernels import native
 from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
 from tests.tiny import tiny_model
 
@@ -104,14 +104,14 @@ def test_a_compiled_library_that_is_cut_off_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To load it would end the process, by SIGBUS, and the next one too."""
-    if build.library() is None:
+    if native.library() is None:
         pytest.skip("needs a compiler")
-    kept = build.built(build.cache_folder())
+    kept = native.built(native.cache_folder())
     whole, file = kept.read_bytes(), tmp_path / kept.name
-    monkeypatch.setattr(build, "_compile", lambda command, _: Path(command[-1]).write_bytes(whole))
+    monkeypatch.setattr(native, "_compile", lambda command, _: Path(command[-1]).write_bytes(whole))
     for size in (0, 63, 64, 4096, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
-        assert build.built(tmp_path) == file
+        assert native.built(tmp_path) == file
         assert file.read_bytes() == whole
 
 
@@ -128,7 +128,7 @@ def test_a_compiler_ends_with_who_waits_for_it(tmp_path: Path) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
     try:
         with pytest.raises(KeyboardInterrupt):
-            build._compile(["sh", "-c", f"cd {tmp_path}; {script}"], str(tmp_path))
+            native._compile(["sh", "-c", f"cd {tmp_path}; {script}"], str(tmp_path))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

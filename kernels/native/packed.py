@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .build import Word, call
+from . import Word, call
 
 WIDTH = 32  # rows of a strip
 TILE = 16  # positions

@@ -1,4 +1,4 @@
-// What a step reads and writes, as `build.py` passes it: the fields of kernels/table.py, kernels/batch.py and
+// What a step reads and writes, as `__init__.py` passes it: the fields of kernels/table.py, kernels/batch.py and
 // speculation/proposal.py, each a word of 8 bytes, the address of a tensor or a number.
 
 #pragma once

@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import NAN_TOKEN
 from ..batch import Batch, rows_of
 from ..launch import use_native, use_triton
-from ..native.build import call
+from ..native import call
 from ..table import Table
 from . import noise, scan, top_k_top_p
 from .scores import Inputs, scores_of, this_query

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..batch import Batch, slots_of
 from ..launch import next_power_of_2, use_triton
-from ..native.build import call
+from ..native import call
 from ..native.packed import cache_words, is_tiled
 from .verify import Verdict
 

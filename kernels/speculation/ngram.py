@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .. import MAX_DRAFTS
 from ..launch import next_power_of_2, use_native, use_triton
-from ..native.build import call
+from ..native import call
 from ..table import Table
 from .proposal import Proposal, empty_proposal, room, room_of
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import RUNNING
 from ..batch import Batch
 from ..launch import next_power_of_2, use_native, use_triton
-from ..native.build import call
+from ..native import call
 from ..table import Table
 
 _RUNNING = tl.constexpr(RUNNING)

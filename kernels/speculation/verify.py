@@ -31,7 +31,7 @@ from torch import Tensor
 from .. import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, OWN, RUNNING, STOPPED
 from ..batch import Batch, rows_of
 from ..launch import next_power_of_2, use_native, use_triton
-from ..native.build import call
+from ..native import call
 from ..table import Table
 from .proposal import Proposal
 

@@ -146,7 +146,7 @@ class Model:
         return zeros_on_demand(shape, self.dtype, self.device)
 
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Zero blocks that get a new owner, unless kernels run, which load no masked values: `naive` attention
-        multiplies these by 0, and NaN stays NaN."""
+        """Zero blocks that get a new owner, unless kernels run: these load no masked values, but `naive`
+        attention multiplies them by 0, and NaN stays NaN."""
         if not use_triton(kv_cache):
             kv_cache[:, :, :, list(blocks)] = 0

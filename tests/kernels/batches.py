@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanospec.kernels import GUESSED
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.native.build import library
+from nanospec.kernels.native import library
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.verify import COUNTS, Verdict
 from nanospec.kernels.table import Table

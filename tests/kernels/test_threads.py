@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanospec.kernels import native
-from nanospec.kernels.native.build import find_compiler, library
+from nanospec.kernels.native import find_compiler, library
 
 PROGRAM = r"""
 #include "threads.h"

@@ -25,7 +25,7 @@ from ...engine.request import Request
 from ...kernels import NOBODY
 from ...kernels.batch import Batch
 from ...kernels.launch import use_native
-from ...kernels.native.build import call
+from ...kernels.native import call
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
 from ...kernels.transfer import upload

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanospec.kernels.native import build, packed
+from nanospec.kernels import native
+from nanospec.kernels.native import packed
 from tests.processors import PROCESSORS, built_for, compiled_for, other_library
 
 __all__ = ["built_for", "compiled_for", "other_library"]
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
 BF16 = torch.bfloat16
 
@@ -84,10 +85,8 @@ def test_vectors_of_any_width_give_the_same_bits(
     found = []
     for name in ("AVX2", "AVX-512"):
         library = ctypes.CDLL(str(built_for(PROCESSORS[name][0])))
-        monkeypatch.setattr(build, "library", lambda insist=False, library=library: library)
-        build._function.cache_clear()
+        monkeypatch.setattr(native, "library", lambda insist=False, library=library: library)
         found.append(packed.linear(x, packed.pack(weight)))
-    build._function.cache_clear()
     assert (found[0] != 0).float().mean() > 0.2
     assert torch.equal(*found)
 
@@ -120,8 +119,8 @@ def test_only_processors_of_amd_multiply_bfloat16_in_pairs(options: str, by_pair
     """Those of Intel are faster with floats."""
     if platform.machine() != "x86_64":
         pytest.skip("not an x86 processor")
-    file = Path(build.__file__).with_name("arithmetic.h")
-    command = [*build.find_compiler(), *f"-march={options} -std=c++20 -dM -E -x c++".split(), str(file)]
+    file = Path(native.__file__).with_name("arithmetic.h")
+    command = [*native.find_compiler(), *f"-march={options} -std=c++20 -dM -E -x c++".split(), str(file)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("#define BY_PAIRS" in result.stdout) == by_pairs
 
@@ -138,14 +137,15 @@ prctl = ctypes.CDLL(None).prctl
 allowed = not prctl(38, 1, 0, 0, 0) and not prctl(22, 2, ctypes.c_void_p(ctypes.addressof(program)), 0, 0)
 
 import torch
-from nanospec.kernels.native import build, packed
+from nanospec.kernels import native
+from nanospec.kernels.native import packed
 x, weight = torch.ones(5, 64, dtype=torch.bfloat16), torch.ones(3, 64, dtype=torch.bfloat16)
 assert (packed.linear(x, packed.pack(weight)) == 64).all()
-print(build.target() if allowed else "no filter")
+print(native.target() if allowed else "no filter")
 """
 
 
-@pytest.mark.skipif(build.library() is None or build.target() != "AMX", reason="not a processor with AMX")
+@pytest.mark.skipif(native.library() is None or native.target() != "AMX", reason="not a processor with AMX")
 def test_where_the_system_refuses_the_matrix_unit_vectors_compute() -> None:
     """As a container may. The system is asked by a number that a filter of system calls answers with no."""
     child = [sys.executable, "-c", WITHOUT_PERMISSION]

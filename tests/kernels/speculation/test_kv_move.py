@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import forced
-from nanospec.kernels.native.build import library
+from nanospec.kernels.native import library
 from nanospec.kernels.native.packed import tiled_shape
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict

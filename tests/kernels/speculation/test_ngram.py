@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanospec.kernels import RUNNING, STOPPED
-from nanospec.kernels.native.build import library
+from nanospec.kernels.native import library
 from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table

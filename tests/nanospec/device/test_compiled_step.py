@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanospec.config import SamplingParams
-from nanospec.kernels.native.build import library
+from nanospec.kernels.native import library
 from nanospec.models.cpu import CompiledModel
 from nanospec.models.decoder import Model
 from tests.drive import Job, K, Outcome, alone, make_engine, outcome, random_jobs, run

@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanospec.kernels import native
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
-from nanospec.kernels.native import build, packed
+from nanospec.kernels.native import packed
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel, computed_by, model_class
@@ -29,7 +30,7 @@ from tests.random_weights import random_weights
 from tests.tiny import GEMMA, Pages, tiny_config, tiny_model
 
 __all__ = ["built_for", "compiled_for", "other_library"]
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
 BF16 = torch.bfloat16
 MODELS: dict[str, dict[str, Any]] = {

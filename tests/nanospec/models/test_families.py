@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanospec.config import SamplingParams
 from nanospec.kernels.launch import Backend, forced
-from nanospec.kernels.native.build import library
+from nanospec.kernels.native import library
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel
 from nanospec.models.decoder import Model

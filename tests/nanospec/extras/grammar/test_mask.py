@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanospec.extras.grammar.extension import mask
 from nanospec.kernels.launch import Backend, forced
-from nanospec.kernels.native.build import library
+from nanospec.kernels.native import library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ODD = torch.tensor([math.nan, math.inf, -math.inf])  # keep their bits where they are allowed

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanospec.kernels import native
 from nanospec.kernels.launch import forced
-from nanospec.kernels.native import build
 from nanospec.models.cpu import CompiledModel
 from tests.processors import PROCESSORS, built_for
 from tests.tiny import Pages, tiny_model
 
 __all__ = ["built_for"]
-pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
 BF16 = torch.bfloat16
 
@@ -32,23 +32,23 @@ def test_it_compiles_for_processors_that_are_not_here(
 ) -> None:
     if PROCESSORS[name][1] in Path("/proc/cpuinfo").read_text().split():
         pytest.skip("the other tests compile for it")
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # in half the time
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # in half the time
     assert ctypes.CDLL(str(built_for(PROCESSORS[name][0]))).nanospec_target
 
 
 def test_a_processor_named_in_cxx_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, wanted in (("-g", ["-g", "-march=native"]), ("-march=x86-64-v3", ["-march=x86-64-v3"])):
         monkeypatch.setenv("CXX", f"sh {options}")
-        assert build.find_compiler()[1:] == wanted
+        assert native.find_compiler()[1:] == wanted
 
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Nothing is compiled yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library.cache_clear()
+    native.library.cache_clear()
     yield tmp_path / "nanospec"
-    build.library.cache_clear()
+    native.library.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -99,32 +99,32 @@ def test_without_a_home_the_library_is_of_this_process_alone(monkeypatch: pytest
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert build.cache_folder() == Path(build._own_folder().name)
+    assert native.cache_folder() == Path(native._own_folder().name)
 
 
 def test_what_was_compiled_is_kept_and_broken_files_are_compiled_again(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[list[str]] = []
-    compile_ = build._compile
+    compile_ = native._compile
 
     def run(command: list[str], folder: str) -> None:
         calls.append(command)
         compile_(command, folder)
 
-    monkeypatch.setattr(build, "_compile", run)
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
-    monkeypatch.setattr(build, "SOURCES", [path for path in build.SOURCES if path.name == "ngram.cpp"])
-    file = build.built(fresh)
+    monkeypatch.setattr(native, "_compile", run)
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))
+    monkeypatch.setattr(native, "SOURCES", [path for path in native.SOURCES if path.name == "ngram.cpp"])
+    file = native.built(fresh)
     file.write_bytes(b"truncated")
-    assert build.library() is not None
+    assert native.library() is not None
     assert list(fresh.glob("*")) == [file]
     count = len(calls)
-    build.library.cache_clear()
-    assert build.library() is not None
+    native.library.cache_clear()
+    assert native.library() is not None
     assert 0 < count == len(calls)
     monkeypatch.setenv("CXX", "no-such-compiler")  # it may have been removed
-    assert build.built(fresh) == file
+    assert native.built(fresh) == file
     monkeypatch.setenv("CXX", "no-such-compiler -march=x86-64-v3")
     with pytest.raises(FileNotFoundError, match="there is no no-such-compiler"):
-        build.built(fresh)
+        native.built(fresh)
