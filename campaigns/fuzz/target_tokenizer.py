@@ -10,8 +10,7 @@ from random import Random
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from nanospec.text.output_text import Detokenizer
-from nanospec.text.tokenizer import Tokenizer
+from nanospec.text.tokenizer import Detokenizer, Tokenizer
 
 from .mutation import mutate_bytes, mutate_json
 from .refusal import answer

@@ -19,7 +19,7 @@ from nanospec.kernels.batch import Chunk
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from nanospec.outputs import Piece
-from nanospec.text.output_text import Detokenizer, OutputText
+from nanospec.text.tokenizer import Detokenizer, OutputText
 
 Defect = Callable[[], AbstractContextManager[Any]]
 

@@ -23,8 +23,7 @@ from ..drafters.policy import AutoPolicy, Policy
 from ..kernels import NOBODY
 from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
-from ..text.output_text import OutputText
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import OutputText, Tokenizer
 from .request import Limits, Request, check_request, seed_of
 from .scheduler import Plan, Scheduler
 

@@ -20,8 +20,7 @@ from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text.chat import too_long
 from ..text.checks import shown
-from ..text.output_text import OutputText
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import OutputText, Tokenizer
 from .blocks import block_hash
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds

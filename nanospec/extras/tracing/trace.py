@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...outputs import NOT_TRACED, Completion
-from ...text.output_text import Detokenizer
-from ...text.tokenizer import Tokenizer
+from ...text.tokenizer import Detokenizer, Tokenizer
 
 DIGITS = 4  # of measured numbers, in what is written
 SCRIPTS = ("data", "text", "steps", "tree", "arrows", "race", "lanes", "main")  # of `page/`, in this order

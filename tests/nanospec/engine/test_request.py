@@ -16,8 +16,7 @@ from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
 from nanospec.text.chat import as_list
 from nanospec.text.checks import as_int
-from nanospec.text.output_text import OutputText
-from nanospec.text.tokenizer import Tokenizer
+from nanospec.text.tokenizer import OutputText, Tokenizer
 from tests.nanospec.text.conftest import byte_fallback
 
 
