@@ -13,9 +13,8 @@ from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
 from nanospec.kernels.layer.linear import make_linear
-from nanospec.kernels.layer.norm import Norm, rms_norm
-from nanospec.kernels.layer.rope_cache import Angles, rope_cache
-from nanospec.kernels.layer.stream import Stream, embed, residual_add
+from nanospec.kernels.layer.rope_cache import rope_cache
+from nanospec.kernels.layer.stream import Norm, Stream, embed, residual_add, rms_norm
 from nanospec.kernels.speculation.kv_move import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 
@@ -255,7 +254,7 @@ def rope_case(shape: Shape, B: int, Q: int) -> Case:
         batch = make_batch(device, B, Q, length)
         cache = make_cache(device, shape, batch)
         qkv = torch.randn(B * Q, width, device=device, dtype=BF16)
-        angles = Angles(torch.randn(length, shape.head_dim, device=device), batch.positions, BF16)
+        angles = torch.randn(B * Q, shape.head_dim, device=device)
         norm = make_norm(device, shape.head_dim)
         norms = (norm, norm) if shape.qk_norm else None
         return Built(lambda: rope_cache(qkv, cache, batch, angles, norms))
@@ -294,7 +293,7 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
         x = embed(ids, table, norm, 50.5)
         batch = make_batch(device, 1, T, T + 100)
         cache, qkv, gate_up = make_cache(device, shape, batch), normal(T, width), normal(2 * inner, H)
-        angles = Angles(normal(T + 100, D, dtype=torch.float32), batch.positions, BF16)
+        angles = normal(T, D, dtype=torch.float32)
         calls: dict[str, Call] = {
             "rope_cache": lambda: rope_cache(qkv, cache, batch, angles, (head_norm, head_norm)),
             "norm_swiglu": lambda: make_linear(gate_up).gated(x, "gelu"),

@@ -21,10 +21,7 @@ import torch
 from torch import Tensor
 
 from ..batch import MAX_QUERIES, Batch
-from ..launch import use_triton
-from .paged import _attend as _attend_chain
-from .paged import launch
-from .paged_tree import _attend_tree
+from ..launch import LOG2_E, ONE_SHAPE, arch, options, use_triton, wrapped
 
 FEW = 16**3  # multiply-adds of a product for which PyTorch has another sum of bf16 and fp16
 SPLIT_ROWS = 8  # from so many rows on, those with one query are computed apart from the others
@@ -90,10 +87,35 @@ def attention(
     The keys and values of the step's own tokens must already be in the cache. Padding tokens get unspecified
     output.
     """
-    if use_triton(q):
-        kernel = _attend_chain if metadata.batch.ancestors is None else _attend_tree
-        return launch(kernel, q, cache, metadata.batch, metadata.window, scale, softcap)
-    return naive(q, cache, metadata, scale, softcap)
+    return (launch if use_triton(q) else naive)(q, cache, metadata, scale, softcap)
+
+
+def launch(
+    q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float | None = None
+) -> Tensor:
+    from . import paged, paged_tree, split_kv  # which a CPU does not load
+
+    batch, (T, num_heads, head_dim), (k, v), target = metadata.batch, q.shape, cache, arch(q)
+    num_kv_heads, _, block_size, _ = k.shape
+    heads, is_tree = (num_heads, num_kv_heads, head_dim), batch.ancestors is not None
+    split = split_kv.split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, target, is_tree)
+    sizes = paged.Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale))
+    launch_options = options(q) | ONE_SHAPE.get(target, {})
+    constants = paged.Constants(
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        WINDOW=metadata.window or 1 << 30, SOFTCAP=scale / softcap if softcap else 0.0,
+        SPLIT=split.programs > 1, TILE=split.tile, COLUMNS=split.columns, BLOCK_D=split.block_d,
+        PDL=launch_options.pop("PDL"),
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    kernel = paged_tree._attend_tree if is_tree else paged._attend
+    kernel[split.pairs, batch.num_rows, split.programs](
+        paged.Operands(q, k, v, out), batch.tensors, split_kv.empty_partials(q, split), T, split.fine, sizes,
+        wrapped(constants), num_warps=split.warps,
+        num_stages=1 if q.dtype == torch.float32 else split.stages,  # float32, of tests, would not fit
+        **launch_options,
+    )  # fmt: skip
+    return out
 
 
 def naive(
@@ -114,7 +136,10 @@ def _attend_part(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: fl
     grid = q if batch.padded else q[batch.grid]
     grouped = grid.view(B, Q, num_kv_heads, G, head_dim).permute(2, 0, 3, 1, 4)
     grouped = grouped.reshape(num_kv_heads * B, G * Q, head_dim)
-    grouped, mask = _enough(grouped, part.mask)
+    mask = part.mask
+    times = FEW // max(grouped.numel() * mask.shape[2], 1) + 1
+    if times > 1:  # one query on a short text in a narrow model, say
+        grouped, mask = grouped.repeat(1, times, 1), mask.repeat(1, times, 1)
     if softcap is None:
         scores = torch.baddbmm(mask, grouped, k.transpose(1, 2), alpha=scale)
     else:
@@ -123,16 +148,6 @@ def _attend_part(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: fl
     out = torch.bmm(scores.softmax(-1), v)[:, : G * Q].view(num_kv_heads, B, G, Q, head_dim)
     out = out.permute(1, 3, 0, 2, 4).reshape(B * Q, -1, head_dim)
     return out if batch.padded else out[batch.in_row]
-
-
-def _enough(queries: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat queries [N, M, D] and mask [N or 1, M, width] until their product is not one of `FEW`: that of
-    one query with a short text in a narrow model would be, and that of several not."""
-    products = queries.numel() * mask.shape[2]
-    if queries.dtype == torch.float32 or products == 0 or products > FEW:
-        return queries, mask
-    times = FEW // products + 1
-    return queries.repeat(1, times, 1), mask.repeat(1, times, 1)
 
 
 def _visible(batch: Batch, width: int, window: int | None) -> Tensor:

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from ..launch import use_native, use_triton
 from ..native import packed
-from .norm import Norm, rms_norm
-from .product import product, product_add
-from .stream import Stream, residual_add
+from .stream import Norm, Stream, Written, residual_add, rms_norm
 
 Gate = Literal["silu", "gelu"]
 
@@ -87,21 +85,29 @@ class Linear:
 
 
 class TritonLinear(Linear):
-    """By the kernel of `product.py`."""
+    """By the kernel of `product.py`, which a CPU does not load."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        from .product import product
+
+        super().__init__(weight, bias)
+        self._kernel = product
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return product(x, self.weight, self.bias, out=out)
+        return self._kernel(x, self.weight, self.bias, new=None if out is None else Written(out))
 
     def of_norm(self, stream: Stream) -> Tensor:
-        return product(stream, self.weight, self.bias)
+        return self._kernel(stream, self.weight, self.bias)
 
     def gated(self, stream: Stream, gate: Gate = "silu") -> Tensor:
-        return product(stream, self.weight, self.bias, gate)
+        return self._kernel(stream, self.weight, self.bias, gate)
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
         if own is not None:  # which needs whole rows
             return super().add_to(stream, x, norm, own)
-        return product_add(x, self.weight, self.bias, stream, norm)
+        new = Stream.empty(len(x), norm, x)
+        self._kernel(x, self.weight, self.bias, new=new.written(stream.x))
+        return new
 
 
 class NativeLinear(Linear):

@@ -26,26 +26,11 @@ c * log2(e).
 
 from collections import namedtuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..batch import Batch
-from ..launch import LOG2_E, ONE_SHAPE, arch, options, release_next, wait_for_previous, wrapped
-from . import split_kv
-from .split_kv import (
-    CONFIGS,
-    SPAN,
-    add_tile,
-    empty_partials,
-    empty_state,
-    end_unit,
-    finish,
-    numbers_of,
-    padded,
-    rows_of,
-)
+from ..launch import release_next, wait_for_previous
+from .split_kv import SPAN, add_tile, empty_state, end_unit, finish, numbers_of, rows_of
 
 # q and out [T, Hq, D]; k and v [Hkv, num_blocks, block_size, D].
 Operands = namedtuple("Operands", "q k v out")
@@ -189,33 +174,3 @@ def mask(s, tile, position, work, C: tl.constexpr):
         back = position[None, :] - (tile * C.TILE + tl.arange(0, C.TILE))[:, None]
         s = tl.where((back >= 0) & (back < C.WINDOW), s, float("-inf"))
     return s
-
-
-def launch(
-    kernel: triton.JITFunction, q: Tensor, cache: Tensor, batch: Batch, window: int | None, scale: float,
-    softcap: float | None,
-) -> Tensor:  # fmt: skip
-    """Launch `_attend`, or `_attend_tree` if the batch has trees. See `attention.py`."""
-    (T, num_heads, head_dim), (k, v), target = q.shape, cache, arch(q)
-    num_kv_heads, _, block_size, _ = k.shape
-    block_d = padded(head_dim)
-    widest, tile, warps, stages = CONFIGS[target][block_d]
-    split = split_kv.split_kv(
-        batch.num_rows, batch.max_q_len, batch.max_kv_len, (num_heads, num_kv_heads, head_dim), target,
-        batch.ancestors is not None,
-    )  # fmt: skip
-    sizes = Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale))
-    launch_options = options(q)
-    constants = Constants(
-        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        WINDOW=window or 1 << 30, SOFTCAP=scale / softcap if softcap else 0.0, SPLIT=split.programs > 1,
-        TILE=tile, COLUMNS=split.columns, BLOCK_D=block_d, PDL=launch_options.pop("PDL"),
-    )  # fmt: skip
-    out = torch.empty_like(q)
-    kernel[split.pairs, batch.num_rows, split.programs](
-        Operands(q, k, v, out), batch.tensors, empty_partials(q, split, tile), T, split.fine, sizes,
-        wrapped(constants), num_warps=8 if split.columns >= widest else warps,
-        num_stages=1 if q.dtype == torch.float32 else stages,  # float32, of tests, would not fit
-        **ONE_SHAPE.get(target, {}), **launch_options,
-    )  # fmt: skip
-    return out

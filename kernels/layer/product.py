@@ -31,8 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ONE_SHAPE, arch, options, prefetch, release_next, tickets, wait_for_previous, wrapped
-from .norm import Norm
-from .stream import Stream, Written, inverse_rms, inverse_rms_of_many, load_squares, store_squares
+from .stream import Stream, Written, load_squares, store_squares, sum_squares, tree_sum
 
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes of each
@@ -123,8 +122,9 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
     wait_for_previous(C.PDL)
     # Few sums of squares are loaded before the product and added behind it; many would take its registers.
     scale = tl.full([1, C.BLOCK_T], 1.0, tl.float32)
+    COUNT: tl.constexpr = triton.next_power_of_2(C.GROUPS)
     if C.GROUPS > 0 and C.BLOCK_T <= 32:
-        squares = load_squares(operands.squares, t, t_in, T, C.GROUPS)
+        squares = load_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
     acc = sum_of_products(operands, tile, steps, sizes, C)
     if C.APART:
         acc, last = add_parts(acc, operands, tile, C)
@@ -132,9 +132,10 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
             return
     if C.GROUPS > 0:
         if C.BLOCK_T <= 32:
-            scale = inverse_rms(squares, sizes.K, sizes.eps)
+            total = tree_sum(squares)
         else:
-            scale = inverse_rms_of_many(operands.squares, t, t_in, T, sizes.K, sizes.eps, C.GROUPS)
+            total = sum_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
+        scale = tl.rsqrt(total / sizes.K + sizes.eps)[None, :]
     for s in tl.static_range(C.BLOCK_T // C.SLICE):  # one after the other, because registers are dear here
         value = token_slice(acc, s, C.SLICE) * token_slice(scale, s, C.SLICE)
         if C.BIAS:
@@ -246,39 +247,20 @@ def finish(value, new, tile, s, T, N, C: tl.constexpr):
 
 
 def product(
-    source: Tensor | Stream,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    gate: str = "",
-    out: Tensor | None = None,
+    source: Tensor | Stream, weight: Tensor, bias: Tensor | None, gate: str = "", new: Written | None = None
 ) -> Tensor:
-    """Return `source`, a tensor or a stream's norm, @ weight.T + bias; or act(g) * u of its halves [g; u]."""
-    x = source if isinstance(source, Tensor) else source.x
-    if out is None:
-        out = x.new_empty(len(x), len(weight) // 2 if gate else len(weight))
-    _launch(source, weight, bias, Written(None, None, out, None, None), gate)
-    return out
-
-
-def product_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, norm: Norm) -> Stream:
-    """Return the stream plus x @ weight.T + bias, for the `norm` that comes next."""
-    new = Stream.empty(len(x), norm, x)
-    _launch(x, weight, bias, new.written(stream.x))
-    return new
-
-
-def _launch(
-    source: Tensor | Stream, weight: Tensor, bias: Tensor | None, new: Written, gate: str = ""
-) -> None:
+    """Return `source`, a tensor or a stream's norm, @ weight.T + bias; or act(g) * u of its halves [g; u].
+    It goes to `new` if that is given, plus its residual."""
     if isinstance(source, Tensor):
         x, squares, eps = source, None, 0.0
     else:
         x, squares, eps = source.scaled, source.squares, source.norm.eps
         assert x is not None  # as it is where `embed` took its kernel
     (T, K), N, target = x.shape, len(weight), arch(x)
-    assert weight.shape[1] == K
+    if new is None:
+        new = Written(x.new_empty(T, N // 2 if gate else N))
     if T == 0:
-        return
+        return new.x
     cut, given = choose_tiling(T, N, K, target, x.itemsize), options(x)
     tiles, blocks, apart = triton.cdiv(T, cut.width), triton.cdiv(N, cut.rows), cut.parts if cut.apart else 1
     partial = x.new_empty(tiles * blocks * apart * cut.apart, cut.rows * cut.width, dtype=torch.float32)
@@ -293,3 +275,4 @@ def _launch(
         cut.part // cut.block_k, Sizes(N // 2 if gate else N, K, x.stride(0), eps), wrapped(constants),
         num_warps=cut.warps, num_stages=cut.stages, **given, **ONE_SHAPE.get(target, {}),
     )  # fmt: skip
+    return new.x

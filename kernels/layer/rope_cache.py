@@ -2,6 +2,7 @@
 
     qkv           [T, (Hq + 2 Hkv) * D]                   the projection: all q heads, k heads, v heads
     cache         [2, Hkv, num_blocks, block_size, D]     keys, values of one layer
+    angles        [T, D] float32                          cos of the D/2 angles of each token, then sin
     q (returned)  [T, Hq, D]
 
 Rotary embedding rotates pairs (x[i], x[i + D/2]) by position * theta_i ("rotate half", the layout of
@@ -21,8 +22,6 @@ in between). A head's arithmetic involves no other head or token, so neither do 
 """
 
 from collections import namedtuple
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import triton
@@ -31,52 +30,28 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..launch import options, release_next, use_triton, wait_for_previous
-from . import norm
-from .norm import Norm
-from .stream import tree_sum
+from .stream import Norm, naive_norm, tree_sum
 
 HEADS = tl.constexpr(8)  # per program: few fill the machine with one token, many make wide accesses
 
 Norms = tuple[Norm, Norm] | None  # of q and of k
 
 
-@dataclass(frozen=True, eq=False)
-class Angles:
-    """The rotary angles of the tokens of a step, for all layers.
-
-    Attributes:
-        table: [max_len, D] float32, cos of the D/2 angles of each position, then sin.
-        positions: [T] int32.
-        dtype: what `naive` computes in.
-    """
-
-    table: Tensor
-    positions: Tensor
-    dtype: torch.dtype
-
-    @cached_property
-    def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """For `naive`; the kernel reads the table itself. Each [T, 1, D], the D/2 angles twice over."""
-        cos, sin = self.table[self.positions].to(self.dtype)[:, None].chunk(2, -1)
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-
-
-def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
+def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms = None) -> Tensor:
     """Rotate q and k, after their `norms` if there are any, write k and v to the cache, return q."""
     return (launch if use_triton(qkv) else naive)(qkv, cache, batch, angles, norms)
 
 
-def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
+def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms = None) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if norms is not None:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
-        qk = torch.cat((norm.naive(q, norms[0]), norm.naive(k, norms[1])), 1)
-    cos, sin = angles.cos_sin
-    first, second = qk.chunk(2, -1)
-    qk = qk * cos + torch.cat((-second, first), -1) * sin
+        qk = torch.cat((naive_norm(q, norms[0]), naive_norm(k, norms[1])), 1)
+    (cos, sin), (first, second) = angles.to(qk.dtype)[:, None].chunk(2, -1), qk.chunk(2, -1)
+    qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     k = qk[:, num_heads:]
     index = batch.written
     for to, new in zip(cache.view(2, num_kv_heads, -1, head_dim), (k, v), strict=True):
@@ -84,8 +59,8 @@ def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms
     return qk[:, :num_heads]
 
 
-# cos_sin is `Angles.table`; the norms are weights [D], or None.
-Rope = namedtuple("Rope", "cos_sin positions slots q cache q_norm k_norm")
+# The norms are weights [D], or None.
+Rope = namedtuple("Rope", "angles slots q cache q_norm k_norm")
 
 # Elements between tokens of qkv and between heads of the cache; eps of the norms.
 Sizes = namedtuple("Sizes", "token_stride head_stride num_heads num_kv_heads eps")
@@ -111,8 +86,7 @@ def _rope_cache(qkv, rope, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, PD
         of_k = load_halves(rope.k_norm + i, i < HALF, HALF)
         a = a * scale * tl.where(is_q, of_q[0], of_k[0])
         b = b * scale * tl.where(is_q, of_q[1], of_k[1])
-    position = tl.load(rope.positions + t).to(tl.int64)
-    cos, sin = load_halves(rope.cos_sin + position * HEAD_DIM + i, i < HALF, HALF)
+    cos, sin = load_halves(rope.angles + t * HEAD_DIM + i, i < HALF, HALF)
     a, b = a * cos - b * sin, b * cos + a * sin
 
     store_halves(rope.q + (t * sizes.num_heads + head) * HEAD_DIM + i, a, b, inside & is_q, HALF)
@@ -143,19 +117,14 @@ def finite(x, dtype: tl.constexpr):
     return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
 
 
-def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Angles, norms: Norms = None) -> Tensor:
+def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms = None) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
-    if head_dim > 256 or head_dim % 2:
-        raise ValueError(f"The head dimension must be even and at most 256, not {head_dim}.")
-    if cache.stride(1) >= 1 << 31:
-        raise ValueError(f"A KV head has {cache.stride(1)} numbers of keys; attention counts below 2^31.")
     (q_norm, eps), (k_norm, _) = norms or ((None, 0.0), (None, 0.0))
     T, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads
     q = qkv.new_empty(T, num_heads, head_dim)
-    rope = Rope(angles.table, angles.positions, batch.slots, q, cache, q_norm, k_norm)
+    rope = Rope(angles, batch.slots, q, cache, q_norm, k_norm)
     sizes = Sizes(qkv.stride(0), cache.stride(1), num_heads, num_kv_heads, eps)
-    if T:
-        _rope_cache[(T, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS.value))](
-            qkv, rope, sizes, NORM=norms is not None, HEAD_DIM=head_dim, num_warps=2, **options(qkv)
-        )
+    _rope_cache[(T, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS.value))](
+        qkv, rope, sizes, NORM=norms is not None, HEAD_DIM=head_dim, num_warps=2, **options(qkv)
+    )
     return q

@@ -59,6 +59,9 @@ class Split(NamedTuple):
         programs: that share the cache for such a pair. One alone adds up the spans as it goes.
         fine: rows that see at most so many tiles are divided into tiles, others into spans.
         units: partial results that each query has room for.
+        tile: cache positions at a time.
+        block_d: the padded head dimension.
+        warps, stages: of the compiled kernel.
     """
 
     columns: int
@@ -66,6 +69,10 @@ class Split(NamedTuple):
     programs: int
     fine: int
     units: int
+    tile: int
+    block_d: int
+    warps: int
+    stages: int
 
 
 def split_kv(
@@ -77,7 +84,8 @@ def split_kv(
     chains, and so are the partial results."""
     num_heads, num_kv_heads, head_dim = heads
     group = num_heads // num_kv_heads
-    widest, tile, _, _ = CONFIGS[target][padded(head_dim)]
+    block_d = max(next_power_of_2(head_dim), 64)
+    widest, tile, warps, stages = CONFIGS[target][block_d]
     least = max(next_power_of_2(group), 16)
     columns = max(min(next_power_of_2(group * q_len), widest), least)
     pairs = num_kv_heads * triton.cdiv(q_len, columns // group)
@@ -88,19 +96,16 @@ def split_kv(
     if tree:
         columns = max(min(columns, widest // 2), least)
         pairs = num_kv_heads * triton.cdiv(q_len, columns // group)
-    return Split(columns, pairs, programs, fine, max(spans, fine) if programs > 1 else 0)
+    units, warps = max(spans, fine) if programs > 1 else 0, 8 if columns >= widest else warps
+    return Split(columns, pairs, programs, fine, units, tile, block_d, warps, stages)
 
 
-def padded(head_dim: int) -> int:
-    return max(next_power_of_2(head_dim), 64)
-
-
-def empty_partials(q: Tensor, split: Split, tile: int) -> Partials:
+def empty_partials(q: Tensor, split: Split) -> Partials:
     """Return room for the partial results of q [T, Hq, D], none if one program has the whole cache."""
     if split.programs == 1:
         return Partials(None, None, None, None)
     size = split.units, *q.shape[:2]
-    shapes = size, (*size, tile // 16), (*size, q.shape[2])
+    shapes = size, (*size, split.tile // 16), (*size, q.shape[2])
     m, z, acc = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return Partials(m, z, acc, tickets(q.device, "attention"))
 

@@ -1,27 +1,32 @@
-"""The residual stream x [T, H], which carries what the norm that reads it next needs.
+"""The residual stream x [T, H] and RMSNorm, which reads it.
 
-RMSNorm(x) @ W.T = (x * norm_weight) @ W.T / rms(x), so a kernel that writes x also writes `scaled` and
-`squares`, and the product that reads them has a plain operand and one factor per token at its end.
+    RMSNorm(x) = x / rms(x) * weight,  rms(x) = sqrt(mean(x^2) + eps)         (Zhang & Sennrich, 2019)
 
-Rounding: x * norm_weight is rounded once to x's dtype, where the separate norm rounds x / rms(x) and its
-product; everything after is float32 up to the output. In fp16, |x * norm_weight| must stay below 65504.
-The sums of squares are those of x as rounded, by a tree over each group of 64 columns, then by a tree
-over the groups: the same bits whatever tile wrote them. (A square of bf16 or fp16 is exact in float32,
-so it does not matter where the compiler fuses it with the addition.)
+The weight [H] is in x's dtype, or in float32 (1 + w of Gemma).
 
-* `embed` makes the first one: x [T, H] = table [V, H] at ids [T], times a number.
+RMSNorm(x) @ W.T = (x * weight) @ W.T / rms(x), so a kernel that writes x also writes `scaled`, x * weight,
+and `squares`, and the product that reads them has a plain operand and one factor per token at its end.
+
+Rounding: x * weight is rounded once to x's dtype, where `rms_norm` rounds x / rms(x) and its product;
+everything after is float32 up to the output. In fp16, |x * weight| must stay below 65504. The sums of squares
+are those of x as rounded, by a tree over each group of 64 columns, then by a tree over the groups: the same
+bits whatever tile wrote them. (A square of bf16 or fp16 is exact in float32, so it does not matter where the
+compiler fuses it with the addition.)
+
+* `embed` makes the first stream: x [T, H] = table [V, H] at ids [T], times a number.
 * `residual_add` is for what a product cannot add itself: x + h, or x + RMSNorm(h) with a norm of its own
   (Gemma), which needs whole rows; h [T, H] is the sum of `parts` [N, T, H], which N ranks computed of one
   product. They are added in their order in float32 and rounded once, so h depends neither on the rank nor on
   T.
+* `rms_norm` is for what is no product, as the end of the model.
 
-Both kernels have one program per token, which holds the whole row; all in float32 but for h. Launch and code
+The kernels have one program per token, which holds the whole row; all in float32 but for h. Launch and code
 depend on N and H only, so a token's bits do not depend on its neighbours.
 """
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,18 +34,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import release_next, use_triton, wait_for_previous
-from . import norm as norms
-from .norm import Norm, row_options
+from ..launch import next_power_of_2, options, release_next, use_triton, wait_for_previous
 
 GROUP = tl.constexpr(64)  # columns to a sum of squares
 
 Lookup = Callable[[Tensor], Tensor]
 """Returns the rows [T, H] of a table for ids [T]."""
 
-# What a kernel writes: x, scaled and squares of `Stream` for a norm with `weight`; and the x that it adds to,
-# `residual`, or None.
-Written = namedtuple("Written", "residual weight x scaled squares")
+# What a kernel writes: x and, for a norm with `weight`, scaled and squares of `Stream`; `residual` is the x
+# that it adds to.
+Written = namedtuple("Written", "x residual weight scaled squares", defaults=[None, None, None, None])
+
+
+class Norm(NamedTuple):
+    weight: Tensor  # [H]
+    eps: float
 
 
 class Stream(NamedTuple):
@@ -67,7 +75,7 @@ class Stream(NamedTuple):
 
     def written(self, residual: Tensor | None = None) -> Written:
         """Return the tensors that a kernel writes."""
-        return Written(residual, self.norm.weight, self.x, self.scaled, self.squares)
+        return Written(self.x, residual, self.norm.weight, self.scaled, self.squares)
 
 
 def embed(ids: Tensor, table: Tensor | Lookup, norm: Norm, scale: float = 1.0) -> Stream:
@@ -79,8 +87,7 @@ def embed(ids: Tensor, table: Tensor | Lookup, norm: Norm, scale: float = 1.0) -
         x = F.embedding(ids, table)
         return Stream(x if scale == 1 else x * scale, norm)
     stream = Stream.empty(T, norm, table)
-    if T:
-        _embed[(T,)](ids, table, stream.written(), SCALE=scale, H=H, **row_options(H, table))
+    _embed[(T,)](ids, table, stream.written(), SCALE=scale, H=H, **row_options(H, table))
     return stream
 
 
@@ -90,11 +97,23 @@ def residual_add(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) 
         return Stream(naive(parts, x, own), norm)
     N, T, H = parts.shape
     stream, (weight, eps) = Stream.empty(T, norm, x), own or (None, 0.0)
-    if T:
-        _residual_add[(T,)](
-            parts, weight, stream.written(x), eps, PARTS=N, H=H, **row_options(H, parts)
-        )  # fmt: skip
+    _residual_add[(T,)](parts, weight, stream.written(x), eps, PARTS=N, H=H, **row_options(H, parts))
     return stream
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Normalise each row of x [T, H] by its root mean square and scale by the weight."""
+    if not use_triton(x):
+        return naive_norm(x, norm)
+    (T, H), out = x.shape, torch.empty_like(x, memory_format=torch.contiguous_format)
+    _rms_norm[(T,)](x, norm.weight, out, x.stride(0), norm.eps, H=H, **row_options(H, x))
+    return out
+
+
+def row_options(H: int, like: Tensor) -> dict[str, Any]:
+    """Return the options of kernels with one program per row of H numbers: up to 8192, 16 or fewer per
+    thread."""
+    return {"num_warps": min(max(next_power_of_2(H) // 512, 1), 16), **options(like)}
 
 
 def total(parts: Tensor) -> Tensor:
@@ -107,7 +126,12 @@ def total(parts: Tensor) -> Tensor:
 
 def naive(parts: Tensor, x: Tensor, own: Norm | None = None) -> Tensor:
     h = parts[0] if len(parts) == 1 else total(parts)
-    return x + (h if own is None else norms.naive(h, own))
+    return x + (h if own is None else naive_norm(h, own))
+
+
+def naive_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Return RMSNorm of x [..., H]."""
+    return F.rms_norm(x.to(norm.weight.dtype), (x.shape[-1],), *norm).to(x.dtype)
 
 
 @triton.jit
@@ -135,40 +159,25 @@ def store_squares(x, squares, n, t, T, H):
 
 
 @triton.jit
-def load_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
-    """The sums of squares [WIDTH, GROUPS] of `Stream` of the tokens t [WIDTH], padded to a power of two."""
-    PADDED: tl.constexpr = triton.next_power_of_2(GROUPS)
-    group = tl.arange(0, PADDED)
+def load_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+    """Load the sums of squares [WIDTH, COUNT] of the tokens t [WIDTH], of the groups from `first` on, which
+    end at GROUPS. COUNT is a power of two."""
+    group = first + tl.arange(0, COUNT)
     inside = t_in[:, None] & (group < GROUPS)[None, :]
     return tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0)
 
 
 @triton.jit
-def inverse_rms(sums, H, eps):
-    """Return 1 / rms(x) [1, WIDTH] of tokens from the result of `load_squares`, added by a tree."""
-    return tl.rsqrt(tree_sum(sums) / H + eps)[None, :]
-
-
-@triton.jit
-def inverse_rms_of_many(squares, t, t_in, T, H, eps, GROUPS: tl.constexpr):
-    """`inverse_rms` of `load_squares`, to the bit, but a few groups at a time: the sums of many tokens would
-    not fit the registers."""
-    total = _sum_of_squares(squares, 0, t, t_in, T, GROUPS, triton.next_power_of_2(GROUPS))
-    return tl.rsqrt(total / H + eps)[None, :]
-
-
-@triton.jit
-def _sum_of_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.constexpr):
-    """Return the sum [WIDTH] of COUNT groups from `first` on, by the tree of `tree_sum`."""
+def sum_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+    """Return `tree_sum` of `load_squares`, but load a few groups at a time: those of many tokens would not
+    fit the registers."""
     if COUNT > 8:
         HALF: tl.constexpr = COUNT // 2
-        left = _sum_of_squares(squares, first, t, t_in, T, GROUPS, HALF)
-        right = _sum_of_squares(squares, first + HALF, t, t_in, T, GROUPS, HALF)
+        left = sum_squares(squares, first, t, t_in, T, GROUPS, HALF)
+        right = sum_squares(squares, first + HALF, t, t_in, T, GROUPS, HALF)
         total = left + right
     else:
-        group = first + tl.arange(0, COUNT)
-        inside = t_in[:, None] & (group < GROUPS)[None, :]
-        total = tree_sum(tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0))
+        total = tree_sum(load_squares(squares, first, t, t_in, T, GROUPS, COUNT))
     return total
 
 
@@ -225,3 +234,15 @@ def _residual_add(
         value = h * tl.rsqrt(tl.sum(h * h) / H + eps) * tl.load(own + i, i < H, other=0.0).to(tl.float32)
     value = (value + tl.load(new.residual + at, i < H, other=0.0).to(tl.float32)).to(new.x.dtype.element_ty)
     store_row(value, by, new, H)
+
+
+@triton.jit
+def _rms_norm(x, weight, out, row_stride, eps, H: tl.constexpr, PDL: tl.constexpr):
+    release_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, triton.next_power_of_2(H))
+    value = tl.load(x + row * row_stride + i, i < H, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / H + eps)
+    w = tl.load(weight + i, i < H, other=0.0).to(tl.float32)
+    tl.store(out + row * H + i, (value * scale * w).to(out.dtype.element_ty), i < H)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.launch import use_native, use_triton
 from ..kernels.layer.linear import NativeLinear
-from ..kernels.layer.norm import Norm
+from ..kernels.layer.stream import Norm
 from ..kernels.native import Word, call, target, words
 from ..kernels.native.packed import WIDTH, cache_words, empty_rows, row_words, tiled_shape, zeros_on_demand
 from .config import ModelConfig

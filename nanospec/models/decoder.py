@@ -23,9 +23,8 @@ from ..kernels.batch import Batch
 from ..kernels.launch import use_triton
 from ..kernels.layer.attention import AttentionMetadata, attention
 from ..kernels.layer.linear import Linear, make_linear
-from ..kernels.layer.norm import Norm, rms_norm
-from ..kernels.layer.rope_cache import Angles, rope_cache
-from ..kernels.layer.stream import Stream, embed
+from ..kernels.layer.rope_cache import rope_cache
+from ..kernels.layer.stream import Norm, Stream, embed, rms_norm
 from ..kernels.native.packed import zeros_on_demand
 from .config import ModelConfig, cos_sin_table
 
@@ -61,7 +60,7 @@ class Layer:
         self.down_norm = norm("mlp.out_norm") if config.out_norms else None
 
     def __call__(
-        self, stream: Stream, cache: Tensor, angles: Angles, seen: AttentionMetadata, norm: Norm
+        self, stream: Stream, cache: Tensor, angles: Tensor, seen: AttentionMetadata, norm: Norm
     ) -> Stream:
         """Run the residual stream x [T, H] through the layer; cache [2, Hkv, num_blocks, block_size, D].
 
@@ -119,7 +118,7 @@ class Model:
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm (of padding tokens, anything), and
         write its keys and values to the cache. Ids of padding tokens must lie in the vocabulary."""
-        angles = {rope: Angles(table, batch.positions, self.dtype) for rope, table in self.cos_sin.items()}
+        angles = {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
         seen = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
         stream = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)

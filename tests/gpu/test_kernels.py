@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.launch import forced
-from nanospec.kernels.layer.norm import Norm, rms_norm
-from nanospec.kernels.layer.rope_cache import Angles, rope_cache
+from nanospec.kernels.layer.rope_cache import rope_cache
+from nanospec.kernels.layer.stream import Norm, rms_norm
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 from tests.kernels.products import KINDS, Products
@@ -142,7 +142,7 @@ def test_rope_cache(model: str, gpu: torch.device) -> None:
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cache = torch.full((2, kv_heads, 10, 16, head_dim), float("nan"), device=gpu, dtype=dtype)
-        angles = Angles(torch.cat((turns.cos(), turns.sin()), 1), batch.positions, dtype)
+        angles = torch.cat((turns.cos(), turns.sin()), 1)[batch.positions]
         q_norm, k_norm = (Norm(weight, 1e-6) for weight in weights.to(dtype))
         return rope_cache(qkv.to(dtype), cache, batch, angles, (q_norm, k_norm)), cache
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.linear import make_linear
-from nanospec.kernels.layer.norm import Norm, rms_norm
-from nanospec.kernels.layer.stream import Stream, embed
+from nanospec.kernels.layer.stream import Norm, Stream, embed, rms_norm
 
 KINDS = (
     "linear", "linear_bias", "linear_add", "residual_add", "norm_linear", "norm_swiglu", "swiglu_bias",

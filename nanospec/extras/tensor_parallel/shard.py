@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.layer.linear import Linear
-from ...kernels.layer.norm import Norm
-from ...kernels.layer.stream import Stream, residual_add, total
+from ...kernels.layer.stream import Norm, Stream, residual_add, total
 from ...models.config import ModelConfig
 from ...models.decoder import Model
 from .group import Group

@@ -24,9 +24,9 @@ from torch import Tensor
 from ...text.checks import check_number, read_json, shown
 from ..config import ModelConfig, Rope
 
-MOST = {  # others fit 32 bits; there are tuples of layers and tables of positions
+MOST = {  # others fit 32 bits; there are tuples of layers, tiles of heads and tables of positions
     "num_hidden_layers": 4096,
-    "head_dim": 65536,
+    "head_dim": 256,
     "max_position_embeddings": 1 << 24,
 }
 T = TypeVar("T", bool, int, float)

@@ -225,7 +225,7 @@ def test_programs_cover_the_cache_and_stay_bounded() -> None:
                 assert split.programs * pairs <= max(32768 // split.columns, 256, pairs)
                 assert split.units == (max(spans, split.fine) if split.programs > 1 else 0)
     heads = (16, 8, 128)
-    assert split_kv.split_kv(1, 1, 1024, heads, "sm_90") == (16, 8, 16, 16, 16)  # a program for each tile
+    assert split_kv.split_kv(1, 1, 1024, heads, "sm_90")[:5] == (16, 8, 16, 16, 16)  # a program for each tile
     assert split_kv.split_kv(64, 1, 32768, heads, "sm_90").programs == 4
 
 
@@ -278,6 +278,6 @@ def test_naive_takes_no_product_that_pytorch_treats_otherwise(
     spied("baddbmm")
     one = attention.naive(q, texts.cache, AttentionMetadata(batch), 0.25, softcap)
     assert len(seen) == 2
-    assert all(size > 16**3 for size in seen) or dtype == FP32
-    monkeypatch.setattr(attention, "_enough", lambda *given: given)
+    assert all(size > 16**3 for size in seen)
+    monkeypatch.setattr(attention, "FEW", 0)
     assert_close(one, attention.naive(q, texts.cache, AttentionMetadata(batch), 0.25, softcap), 1e-2)

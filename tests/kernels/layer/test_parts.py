@@ -11,46 +11,14 @@ from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.shard import Embedding, Summed, Vocabulary
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.linear import make_linear
-from nanospec.kernels.layer.norm import Norm
-from nanospec.kernels.layer.stream import Stream, embed, naive, residual_add, total
+from nanospec.kernels.layer.stream import Norm, Stream, embed
 from tests.kernels.products import normed, stream_of
 from tests.ranks import together
 from tests.util import assert_close
 
-SHAPES = [(1, 1, 64), (2, 3, 63), (3, 5, 100), (8, 2, 576)]  # N, T, H
-
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("N", "T", "H"), SHAPES, ids=lambda n: str(n))
-def test_kernel_adds_as_naive_does(N: int, T: int, H: int, dtype: torch.dtype) -> None:
-    parts, x = normal(N, T, H, dtype=dtype), normal(T, H, seed=1, dtype=dtype)
-    norm, own = Norm(normal(H, seed=3).to(dtype), 1e-5), Norm(1 + normal(H, seed=4), 1e-5)
-    for its in (None, own):
-        with forced("triton"):
-            found = residual_add(parts, x, norm, its)
-        expected = naive(parts, x, its)
-        tolerance = 1e-6 if dtype == torch.float32 else 2e-3
-        assert_close(found.x, expected, tolerance, f"{its}")
-        wanted = torch.nn.functional.rms_norm(expected.float(), (H,), norm.weight.float(), 1e-5)
-        assert_close(normed(found).float(), wanted, 2e-6 if dtype == torch.float32 else 4e-3, f"{its}")
-        with forced("triton"):  # a token alone, and parts that were added before
-            alone = residual_add(parts[:, -1:].contiguous(), x[-1:], norm, its)
-            assert torch.equal(alone.x[0], found.x[-1])
-            assert torch.equal(residual_add(total(parts)[None], x, norm, its).x, found.x)
-        assert torch.equal(expected, naive(total(parts)[None], x, its))
-
-
-def test_parts_are_added_in_their_order_and_rounded_once() -> None:
-    parts = torch.tensor([2048.0, 1.0, 1.0, -2048.0], dtype=torch.float16).view(4, 1, 1)  # 2049 is no float16
-    assert naive(parts, torch.zeros(1, 1, dtype=torch.float16)).item() == 2.0
-    tiny = torch.tensor([1.0, 2.0**-24, 2.0**-24], dtype=torch.float32).view(3, 1, 1)  # lost one by one
-    assert naive(tiny, torch.zeros(1, 1)).item() == 1.0
-    with forced("triton"):
-        assert residual_add(tiny, torch.zeros(1, 1), Norm(torch.ones(1), 1e-5)).x.item() == 1.0
 
 
 # (Triton's interpreter is for one thread at a time.)
