@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -30,10 +30,9 @@ from .step import Step
 # which a compiled product reads a weight once) or, with AMX, at every 16 or 32. Between them it grows evenly.
 # Beyond, it goes on as between the last two: they have a jump between them.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
-# What a draft costs a step of some rows is a small difference of the times of short passes, whose sign noise
-# of 5 % would turn; for a single row less is enough.
-LONG, REPEATS, FEW_REPEATS = 64, 9, 3
-PATIENCE = 2.0  # seconds after which a slow machine has measured enough, once it has done so twice
+# What a draft costs a step is a small difference of the times of short passes, whose sign noise of 5 % would
+# turn. Passes of LONG tokens are repeated less, as are all after PATIENCE seconds, on a slow machine.
+LONG, REPEATS, FEW_REPEATS, PATIENCE = 64, 9, 3, 2.0
 # Of the passes that show what attention takes: rows, and tokens of each; bytes of keys and values, too many
 # for a processor's cache to keep them while the weights are read.
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
@@ -68,15 +67,14 @@ def step_costs(
 def forward_ms(model: Model, kv_cache: Tensor, table: Table, most: int = SIZES[-1]) -> dict[int, float]:
     """Return the milliseconds, the least of some, of a pass over so many tokens of the first row of an empty
     table (of copies of it, where its window is shorter) and of choosing the next ones, up to the first size
-    of at least `most`. Writes nothing to the cache. More tokens never take less: that smooths the noise."""
+    of at least `most`. Writes nothing to the cache."""
     sizes = [n for i, n in enumerate(SIZES) if i < 2 or SIZES[i - 1] < most]
     batches = {}
     for n in sizes:
         width = min(n, table.max_context)
         rows = torch.zeros(-(-n // width), dtype=torch.int32, device=model.device)
         batches[n] = Batch.of_grid(table, rows, rows, rows + width, width, bound=width)
-    times = _least_ms(model, kv_cache, table, batches)
-    return dict(zip(sizes, accumulate((times[n] for n in sizes), max)))
+    return _least_ms(model, kv_cache, table, batches)
 
 
 @torch.inference_mode()
@@ -98,14 +96,12 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
     table = table._replace(block_table=block_table, max_blocks=pages)
     rows = torch.arange(B, dtype=torch.int32, device=device)
     first = torch.full_like(rows, context)
-    batches = {
-        q: Batch.of_grid(table, rows, first, torch.full_like(rows, q), q, context + q)
-        for q in ATTENTION_TOKENS
-    }
+    counts = {q: torch.full_like(rows, q) for q in ATTENTION_TOKENS}
+    batches = {q: Batch.of_grid(table, rows, first, n, q, context + q) for q, n in counts.items()}
     times, costs = _least_ms(model, kv_cache, table, batches), StepCosts(packed=by_tokens)
     few, many = ATTENTION_TOKENS
     low, high = ((times[q] - costs.cost(B, B * q)) / (B * context) for q in ATTENTION_TOKENS)
-    query = min(max((high - low) / (many - few), 0.0), max(high, 0.0) / many)
+    query = max(high - low, 0.0) / (many - few)
     return max(low - few * query, 0.0), query
 
 
@@ -114,13 +110,11 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     so that no busy moment of the machine falls on one alone."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    alone = model.num_devices == 1  # otherwise all must do the same, however fast they are
-    began, most = time.perf_counter(), REPEATS if table.num_rows > 1 and alone else FEW_REPEATS
-    for i, (key, batch) in product(range(most), batches.items()):
+    end = time.perf_counter() + PATIENCE
+    repeats = REPEATS if model.num_devices == 1 else FEW_REPEATS  # all devices must do the same
+    for i, (key, batch) in product(range(repeats), batches.items()):
         start = time.perf_counter()
-        if i >= 2 and start > began + PATIENCE and alone:
-            break
-        if i >= FEW_REPEATS and batch.num_tokens >= LONG:
+        if i >= FEW_REPEATS and (batch.num_tokens >= LONG or start > end):
             continue
         sample(model.logits(model.forward(batch, kv_cache)), table, batch)
         synchronize(model.device)

@@ -22,8 +22,7 @@ def test_sizes_are_measured_up_to_the_largest_step(model: Model, most: int, size
     worker = make_engine(model, 0, max_num_seqs=1, enforce_eager=True).worker
     found = forward_ms(model, worker.kv_cache, worker.table, most)
     assert tuple(found) == SIZES[:sizes]
-    assert list(found.values()) == sorted(found.values())
-    assert next(iter(found.values())) > 0
+    assert min(found.values()) > 0
 
 
 def test_measuring_leaves_cache_and_rows_as_they_are(model: Model) -> None:
