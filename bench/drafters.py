@@ -29,8 +29,8 @@ from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import load_drafters
 from nanospec.drafters.medusa import Heads, MedusaDrafter
+from nanospec.drafters.methods import who_guesses
 from nanospec.engine.engine import Engine
 from nanospec.models.hub import default_heads, resolve_model
 from nanospec.models.token_map import load_token_map
@@ -96,7 +96,8 @@ class Makers:
             ready["draft"] = ModelDrafter(config.spec, self.draft, model.config.vocab_size, self.token_map)
         if "medusa" in config.spec.methods:
             ready["medusa"] = MedusaDrafter(config.spec, self.heads, model)
-        drafters = load_drafters(config.spec, Target(model), ready)
+        methods, target = who_guesses(config.spec, None), Target(model)
+        drafters = [ready.get(who.name) or who.load(config.spec, target) for who in methods]
         return Engine(config, Worker(config, model, drafters), self.llm.engine.tokenizer)
 
 

@@ -29,7 +29,7 @@ from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
-from nanospec.drafters.loading import load_drafters
+from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.models.hub import resolve_model
 from nanospec.models.weights import load_model

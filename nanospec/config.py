@@ -2,7 +2,7 @@
 
 The limit of a field stands beside it, or in `kernels/__init__.py`. What a checkpoint says about itself is in
 `models/config.py`. This file needs neither torch nor triton; whether a drafter exists and takes its options
-is checked when it is loaded (`drafters/loading.py`).
+is checked when it is loaded (`drafters/methods.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .config import EngineConfig, SamplingParams, SpecConfig
-from .drafters.loading import Guessers, who_guesses
+from .drafters.methods import Guessers, who_guesses
 from .engine.engine import Engine
 from .engine.locking import SharedEngine
 from .engine.request import Request, params_of_each

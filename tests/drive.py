@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,8 +15,8 @@ from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Drafter, Target, guesses
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import Guessers, load_drafters
 from nanospec.drafters.medusa import Heads, MedusaDrafter
+from nanospec.drafters.methods import Guessers, who_guesses
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.kernels.speculation.proposal import Proposal
@@ -83,8 +83,19 @@ def make_engine(
         ready["draft"] = ModelDrafter(spec, draft_model, model.config.vocab_size, token_map)
     if heads is not None:
         ready["medusa"] = MedusaDrafter(spec, heads, model)
-    made = load_drafters(spec, Target(model), ready, drafter)
+    made = drafters_of(spec, Target(model), ready, drafter)
     return Engine(config, Worker(config, model, made, extras.wanted(config, tokenizer)), tokenizer)
+
+
+def drafters_of(
+    spec: SpecConfig, target: Target, ready: Mapping[str, Drafter], given: Guessers | None = None
+) -> tuple[Drafter, ...]:
+    """As `load_drafters`, but those of the methods that are `ready` need no loading."""
+
+    def loaded(who: Drafter | type[Drafter]) -> Drafter:
+        return who if isinstance(who, Drafter) else ready.get(who.name) or who.load(spec, target)
+
+    return tuple(map(loaded, who_guesses(spec, given) if spec.max_k else ()))
 
 
 def make_spec(k: K, min_n: int = 1, **guess: Any) -> SpecConfig:

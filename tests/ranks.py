@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 from nanospec.config import EngineConfig
 from nanospec.drafters.base import Drafter, Target
-from nanospec.drafters.loading import load_drafters
+from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.extras import wanted
 from nanospec.extras.tensor_parallel.group import Group

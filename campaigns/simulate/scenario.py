@@ -13,7 +13,7 @@ import torch
 from campaigns.simulate.model import Mock
 from campaigns.simulate.oracle import TEXT_VOCAB, Oracle, tokenizer
 from nanospec.config import SamplingParams, SpecConfig
-from nanospec.drafters.loading import who_guesses
+from nanospec.drafters.methods import who_guesses
 from tests.nanospec.extras.grammar.guided import FORMATS
 
 METHODS = (

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafters import first_match
+from ..drafters import methods
 from ..drafters.base import Drafter
 from ..drafters.estimates import DraftTimes, Offer
 from ..kernels import MAX_DRAFTS
@@ -111,7 +111,7 @@ class Step:
         extensions = [each for each in self.extensions if each.always or each in asked]
         with self.stages["propose"]:
             times = None if cut is None else self.draft_times
-            proposal = first_match.propose(self.drafters, table, rows, k, min(k, last_k), times)
+            proposal = methods.propose(self.drafters, table, rows, k, min(k, last_k), times)
             for extension in extensions if k else ():
                 proposal = extension.propose(table, rows, proposal)
             if cut is not None and k:
@@ -130,7 +130,7 @@ class Step:
                 kv_move(self.kv_cache, verdict, batch)
             for extension in extensions if self.drafters else ():
                 proposal, batch = extension.for_drafters(proposal, batch)
-            first_match.learn(self.drafters, table, proposal, batch, verdict, hidden)
+            methods.learn(self.drafters, table, proposal, batch, verdict, hidden)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from ..config import EngineConfig
 from ..drafters.base import Drafter
 from ..drafters.estimates import StepCosts
-from ..drafters.loading import captures_steps
+from ..drafters.methods import captures_steps
 from ..kernels import NOBODY, STOPPED
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table

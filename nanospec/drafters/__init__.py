@@ -1,1 +1,1 @@
-"""What guesses, one method a file; `base.py` is the interface, `loading.py` makes what is asked for."""
+"""What guesses, one method a file: `base.py` is the interface, `methods.py` makes what is asked for."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..kernels import GUESSED, MAX_DRAFTS, NOBODY
 from ..kernels.batch import Batch
+from ..kernels.speculation import ngram
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.proposal import room as room  # for drafters
 from ..kernels.speculation.verify import Verdict
@@ -103,6 +104,23 @@ class Drafter:
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
         """Take in the target's hidden states [T, H] and its verdict over `batch`, which is committed already.
         `proposal.drafter` is NOBODY for rows without drafts of this drafter."""
+
+
+class NgramDrafter(Drafter):
+    """Looks the last tokens up in the row's own text: see `kernels/speculation/ngram.py`."""
+
+    name = "ngram"
+    makes_trees = True
+
+    def __init__(self, spec: SpecConfig) -> None:
+        self.max_n, self.width = spec.prompt_lookup_max, spec.tree_width
+
+    @classmethod
+    def load(cls, spec: SpecConfig, target: Target) -> NgramDrafter:
+        return cls(spec)
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        return ngram.propose(table, rows, k, self.max_n, self.width)
 
 
 class SimpleDrafter(Drafter):

@@ -8,7 +8,7 @@ from ..config import EngineConfig
 from ..device.devices import current, explained, in_a_step, resolve_device, use_threads
 from ..device.extension import Extension
 from ..device.worker import Worker
-from ..drafters.loading import Guessers, load_parts
+from ..drafters.methods import Guessers, load_parts
 from ..text.tokenizer import Tokenizer
 
 

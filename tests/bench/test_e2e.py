@@ -11,7 +11,7 @@ from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device import graphs
 from nanospec.drafters.base import Target
-from nanospec.drafters.loading import load_drafters
+from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from tests.drive import Job, run

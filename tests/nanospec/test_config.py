@@ -15,7 +15,7 @@ import torch
 from nanospec import LLM
 from nanospec.config import EngineConfig, SpecConfig, check_names
 from nanospec.device.devices import resolve_device
-from nanospec.drafters.loading import who_guesses
+from nanospec.drafters.methods import who_guesses
 
 BAD_SPEC = [
     ({"method": "draft+ngram"}, "'draft+ngram' is unknown; did you mean 'ngram+draft'? There are"),

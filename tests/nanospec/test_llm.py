@@ -27,14 +27,13 @@ from nanospec import LLM, RequestOutput, SamplingParams, SimpleDrafter, SpecConf
 from nanospec.device.worker import Worker
 from nanospec.drafters.base import Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import load_drafters
 from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.extras.tracing.recorder import recorder_of
 from nanospec.models.hub import default_heads
 from nanospec.models.weights import fast_in_bfloat16
-from tests.drive import MODES, assert_idle, cycle_weights
+from tests.drive import MODES, assert_idle, cycle_weights, drafters_of
 
 EOS = "<e>"
 TOKENS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", ".", "!Ã", "©", EOS, "!", "Ã"]  # é is the bytes Ã ©
@@ -540,7 +539,7 @@ def with_k(
     other.config = type(llm.config)(**{**vars(llm.config), "spec": spec, **options})
     target = Target(llm.engine.worker.model, tokenizer=llm.tokenizer)
     made = {name: make(spec) for name, make in (parts or {}).items()}
-    worker = Worker(other.config, target.model, load_drafters(spec, target, made))
+    worker = Worker(other.config, target.model, drafters_of(spec, target, made))
     other.engine = Engine(other.config, worker, llm.tokenizer)
     other.shared = SharedEngine(other.engine)
     return other

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ...config import EngineConfig
 from ...device.devices import current, resolve_device, use_threads
-from ...drafters.loading import Guessers, load_parts, who_guesses
+from ...drafters.methods import Guessers, load_parts, who_guesses
 from ...models.families import read_config
 from ...text.checks import shown
 from ...text.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ from ...device.timing import Meet
 from ...device.worker import Worker
 from ...drafters.base import Drafter
 from ...drafters.estimates import StepCosts
-from ...drafters.loading import Guessers
+from ...drafters.methods import Guessers
 from ...kernels.batch import Chunk
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
 from nanospec.drafters.base import guesses, room
 from nanospec.drafters.estimates import DraftTimes
-from nanospec.drafters.loading import Guessers, who_guesses
+from nanospec.drafters.methods import Guessers, who_guesses
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model

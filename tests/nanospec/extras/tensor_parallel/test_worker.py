@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.drafters.base import Drafter, SimpleDrafter, Target
+from nanospec.drafters.base import Drafter, NgramDrafter, SimpleDrafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.loading import load_drafters
 from nanospec.drafters.medusa import MedusaDrafter
-from nanospec.drafters.ngram import NgramDrafter
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.extras.tensor_parallel.worker import Rank
@@ -29,6 +27,7 @@ from tests.drive import (
     alone,
     assert_idle,
     assert_same,
+    drafters_of,
     make_engine,
     make_spec,
     outcome,
@@ -85,7 +84,7 @@ class Drafters:
             ready["draft"] = ModelDrafter(self.spec, tiny_model(num_layers=1), VOCAB)
         if "medusa" in self.spec.methods:
             ready["medusa"] = MedusaDrafter(self.spec, random_heads(model, 3, vocab=50), model)
-        return load_drafters(self.spec, Target(model), ready)
+        return drafters_of(self.spec, Target(model), ready)
 
 
 def options_of(

@@ -1,0 +1,231 @@
+"""The drafters of an engine: those of a method such as "ngram+draft", or a user's own.
+
+Several draft in turn, each for the rows for which those before it have nothing: lookup takes no time and is
+right where it matches; a model always has something to say. So only the last drafter may take time that must
+pay (`Drafter.runs_model`). In steps that are not captured that time is measured, and the policy decides for
+how many drafts the last drafter is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import EngineConfig, SpecConfig
+from ..kernels import NOBODY
+from ..kernels.batch import Batch
+from ..kernels.speculation.proposal import Proposal, room
+from ..kernels.speculation.verify import Verdict
+from ..kernels.table import Table
+from ..models.config import ModelConfig
+from ..models.decoder import Model
+from ..models.families import read_config
+from ..models.weights import Split, load_model, resolve_dtype
+from ..text.checks import shown
+from ..text.tokenizer import Tokenizer
+from .base import Drafter, Target, nothing
+from .estimates import DraftTimes
+
+METHODS = {  # the class of each, imported when it is used
+    "draft": "draft_model.ModelDrafter",
+    "medusa": "medusa.MedusaDrafter",
+    "ngram": "base.NgramDrafter",
+}
+NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
+USED_BY = {"draft_model": "draft", "heads": "medusa"}  # fields of `SpecConfig`
+
+Guessers = Drafter | str | Sequence[Drafter | str]
+"""Who guesses: a drafter or the name of a method, or several, first come first."""
+
+
+def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | type[Drafter], ...]:
+    """Return the drafters `given`, or the classes of the methods of `spec` if None. Raises ValueError if they
+    do not fit together, or have no use for what is set."""
+    found: tuple[Drafter | type[Drafter], ...]
+    if given is None:
+        _check_method(spec)
+        found = tuple(map(_class_of, spec.methods))
+    else:
+        found = tuple(map(_given, given if isinstance(given, list | tuple) else [given]))
+        if not found or spec.method != SpecConfig.method:
+            raise ValueError(
+                f"drafter={shown(given)} and method={spec.method!r} do not go together: leave the method out "
+                'and name all drafters, as in drafter=["ngram", MyDrafter()].'
+            )
+    if costly := [drafter.name for drafter in found[:-1] if drafter.runs_model]:
+        raise ValueError(f"{costly[0]} takes time to guess, so it must come last.")
+    if spec.tree_width > 1 and not any(drafter.makes_trees for drafter in found):
+        names = "+".join(drafter.name for drafter in found) or "none"
+        raise ValueError(f"tree_width={spec.tree_width} is of no use to {names}, which guesses chains.")
+    return found
+
+
+def _class_of(method: str) -> type[Drafter]:
+    module, name = METHODS[method].split(".")
+    found: type[Drafter] = getattr(import_module(f".{module}", __package__), name)
+    return found
+
+
+def _given(drafter: Any) -> Drafter | type[Drafter]:
+    """Return what the user gave, a drafter or the name of a method without weights. Raises ValueError."""
+    if isinstance(drafter, Drafter):
+        return drafter
+    if isinstance(drafter, type):
+        raise ValueError(f"drafter={drafter.__name__} is a class; make one of it: {drafter.__name__}().")
+    if not isinstance(drafter, str) or drafter not in METHODS:
+        raise ValueError(f"drafter={shown(drafter)} is neither a Drafter nor one of {', '.join(METHODS)}.")
+    if (found := _class_of(drafter)).runs_model:
+        raise ValueError(f"{drafter!r} has weights of its own, so only method=... loads it; give drafters.")
+    return found
+
+
+def _check_method(spec: SpecConfig) -> None:
+    """Raise ValueError unless the method exists and has a use for its settings."""
+    if spec.method not in NAMES:
+        turned = "+".join(reversed(spec.method.split("+")))
+        meant = [turned] if turned in NAMES else get_close_matches(spec.method, NAMES, 1)
+        hint = f"did you mean {meant[0]!r}? There are" if meant else "use one of"
+        raise ValueError(f"method={shown(spec.method)} is unknown; {hint} {', '.join(NAMES)}.")
+    for name, method in USED_BY.items():
+        value = getattr(spec, name)
+        if value is not None and method not in spec.methods:
+            said = f"{name}={shown(value)} is of no use to method={spec.method!r}"
+            raise ValueError(f"{said}; use method={method!r}.")
+        if value == "":
+            raise ValueError(f"{name}='' must be the name of a folder or file.")
+
+
+def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafter]) -> bool:
+    """Return whether steps are captured. Raises ValueError if they are to be and a drafter cannot."""
+    on_host = any(drafter.reads_on_host for drafter in drafters)
+    if on_host and config.enforce_eager is False:
+        raise ValueError(
+            "enforce_eager=False asks for captured steps, in which no drafter can read texts on the host; "
+            "leave it out, or give a Drafter that defines propose() instead of guess()."
+        )
+    on_gpu = model.device.type == "cuda"
+    return on_gpu and not on_host if config.enforce_eager is None else not config.enforce_eager
+
+
+def load_parts(
+    config: EngineConfig,
+    folder: Path,
+    given: Guessers | None,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    split: Callable[[ModelConfig], Split] | None = None,
+) -> tuple[Model, tuple[Drafter, ...]]:
+    """Return the model in a folder, or this device's part of it if it is `split`, and the drafters: `given`,
+    or those of `config.spec`."""
+    dtype = resolve_dtype(config.dtype, read_config(folder), device)
+    model = load_model(folder, dtype, device, config.max_model_len, split)
+    return model, load_drafters(config.spec, Target(model, folder, tokenizer), given)
+
+
+def load_drafters(spec: SpecConfig, target: Target, given: Guessers | None = None) -> tuple[Drafter, ...]:
+    """Return the drafters `given`, or those of `spec.method`; none if nothing is ever drafted. Raises
+    ValueError or FileNotFoundError if something is missing or does not fit."""
+    found = who_guesses(spec, given) if spec.max_k else ()
+    return tuple(who if isinstance(who, Drafter) else who.load(spec, target) for who in found)
+
+
+def propose(
+    drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, last_k: int, times: DraftTimes | None
+) -> Proposal:
+    """Return up to `k` drafts for each of the rows [B], in k columns, of the last drafter up to `last_k`.
+    `times`: what to tell the time of the last one if it runs a model; None in captured steps."""
+    found: Proposal | None = None
+    if times is not None:
+        times.fade()
+    for code, drafter in enumerate(drafters):
+        most = last_k if drafter is drafters[-1] else k
+        if not most:
+            continue
+        left = rows if found is None else torch.where(found.num_drafts > 0, -1, rows)
+        if times is None or not drafter.runs_model:
+            made = _proposal(drafter, table, left, most)
+        else:
+            made = _timed(drafter, table, left, most, times)
+        if most < k:
+            made = made._replace(**{
+                name: F.pad(part, (0, k - most))
+                for name in ("drafts", "source", "parents")
+                if (part := getattr(made, name)) is not None
+            })  # fmt: skip
+        found = made if found is None else _merged(found, made, code)
+    return nothing(rows, k) if found is None else found
+
+
+def learn(
+    drafters: Sequence[Drafter],
+    table: Table,
+    proposal: Proposal,
+    batch: Batch,
+    verdict: Verdict,
+    hidden: Tensor,
+) -> None:
+    """Have each drafter learn, with the rows that it drafted for."""
+    for code, drafter in enumerate(drafters):
+        own = proposal
+        if len(drafters) > 1:
+            own = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NOBODY))
+        drafter.learn(table, own, batch, verdict, hidden)
+
+
+def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
+    """Return what a drafter proposes for those of the rows [B] that have room, and count the time."""
+    asked = room(table, rows, k) > 0
+    if not (number := int(asked.sum())):
+        return nothing(rows, k)
+    drafter.catch_up(rows[asked].tolist())
+    start = time.perf_counter()
+    made = _proposal(drafter, table, torch.where(asked, rows, -1), k)
+    share = int(made.num_drafts.count_nonzero()) / number  # waits for the drafts
+    times.add(len(rows), k, (time.perf_counter() - start) * 1e3, share)
+    return made
+
+
+def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
+    """Return what a drafter proposes for rows [B], in the layout that kernels read. Raises TypeError or
+    ValueError."""
+    made, said = drafter.propose(table, rows, k), f"{drafter.name}.propose gave"
+    if not isinstance(made, Proposal):
+        raise TypeError(f"{said} {shown(made)}; it must return a Proposal, see `guesses`.")
+    parts = {name: part for name, part in zip(made._fields[:6], made) if part is not None}
+    shapes, each, all_k = [tuple(part.shape) for part in parts.values()], (len(rows),), (len(rows), k)
+    wanted = [all_k, each, all_k, each, each, all_k][: len(shapes)]
+    if shapes != wanted:
+        raise ValueError(f"{said} tensors of the shapes {shapes}; they must be {wanted}.")
+    return made._replace(**{name: part.int().contiguous() for name, part in parts.items()})
+
+
+def _merged(first: Proposal, second: Proposal, code: int) -> Proposal:
+    """Return the drafts of `first` where it has some, else those of `second`, the drafter `code`."""
+    done = first.num_drafts > 0
+
+    def chosen(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(done if one.dim() == 1 else done[:, None], one, other)
+
+    second = second._replace(drafter=torch.where(second.drafter == NOBODY, second.drafter, code))
+    parents = None
+    if first.parents is not None or second.parents is not None:
+        parents = chosen(_parents(first), _parents(second))
+    logits, sampled = (first.logits, done) if second.logits is None else (second.logits, ~done)
+    merged = Proposal(*map(chosen, first[:5], second[:5]))
+    return merged._replace(parents=parents, logits=logits, sampled=sampled)
+
+
+def _parents(proposal: Proposal) -> Tensor:
+    """Return the parents of a proposal; a chain is a tree as well."""
+    if proposal.parents is not None:
+        return proposal.parents
+    B, k = proposal.drafts.shape
+    return torch.arange(k, dtype=torch.int32, device=proposal.drafts.device).expand(B, k)
