@@ -39,8 +39,8 @@ from ..launch import next_power_of_2, use_triton
 from ..speculation.proposal import Proposal
 from ..table import Table
 from . import noise, sample, top_k_top_p
-from .scan import NO_TOKEN, Partials, best_score, better_of, leaves_out, scan
-from .scores import Inputs, load_scores, penalize, scores_of, this_query
+from .scan import best_score, leaves_out, scan
+from .scores import NO_TOKEN, Inputs, better_of, load_scores, penalize, scores_of, this_query
 from .top_k_top_p import order_key
 
 EPSILON, DELTA = 0.09, 0.3  # of TYPICAL: the defaults of Medusa's reference implementation
@@ -126,17 +126,6 @@ def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) ->
     return likeliest if p[likeliest] > bound else x
 
 
-class Side(NamedTuple):
-    """What tokens are drawn from, by the target or the draft model."""
-
-    inputs: Inputs
-    partials: Partials
-
-    @classmethod
-    def of(cls, inputs: Inputs, max_q_len: int) -> "Side":
-        return cls(inputs, scan(inputs, max_q_len))
-
-
 class Distribution(NamedTuple):
     """What tells a token's probability at a query from its score: the largest score; the logarithm of the
     mass sum(exp((score - best) / T)) of the kept; their entropy; the least key (`order_key`) kept."""
@@ -148,15 +137,15 @@ class Distribution(NamedTuple):
 
 
 @triton.jit
-def measure(side, query):
+def measure(scan, query):
     """Return the distribution at a query, whose `best_score` is not invalid."""
-    best, _invalid = best_score(side.partials, query.line)
-    least, temperature = tl.full([], 0, tl.uint32), tl.load(side.inputs.table.temperature + query.s)
-    if leaves_out(side.inputs.table, query.s):
-        _opened, least = top_k_top_p.threshold(side.inputs, query, side.partials, best)
+    best, _invalid = best_score(scan, query)
+    least, temperature = tl.full([], 0, tl.uint32), tl.load(scan.inputs.table.temperature + query.s)
+    if leaves_out(scan.inputs.table, query.s):
+        _opened, least = top_k_top_p.threshold(scan, query, best)
     mass, weighted = tl.zeros([SUM_TILE], tl.float32), tl.zeros([SUM_TILE], tl.float32)
-    for first in range(0, side.inputs.table.vocab_size, SUM_TILE):
-        scores = load_scores(side.inputs, query, first + tl.arange(0, SUM_TILE))
+    for first in range(0, scan.inputs.table.vocab_size, SUM_TILE):
+        scores = load_scores(scan.inputs, query, first + tl.arange(0, SUM_TILE))
         x = (scores - best) / temperature
         weight = tl.where(order_key(scores) >= least, tl.exp(x), 0.0)
         mass += weight
@@ -166,11 +155,11 @@ def measure(side, query):
 
 
 @triton.jit
-def log_prob(side, query, of, ids):
+def log_prob(scan, query, of, ids):
     """Return log p of token ids at a query with the distribution `of`, -inf for what is left out and for ids
     beyond the vocabulary."""
-    scores = load_scores(side.inputs, query, tl.where(ids < 0, side.inputs.table.vocab_size, ids))
-    x = (scores - of.best) / tl.load(side.inputs.table.temperature + query.s)
+    scores = load_scores(scan.inputs, query, tl.where(ids < 0, scan.inputs.table.vocab_size, ids))
+    x = (scores - of.best) / tl.load(scan.inputs.table.temperature + query.s)
     return tl.where(order_key(scores) >= of.least, x - of.log_mass, float("-inf"))
 
 
@@ -193,7 +182,7 @@ def _decide(target, guess, targets, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
 def _decide_rejection(target, query, of_p, guess, token):
     """Return `token`, the target's own draw, only where there is no q and no residual."""
     guessed = this_query(guess.inputs)
-    _best, invalid = best_score(guess.partials, guessed.line)
+    _best, invalid = best_score(guess, guessed)
     if not invalid:
         of_q, seed = measure(guess, guessed), tl.load(target.inputs.table.seed + query.s)
         draft = tl.load(target.inputs.batch.input_ids + query.line + 1)
@@ -234,30 +223,22 @@ def _decide_typical(target, query, of, token, WIDTH: tl.constexpr):
 
 
 def launch(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:
-    B, Q, q = batch.num_rows, batch.max_q_len, proposal.logits
+    B, Q, q, sampled = batch.num_rows, batch.max_q_len, proposal.logits, proposal.sampled
     if B == 0 or Q == 1:
         return targets
-    if q is not None and (q.shape[1] == 0 or (batch.parents is not None and proposal.sampled is None)):
+    if sampled is None and batch.parents is not None:
         q = None
-    K = 0 if q is None else q.shape[1]
-    queries, draws = _asked(table, batch, proposal.sampled, K)
-    inputs = Inputs.of(logits, table, replace(batch, q_len=queries))
-    target, guess = Side.of(inputs, Q if batch.parents is not None else Q - 1), None
+    K, guess = 0 if q is None else q.shape[1], None
+    # The first queries of a row that a further rule decides on, and of these, those that need q.
+    index, follow = batch.rows.clamp(min=0), (batch.q_len - 1).clamp(min=0)
+    rule = torch.where(table.temperature[index] > 0, table.rule[index], EXACT)
+    drawn = rule == REJECTION if sampled is None else (rule == REJECTION) & sampled
+    draws = torch.where(drawn, follow.clamp(max=K), 0).int()
+    queries = torch.where(rule == TYPICAL, follow if batch.parents is None else batch.q_len, draws).int()
+    target = scan(Inputs.of(logits, table, replace(batch, q_len=queries)), Q)
     if q is not None:
         inputs = Inputs.of(q.flatten(0, 1), table, replace(batch, q_len=draws), pitch=K)
-        guess = Side.of(inputs, min(K, Q - 1))
+        guess = scan(inputs, min(K, Q - 1))
     targets = targets.clone()
     _decide[(Q, B)](target, guess, targets, DRAWN=q is not None, WIDTH=next_power_of_2(Q), num_warps=16)
     return targets
-
-
-def _asked(table: Table, batch: Batch, sampled: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
-    """Return [B] int32 each: how many of a row's first queries a further rule decides on, and how many of its
-    first drafts, K at most, were drawn from logits that it needs."""
-    index = batch.rows.clamp(min=0)
-    follow = (batch.q_len - 1).clamp(min=0)  # queries that a draft follows, of a chain
-    rule = torch.where((batch.rows >= 0) & (table.temperature[index] > 0), table.rule[index], EXACT)
-    drawn = rule == REJECTION if sampled is None else (rule == REJECTION) & sampled
-    draws = torch.where(drawn, follow.clamp(max=K), 0)
-    typical = follow if batch.parents is None else batch.q_len
-    return torch.where(rule == TYPICAL, typical, draws).int(), draws.int()

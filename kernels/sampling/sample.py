@@ -4,23 +4,16 @@
     targets  [T] int32    the token drawn; NAN_TOKEN where a score is NaN or the largest is infinite;
                           padding tokens unspecified
 
-A query at absolute position p draws the token for position p + 1, assuming that the drafts before
-that are right: penalties count them. In this order, as in vLLM: logit bias, barred stop tokens and
+A query at absolute position p draws the token for position p + 1, assuming that the drafts before it
+are right: penalties count them. In this order, as in vLLM: logit bias, barred stop tokens and
 penalties (`scores.py`); top-k, top-p over what top-k left, min-p (`top_k_top_p.py`). Then
 argmax(score - T log E) with the noise of `noise.py`: a draw from softmax(score / T), and plain argmax
 for temperature 0. Ties go to the lowest id.
 
-On a CPU `native` does so in one call of `native/sampling.cpp`, a row to a task.
-
-Kernel: two launches. `scan` reads the logits once, by chunks of the vocabulary, and `_finish` compares the
-chunks' winners. Rows with top-k, top-p or min-p cannot have winners yet: there the chunks leave what
-`top_k_top_p` draws from. A query's bits do not depend on what runs beside it. Limits: V <= 262144; the rows
-of the logits contiguous.
+`scan.py` does so on a GPU, where V <= 262144; `native/sampling.cpp` on a CPU, a row to a task.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .. import NAN_TOKEN
@@ -28,10 +21,9 @@ from ..batch import Batch, rows_of
 from ..launch import use_native, use_triton
 from ..native import call
 from ..table import Table
-from . import noise, scan, top_k_top_p
-from .scores import Inputs, scores_of, this_query
-
-_NAN_TOKEN = tl.constexpr(NAN_TOKEN)
+from . import noise, top_k_top_p
+from .scan import launch
+from .scores import scores_of
 
 
 def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
@@ -74,36 +66,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 def native(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
     """`naive`; with `lazy` not even the argmax of queries that are not read is taken: those targets are 0."""
-    targets = batch.rows.new_empty(logits.shape[0])
-    call(
-        "nanospec_sample", *table, *batch.words, logits, logits.stride(0),
-        logits.dtype == torch.bfloat16, lazy, targets, torch.get_num_threads(),
-    )  # fmt: skip
-    return targets
-
-
-@triton.jit
-def _finish(inputs, partials, targets):
-    query = this_query(inputs)
-    if query.s < 0:
-        return
-    best, invalid = scan.best_score(partials, query.line)
-    if invalid:
-        token = tl.full([], _NAN_TOKEN, tl.int32)
-    elif scan.leaves_out(inputs.table, query.s):
-        token = top_k_top_p.draw(inputs, query, partials, best)
-    else:
-        winners = scan.of_chunks(partials.value, query.line, partials.CHUNKS)
-        ids = scan.of_chunks(partials.token, query.line, partials.CHUNKS, 2147483647)
-        _, token = scan.best_of(winners, ids)
-    tl.store(targets + query.line, token)
-
-
-def launch(logits: Tensor, table: Table, batch: Batch) -> Tensor:
-    inputs = Inputs.of(logits, table, batch)
-    partials = scan.scan(inputs, batch.max_q_len)
-    targets = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    if batch.num_rows and len(targets):
-        # Fewer warps would spill.
-        _finish[(batch.max_q_len, batch.num_rows)](inputs, partials, targets, num_warps=16)
+    targets, is_bf16 = batch.rows.new_empty(len(logits)), logits.dtype == torch.bfloat16
+    given = logits, logits.stride(0), is_bf16, lazy, targets, torch.get_num_threads()
+    call("nanospec_sample", *table, *batch.words, *given)
     return targets

@@ -23,6 +23,7 @@ from ..batch import Batch, Row, Tensors
 from ..table import Table
 
 MAX_VOCAB = 262144
+NO_TOKEN = tl.constexpr(2147483647)  # behind all others
 
 
 def scores_of(logits: Tensor, table: Table, batch: Batch, row: Row, place: int) -> tuple[Tensor, int]:
@@ -128,3 +129,25 @@ def _penalize(scores, table, batch, query, ids):
     scores = tl.where((counts > 0) | in_prompt, repeated, scores)
     scores -= tl.load(table.frequency + s) * counts
     return scores - tl.load(table.presence + s) * (counts > 0)
+
+
+@triton.jit
+def best_of(values, ids):
+    """Return the largest of a block of values, and the lowest id that has it."""
+    largest = tl.max(values)
+    return largest, tl.min(tl.where(values == largest, ids, NO_TOKEN))
+
+
+@triton.jit
+def better_of(best, token, values, ids):
+    """Return the better of a value with its token and the best of a block."""
+    high, lowest = best_of(values, ids)
+    better = (high > best) | ((high == best) & (lowest < token))
+    return tl.where(better, high, best), tl.where(better, lowest, token)
+
+
+@triton.jit
+def of_chunks(scan, query, values, other=float("-inf")):
+    """Return what the chunks of a query left in values [N, CHUNKS], padded with `other` to a power of 2."""
+    c = tl.arange(0, triton.next_power_of_2(scan.CHUNKS))
+    return tl.load(values + query.line * scan.CHUNKS + c, c < scan.CHUNKS, other=other)

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from ..table import Table
 from . import noise
-from .scan import better_of, whole_mass
-from .scores import load_scores
+from .scores import better_of, load_scores, of_chunks
 
 PIVOTS = tl.constexpr(16)  # thresholds tried at once; 4 bits of the answer
 TILE = tl.constexpr(1024)  # tokens per iteration
@@ -83,39 +82,44 @@ def order_key(x):
 
 
 @triton.jit
-def threshold(inputs, query, partials, best):
+def threshold(scan, query, best):
     """Return the groups that hold all that a query keeps, and its least key; `best` is its largest score."""
-    table, s = inputs.table, query.s
+    table, s = scan.inputs.table, query.s
     temperature = tl.load(table.temperature + s)
     top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)
     by_count = (top_k > 0) & (top_k < table.vocab_size)
     floor = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     floor = order_key(tl.where(min_p > 0, floor, float("-inf")))
-    mass = whole_mass(partials, query.line, best, temperature)
+    # The mass of the whole vocabulary.
+    largest = of_chunks(scan, query, scan.largest)
+    mass = of_chunks(scan, query, scan.mass, 0.0)
+    mass = tl.sum(mass * tl.exp((largest - best) / temperature))
     target = tl.where(by_count, top_k.to(tl.float32), tl.where(top_p < 1, top_p * mass, float("inf")))
     weighing = Weighing(by_count, best, temperature, target)
-    opened = _open_groups(inputs, query, partials, weighing, floor)
+    opened = _open_groups(scan, query, weighing, floor)
     key = tl.full([], 0, tl.uint32)
     if by_count:
-        key = _search(inputs, query, partials, opened, weighing, key, False)
+        key = _search(scan, query, opened, weighing, key, False)
         target = top_p  # of the mass of what top-k leaves
     if top_p < 1:
         weighing = Weighing(False, best, temperature, target)
-        found = _search(inputs, query, partials, opened, weighing, key, by_count)
+        found = _search(scan, query, opened, weighing, key, by_count)
         # Never nothing: the likeliest token stays even for a top-p of 0.
         key = tl.minimum(tl.maximum(found, key), order_key(best))
     return opened, tl.maximum(key, floor)
 
 
 @triton.jit
-def draw(inputs, query, partials, best):
+def draw(scan, query, best):
     """Return the token drawn at a query from what its request keeps. `best` is its largest score."""
-    opened, least = threshold(inputs, query, partials, best)
-    position = tl.load(inputs.batch.positions + query.line) + 1  # kept from the query, it spills on sm_80
-    temperature, seed = tl.load(inputs.table.temperature + query.s), tl.load(inputs.table.seed + query.s)
+    opened, least = threshold(scan, query, best)
+    # Kept in the query, the position spills on sm_80.
+    position = tl.load(scan.inputs.batch.positions + query.line) + 1
+    temperature = tl.load(scan.inputs.table.temperature + query.s)
+    seed = tl.load(scan.inputs.table.seed + query.s)
     winner, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
-    for first in range(0, opened.count * partials.GROUP, TILE):
-        ids, scores = _load_open(inputs, query, partials, opened, first)
+    for first in range(0, opened.count * scan.GROUP, TILE):
+        ids, scores = _load_open(scan, query, opened, first)
         value = scores - temperature * noise.log_e(seed, position, ids)
         kept = tl.where(order_key(scores) >= least, value, float("-inf"))
         winner, token = better_of(winner, token, kept, ids)
@@ -123,44 +127,44 @@ def draw(inputs, query, partials, best):
 
 
 @triton.jit
-def _open_groups(inputs, query, partials, weighing, floor):
+def _open_groups(scan, query, weighing, floor):
     """Open groups until the tokens in them that exceed all tokens of the others are enough."""
-    g = tl.arange(0, triton.next_power_of_2(partials.GROUPS))
-    groups = partials.groups + query.line.to(tl.int64) * partials.GROUPS
-    key = order_key(tl.load(groups + g, g < partials.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
-    key = tl.sort(tl.where(g < partials.GROUPS, key | g.to(tl.uint64), 0), descending=True)
+    g = tl.arange(0, triton.next_power_of_2(scan.GROUPS))
+    groups = scan.groups + query.line.to(tl.int64) * scan.GROUPS
+    key = order_key(tl.load(groups + g, g < scan.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
+    key = tl.sort(tl.where(g < scan.GROUPS, key | g.to(tl.uint64), 0), descending=True)
     order, largest = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.uint32)
 
-    count = tl.minimum(inputs.table.vocab_size, TILE // partials.GROUP)
-    enough = count >= partials.GROUPS
+    count = tl.minimum(scan.inputs.table.vocab_size, TILE // scan.GROUP)
+    enough = count >= scan.GROUPS
     while not enough:
         shut = tl.max(tl.where(g >= count, largest, 0))
         pivots = tl.zeros([PIVOTS], tl.uint32) + (shut + 1)
-        above = tl.max(_weigh(inputs, query, partials, Open(order, count), weighing, pivots, 0))
+        above = tl.max(_weigh(scan, query, Open(order, count), weighing, pivots, 0))
         if (above >= weighing.target) | ((shut < floor) & (not weighing.by_count)):
             enough = True
         else:
-            count = tl.minimum(2 * count, partials.GROUPS)
-            enough = count >= partials.GROUPS
-    return Open(order, tl.minimum(count, partials.GROUPS))
+            count = tl.minimum(2 * count, scan.GROUPS)
+            enough = count >= scan.GROUPS
+    return Open(order, tl.minimum(count, scan.GROUPS))
 
 
 @triton.jit
-def _search(inputs, query, partials, opened, weighing, least, is_share):
+def _search(scan, query, opened, weighing, least, is_share):
     """Return the largest key that open tokens of the target weight reach, of those that reach `least`.
 
     Found from the highest bits down: the largest of 16 pivots that is reached by enough. Where `is_share`,
     the target is a share of all that reaches `least`.
     """
     steps = 8
-    if inputs.logits.dtype.element_ty == tl.bfloat16:
+    if scan.inputs.logits.dtype.element_ty == tl.bfloat16:
         # The lower half of such a logit's key tells nothing, unless penalties have changed it.
-        steps = tl.where(tl.load(inputs.table.penalized + query.s), 8, 4)
+        steps = tl.where(tl.load(scan.inputs.table.penalized + query.s), 8, 4)
     found, target = tl.full([], 0, tl.uint32), weighing.target
     digits = tl.arange(0, PIVOTS)
     for step in range(steps):
         pivots = found + (digits << (28 - 4 * step)).to(tl.uint32)
-        above = _weigh(inputs, query, partials, opened, weighing, pivots, least)
+        above = _weigh(scan, query, opened, weighing, pivots, least)
         if (step == 0) & is_share:
             target *= tl.max(above)  # the first pivot is 0, which all reach
         digit = tl.max(tl.where(above >= target, digits, 0))
@@ -169,11 +173,11 @@ def _search(inputs, query, partials, opened, weighing, least, is_share):
 
 
 @triton.jit
-def _weigh(inputs, query, partials, opened, weighing, pivots, least):
+def _weigh(scan, query, opened, weighing, pivots, least):
     """Return for each pivot the weight of the open tokens that reach it and `least`."""
     above = tl.zeros([PIVOTS], tl.float32)
-    for first in range(0, opened.count * partials.GROUP, TILE):
-        _, scores = _load_open(inputs, query, partials, opened, first)
+    for first in range(0, opened.count * scan.GROUP, TILE):
+        _, scores = _load_open(scan, query, opened, first)
         key = order_key(scores)
         mass = tl.exp((scores - weighing.best) / weighing.temperature)
         weight = tl.where(key >= least, tl.where(weighing.by_count, 1.0, mass), 0.0)
@@ -182,11 +186,11 @@ def _weigh(inputs, query, partials, opened, weighing, pivots, least):
 
 
 @triton.jit
-def _load_open(inputs, query, partials, opened, first):
+def _load_open(scan, query, opened, first):
     """Return token ids and scores of a tile of the open groups, from their `first` token on."""
     j = first + tl.arange(0, TILE)
-    inside = j < opened.count * partials.GROUP
-    group = tl.gather(opened.order, tl.where(inside, j // partials.GROUP, 0), 0)
-    token = group * partials.GROUP + j % partials.GROUP
-    ids = tl.where(inside, token, inputs.table.vocab_size)  # beyond: scores -inf
-    return ids, load_scores(inputs, query, ids)
+    inside = j < opened.count * scan.GROUP
+    group = tl.gather(opened.order, tl.where(inside, j // scan.GROUP, 0), 0)
+    token = group * scan.GROUP + j % scan.GROUP
+    ids = tl.where(inside, token, scan.inputs.table.vocab_size)  # beyond: scores -inf
+    return ids, load_scores(scan.inputs, query, ids)

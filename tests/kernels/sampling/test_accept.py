@@ -17,7 +17,8 @@ from torch import Tensor
 from nanospec.kernels import EXACT, REJECTION, TYPICAL, launch
 from nanospec.kernels.batch import Batch, rows_of
 from nanospec.kernels.sampling import accept, noise, sample
-from nanospec.kernels.sampling.accept import DELTA, EPSILON, TILE, Side
+from nanospec.kernels.sampling.accept import DELTA, EPSILON, TILE
+from nanospec.kernels.sampling.scan import scan
 from nanospec.kernels.sampling.scores import Inputs, penalize, scores_of, this_query
 from nanospec.kernels.speculation import verify
 from nanospec.kernels.speculation.proposal import Proposal
@@ -312,14 +313,14 @@ def test_probabilities_of_the_largest_scores_at_a_low_temperature() -> None:
 
 
 @triton.jit
-def _all(side, out, entropy):  # type: ignore[no-untyped-def]
-    query, V = this_query(side.inputs), side.inputs.table.vocab_size
+def _all(scan, out, entropy):  # type: ignore[no-untyped-def]
+    query, V = this_query(scan.inputs), scan.inputs.table.vocab_size
     if query.s >= 0:
-        found = accept.measure(side, query)
+        found = accept.measure(scan, query)
         tl.store(entropy + query.line, found.entropy)
         for first in range(0, V, TILE):
             ids = first + tl.arange(0, TILE)
-            tl.store(out + query.line * V + ids, accept.log_prob(side, query, found, ids), ids < V)
+            tl.store(out + query.line * V + ids, accept.log_prob(scan, query, found, ids), ids < V)
 
 
 @pytest.mark.parametrize("form", ["packed", "tree"])
@@ -327,9 +328,9 @@ def _all(side, out, entropy):  # type: ignore[no-untyped-def]
 def test_kernel_measures_every_token_of_every_query(seed: int, V: int, form: str) -> None:
     _, logits, table, batch, _ = random_case(seed, V, form)
     table.temperature[:] = torch.tensor([0.3, 0.7, 1.0, 1.7])
-    side = Side.of(Inputs.of(logits, table, batch), batch.max_q_len)
+    found = scan(Inputs.of(logits, table, batch), batch.max_q_len)
     log_p, entropy, seen = torch.empty(logits.shape), torch.empty(len(logits)), 0
-    _all[(batch.max_q_len, batch.num_rows)](side, log_p, entropy)
+    _all[(batch.max_q_len, batch.num_rows)](found, log_p, entropy)
     for row in rows_of(batch):
         for place in range(len(row.ids)):
             t = row.start + place
