@@ -27,7 +27,7 @@ from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
-from nanospec.drafters.base import Drafter, Target
+from nanospec.drafters import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.drafters.methods import who_guesses

@@ -35,7 +35,8 @@ from nanospec.config import EngineConfig
 from nanospec.device.orders import Admission
 from nanospec.device.step import Step
 from nanospec.device.worker import Worker
-from nanospec.drafters.base import Drafter, NgramDrafter
+from nanospec.drafters import Drafter
+from nanospec.drafters.methods import NgramDrafter
 from nanospec.engine.engine import Engine
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.speculation.proposal import Proposal

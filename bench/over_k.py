@@ -28,7 +28,7 @@ from bench import common
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
-from nanospec.drafters.base import Target
+from nanospec.drafters import Target
 from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.models.hub import resolve_model

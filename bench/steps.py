@@ -28,7 +28,7 @@ from nanospec.config import EngineConfig
 from nanospec.device import timing
 from nanospec.device.graphs import Bucket, EagerCapture, StepGraphs
 from nanospec.device.worker import Worker
-from nanospec.drafters.base import NgramDrafter
+from nanospec.drafters.methods import NgramDrafter
 from nanospec.models.decoder import Model
 from nanospec.models.families import config_of
 from tests.random_weights import random_model

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams, SpecConfig
-    from .drafters.base import Drafter, SimpleDrafter
+    from .drafters import Drafter, SimpleDrafter
     from .llm import LLM
     from .outputs import Completion, RequestOutput
 
@@ -30,8 +30,8 @@ _MODULES = {  # others: config
     "LLM": "llm",
     "Completion": "outputs",
     "RequestOutput": "outputs",
-    "Drafter": "drafters.base",
-    "SimpleDrafter": "drafters.base",
+    "Drafter": "drafters",
+    "SimpleDrafter": "drafters",
 }
 
 

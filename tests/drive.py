@@ -13,7 +13,7 @@ from torch import Tensor
 from nanospec import extras
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device.worker import Worker
-from nanospec.drafters.base import Drafter, Target, guesses
+from nanospec.drafters import Drafter, Target, guesses
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.drafters.methods import Guessers, who_guesses

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from nanospec.config import SpecConfig
 from nanospec.device.step import Step
-from nanospec.drafters.base import NgramDrafter
+from nanospec.drafters.methods import NgramDrafter
 from nanospec.kernels.launch import forced
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig

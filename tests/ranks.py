@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from nanospec.config import EngineConfig
-from nanospec.drafters.base import Drafter, Target
+from nanospec.drafters import Drafter, Target
 from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.extras import wanted

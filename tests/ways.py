@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanospec.config import SamplingParams
-from nanospec.drafters.base import Drafter, SimpleDrafter, guesses, room
+from nanospec.drafters import Drafter, SimpleDrafter, guesses, room
 from nanospec.drafters.medusa import Heads
 from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling.sample import sample

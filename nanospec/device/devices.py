@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ..config import EngineConfig
-from ..drafters.base import Drafter
+from ..drafters import Drafter
 from ..kernels.batch import Batch
 from ..kernels.sampling.sample import sample
 from ..kernels.table import Table

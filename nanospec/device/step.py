@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafters import methods
-from ..drafters.base import Drafter
+from ..drafters import Drafter, methods
 from ..drafters.estimates import DraftTimes, Offer
 from ..kernels import MAX_DRAFTS
 from ..kernels.batch import Batch

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from ..config import EngineConfig
-from ..drafters.base import Drafter
+from ..drafters import Drafter
 from ..drafters.estimates import StepCosts
 from ..drafters.methods import captures_steps
 from ..kernels import NOBODY, STOPPED

@@ -35,7 +35,7 @@ from ..models.hub import resolve_model
 from ..models.token_map import lm_head_for, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
-from .base import Drafter, Memory, Target, guesses, nothing, room
+from . import Drafter, Memory, Target, guesses, nothing, room
 
 if TYPE_CHECKING:
     from ..config import SpecConfig

@@ -40,7 +40,7 @@ from ..kernels.table import Table
 from ..models.hub import default_heads
 from ..models.token_map import TOKEN_MAP, checked_token_map, lm_head_for
 from ..models.weights import check_fit, listed, open_safetensors
-from .base import Drafter, Memory, Target, guesses, room
+from . import Drafter, Memory, Target, guesses, room
 
 if TYPE_CHECKING:
     from ..config import SpecConfig

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..config import EngineConfig, SpecConfig
 from ..kernels import NOBODY
 from ..kernels.batch import Batch
+from ..kernels.speculation import ngram
 from ..kernels.speculation.proposal import Proposal, room
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
@@ -31,13 +32,31 @@ from ..models.families import read_config
 from ..models.weights import Split, load_model, resolve_dtype
 from ..text.checks import shown
 from ..text.tokenizer import Tokenizer
-from .base import Drafter, Target, nothing
+from . import Drafter, Target, nothing
 from .estimates import DraftTimes
+
+
+class NgramDrafter(Drafter):
+    """Looks the last tokens up in the row's own text: see `kernels/speculation/ngram.py`."""
+
+    name = "ngram"
+    makes_trees = True
+
+    def __init__(self, spec: SpecConfig) -> None:
+        self.max_n, self.width = spec.prompt_lookup_max, spec.tree_width
+
+    @classmethod
+    def load(cls, spec: SpecConfig, target: Target) -> NgramDrafter:
+        return cls(spec)
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        return ngram.propose(table, rows, k, self.max_n, self.width)
+
 
 METHODS = {  # the class of each, imported when it is used
     "draft": "draft_model.ModelDrafter",
     "medusa": "medusa.MedusaDrafter",
-    "ngram": "base.NgramDrafter",
+    "ngram": "methods.NgramDrafter",
 }
 NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
 USED_BY = {"draft_model": "draft", "heads": "medusa"}  # fields of `SpecConfig`

@@ -10,7 +10,7 @@ from bench.e2e import ReplayWorker
 from nanospec import SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device import graphs
-from nanospec.drafters.base import Target
+from nanospec.drafters import Target
 from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.kernels import launch

@@ -25,7 +25,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from nanospec import LLM, RequestOutput, SamplingParams, SimpleDrafter, SpecConfig
 from nanospec.device.worker import Worker
-from nanospec.drafters.base import Target
+from nanospec.drafters import Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.engine.engine import Engine

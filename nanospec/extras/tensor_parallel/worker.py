@@ -26,7 +26,7 @@ from ...device.orders import Admission, Flight, RowResult, StepOrder
 from ...device.step import Cut
 from ...device.timing import Meet
 from ...device.worker import Worker
-from ...drafters.base import Drafter
+from ...drafters import Drafter
 from ...drafters.estimates import StepCosts
 from ...drafters.methods import Guessers
 from ...kernels.batch import Chunk

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
-from nanospec.drafters.base import guesses, room
+from nanospec.drafters import guesses, room
 from nanospec.drafters.estimates import DraftTimes
 from nanospec.drafters.methods import Guessers, who_guesses
 from nanospec.kernels.speculation.proposal import Proposal

@@ -244,7 +244,7 @@ def test_the_truth_of_a_plain_python_lookup_is_drafted(model: Model) -> None:
 
 @pytest.mark.parametrize("k", [None, 0], ids=["none", "K0"])
 def test_without_speculation_nothing_is_proposed(model: Model, k: K, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanospec.drafters.base import NgramDrafter
+    from nanospec.drafters.methods import NgramDrafter
     from nanospec.drafters.policy import AutoPolicy
 
     def fail(*args: object) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import nanospec.device.graphs as graphs
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.drafters.base import Drafter, guesses, room
+from nanospec.drafters import Drafter, guesses, room
 from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request

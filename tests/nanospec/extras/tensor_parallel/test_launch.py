@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
-from nanospec.drafters.base import Drafter
+from nanospec.drafters import Drafter
 from nanospec.extras.tensor_parallel import launch
 from nanospec.extras.tensor_parallel.job import RankFailed
 from nanospec.extras.tensor_parallel.launch import Place, torchrun_place

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.drafters.base import Drafter, NgramDrafter, SimpleDrafter, Target
+from nanospec.drafters import Drafter, SimpleDrafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import MedusaDrafter
+from nanospec.drafters.methods import NgramDrafter
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.extras.tensor_parallel.worker import Rank

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
-from nanospec.drafters.base import Drafter, guesses, room
+from nanospec.drafters import Drafter, guesses, room
 from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.extras.tracing.recorder import MAX_REQUESTS, Guesses, recorder_of, walk
