@@ -31,9 +31,9 @@ HEADER = tl.constexpr(5)  # words
 BLOCK = 1024
 SHARES = 16
 
-Write = tuple[Tensor, int, int, int, Sequence[Any]]
-"""(tensor, row, first, end, values): the values, at least one, for places `first` .. `end` of a row of a
-contiguous tensor [S, width]; of a tensor [S], row by row, place 0."""
+Write = tuple[Tensor, int, int, Sequence[Any]]
+"""(tensor, row, end, values): the values, at least one, for the places up to `end` of a row of a contiguous
+tensor [S, width]; of a tensor [S], row by row, place 0."""
 
 
 def upload(
@@ -77,10 +77,10 @@ def write(writes: Sequence[Write]) -> None:
 
 
 def naive(writes: Sequence[Write]) -> None:
-    for tensor, row, first, end, values in writes:
-        columns, behind = tensor if tensor.dim() > 1 else tensor[:, None], first + len(values)
-        columns[row, first:behind] = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
-        columns[row, behind:end] = values[-1]
+    for tensor, row, end, values in writes:
+        columns, count = tensor if tensor.dim() > 1 else tensor[:, None], len(values)
+        columns[row, :count] = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
+        columns[row, count:end] = values[-1]
 
 
 @triton.jit
@@ -104,18 +104,18 @@ def _write(words, BLOCK: tl.constexpr):
 def pack(writes: Sequence[Write]) -> array:
     """Return the words."""
     headers, words = array("q"), array("q")
-    for tensor, row, first, end, values in writes:
+    for tensor, row, end, values in writes:
         size, width, is_float = tensor.element_size(), tensor.stride(0), tensor.dtype == torch.float32
-        address = tensor.data_ptr() + (row * width + first) * size
+        address = tensor.data_ptr() + row * width * size
         begin = len(writes) * HEADER.value + len(words)
-        headers.extend((address, size, begin, len(values), end - first))
+        headers.extend((address, size, begin, len(values), end))
         words.extend(array("i", array("f", values).tobytes()).tolist() if is_float else values)
     return headers + words
 
 
 def launch(writes: Sequence[Write]) -> None:
     words = torch.frombuffer(pack(writes), dtype=torch.int64)
-    longest = max(end - first for _, _, first, end, _ in writes)
+    longest = max(end for _, _, end, _ in writes)
     shares = min(triton.cdiv(longest, BLOCK), SHARES)
     device = writes[0][0].device
     _write[(len(writes), shares)](upload(words, torch.int64, device), BLOCK=BLOCK, num_warps=4)

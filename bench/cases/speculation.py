@@ -229,7 +229,7 @@ def host_cases() -> Iterator[Case]:
                 def run() -> None:
                     for row in range(B):
                         if what == "growth":
-                            write_blocks(writes, table, row, blocks, len(blocks) - 1)
+                            write_blocks(writes, table, row, blocks)
                             continue
                         request = Admission(row, tokens, 1000, 2000, blocks, 0, row, (0,), SamplingParams())
                         write_row(writes, table, request, spec)

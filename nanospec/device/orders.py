@@ -136,19 +136,12 @@ class HostWrites:
 
     def set(self, column: Tensor, row: int, value: float) -> None:
         """Write a row of a column [S]."""
-        self._pending[id(column), row] = column, row, 0, 1, (value,)
+        self.put(column, row, (value,))
 
-    def put(
-        self, tensor: Tensor, row: int, values: Sequence[float], first: int = 0, end: int | None = None
-    ) -> None:
-        """Write places `first` .. `end` of a row of a tensor [S, width], the last value repeated up to the
-        end (default: each once). What an earlier call has for the same row counts before `first` only."""
-        end = first + len(values) if end is None else end
-        old = self._pending.get((id(tensor), row))
-        if old is not None and old[2] < first:  # a block table that grows before it is sent
-            _, _, begin, _, before = old
-            first, values = begin, [*before[: first - begin], *values]
-        self._pending[id(tensor), row] = tensor, row, first, end, values
+    def put(self, tensor: Tensor, row: int, values: Sequence[float], end: int | None = None) -> None:
+        """Write the first places of a row of a tensor [S, width], instead of what an earlier call has for it;
+        the last value is repeated up to the place `end`, if it is given."""
+        self._pending[id(tensor), row] = tensor, row, len(values) if end is None else end, values
 
     def flush(self) -> None:
         """Queue the writes. What is lost when this is interrupted was of requests that end with it."""
@@ -159,7 +152,7 @@ class HostWrites:
 
 def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecConfig) -> None:
     """Write everything about a request into its row."""
-    r, asked, own = request.row, request.params, request.params.num_speculative_tokens
+    r, params, own = request.row, request.params, request.params.num_speculative_tokens
     writes.put(table.tokens, r, request.tokens)
     write_blocks(writes, table, r, request.blocks)
     writes.put(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
@@ -170,29 +163,29 @@ def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecCo
         (table.limit, 0 if request.constrained else spec.max_k if own is None else min(own, spec.max_k)),
         (table.min_n, spec.prompt_lookup_min),
         (table.max_n, spec.prompt_lookup_max),
-        (table.width, min(asked.tree_width or spec.tree_width, spec.tree_width)),
-        (table.rule, EXACT if request.constrained else RULES.index(asked.acceptance or spec.acceptance)),
-        (table.temperature, asked.temperature if asked.temperature >= GREEDY_BELOW else 0),
-        (table.top_k, max(asked.top_k, 0)),
-        (table.top_p, asked.top_p),
-        (table.min_p, asked.min_p),
+        (table.width, min(params.tree_width or spec.tree_width, spec.tree_width)),
+        (table.rule, EXACT if request.constrained else RULES.index(params.acceptance or spec.acceptance)),
+        (table.temperature, params.temperature if params.temperature >= GREEDY_BELOW else 0),
+        (table.top_k, max(params.top_k, 0)),
+        (table.top_p, params.top_p),
+        (table.min_p, params.min_p),
         (table.seed, request.seed),
-        (table.min_len, min(request.num_prompt + asked.min_tokens, request.max_len)),
-        (table.repetition, asked.repetition_penalty),
-        (table.presence, asked.presence_penalty),
-        (table.frequency, asked.frequency_penalty),
-        (table.penalized, asked.changes_logits),
+        (table.min_len, min(request.num_prompt + params.min_tokens, request.max_len)),
+        (table.repetition, params.repetition_penalty),
+        (table.presence, params.presence_penalty),
+        (table.frequency, params.frequency_penalty),
+        (table.penalized, params.changes_logits),
     ):
         writes.set(column, r, value)
-    if asked.changes_logits:
+    if params.changes_logits:
         writes.flush()  # the tokens
         _write_history(table, request)
 
 
-def write_blocks(writes: HostWrites, table: Table, row: int, blocks: Sequence[int], first: int = 0) -> None:
-    """Write a row's block table from its block `first` on. Entries beyond its blocks repeat the last one, so
-    that whatever reads them and masks the result reads nothing of other requests."""
-    writes.put(table.block_table, row, blocks[first:], first, table.max_blocks)
+def write_blocks(writes: HostWrites, table: Table, row: int, blocks: Sequence[int]) -> None:
+    """Write a row's block table. Entries beyond its blocks repeat the last one, so that what reads them and
+    masks the result reads nothing of other requests."""
+    writes.put(table.block_table, row, blocks, end=table.max_blocks)
 
 
 def _write_history(table: Table, request: Admission) -> None:

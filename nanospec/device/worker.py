@@ -129,9 +129,9 @@ class Worker:
     @torch.inference_mode()
     def step(self, order: StepOrder, cut: Cut) -> Flight:
         """Queue a step. One that is not captured asks `cut` how many of each row's drafts to verify."""
-        for row, num_tokens, blocks, num_kept in order.grown:
-            write_blocks(self.writes, self.table, row, blocks, num_kept)
-            self._take_pages(row, num_tokens, blocks, num_kept)
+        for pages in order.grown:
+            write_blocks(self.writes, self.table, pages.row, pages.blocks)
+            self._take_pages(*pages)
         rows, logprobs = order.rows, order.logprobs
         k = order.k if self.graphs is None else self.graphs.bucket_for(len(rows), order.k).k
         asking = [each for each in zip(self.extensions, order.extra, strict=True) if each[1] is not None]

@@ -24,6 +24,7 @@ from ..text.tokenizer import OutputText, Tokenizer
 from .blocks import block_hash
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get unrelated seeds
+NOT_FINITE = "the model gave NaN or infinite logits; check its weights and dtype (float16 ends at 65,504)."
 FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "abort"}
 
 
@@ -115,45 +116,36 @@ class Request:
         self, step: RowReport, method: str = "", logprobs: list[dict[int, Logprob]] | None = None
     ) -> bool:
         """Take a step's tokens, cut at the end of its constraint and at the first stop string; return
-        whether that ended the request. `method` names the drafter."""
-        kept, at_string = 0, False
-        taken = step.tokens if self.constraint is None else self._constrained(self.constraint, step)
-        while kept < len(taken) and not at_string:
-            self.tokens.append(taken[kept])
-            kept += 1
-            is_stop_token = step.finished == STOPPED and kept == len(step.tokens)
+        whether that ended the request. `method` names the drafter. A stop string comes before all that
+        follows it, a constraint before what the device has found."""
+        tokens, reason, error = step.tokens, FINISH[step.finished], None
+        if (constraint := self.constraint) is not None:
+            ends = step.finished == STOPPED  # by a token that the constraint does not see
+            taken = constraint.advance(tokens[:-1] if ends else tokens)
+            if constraint.ended or constraint.error:
+                tokens, error = tokens[:taken], constraint.error
+                reason = "abort" if error else "stop"
+        count, at_string = 0, False
+        while count < len(tokens) and not at_string:
+            self.tokens.append(tokens[count])
+            count += 1
+            is_stop_token = step.finished == STOPPED and count == len(step.tokens)
             at_string = self.output.push(self.tokens[-1], is_text=not is_stop_token)
-        if kept and self.first_token_time is None:
+        if count and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
-        self.stats.record(step.num_drafted, min(step.num_accepted, kept), kept, method)
-        self.draft_sources += step.sources[:kept]
+        self.stats.record(step.num_drafted, min(step.num_accepted, count), count, method)
+        self.draft_sources += step.sources[:count]
         if logprobs is not None:
-            self.logprobs += map(self._with_texts, logprobs[:kept])
+            self.logprobs += map(self._with_texts, logprobs[:count])
         self.num_computed = self.num_tokens - 1
-        reason, self.error = self._ending(step.finished, at_string)
+        if at_string:
+            reason, error = "stop", None
+        elif reason == "abort" and error is None:
+            error = f"At position {self.num_tokens} {NOT_FINITE}"
+        self.error = error
         if reason is not None:
             self.finish(reason)
         return reason is not None
-
-    def _ending(self, finished: int, at_string: bool) -> tuple[str | None, str | None]:
-        """Return why a step ended the request, None if it goes on, and its error. A stop string comes before
-        all that follows it, a constraint before what the device has found."""
-        constraint = self.constraint
-        if at_string:
-            return "stop", None
-        if constraint is not None and (constraint.ended or constraint.error):
-            return ("abort", constraint.error) if constraint.error else ("stop", None)
-        if finished == NAN:
-            gave = "the model gave NaN or infinite logits"
-            fix = "check its weights and dtype (float16 ends at 65,504)"
-            return "abort", f"At position {self.num_tokens} {gave}; {fix}."
-        return FINISH[finished], None
-
-    def _constrained(self, constraint: Constraint, step: RowReport) -> list[int]:
-        """Return a step's tokens up to where the constraint ends; an end token may be among them."""
-        ends = step.finished == STOPPED  # by a token that the constraint does not see
-        taken = constraint.advance(step.tokens[:-1] if ends else step.tokens)
-        return step.tokens[:taken] if constraint.ended or constraint.error else step.tokens
 
     def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
         if (tokenizer := self.output.tokenizer) is None:
@@ -218,9 +210,9 @@ def params_of_each(given: Any, count: int) -> Sequence[SamplingParams]:
     return given
 
 
-def seed_of(asked: int | None, index: int, number: int) -> int:
-    """Return the int64 seed of a request's output `index`, from the seed `asked` for or its `number`."""
-    seed = number * SEED_STEP if asked is None else asked + index * SEED_STEP
+def seed_of(given: int | None, index: int, number: int) -> int:
+    """Return the int64 seed of a request's output `index`, from the `given` one or its `number`."""
+    seed = number * SEED_STEP if given is None else given + index * SEED_STEP
     return (seed + 2**63) % 2**64 - 2**63  # wrapped around
 
 
