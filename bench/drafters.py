@@ -32,7 +32,7 @@ from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.drafters.methods import who_guesses
 from nanospec.engine.engine import Engine
-from nanospec.models.hub import default_heads, resolve_model
+from nanospec.models import default_heads, resolve_model
 from nanospec.models.token_map import load_token_map
 from nanospec.models.weights import load_model
 

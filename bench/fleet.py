@@ -25,7 +25,7 @@ from bench import common, traces
 from bench.roofline import MODELS, Machine, account, kv_tokens, prefill
 from nanospec.config import SpecConfig
 from nanospec.device.graphs import MAX_STEP_TOKENS
-from nanospec.models.hub import resolve_model
+from nanospec.models import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
 KINDS = {"prose": "news", "code edits": "code edits"}

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common
 from bench.cpu import SHORT, guess_name, python_of
 from bench.peers.worker import environment, vllm_cache, vllm_guess
-from nanospec.models.hub import resolve_model
+from nanospec.models import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

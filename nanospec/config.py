@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
-from .text.checks import as_bytes, as_int, check_fields, check_number, limited, shown
+from .text import as_bytes, as_int, check_fields, check_number, limited, shown
 
 MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
 MAX_BIAS = 1_000_000

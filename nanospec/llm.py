@@ -21,7 +21,7 @@ from .engine.engine import Engine
 from .engine.locking import SharedEngine
 from .engine.request import Request, params_of_each
 from .extras import load_worker
-from .models.hub import resolve_model
+from .models import resolve_model
 from .outputs import Piece, RequestOutput
 from .text.chat import Messages, Prompt, as_list, check_conversation, conversations, text_and_ids
 from .text.tokenizer import Tokenizer

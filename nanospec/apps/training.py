@@ -38,13 +38,13 @@ from ..device.devices import resolve_device
 from ..drafters.medusa import Heads
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
+from ..models import program, resolve_model, weights_folders
 from ..models.decoder import Model
 from ..models.families import read_config
-from ..models.hub import program, resolve_model, weights_folders
 from ..models.token_map import TOKEN_MAP, lm_head_rows
 from ..models.weights import load_model, resolve_dtype
+from ..text import check_fields, limited, strict_json
 from ..text.chat import check_conversation
-from ..text.checks import check_fields, limited, strict_json
 from ..text.tokenizer import Tokenizer
 from .cli.batch_lines import LineError, place, read_lines
 from .cli.options import Parser, add_settings, given, in_flags

@@ -24,7 +24,7 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.proposal import room as room  # for drafters
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
-from ..text.checks import as_int, shown
+from ..text import as_int, shown
 
 if TYPE_CHECKING:
     from ..config import SpecConfig

@@ -37,7 +37,7 @@ from ..kernels.sampling import noise
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
-from ..models.hub import default_heads
+from ..models import default_heads
 from ..models.token_map import TOKEN_MAP, checked_token_map, lm_head_for
 from ..models.weights import check_fit, listed, open_safetensors
 from . import Drafter, Memory, Target, guesses, room

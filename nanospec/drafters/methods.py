@@ -30,7 +30,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..models.families import read_config
 from ..models.weights import Split, load_model, resolve_dtype
-from ..text.checks import shown
+from ..text import shown
 from ..text.tokenizer import Tokenizer
 from . import Drafter, Target, nothing
 from .estimates import DraftTimes

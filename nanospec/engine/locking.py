@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from ..device.devices import explained, in_a_step, ran_out
-from ..text.checks import shown
+from ..text import shown
 from .engine import Engine
 from .request import Request
 

@@ -18,8 +18,8 @@ from ..device.orders import Admission
 from ..kernels import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, SpecStats
+from ..text import shown
 from ..text.chat import too_long
-from ..text.checks import shown
 from ..text.tokenizer import OutputText, Tokenizer
 from .blocks import block_hash
 

@@ -17,7 +17,7 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
-from ..text.checks import reason, shown
+from ..text import reason, shown
 from .config import DTYPES
 from .families import config_of
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layer.linear import Linear, make_linear
-from ..text.checks import shown
+from ..text import shown
 from .decoder import Model
 from .weights import open_safetensors
 

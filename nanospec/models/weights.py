@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..kernels.launch import use_native
-from ..text.checks import read_json, reason, shown
+from ..text import read_json, reason, shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
 from .decoder import Model

@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 
 from ..outputs import Piece
+from . import check_size, read_json, reason, shown
 from .chat import read_templates, render
-from .checks import check_size, read_json, reason, shown
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 # How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.

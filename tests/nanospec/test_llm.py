@@ -31,7 +31,7 @@ from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.extras.tracing.recorder import recorder_of
-from nanospec.models.hub import default_heads
+from nanospec.models import default_heads
 from nanospec.models.weights import fast_in_bfloat16
 from tests.drive import MODES, assert_idle, cycle_weights, drafters_of
 

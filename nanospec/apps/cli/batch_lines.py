@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from ...config import SamplingParams
 from ...extras.grammar.response_format import checked
+from ...text import shown, strict_json
 from ...text.chat import with_system
-from ...text.checks import shown, strict_json
 from ..serve.openai_format import CHAT, COMPLETIONS, conversation, in_our_words
 from .options import did_you_mean
 

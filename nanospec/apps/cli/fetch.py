@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...models.hub import HUB_ID, download, new_models_folder, program
+from ...models import HUB_ID, download, new_models_folder, program
 from .options import Parser
 
 DEFAULT, DEFAULT_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...models.hub import program, resolve_model
+from ...models import program, resolve_model
 
 if TYPE_CHECKING:
     from ...llm import LLM

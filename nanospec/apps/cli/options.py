@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from ... import __version__
 from ...config import EngineConfig, SamplingParams, SpecConfig
-from ...models.hub import program
-from ...text.checks import shown
+from ...models import program
+from ...text import shown
 
 DESCRIPTION = """\
 nanospec on the command line: a prompt, a chat, a batch of requests, or a demo.

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from ...config import EngineConfig
 from ...device.devices import cpu_quota, resolve_device, spare_memory
 from ...llm import LLM
-from ...models.hub import resolve_model
-from ...text.checks import shown
+from ...models import resolve_model
+from ...text import shown
 
 STORE = 256 << 20  # bytes of the object store of a Ray of our own: requests and results are small
 WAIT = 10.0  # seconds for the Ray of RAY_ADDRESS to answer

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from ...device.devices import compute_info
 from ...llm import LLM
-from ...text.checks import shown
+from ...text import shown
 from .answers import Answer
 from .gate import Gate, HTTPError, read_body
 from .loop import EngineLoop, QueueFull

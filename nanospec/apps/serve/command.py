@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...config import EngineConfig, SpecConfig
-from ...models.hub import program, resolve_model
-from ...text.checks import shown
+from ...models import program, resolve_model
+from ...text import shown
 from ..cli.options import Parser, add_settings, given, in_flags, spec_config
 from .settings import ServeConfig
 

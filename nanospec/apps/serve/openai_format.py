@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
-from ...text.checks import shown
+from ...text import shown
 
 if TYPE_CHECKING:
     from ...outputs import Completion, Logprob, Piece

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...config import SamplingParams
 from ...llm import LLM
-from ...text.checks import shown, strict_json
+from ...text import shown, strict_json
 from ..cli.batch_lines import ask
 from .gate import HTTPError
 from .openai_format import CHAT, IGNORED, RENAMED, in_our_words

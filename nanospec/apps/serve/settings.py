@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...text.checks import as_bytes, check_fields, limited
+from ...text import as_bytes, check_fields, limited
 
 MIN_KEY = 8  # characters; shorter ones are guessed
 LONGEST = 1e7  # seconds: clocks count no further than some powers of ten, and infinity not at all

@@ -22,7 +22,7 @@ from itertools import cycle, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...kernels import GUESSED
-from ...text.checks import reason
+from ...text import reason
 from .response_format import check_together, checked
 
 if TYPE_CHECKING:

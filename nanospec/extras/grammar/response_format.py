@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ...text.checks import shown
+from ...text import shown
 
 if TYPE_CHECKING:
     from ...config import SamplingParams

@@ -29,7 +29,7 @@ from ...config import EngineConfig
 from ...device.devices import current, resolve_device, use_threads
 from ...drafters.methods import Guessers, load_parts, who_guesses
 from ...models.families import read_config
-from ...text.checks import shown
+from ...text import shown
 from ...text.tokenizer import Tokenizer
 from .. import wanted
 from .group import Group

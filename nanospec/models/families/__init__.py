@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from ...text.checks import check_number, read_json, shown
+from ...text import check_number, read_json, shown
 from ..config import ModelConfig, Rope
 
 MOST = {  # others fit 32 bits; there are tuples of layers, tiles of heads and tables of positions

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...text.checks import shown
+from ...text import shown
 from ..config import ModelConfig, Rope
 from . import Family, Raw, layer_windows, optional, read, rope, value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...text.checks import check_number
+from ...text import check_number
 from ..config import ModelConfig
 from . import Family, Raw, Windows, layer_windows, read, rope, rope_entry, value
 

@@ -14,8 +14,8 @@ from nanospec.engine.request import Limits, Request, check_request, seed_of
 from nanospec.kernels import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
+from nanospec.text import as_int
 from nanospec.text.chat import as_list
-from nanospec.text.checks import as_int
 from nanospec.text.tokenizer import OutputText, Tokenizer
 from tests.nanospec.text.conftest import byte_fallback
 

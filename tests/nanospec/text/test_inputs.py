@@ -23,7 +23,7 @@ from nanospec.device.devices import plan_cache
 from nanospec.drafters.methods import who_guesses
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.test_llm import folder, make
-from tests.nanospec.text.test_checks import Silent, nested
+from tests.nanospec.text.test_json import Silent, nested
 from tests.tiny import tiny_model
 
 __all__ = ["folder"]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
-from nanospec.text.checks import shown
+from nanospec.text import shown
 from nanospec.text.tokenizer import Detokenizer, Tokenizer
 from tests.conftest import WEIGHTS
 from tests.nanospec.text.conftest import byte_level, save

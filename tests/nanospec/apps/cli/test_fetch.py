@@ -16,8 +16,7 @@ import pytest
 
 from nanospec.apps.cli import fetch
 from nanospec.apps.cli.main import main
-from nanospec.models import gguf
-from nanospec.models.hub import resolve_model
+from nanospec.models import gguf, resolve_model
 from tests.gguf_file import write_gguf
 
 Capture = pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanospec.text.checks import MAX_DEPTH, shown, strict_json
+from nanospec.text import MAX_DEPTH, shown, strict_json
 
 
 class Silent:

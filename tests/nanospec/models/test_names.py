@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nanospec.models import hub
-from nanospec.models.hub import available_models, default_heads, new_models_folder, resolve_model
+from nanospec import models
+from nanospec.models import available_models, default_heads, new_models_folder, resolve_model
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "PACKAGE", tmp_path / "checkout" / "nanospec")
+    monkeypatch.setattr(models, "PACKAGE", tmp_path / "checkout" / "nanospec")
     monkeypatch.setattr("sys.argv", ["/usr/bin/nanospec"])
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / "run.py").touch()
@@ -57,7 +57,7 @@ def test_new_models_go_where_they_are_found(places: dict[str, Path], monkeypatch
 def test_heads_of_the_package_are_found_last(places: dict[str, Path]) -> None:
     with pytest.raises(FileNotFoundError, match="train some: nanospec train --model mine"):
         default_heads(Path("mine"))
-    for folder in (hub.PACKAGE, places["cache"], places["here"]):
+    for folder in (models.PACKAGE, places["cache"], places["here"]):
         (folder / "heads").mkdir(parents=True)
         (folder / "heads" / "mine.safetensors").touch()
         assert default_heads(Path("mine")) == folder / "heads" / "mine.safetensors"
@@ -74,7 +74,7 @@ def test_messages_name_what_the_user_types(started: str, typed: str, monkeypatch
 
 
 def test_resolve_model_says_what_is_wrong(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
+    monkeypatch.setattr(models, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
     put(places["named"], "mine")
     (places["named"] / "empty").mkdir()
     (places["named"] / "m.gguf").touch()
