@@ -113,7 +113,7 @@ def recording() -> Iterator[list[_Recorded]]:
 
 def launches(case: Case, target: str) -> list[_Recorded]:
     """The launches that `case` makes on `target`."""
-    with launch.forced("triton"), launch.targeting(target), recording() as recorded:
+    with launch.forced("triton", target), recording() as recorded:
         case.build("meta").run()
     if not recorded:
         raise RuntimeError(f"{case.kernel} {case.label} launches no kernel on {target}.")

@@ -88,7 +88,7 @@ def one(out: Rows, case: Case, machine: dict[str, float], repeats: int) -> float
 def measure(out: Rows, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     machine, shares = events.limits(out.device), dict[str, list[tuple[float, str]]]()
-    cases = {f"{case.kernel}-{case.label}": case for case in all_cases() if case.timed}
+    cases = {f"{case.kernel}-{case.label}": case for case in all_cases()}
     names = dict.fromkeys(name for part in args.only for name in cases if re.search(part, name))
     for name in (name for name in names if name not in out.begun):  # in the order of the patterns
         if not out.begins(name, 4.0):

@@ -18,7 +18,6 @@ from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -74,27 +73,24 @@ class Batch:
     def of_chunks(cls, table: Table, chunks: Sequence[Chunk]) -> Batch:
         """Pieces of the texts of request rows, packed, for prefill. Never waits for the device: all sizes
         are known to the host."""
-        rows, first, count = zip(*chunks, strict=True)
-        ends = list(accumulate(count))
-        starts = [0, *ends[:-1]]
-        shift = [a - b for a, b in zip(first, starts, strict=True)]
-        padding = [0] * (-len(chunks) % 4)  # for every column to begin at a multiple of 16 bytes
-        columns = [[*column, *padding] for column in (rows, first, count, starts, ends, shift)]
-        given = upload(columns, torch.int32, table.device)[:, : len(chunks)]
-        place = torch.arange(ends[-1], dtype=torch.int32, device=table.device)
-        b = torch.searchsorted(given[4], place, right=True)  # [T] whose token it is
-        positions, pages = place + given[5][b], table.block_table[given[0]]
+        columns = upload([*zip(*chunks, strict=True)], torch.int32, table.device)
+        rows, first, count = map(torch.clone, columns)  # each begins at a multiple of 16 bytes
+        end = count.cumsum(0, dtype=torch.int32)
+        start, num_tokens = end - count, sum(chunk.num_tokens for chunk in chunks)
+        place = torch.arange(num_tokens, dtype=torch.int32, device=table.device)
+        b = torch.searchsorted(end, place, right=True)  # [T] whose token it is
+        positions, pages = place + (first - start)[b], table.block_table[rows]
         return cls(
-            rows=given[0],
-            input_ids=table.tokens[given[0][b], positions],
+            rows=rows,
+            input_ids=table.tokens[rows[b], positions],
             positions=positions,
             slots=slots_of(pages, b, positions, table.block_size),
             block_table=pages,
-            q_start=given[3],
-            q_len=given[2],
-            base_len=given[1],
-            max_q_len=max(*count, 1),
-            max_kv_len=max(map(sum, zip(first, count, strict=True))),
+            q_start=start,
+            q_len=count,
+            base_len=first,
+            max_q_len=max(1, *(chunk.num_tokens for chunk in chunks)),
+            max_kv_len=max(chunk.start + chunk.num_tokens for chunk in chunks),
             prefill=True,
         )
 

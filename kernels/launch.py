@@ -3,8 +3,8 @@
 Tensors on a GPU take the Triton kernel, tensors on a CPU the compiled C++ of `native/` where an operation
 has it for their dtype, all others `naive`. `NANOSPEC_KERNELS=triton|native|naive` or `forced(...)` overrides
 this, so that tests can run the whole engine on the kernels in Triton's interpreter (`TRITON_INTERPRET=1`).
-With `native` a missing compiler is an error. The architecture is that of the device, or the one named in
-`targeting(...)`, with which `bench/compile.py` compiles every kernel for GPUs that are not there.
+With `native` a missing compiler is an error. The architecture is that of the device, or the one given to
+`forced`, with which `bench/compile.py` compiles every kernel for GPUs that are not there.
 
 Programmatic dependent launch (sm_90 and newer) lets a kernel begin while the one before it still runs. A
 kernel launched with `options(...)` starts as soon as all programs of the kernel before it on the stream have
@@ -55,14 +55,15 @@ def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 @contextmanager
-def forced(backend: Backend) -> Iterator[None]:
-    """Use `backend` for every operation inside the `with` block."""
-    global _backend
-    previous, _backend = _backend, backend
+def forced(backend: Backend | None = None, architecture: str | None = None) -> Iterator[None]:
+    """Use `backend`, and configurations for `architecture`, for every operation inside the `with` block."""
+    global _backend, _target
+    previous = _backend, _target
+    _backend, _target = backend or _backend, architecture or _target
     try:
         yield
     finally:
-        _backend = previous
+        _backend, _target = previous
 
 
 def arch(tensor: Tensor) -> str:
@@ -76,17 +77,6 @@ def _device_arch(index: int) -> str:
         return "gfx942"
     major, _ = torch.cuda.get_device_capability(index)
     return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
-
-
-@contextmanager
-def targeting(name: str) -> Iterator[None]:
-    """Choose configurations for the architecture `name` inside the `with` block."""
-    global _target
-    previous, _target = _target, name
-    try:
-        yield
-    finally:
-        _target = previous
 
 
 def next_power_of_2(n: int) -> int:

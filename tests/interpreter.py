@@ -187,10 +187,8 @@ def _ranges(args: Any) -> Iterator[tuple[int, int]]:
 
 def refuse_what_lies_outside() -> None:
     """The interpreter reads and writes whatever address it is given, which mostly is somebody's memory. Not
-    noticed is what lies in another tensor of the same launch. A launch that makes pointers of integers
-    (`kernels/transfer.py`) is not looked at: nobody says there which tensors it may write."""
+    noticed is what lies in another tensor of the same launch."""
     place: Callable[..., Any] = interpreter.GridExecutor._init_args_hst
-    point: Callable[..., Any] = interpreter.InterpreterBuilder.create_int_to_ptr
     raw = interpreter._interpreter
     load, store, change, swap = raw.load, raw.store, raw.atomic_rmw, raw.atomic_cas
 
@@ -198,10 +196,6 @@ def refuse_what_lies_outside() -> None:
         found = place(self, args, kwargs)
         tensors.are((*found[0], *found[1].values()))
         return found
-
-    def create_int_to_ptr(*args: Any) -> Any:
-        tensors.known = False
-        return point(*args)
 
     def checked_load(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         tensors.check(pointers, mask, other.itemsize)
@@ -220,7 +214,6 @@ def refuse_what_lies_outside() -> None:
         return swap(pointers, expected, value, order)
 
     interpreter.GridExecutor._init_args_hst = init_args
-    interpreter.InterpreterBuilder.create_int_to_ptr = create_int_to_ptr
     raw.load, raw.store, raw.atomic_rmw, raw.atomic_cas = (
         checked_load, checked_store, checked_change, checked_swap,
     )  # fmt: skip

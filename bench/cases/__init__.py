@@ -36,7 +36,6 @@ class Case:
         build: makes fresh inputs on a device ("meta", "cuda").
         bytes, flops: the least that the operation has to move and compute.
         dots: whether tensor-core instructions must be there.
-        timed: whether `bench/kernels.py` times it; False for configurations that are only compiled.
     """
 
     kernel: str
@@ -45,7 +44,6 @@ class Case:
     bytes: int = 0
     flops: int = 0
     dots: bool = False
-    timed: bool = True
 
 
 def all_cases() -> Iterator[Case]:

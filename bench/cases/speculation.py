@@ -1,5 +1,4 @@
-"""The kernels of speculation: propose, sample, verify, commit, the layout of a batch, and what the host
-sends."""
+"""The kernels of speculation: propose, sample, verify, commit, and the layout of a batch."""
 
 from __future__ import annotations
 
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor
 
 from bench.cases import Built, Case
-from nanospec.config import SamplingParams, SpecConfig
-from nanospec.device.orders import Admission, HostWrites, write_blocks, write_row
 from nanospec.kernels import REJECTION, RULES, TYPICAL
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling.accept import accept
@@ -43,7 +40,6 @@ def cases() -> Iterator[Case]:
     yield from accept_tree_cases()
     yield from verify_cases()
     yield from layout_cases()
-    yield from host_cases()
 
 
 def make_batch(B: int, Q: int, device: str, tree: bool = False) -> Batch:
@@ -215,26 +211,3 @@ def layout_cases() -> Iterator[Case]:
                 return Built(lambda: lay_out(table, batch.rows, proposal))
 
             yield Case("layout", f"B{B}-K{K}{'-text' if text else ''}", build)
-
-
-def host_cases() -> Iterator[Case]:
-    """Requests that get their rows, and block tables that grow."""
-    for B in (1, 64):
-        for what in ("admission", "growth"):
-
-            def build(device: str, B: int = B, what: str = what) -> Built:
-                table, writes, spec = make_table(B, 1, device), HostWrites(), SpecConfig()
-                tokens, blocks = list(range(1000)), list(range(63))
-
-                def run() -> None:
-                    for row in range(B):
-                        if what == "growth":
-                            write_blocks(writes, table, row, blocks)
-                            continue
-                        request = Admission(row, tokens, 1000, 2000, blocks, 0, row, (0,), SamplingParams())
-                        write_row(writes, table, request, spec)
-                    writes.flush()
-
-                return Built(run)
-
-            yield Case("host_writes", f"B{B}-{what}", build, timed=False)  # most of it is the host's

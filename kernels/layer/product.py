@@ -243,7 +243,7 @@ def finish(value, new, tile, s, T, N, C: tl.constexpr):
         wide = value.to(tl.float32)
         by = tl.load(new.weight + n, n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(new.scaled + corner + at, (wide * by).to(new.scaled.dtype.element_ty), inside)
-        store_squares(wide, new.squares, n, t, T, N)
+        store_squares(wide, new.squares, tile.block * COLUMNS, t, T, N)
 
 
 def product(

@@ -11,12 +11,10 @@ plain sums in order, to which a tile of which a column sees nothing adds zeros: 
 spans. These sums do not depend on how the spans or tiles are divided among programs. Where the compiler could
 choose to fuse, a fused multiply-add is written out.
 
-Weighed for D = 128 in bf16 on an H200 (132 multiprocessors of 2 programs each), none of it measured: one row
-is bound by latency, so at 1,024 positions each of the 16 tiles of 8 KV heads has its own program. From 256
-programs on, spans are as fast; a span is 256 KB of K/V, and its partial results, written and read through L2,
-are columns / 256 of that. Programs without a unit end at once but cost perhaps a microsecond: never more than
-32768 / columns of them. Many wide tiles of queries, as of a prompt, fill the machine by themselves, and each
-program adds up its own spans.
+Estimated for D = 128 in bf16 on an H200 (132 multiprocessors of 2 programs each), not measured: one row is
+bound by latency, so each tile has its own program. From 256 programs on, spans are as fast. Programs without
+a unit end at once but cost perhaps a microsecond: never more than 32768 / columns of them. Many wide tiles of
+queries, as of a prompt, fill the machine by themselves, and each program adds up its own spans.
 """
 
 from collections import namedtuple

@@ -13,15 +13,13 @@ are those of x as rounded, by a tree over each group of 64 columns, then by a tr
 bits whatever tile wrote them. (A square of bf16 or fp16 is exact in float32, so it does not matter where the
 compiler fuses it with the addition.)
 
-* `embed` makes the first stream: x [T, H] = table [V, H] at ids [T], times a number.
-* `residual_add` is for what a product cannot add itself: x + h, or x + RMSNorm(h) with a norm of its own
-  (Gemma), which needs whole rows; h [T, H] is the sum of `parts` [N, T, H], which N ranks computed of one
-  product. They are added in their order in float32 and rounded once, so h depends neither on the rank nor on
-  T.
-* `rms_norm` is for what is no product, as the end of the model.
+`residual_add` is for what a product cannot add itself: x + h, or x + RMSNorm(h) with a norm of its own
+(Gemma), which needs whole rows; h [T, H] is the sum of `parts` [N, T, H], which N ranks computed of one
+product. They are added in their order in float32 and rounded once, so h depends neither on the rank nor on T.
+Without x, its kernel serves `embed`, which makes the first stream, and `rms_norm`, the end of the model.
 
-The kernels have one program per token, which holds the whole row; all in float32 but for h. Launch and code
-depend on N and H only, so a token's bits do not depend on its neighbours.
+Kernel: one program per token, which holds the whole row; all in float32 but for h. Launch and code depend on
+N and H only, so a token's bits do not depend on its neighbours.
 """
 
 from collections import namedtuple
@@ -80,34 +78,25 @@ class Stream(NamedTuple):
 
 def embed(ids: Tensor, table: Tensor | Lookup, norm: Norm, scale: float = 1.0) -> Stream:
     """Return the embeddings of `ids`, each in 0 .. V - 1, times `scale`, for the first norm."""
-    if not isinstance(table, Tensor):
-        ids, table = torch.arange(len(ids), device=ids.device), table(ids)
-    T, H = len(ids), table.shape[1]
-    if not use_triton(table):
-        x = F.embedding(ids, table)
-        return Stream(x if scale == 1 else x * scale, norm)
-    stream = Stream.empty(T, norm, table)
-    _embed[(T,)](ids, table, stream.written(), SCALE=scale, H=H, **row_options(H, table))
-    return stream
+    rows = F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
+    return residual_add((rows if scale == 1 else rows * scale)[None], None, norm)
 
 
-def residual_add(parts: Tensor, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-    """Return x plus h, or plus its `own` norm, for the `norm` that comes next."""
+def residual_add(parts: Tensor, x: Tensor | None, norm: Norm, own: Norm | None = None) -> Stream:
+    """Return x (None: zeros) plus h, or plus its `own` norm, for the `norm` that comes next."""
     if not use_triton(parts):
         return Stream(naive(parts, x, own), norm)
     N, T, H = parts.shape
-    stream, (weight, eps) = Stream.empty(T, norm, x), own or (None, 0.0)
-    _residual_add[(T,)](parts, weight, stream.written(x), eps, PARTS=N, H=H, **row_options(H, parts))
+    stream, (weight, eps) = Stream.empty(T, norm, parts), own or (None, 0.0)
+    _residual_add[(T,)](
+        parts, weight, stream.written(x), eps, PARTS=N, ADD=x is not None, H=H, **row_options(H, parts)
+    )
     return stream
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Normalise each row of x [T, H] by its root mean square and scale by the weight."""
-    if not use_triton(x):
-        return naive_norm(x, norm)
-    (T, H), out = x.shape, torch.empty_like(x, memory_format=torch.contiguous_format)
-    _rms_norm[(T,)](x, norm.weight, out, x.stride(0), norm.eps, H=H, **row_options(H, x))
-    return out
+    """Return RMSNorm of x [T, H]."""
+    return residual_add(x[None], None, norm, own=norm).x if use_triton(x) else naive_norm(x, norm)
 
 
 def row_options(H: int, like: Tensor) -> dict[str, Any]:
@@ -124,9 +113,10 @@ def total(parts: Tensor) -> Tensor:
     return found.to(parts.dtype)
 
 
-def naive(parts: Tensor, x: Tensor, own: Norm | None = None) -> Tensor:
+def naive(parts: Tensor, x: Tensor | None, own: Norm | None = None) -> Tensor:
     h = parts[0] if len(parts) == 1 else total(parts)
-    return x + (h if own is None else naive_norm(h, own))
+    h = h if own is None else naive_norm(h, own)
+    return h if x is None else x + h
 
 
 def naive_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -147,13 +137,13 @@ def tree_sum(x):
 
 
 @triton.jit
-def store_squares(x, squares, n, t, T, H):
-    """Write the sums of squares of a tile x [columns n, tokens t] of x.T, which is zero outside."""
+def store_squares(x, squares, first, t, T, H):
+    """Write the sums of squares of a tile x [columns from `first` on, tokens t] of x.T, zero outside."""
     GROUPS: tl.constexpr = x.shape[0] // GROUP
     WIDTH: tl.constexpr = x.shape[1]
     rows = tl.reshape(tl.trans(x * x), [WIDTH * GROUPS, GROUP])
     sums = tl.reshape(tree_sum(rows), [WIDTH, GROUPS])
-    group = tl.min(n, 0) // GROUP + tl.arange(0, GROUPS)
+    group = first // GROUP + tl.arange(0, GROUPS)
     inside = (t < T)[:, None] & (group < tl.cdiv(H, GROUP))[None, :]
     tl.store(squares + group[None, :] * T + t[:, None], sums, inside)
 
@@ -182,67 +172,26 @@ def sum_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.cons
 
 
 @triton.jit
-def store_row(value, by, new, H: tl.constexpr):
-    """Write a token's row of x, `value` [BLOCK], that times the norm's weight `by`, and the sums of squares
-    of its groups."""
-    BLOCK: tl.constexpr = value.shape[0]
-    token, T, i = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
-    at = token.to(tl.int64) * H + i
-    tl.store(new.x + at, value, i < H)
-    wide = value.to(tl.float32)
-    tl.store(new.scaled + at, (wide * by).to(new.scaled.dtype.element_ty), i < H)
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    sums = tree_sum(tl.reshape(wide * wide, [GROUPS, GROUP]))
-    group = tl.arange(0, GROUPS)
-    tl.store(new.squares + group * T + token, sums, group < tl.cdiv(H, GROUP))
-
-
-@triton.jit
-def columns_of(H: tl.constexpr):
-    """Return the columns of a row, padded to a power of two of whole groups."""
-    return tl.arange(0, triton.next_power_of_2((H + GROUP - 1) // GROUP) * GROUP)
-
-
-@triton.jit
-def _embed(ids, table, new, SCALE: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr):
-    release_next(PDL)
-    i = columns_of(H)
-    by = tl.load(new.weight + i, i < H, other=0.0).to(tl.float32)
-    wait_for_previous(PDL)
-    row = tl.load(ids + tl.program_id(0)).to(tl.int64)
-    value = tl.load(table + row * H + i, i < H, other=0.0)
-    if SCALE != 1:
-        value = (value.to(tl.float32) * SCALE).to(value.dtype)
-    store_row(value, by, new, H)
-
-
-@triton.jit
 def _residual_add(
-    parts, own, new, eps, PARTS: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    parts, own, new, eps, PARTS: tl.constexpr, ADD: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr
+):
     release_next(PDL)
-    i = columns_of(H)
+    i = tl.arange(0, triton.next_power_of_2((H + GROUP - 1) // GROUP) * GROUP)  # whole groups
     by = tl.load(new.weight + i, i < H, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    at = tl.program_id(0).to(tl.int64) * H + i
+    token, T = tl.program_id(0), tl.num_programs(0)
+    at = token.to(tl.int64) * H + i
     h = tl.load(parts + at, i < H, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        h += tl.load(parts + part * tl.num_programs(0).to(tl.int64) * H + at, i < H, other=0.0).to(tl.float32)
+        h += tl.load(parts + part * T.to(tl.int64) * H + at, i < H, other=0.0).to(tl.float32)
     h = h.to(new.x.dtype.element_ty).to(tl.float32)
     value = h
     if own is not None:
         value = h * tl.rsqrt(tl.sum(h * h) / H + eps) * tl.load(own + i, i < H, other=0.0).to(tl.float32)
-    value = (value + tl.load(new.residual + at, i < H, other=0.0).to(tl.float32)).to(new.x.dtype.element_ty)
-    store_row(value, by, new, H)
-
-
-@triton.jit
-def _rms_norm(x, weight, out, row_stride, eps, H: tl.constexpr, PDL: tl.constexpr):
-    release_next(PDL)
-    wait_for_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, triton.next_power_of_2(H))
-    value = tl.load(x + row * row_stride + i, i < H, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value) / H + eps)
-    w = tl.load(weight + i, i < H, other=0.0).to(tl.float32)
-    tl.store(out + row * H + i, (value * scale * w).to(out.dtype.element_ty), i < H)
+    if ADD:
+        value += tl.load(new.residual + at, i < H, other=0.0).to(tl.float32)
+    value = value.to(new.x.dtype.element_ty)
+    tl.store(new.x + at, value, i < H)
+    wide = value.to(tl.float32)
+    tl.store(new.scaled + at, (wide * by).to(new.scaled.dtype.element_ty), i < H)
+    store_squares(wide[:, None], new.squares, 0, token + tl.arange(0, 1), T, H)

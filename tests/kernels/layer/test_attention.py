@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.launch import ARCHITECTURES, targeting, tickets
+from nanospec.kernels.launch import ARCHITECTURES, forced, tickets
 from nanospec.kernels.layer import attention, split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata
 from tests.kernels.texts import Texts, divide, random_trees
@@ -109,7 +109,7 @@ def test_pages_before_the_window_may_be_gone(begins: int, tree: bool) -> None:
 def test_tiles_of_every_architecture(target: str, head_dim: int) -> None:
     shape = [(70, 5), (31, 20 if head_dim == 64 else 2)]
     texts, parts = requests(shape, (2, 1, head_dim))
-    with targeting(target):
+    with forced(architecture=target):
         for trees in (None, random_trees([n for _, n in shape], 3)):
             out = texts.attend(parts, 60, trees=trees)
             assert_close(out, texts.expected(parts, 60, trees=trees), TOLERANCE[FP32], target)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanospec.kernels.launch import ARCHITECTURES, forced, targeting
+from nanospec.kernels.launch import ARCHITECTURES, forced
 from nanospec.kernels.layer import product
 from nanospec.kernels.layer.linear import make_linear
 from tests.kernels.products import KINDS, Products
@@ -88,7 +88,7 @@ def test_parts_depend_on_the_weight_alone(N: int, K: int, arch: str) -> None:
 def test_tilings_of_every_architecture(T: int, arch: str) -> None:
     """What `choose_tiling` chooses for it: parts of K, rows, columns, steps."""
     products = Products(T, 66, 1100, torch.float16)
-    with targeting(arch):
+    with forced(architecture=arch):
         assert_close(products.run("norm_swiglu"), products.expected("norm_swiglu"), TOLERANCE[torch.float16])
 
 
