@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..text import shown
+from ..text import reason, shown
 
 HUB_TIMEOUT = 10  # seconds until a silent hub counts as unreachable
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -33,19 +33,19 @@ def cache_folder() -> Path:
 
 def weights_folders() -> list[Path]:
     """Return the folders where named models are looked up, in order."""
-    named, checkout = os.environ.get("NANOSPEC_WEIGHTS"), PACKAGE.parent
-    folders = [Path("weights").absolute()]
-    folders += [Path(named).expanduser()] if named else []
-    folders += [checkout / "weights"] if (checkout / "run.py").is_file() else []
-    return [*folders, cache_folder()]
+    checkout = PACKAGE.parent
+    own = [checkout / "weights"] if (checkout / "run.py").is_file() else []
+    return [Path("weights").absolute(), *_named_folder(), *own, cache_folder()]
 
 
 def new_models_folder() -> Path:
     """Return the folder of a new model: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
-    if Path("weights").is_dir():
-        return Path("weights")
+    return Path("weights") if Path("weights").is_dir() else [*_named_folder(), cache_folder()][0]
+
+
+def _named_folder() -> list[Path]:
     named = os.environ.get("NANOSPEC_WEIGHTS")
-    return Path(named).expanduser() if named else cache_folder()
+    return [Path(named).expanduser()] if named else []
 
 
 def available_models() -> list[str]:
@@ -63,34 +63,27 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if not isinstance(name_or_path, str | Path) or len(str(name_or_path)) > MAX_NAME:
         raise ValueError(f"model={shown(name_or_path)} must be a folder, or the name or hub id of a model.")
     name, path = str(name_or_path), Path(name_or_path).expanduser()
+    for folder in (path, *(parent / name for parent in weights_folders())):
+        if name and (folder / "config.json").is_file():
+            return folder
     if path.is_file():
         convert = f"convert it: {program()} convert FILE FOLDER"
         hint = convert if path.suffix == ".gguf" else "give the folder that holds it"
         raise FileNotFoundError(f"{name} is a file, but a model is a folder; {hint}.")
-    for folder in (path, *(parent / name for parent in weights_folders())):
-        if name and (folder / "config.json").is_file():
-            return folder
     if name and path.is_dir():
-        raise FileNotFoundError(
-            f"the folder {shown(name)} holds no config.json, so it is not a model; a model folder has "
-            "config.json, tokenizer.json and *.safetensors."
-        )
-    there = ", ".join(available_models()) or "none"
-    fetch = f"{program()} fetch NAME, such as smollm2-135m-instruct"
-    known = f"Models that are there: {there}. Fetch one with: {fetch}"
-    if HUB_ID.fullmatch(name) is None:
-        raise FileNotFoundError(
-            f"there is no model {shown(name)}: it is neither a folder, nor a name below weights/ or "
-            f"{cache_folder()}, nor a Hugging Face id 'org/name'. {known}"
-        )
-    try:
-        return download(name)
-    except Exception as error:  # the hub library raises those of several HTTP libraries
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise FileNotFoundError(
-            f"there is no folder {shown(name)}, and the Hugging Face hub does not deliver it "
-            f"({reason}). {known}"
-        ) from error
+        said = f"the folder {shown(name)} holds no config.json, so it is not a model"
+        raise FileNotFoundError(f"{said}; a model folder has config.json, tokenizer.json and *.safetensors.")
+    why = f"it is neither a folder, nor a name below weights/ or {cache_folder()}, nor an id 'org/name'"
+    if HUB_ID.fullmatch(name):
+        try:
+            return download(name)
+        except Exception as error:  # the hub library raises those of several HTTP libraries
+            why = f"no folder has that name, and the Hugging Face hub does not deliver it ({reason(error)})"
+    raise FileNotFoundError(
+        f"there is no model {shown(name)}: {why}. Models that are there: "
+        f"{', '.join(available_models()) or 'none'}. "
+        f"Fetch one with: {program()} fetch NAME, such as smollm2-135m-instruct"
+    )
 
 
 def default_heads(model_folder: Path) -> Path:
@@ -111,9 +104,8 @@ def download(hub_id: str, folder: Path | None = None) -> Path:
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))  # read by the next import
     from huggingface_hub import snapshot_download
 
-    wait = HUB_TIMEOUT
     found = snapshot_download(
-        hub_id, local_dir=folder, etag_timeout=wait, allow_patterns=FILES, ignore_patterns=NOT_FILES
+        hub_id, local_dir=folder, etag_timeout=HUB_TIMEOUT, allow_patterns=FILES, ignore_patterns=NOT_FILES
     )
     if not (Path(found) / "config.json").is_file():
         raise FileNotFoundError("it holds no config.json")

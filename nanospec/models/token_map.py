@@ -55,13 +55,8 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
         return model.embedding[tokens]
     if model.lm_head.rows is not None:
         return model.lm_head.rows[tokens]
-    hidden = model.config.hidden_size
-    rows = torch.empty(len(tokens), hidden, dtype=model.dtype)
-    units = torch.eye(hidden, dtype=model.dtype)
-    for start in range(0, hidden, PIECE):
-        columns = model.lm_head(units[start : start + PIECE])[:, tokens]  # [PIECE, n]
-        rows[:, start : start + PIECE] = columns.T
-    return rows
+    units = torch.eye(model.config.hidden_size, dtype=model.dtype)
+    return torch.cat([model.lm_head(piece)[:, tokens] for piece in units.split(PIECE)]).T.contiguous()
 
 
 def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None) -> Tensor:
@@ -71,6 +66,4 @@ def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None) -
         everything = logits.new_full((len(logits), vocab_size), float("-inf"))
         return everything.index_copy_(1, token_map, logits)
     missing = vocab_size - logits.shape[1]
-    if missing > 0:
-        return F.pad(logits, (0, missing), value=float("-inf"))
-    return logits[:, :vocab_size]
+    return F.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[:, :vocab_size]

@@ -26,7 +26,7 @@ from .cpu import model_class
 from .decoder import Model
 from .families import family_of, read_config
 
-STORED_DTYPES = ("F32", "BF16", "F16")
+STORED = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch
 
 
@@ -83,8 +83,6 @@ def load_model(
         ValueError: a file is corrupt, the config is not supported, or tensors do not fit it.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; give the folder of a downloaded model.")
     config = read_config(folder)
     if max_len is not None and max_len < config.max_position_embeddings:
         config = replace(config, max_position_embeddings=max_len)
@@ -94,7 +92,6 @@ def load_model(
         source = {n: file for n, file in _opened(folder, stack).items() if not family.is_ignored(n, config)}
         used = {name: file.get_slice(name) for name, file in source.items()}
         check_fit(used, family.stored_shapes(config), f"The weights in {folder} do not fit its config.json")
-
         part = None if split is None else split(config)
 
         def get(name: str) -> Tensor:
@@ -123,39 +120,27 @@ def _opened(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint: `model.safetensors`, the shards that
     `model.safetensors.index.json` names, or the only file there is."""
+    names = {file.name for file in folder.glob("*.safetensors") if file.is_file()}  # not a pipe
     index = folder / "model.safetensors.index.json"
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())  # not a pipe
-    if folder / "model.safetensors" in files:
-        return [folder / "model.safetensors"]
-    if index.is_file():
-        return _shards(index)
-    if len(files) == 1:
-        return files
-    if files:
-        raise ValueError(
-            f"{folder} has {len(files)} safetensors files but neither model.safetensors nor "
-            "model.safetensors.index.json, which says how they belong together."
-        )
-    others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
-    end = f" (found {listed(others)}; convert to safetensors first)" if others else "; fetch the model again"
-    raise FileNotFoundError(f"{folder} has no *.safetensors file{end}.")
-
-
-def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names."""
-    mapping = read_json(index).get("weight_map")
-    names = list(mapping.values()) if isinstance(mapping, dict) else []
-    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-    if wrong or not names:
-        said = f"{index} must have a 'weight_map' from tensors to files beside it"
-        raise ValueError(f"{said}, not to {shown(wrong[0])}." if wrong else f"{said}.")
-    files = [index.parent / name for name in sorted(set(names))]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise FileNotFoundError(
-            f"{index.parent} lacks {len(missing)} of the {len(files)} shards that {index.name} names: "
-            f"{listed(missing)}; download the model again."
-        )
-    return files
+    if "model.safetensors" in names:
+        names = {"model.safetensors"}
+    elif index.is_file():
+        shards = read_json(index).get("weight_map")
+        wanted = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+        if not wanted:
+            raise ValueError(f"{index} must have a 'weight_map' from tensors to files beside it.")
+        if missing := wanted - names:
+            said = f"{folder} lacks {len(missing)} of the {len(wanted)} shards that {index.name} names"
+            raise FileNotFoundError(f"{said}: {listed(missing)}; download the model again.")
+        names = wanted
+    elif len(names) > 1:
+        said = f"{folder} has {len(names)} safetensors files but neither model.safetensors nor {index.name}"
+        raise ValueError(f"{said}, which says how they belong together.")
+    elif not names:
+        others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
+        hint = f" (found {listed(others)}; convert to safetensors first)" if others else ""
+        raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; fetch the model again.")
+    return [folder / name for name in sorted(names)]
 
 
 def open_safetensors(file: Path) -> Any:
@@ -170,25 +155,16 @@ def open_safetensors(file: Path) -> Any:
 def check_fit(
     stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: str, optional: Sequence[str] = ()
 ) -> None:
-    """Raise ValueError, beginning with `what`, that names every tensor that is missing, extra or unfit.
-
-    Args:
-        stored: slices of a safetensors file (`get_slice`), by name.
-        shapes: the shapes that are wanted; those of `optional` may be missing.
-    """
+    """Raise ValueError, beginning with `what`, that names every tensor that is missing, extra or unfit: of
+    `stored`, slices of a safetensors file by name; those of `optional` may be missing."""
     both = shapes.keys() & stored.keys()
-    found = {name: list(stored[name].get_shape()) for name in both}
+    found = {name: (list(stored[name].get_shape()), list(shapes[name])) for name in both}
+    dtypes = {name: stored[name].get_dtype() for name in both}
     problems = {
         "missing": shapes.keys() - stored.keys() - set(optional),
         "not expected": stored.keys() - shapes.keys(),
-        "of the wrong shape": [
-            f"{name} {found[name]} instead of {list(shapes[name])}"
-            for name in both
-            if found[name] != list(shapes[name])
-        ],
-        f"stored as something else than {', '.join(STORED_DTYPES)}": [
-            f"{name} {dtype}" for name in both if (dtype := stored[name].get_dtype()) not in STORED_DTYPES
-        ],
+        "of the wrong shape": [f"{n} {it} instead of {our}" for n, (it, our) in found.items() if it != our],
+        f"not stored as {', '.join(STORED)}": [f"{n} {it}" for n, it in dtypes.items() if it not in STORED],
     }
     said = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if said:

@@ -81,7 +81,7 @@ def test_resolve_model_says_what_is_wrong(places: dict[str, Path], monkeypatch: 
     for name, message in {
         "nothing": r"no model 'nothing': .* are there: mine\. Fetch one with: nanospec fetch NAME",
         "": "no model ''",
-        "org/name": r"no folder 'org/name', .* does not deliver it \(unreachable\)\. Models",
+        "org/name": r"no model 'org/name': .* does not deliver it \(unreachable more\)\. Models",
         str(places["named"] / "empty"): r"holds no config\.json",
         str(places["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
     }.items():

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def load(folder: Path) -> Model:
     return load_model(folder, torch.float32, "cpu")
 
 
-def refused(folder: Path, kind: type[Exception] = ValueError) -> str:
+def refused(folder: Path, kind: Any = ValueError) -> str:
     """The one-line message with which loading is refused."""
     with pytest.raises(kind) as caught:
         load(folder)
@@ -113,7 +114,7 @@ def test_all_mismatches_are_named_at_once(folder: Path, monkeypatch: pytest.Monk
     assert "1 tensor(s) missing: model.layers.1.mlp.up_proj.weight" in message
     assert "1 tensor(s) not expected: model.layers.0.self_attn.q_proj.bias" in message
     assert "of the wrong shape: model.norm.weight [65] instead of [64]" in message
-    assert "F32, BF16, F16: model.layers.2.mlp.down_proj.weight I8" in message
+    assert "not stored as F32, BF16, F16: model.layers.2.mlp.down_proj.weight I8" in message
 
 
 def test_long_lists_and_names_are_cut(folder: Path) -> None:
@@ -149,8 +150,8 @@ def test_broken_files(folder: Path) -> None:
 
 
 def test_missing_files(folder: Path) -> None:
-    assert "is not a folder" in refused(folder / "nowhere", FileNotFoundError)
-    assert "is not a folder" in refused(folder / "config.json", FileNotFoundError)
+    for other in ("nowhere", "config.json"):
+        assert "a model folder needs a config.json" in refused(folder / other, FileNotFoundError)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "found pytorch_model.bin" in refused(folder, FileNotFoundError)
     (folder / "pytorch_model.bin").unlink()
@@ -178,15 +179,15 @@ def test_missing_shard(sharded: Path) -> None:
     [
         ("{", "is not valid JSON"),
         ("{}", "must have a 'weight_map'"),
-        ('{"weight_map": {"a": 1}}', "must have a 'weight_map' .*, not to 1"),
-        ('{"weight_map": {"a": "../a.safetensors"}}', "files beside it, not to '../a.safetensors'"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "files beside it, not to '/etc/passwd'"),
+        ('{"weight_map": {"a": 1}}', "lacks 1 of the 1 shards .*: 1;"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "names: ../a.safetensors;"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "names: /etc/passwd;"),
     ],
     ids=["broken", "empty", "number", "outside", "absolute"],
 )
 def test_bad_index(sharded: Path, content: str, words: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
-    assert re.search(words, refused(sharded))
+    assert re.search(words, refused(sharded, (ValueError, FileNotFoundError)))
 
 
 def test_tensor_in_two_shards(sharded: Path) -> None:
