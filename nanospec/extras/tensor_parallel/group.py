@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -84,11 +84,6 @@ class Group:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._tensors.alltoall_base(_bytes(out), _bytes(x.contiguous()), [], [], _EXCHANGE).wait()
         return out
-
-    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of each rank. Waits for the device."""
-        found: list[list[int]] = self.gather(torch.tensor(numbers, device=self.device)).tolist()
-        return found
 
     def send(self, command: Any) -> None:
         """Send a command from the leader to all followers."""

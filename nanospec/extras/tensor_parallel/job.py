@@ -124,8 +124,7 @@ class Job:
                 continue
             self.end(found)
             if self.group is not None:
-                # This frees a leader that waits for its device, but may itself wait for a rank that hangs.
-                threading.Thread(target=self.group.close, daemon=True, name="closing").start()
+                self.group.close()  # frees a leader that waits for its device
             patience = time.monotonic() + GRACE
             while self._deadline > 0 and time.monotonic() < patience:
                 time.sleep(LOOK)

@@ -1,8 +1,8 @@
 """Start the ranks: the leader starts the others as processes of its own, or torchrun has started all.
 
-A follower that the leader starts does not run the user's program. Its standard input carries what it is made
-of, and reading that imports the modules with drafters that the program has imported. Under torchrun every
-process, on one machine or several, runs the user's program, and all but rank 0 stay in `LLM(...)`.
+A follower that the leader starts does not run the user's program. The leader sends it the arguments of `LLM`
+when they are connected; reading them imports the modules of drafters that the program has imported. Under
+torchrun every process, on one machine or several, runs the program, and all but rank 0 stay in `LLM(...)`.
 """
 
 from __future__ import annotations
@@ -93,13 +93,14 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Rank:
     _check_devices(config, size if place is None else place.gpu + 1)
     others = parts._replace(drafter=for_followers(parts.drafter))
     if place is None:
-        place, job = _start_followers(others)
+        _check_sendable(others)
+        place, job = _start_followers(config)
     elif place.size != size:
         raise ValueError(
             f"torchrun has started {place.size} processes, but tensor_parallel_size={size}; use as many."
         )
     elif place.rank:
-        raise SystemExit(serve(place, lambda: others))
+        raise SystemExit(serve(place, config, others))
     else:
         store = place.store()
         if store.add("nanospec/leaders", 1) > 1:
@@ -108,6 +109,8 @@ def lead(parts: Parts, tokenizer: Tokenizer) -> Rank:
     try:
         with job.command("start", math.inf):
             job.group = _connect(place, config, job.check)
+            if place.path:
+                job.group.send(others)
             return _worker(parts, tokenizer, job.group, job)
     except BaseException as error:
         job.close()
@@ -133,20 +136,8 @@ def _check_devices(config: EngineConfig, count: int) -> None:
         )
 
 
-def _start_followers(parts: Parts) -> tuple[Place, Job]:
-    """Start the ranks from 1 on as processes. Raises ValueError if they could not make the drafter."""
-    data, size = _pickled(parts), parts.config.tensor_parallel_size
-    place = Place(0, size, 0, size, mkdtemp(prefix="nanospec-") + "/store")
-    processes = [_process() for _ in range(1, size)]
-    for rank, process in enumerate(processes, 1):
-        with suppress(BrokenPipeError), process.stdin as stdin:  # type: ignore[union-attr]
-            pickle.dump((os.getpid(), place._replace(rank=rank, local=rank)), stdin)
-            stdin.write(data)
-    return place, Job(processes, place.store(), parts.config.distributed_timeout, place.path)
-
-
-def _pickled(parts: Parts) -> bytes:
-    """Return what followers need."""
+def _check_sendable(parts: Parts) -> None:
+    """Raise ValueError if followers could not make the drafter."""
     for each in who_guesses(parts.config.spec, parts.drafter):
         if type(each).__module__ == "__main__":
             raise ValueError(
@@ -154,29 +145,34 @@ def _pickled(parts: Parts) -> bytes:
                 "a module that the script imports."
             )
     try:
-        return pickle.dumps(parts)
+        pickle.dumps(parts)
     except Exception as error:
         raise ValueError(f"drafter={shown(parts.drafter)} cannot be sent to other ranks: {error}") from None
 
 
-def _process() -> subprocess.Popen[bytes]:
-    """Start a follower. It ignores Ctrl-C, which is the leader's, and looks for modules where this process
-    does."""
+def _start_followers(config: EngineConfig) -> tuple[Place, Job]:
+    """Start the ranks from 1 on as processes. They ignore Ctrl-C, which is the leader's, and look for modules
+    where this process does."""
     path = [folder or os.getcwd() for folder in sys.path] + [str(Path(__file__).resolve().parents[3])]
     env = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
-    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    env = {**os.environ, **env, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     command = [sys.executable, "-c", program + f"from {__name__} import begin; begin()"]
-    return subprocess.Popen(
-        command, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=2, start_new_session=True
-    )
+    size = config.tensor_parallel_size
+    place, processes = Place(0, size, 0, size, mkdtemp(prefix="nanospec-") + "/store"), []
+    for rank in range(1, size):
+        process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        with suppress(BrokenPipeError), process.stdin as stdin:  # type: ignore[union-attr]
+            pickle.dump((os.getpid(), place._replace(rank=rank, local=rank), config), stdin)
+        processes.append(process)
+    return place, Job(processes, place.store(), config.distributed_timeout, place.path)
 
 
 def begin() -> NoReturn:
     """Run the process of a follower that the leader has started."""
-    leader, place = pickle.load(sys.stdin.buffer)
+    leader, place, config = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with, args=(leader, place), daemon=True, name="leader").start()
-    status = serve(place, lambda: pickle.load(sys.stdin.buffer))
+    status = serve(place, config)
     if os.getppid() != leader:
         _end_with(leader, place)
     sys.exit(status)
@@ -190,12 +186,13 @@ def _end_with(leader: int, place: Place) -> None:
     os._exit(1)
 
 
-def serve(place: Place, given: Callable[[], Parts]) -> int:
-    """Be a follower until the leader ends the job; return the exit status."""
+def serve(place: Place, config: EngineConfig, parts: Parts | None = None) -> int:
+    """Be a follower until the leader ends the job; return the exit status. The leader sends the `parts` that
+    are not given."""
     store, group = place.store(), None
     try:
-        parts = given()
-        group = _connect(place, parts.config)
+        group = _connect(place, config)
+        parts = parts or group.receive()
         worker = _worker(parts, Tokenizer(parts.folder), group)
         worker.follow()
         disconnect(group, worker.graphs)

@@ -63,9 +63,9 @@ class Rank(Worker):
 
     def _plan_cache(self) -> tuple[int, int]:
         """(number of KV blocks, max_model_len) that fit on every rank."""
-        plans = self.group.gather_numbers(super()._plan_cache())
-        blocks, lengths = (min(numbers) for numbers in zip(*plans, strict=True))
-        return blocks, lengths
+        plans = self.group.gather(torch.tensor(super()._plan_cache(), device=self.device))
+        num_blocks, max_model_len = plans.amin(0).tolist()
+        return num_blocks, max_model_len
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]

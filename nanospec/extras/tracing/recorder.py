@@ -34,23 +34,17 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 64  # the latest, of which the recorder itself can tell
 
+State = tuple[float | None, Callable[[], list[list[int]]]]
+"""Of a queued step: `Policy.promised`, and a wait for the lines."""
+
 
 class Guesses(NamedTuple):
-    """What was proposed for a row whose text had `length` tokens; see `Proposal`. In a chain, the parent of a
-    draft is the place before it: 0, 1, ..."""
+    """What was proposed for a row; see `Proposal`. In a chain, the parent of a draft is the place before it:
+    0, 1, ..."""
 
-    length: int
     drafts: list[int]
     sources: list[int]
     parents: list[int]
-
-
-class Promise(NamedTuple):
-    """What is kept of a step until it is collected: `Policy.promised`, and what was proposed for each of its
-    rows, None where nothing could be. `guesses` waits for the device."""
-
-    promised: float | None
-    guesses: Callable[[], list[Guesses | None]]
 
 
 class Recorder(Extension):
@@ -62,7 +56,6 @@ class Recorder(Extension):
     """
 
     always = True
-    _lines: Tensor | None = None  # [rows + 1, 2 + 3 W]; the last one is for padding
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}  # by stage, when the step before had been collected
@@ -70,25 +63,22 @@ class Recorder(Extension):
         self.num_requests = 0
 
     def attach(self, worker: Worker) -> None:
-        self._worker, table = worker, worker.table
-        if worker.max_k:
-            shape = table.num_rows + 1, 2 + 3 * worker.max_k
-            self._lines = torch.zeros(shape, dtype=torch.int32, device=table.device)
+        self._worker = worker
+        shape = worker.table.num_rows + 1, 2 + 3 * worker.max_k  # the last line is for padding
+        self._lines = torch.zeros(shape, dtype=torch.int32, device=worker.device)
 
     def admit(self, writes: HostWrites, row: int) -> None:
-        if self._lines is not None:
-            self._lines[row].zero_()
+        self._lines[row].zero_()
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
-        if self._lines is not None:
-            k, row = proposal.drafts.shape[1], torch.where(rows >= 0, rows, table.num_rows)
-            self._lines[row, 0] = table.num_tokens[rows.clamp(min=0)]
-            self._lines[row, 1] = proposal.num_drafts.int()  # as lenient as the step
-            chain = torch.arange(k, dtype=torch.int32, device=rows.device).expand(len(rows), k)
-            parents = chain if proposal.parents is None else proposal.parents
-            for column, values in enumerate((proposal.drafts, proposal.source, parents)):
-                first = 2 + column * self._worker.max_k
-                self._lines[row, first : first + k] = values.int()
+        k, row = proposal.drafts.shape[1], torch.where(rows >= 0, rows, table.num_rows)
+        self._lines[row, 0] = table.num_tokens[rows.clamp(min=0)]
+        self._lines[row, 1] = proposal.num_drafts.int()  # as lenient as the step
+        chain = torch.arange(k, dtype=torch.int32, device=rows.device).expand(len(rows), k)
+        parents = chain if proposal.parents is None else proposal.parents
+        for column, values in enumerate((proposal.drafts, proposal.source, parents)):
+            first = 2 + column * self._worker.max_k
+            self._lines[row, first : first + k] = values.int()
         return proposal
 
     def start(self, engine: Engine) -> None:
@@ -110,37 +100,23 @@ class Recorder(Extension):
         self.requests.append(request)
         self.num_requests += 1
 
-    def queued(self, rows: Sequence[int]) -> Promise:
+    def queued(self, rows: Sequence[int]) -> State:
         """Start copying the lines of rows to the host."""
-        promised = self._policy.promised
-        if self._lines is None:
-            return Promise(promised, lambda: [None] * len(rows))
         with current(self._worker.device):
-            wait, width = to_host(self._lines[: max(rows) + 1]), self._worker.max_k
+            return self._policy.promised, to_host(self._lines[: max(rows) + 1])
 
-        def guesses(line: list[int]) -> Guesses:
-            columns = (line[first : first + line[1]] for first in range(2, 2 + 3 * width, width))
-            return Guesses(line[0], *columns)
-
-        def read() -> list[Guesses | None]:
-            lines = wait()
-            return [guesses(lines[row]) for row in rows]
-
-        return Promise(promised, read)
-
-    def collected(self, step: Queued, results: Sequence[RowResult], state: Promise) -> None:
+    def collected(self, step: Queued, results: Sequence[RowResult], state: State) -> None:
+        promised, lines = state[0], state[1]()
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
         plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * self._plain_share(step, results)
-        for request, result, made in zip(step.requests, results, state.guesses(), strict=True):
+        for request, row, result in zip(step.requests, step.rows, results, strict=True):
             record: Record | None = request.extension_data
             if record is None or request.num_tokens == record.num_tokens:
                 continue  # it had ended before
-            report, before = result.report, record.num_tokens
-            if made is None or made.length != before:  # the step had no proposal
-                made = Guesses(before, [], [], [])
-            tokens = request.tokens[before:]
+            report, made = result.report, self._guesses(lines[row], record.num_tokens)
+            tokens = request.tokens[record.num_tokens :]
             record.add(
                 StepRecord(
                     at=now - record.arrival,
@@ -154,11 +130,16 @@ class Recorder(Extension):
                     parents=made.parents,
                     verified=report.num_drafted,
                     accepted=walk(tokens, made, report.num_drafted),
-                    reason=self._reason(request, made, report.num_drafted, step.k, state.promised),
-                    promised=state.promised,
+                    reason=self._reason(request, made, report.num_drafted, step.k, promised),
+                    promised=promised,
                     plain_ms=plain_ms,
                 )
             )
+
+    def _guesses(self, line: list[int], length: int) -> Guesses:
+        """Return what a step proposed for a text of so many tokens, from the line of its row."""
+        width, count = self._worker.max_k, line[1] if line[0] == length else 0  # else it had no proposal
+        return Guesses(*(line[2 + i * width : 2 + i * width + count] for i in range(3)))
 
     def _plain_share(self, step: Queued, results: Sequence[RowResult]) -> float:
         """Return the share of a step's time that it would take without drafts, as steps were timed."""
@@ -170,7 +151,7 @@ class Recorder(Extension):
     def _reason(self, request: Request, made: Guesses, verified: int, k: int, promised: float | None) -> str:
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
-        if request.max_len - made.length <= 1:
+        if request.max_len - request.extension_data.num_tokens <= 1:
             return "end"
         if not made.drafts:
             return "does not pay" if k == 0 else "no match"

@@ -22,7 +22,7 @@ COMMANDS = [("admit", ["x" * 10_000]), None]
 def exchanged(rank: int, store: dist.Store) -> dict[str, Any]:
     group = Group(CPU, rank, SIZE, store, 30, "127.0.0.1")
     x = torch.arange(12).view(SIZE, 2, 2) + 100 * rank
-    found: dict[str, Any] = {"numbers": group.gather_numbers([rank, 7])}
+    found: dict[str, Any] = {"numbers": group.gather(torch.tensor([rank, 7])).tolist()}
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
         found[str(dtype)] = group.gather(x.to(dtype)), group.exchange(x.to(dtype))
     found["columns"] = group.gather(x[0].T)  # not contiguous

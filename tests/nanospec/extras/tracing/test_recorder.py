@@ -171,7 +171,7 @@ def test_without_trace_there_is_none(model: Model) -> None:
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.data())
 def test_a_walk_goes_from_each_guess_to_its_child(drafts: list[int], data: st.DataObject) -> None:
     parents = [data.draw(st.integers(0, i)) for i in range(len(drafts))]
-    made = Guesses(1, drafts, [0] * len(drafts), parents)
+    made = Guesses(drafts, [0] * len(drafts), parents)
     tokens = data.draw(st.lists(st.integers(0, 2), max_size=9))
     verified = data.draw(st.integers(0, len(drafts)))
     places = walk(tokens, made, verified)

@@ -74,10 +74,3 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(
         example().save(page)
     assert page.read_text() == "<!doctype html>old"
     assert [path.name for path in tmp_path.iterdir()] == ["trace.html"]
-
-
-def test_a_link_stays_one(tmp_path: Path) -> None:
-    (tmp_path / "link.html").symlink_to(tmp_path / "trace.html")
-    example().save(tmp_path / "link.html")
-    assert (tmp_path / "link.html").is_symlink()
-    assert (tmp_path / "trace.html").is_file()
