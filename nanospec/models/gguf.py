@@ -1,7 +1,7 @@
 """Convert a GGUF file into a model folder that nanospec, vLLM and transformers can load.
 
 Quantized tensors are expanded, which does not change their quality. llama.cpp reorders the q and k rows of
-the llama architecture (not of qwen2) for interleaved RoPE; `unpermute` restores the order of Hugging Face.
+the llama architecture (not of qwen2) for interleaved RoPE; `hf_values` restores the order of Hugging Face.
 """
 
 from __future__ import annotations
@@ -74,25 +74,17 @@ class GGUFFile(dict[str, Any]):
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise ConversionError(f"{path} does not exist; give the path of a GGUF file.")
-        try:
-            reader = Reader(path)
-            super().__init__((key, field.contents()) for key, field in reader.fields.items())
-        except Exception as error:  # the reader fails in many ways, none of which says "truncated"
-            raise ConversionError(
-                f"{path} cannot be read as GGUF ({reason(error)}): it is not a GGUF file or the download is "
-                "incomplete; fetch it again."
-            ) from error
+            raise ConversionError("it does not exist; give the path of a GGUF file.")
+        reader = Reader(path)
+        super().__init__((key, field.contents()) for key, field in reader.fields.items())
         self.tensors = reader.tensors
         self.architecture: str = self["general.architecture"]
         if self.architecture not in ARCHITECTURES:
-            raise ConversionError(
-                f"{path} holds a model of architecture {shown(self.architecture)}; this converter knows "
-                f"{' and '.join(ARCHITECTURES)}."
-            )
+            said = f"it holds a model of architecture {shown(self.architecture)}"
+            raise ConversionError(f"{said}; this converter knows {' and '.join(ARCHITECTURES)}.")
 
     def __missing__(self, key: str) -> NoReturn:
-        raise ConversionError(f"the GGUF file lacks the field {key!r}, which is needed.")
+        raise ConversionError(f"it lacks the field {key!r}, which is needed.")
 
     def hparam(self, key: str, default: Any = None) -> Any:
         """Return `ARCHITECTURE.key`, or `default`; without a default a missing key is an error."""
@@ -118,43 +110,27 @@ class GGUFFile(dict[str, Any]):
         return list(dict.fromkeys(i for i in ends if i is not None))
 
 
-def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's reordering of q/k rows [num_heads * D, ...]: within a head, rows (0, 1, 2, 3, ...) of
-    the file are rows (0, D/2, 1, D/2 + 1, ...) of the Hugging Face layout."""
-    split = rows.reshape(num_heads, -1, 2, *rows.shape[1:])  # [H, D/2, 2, ...]
-    return split.swapaxes(1, 2).reshape(rows.shape)
-
-
 def hf_name(name: str) -> str:
     """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSOR_NAMES:
-        rope = " (it scales RoPE, which a GGUF file does not describe well enough to convert)"
-        hint = rope if name == "rope_freqs.weight" else ""
-        raise ConversionError(f"the GGUF file holds a tensor {shown(name)} of unknown meaning{hint}.")
+        hint = " (it scales RoPE)" if name == "rope_freqs.weight" else ""
+        raise ConversionError(f"it holds a tensor {shown(name)}, which cannot be converted{hint}.")
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     return f"{layer}{TENSOR_NAMES[match[2]]}.{match[3]}"
 
 
-def check_convertible(file: GGUFFile, head_dim: int) -> None:
-    """Raise ConversionError for a model that config.json or the decoder cannot express."""
+def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
+    """Return the contents of `config.json`. Raises ConversionError for what it cannot express."""
+    num_heads, hidden_size = file.hparam("attention.head_count"), file.hparam("embedding_length")
+    head_dim = file.hparam("attention.key_length", hidden_size // num_heads)
     if file.hparam("expert_count", 0):
         raise ConversionError("mixture-of-experts models cannot be converted; use a dense one.")
     if (scaling := file.hparam("rope.scaling.type", "none")) != "none":
         raise ConversionError(f"RoPE scaling {shown(scaling)} cannot be converted; use a model without.")
     if (dim := file.hparam("rope.dimension_count", head_dim)) != head_dim:
-        what = f"{shown(dim)} of {shown(head_dim)} dimensions of a head"
-        raise ConversionError(f"RoPE covers {what}; only whole heads work.")
-
-
-def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
-    """Return the contents of `config.json`."""
-    num_heads, hidden_size = file.hparam("attention.head_count"), file.hparam("embedding_length")
-    head_dim = file.hparam("attention.key_length", hidden_size // num_heads)
-    check_convertible(file, head_dim)
+        raise ConversionError(f"RoPE covers {shown(dim)} of {shown(head_dim)} dimensions of a head, not all.")
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
-    if "token_embd.weight" not in shapes:
-        raise ConversionError("the GGUF file lacks the tensor 'token_embd.weight'.")
     config = {
         "architectures": [ARCHITECTURES[file.architecture]],
         "model_type": file.architecture,
@@ -197,13 +173,11 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     bos_id = file.token_id("bos")
     if bos_id is not None and file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
         bos = tokens[bos_id][0]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bos_id)]
-        )
+        begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+        tokenizer.post_processor = begins
     # In the order of their ids, and each already in `vocab`, so that they keep those ids.
     for token, kind in tokens:
         if kind in (CONTROL, USER_DEFINED):
@@ -216,12 +190,9 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     tokens = file["tokenizer.ggml.tokens"]
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {f"{name}_token": file.token_id(key) for name, key in special.items()}
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": file.hparam("context_length"),
-        "clean_up_tokenization_spaces": False,
-        **{name: tokens[i] for name, i in ids.items() if i is not None},
-    }
+    named = {name: tokens[i] for name, i in ids.items() if i is not None}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {**config, "model_max_length": file.hparam("context_length"), **named}
 
 
 def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
@@ -233,7 +204,7 @@ def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
         begin, end = end, end + int(tensor.n_elements) * DTYPES[dtype].itemsize
         shape = [int(n) for n in reversed(tensor.shape)]
         header[hf_name(tensor.name)] = {"dtype": STORED[dtype], "shape": shape, "data_offsets": [begin, end]}
-    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
     bar = tqdm(total=end, unit="B", unit_scale=True, desc="converting", disable=None)
     with path.open("wb") as out, bar:
@@ -249,7 +220,9 @@ def hf_values(file: GGUFFile, tensor: Any) -> np.ndarray:
     num_heads, kind = file.hparam("attention.head_count"), tensor.name.split(".")[-2]
     heads = {"attn_q": num_heads, "attn_k": file.hparam("attention.head_count_kv", num_heads)}
     if file.architecture == "llama" and kind in heads:
-        values = unpermute(values, heads[kind])
+        # Within a head, rows (0, 1, 2, 3, ...) of the file are rows (0, D/2, 1, D/2 + 1, ...) here.
+        split = values.reshape(heads[kind], -1, 2, *values.shape[1:])  # [H, D/2, 2, ...]
+        values = split.swapaxes(1, 2).reshape(values.shape)
     return np.require(values, requirements=["C", "W"])  # copies only where it must
 
 
@@ -262,8 +235,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     """Write the model in the GGUF file `source` into `folder`, which must not exist yet. Raises
     ConversionError. Callers give a scratch folder and rename it when `convert` returns."""
-    if dtype not in STORED:
-        raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(STORED)}.")
     try:
         file = GGUFFile(source)
         config, tokenizer = model_config(file, dtype), build_tokenizer(file)
@@ -280,8 +251,7 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     except (OSError, MemoryError):
         raise
     except ConversionError as error:
-        named = str(source) in str(error)
-        raise ConversionError(str(error) if named else f"{source}: {error}") from None
-    except Exception as error:  # fields of other types than they should be, sizes that contradict each other
+        raise ConversionError(f"{source}: {error}") from None
+    except Exception as error:  # it is cut off, fields have other types or contradict each other
         said = f"{source} cannot be converted ({type(error).__name__}: {reason(error)})"
-        raise ConversionError(f"{said}: its fields are damaged; fetch it again.") from error
+        raise ConversionError(f"{said}: it is not a GGUF file, or damaged; fetch it again.") from error

@@ -153,7 +153,7 @@ ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "unknown": (put("lm_head.weight", torch.zeros(V, H)), "not expected: lm_head.weight"),
     "integers": (
         put("0.0.linear.bias", torch.zeros(H, dtype=torch.int32)),
-        "something else than F32, BF16, F16: 0.0.linear.bias I32",
+        "not stored as F32, BF16, F16: 0.0.linear.bias I32",
     ),
     "token too high": (put("token_map", torch.tensor([1, 64])), "different ids from 0 to 63"),
     "token negative": (put("token_map", torch.tensor([-2, 5])), "different ids from 0"),
