@@ -117,7 +117,7 @@ def one_batch(
 
 def eager(graphs: StepGraphs, bucket: Bucket) -> EagerCapture:
     """Return a step that is launched kernel by kernel."""
-    return EagerCapture(lambda rows: graphs.step(rows, bucket.k, ()), graphs.rows[: bucket.batch])
+    return EagerCapture(partial(graphs.step, graphs.rows[: bucket.batch], bucket.k, ()))
 
 
 def main(argv: list[str] | None = None) -> None:

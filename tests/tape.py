@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from nanospec.device.graphs import RunRows
+from nanospec.device.step import StepResult
 
 HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "lift_fresh", "masked_select")
 
@@ -75,18 +75,15 @@ def _storages(tree: Any) -> set[int]:
 
 
 class TapeCapture:
-    """A `nanospec.device.graphs.Capture`; also keeps the rows of every replay."""
+    """A capture of `nanospec.device.graphs`."""
 
-    def __init__(self, step: RunRows, rows: Tensor) -> None:
-        self.rows = rows
-        self.replayed: list[list[int]] = []
-        step(rows)  # as a real capture does: whatever is made once is made outside
+    def __init__(self, step: Callable[[], StepResult]) -> None:
+        step()  # as a real capture does: whatever is made once is made outside
         with Tape() as tape:
-            self.result = step(rows)
+            self.result = step()
         self.entries = tape.entries
 
     @torch.inference_mode()
     def replay(self) -> None:
-        self.replayed.append(self.rows.tolist())
         for entry in self.entries:
             entry()

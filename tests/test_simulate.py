@@ -40,7 +40,7 @@ FOUND_BY = {  # seeds of small scenarios
     "min_tokens is off by one": 4,
     "top_p is not told": 33,
     "what a text has held back is lost": 6,
-    "the prefix cache never hits": 0,
+    "the prefix cache never hits": 2,
     "no guesses after a preemption": 116,
     "who comes last is admitted first": 2,
     "who is short is admitted first": 25,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import nanospec.device.graphs
-import nanospec.llm
+import nanospec.extras
 from campaigns.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
 from nanospec import SamplingParams
 from nanospec.device.devices import OutOfMemory, ran_out
-from nanospec.device.graphs import EagerCapture, RunRows
+from nanospec.device.graphs import EagerCapture
+from nanospec.device.step import StepResult
 from tests.drive import Job, finish
 from tests.nanospec.test_llm import folder, make
 
@@ -88,7 +89,7 @@ def test_loading_without_memory_says_what_to_do(
     def short(*args: Any) -> Any:
         raise SHORTAGES[0]
 
-    monkeypatch.setattr(nanospec.llm, where, short)
+    monkeypatch.setattr(nanospec.extras, where, short)
     wanted = "the weights on cpu .*a smaller model" if where == "load_parts" else "beside.*lower max_num"
     with pytest.raises(OutOfMemory, match=f"^Memory ran out for .*{wanted}"):
         make(folder, 3)
@@ -105,8 +106,8 @@ class NoRoom(EagerCapture):
 
     error: Exception | None = None
 
-    def __init__(self, step: RunRows, rows: Tensor) -> None:
-        super().__init__(step, rows)
+    def __init__(self, step: Callable[[], StepResult]) -> None:
+        super().__init__(step)
         if (error := NoRoom.error) is not None:
             NoRoom.error = None
             try:

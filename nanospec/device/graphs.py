@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ..kernels.transfer import upload
@@ -30,9 +29,6 @@ from .step import StepResult
 MAX_STEP_TOKENS = 1024  # of a bucket; longer steps are bound by computing, which a graph does not help
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # captured, as far as the largest K of the engine allows
 PADDING = -1
-
-RunRows = Callable[[Tensor], StepResult]
-"""Steps the request rows [B] int32: `Step` with its other arguments."""
 
 
 class Bucket(NamedTuple):
@@ -46,28 +42,26 @@ class Bucket(NamedTuple):
 class EagerCapture:
     """Runs the step again at every replay."""
 
-    def __init__(self, step: RunRows, rows: Tensor) -> None:
-        self.rows, self._step = rows, step
-        self.result = step(rows)
+    def __init__(self, step: Callable[[], StepResult]) -> None:
+        self._step, self.result = step, step()
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for kept, new in zip(self.result, self._step(self.rows), strict=True):
+        for kept, new in zip(self.result, self._step(), strict=True):
             kept.copy_(new)
 
 
 class CudaCapture:
     """Captures the step as a CUDA graph, whose memory is of a `pool` that lives as long as its captures."""
 
-    def __init__(self, step: RunRows, rows: Tensor, pool: Any = None) -> None:
-        self.rows = rows
+    def __init__(self, step: Callable[[], StepResult], pool: Any = None) -> None:
         # Compile and allocate before capture: on this stream, since all engines share the kernels' tickets.
         for _ in range(2):
-            step(rows)
+            step()
         self.graph = torch.cuda.CUDAGraph()
         # Other threads may go on, that of NCCL which looks after collectives among them.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.result = step(rows)
+            self.result = step()
 
     def replay(self) -> None:
         self.graph.replay()
@@ -126,8 +120,8 @@ class StepGraphs:
     def capture(self, bucket: Bucket) -> EagerCapture | CudaCapture:
         """Capture a bucket, of padding rows only, as capturing runs the step."""
         self._sent, rows = [], self.rows[: bucket.batch].fill_(PADDING)
-        step = partial(self.step, k=bucket.k, asked=bucket.extensions)
-        made = EagerCapture(step, rows) if self._pool is None else CudaCapture(step, rows, self._pool)
+        step = partial(self.step, rows, bucket.k, bucket.extensions)
+        made = EagerCapture(step) if self._pool is None else CudaCapture(step, self._pool)
         self.captures[bucket] = made
         return made
 

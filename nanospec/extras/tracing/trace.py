@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -161,8 +161,8 @@ class Trace:
         return cls(records[0].about, lanes, {i: tokenizer.text_of(i) for i in sorted(ids)}, num_omitted)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON; times and rates are rounded."""
-        found: dict[str, Any] = _rounded(asdict(self))
+        """Return everything as plain data, as JSON has it; times and rates are rounded."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=_rounded)
         return found
 
     def html(self) -> str:
@@ -230,9 +230,5 @@ def _lane(output: Completion, record: Record, name: str) -> Lane:
     )
 
 
-def _rounded(data: Any) -> Any:
-    if isinstance(data, float):
-        return float(f"{data:.{DIGITS}g}")
-    if isinstance(data, Mapping):
-        return {key: _rounded(value) for key, value in data.items()}
-    return [_rounded(value) for value in data] if isinstance(data, list) else data
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.{DIGITS}g}")
