@@ -19,7 +19,7 @@ from .config import EngineConfig, SamplingParams, SpecConfig
 from .drafters.methods import Guessers, who_guesses
 from .engine.engine import Engine
 from .engine.locking import SharedEngine
-from .engine.request import Request, params_of_each
+from .engine.request import Request, output_of, params_of_each
 from .extras import load_worker
 from .models import resolve_model
 from .outputs import Piece, RequestOutput
@@ -87,7 +87,7 @@ class LLM:
                     for request in self.shared.wait(pending):
                         i = pending.pop(request)
                         if pending.keys().isdisjoint(groups[i][1]):
-                            outputs[i] = _output(*groups[i])
+                            outputs[i] = output_of(*groups[i])
                             bar.update()
                             if on_finish is not None:
                                 on_finish(i, outputs[i])
@@ -149,7 +149,7 @@ class LLM:
                     ended = request.is_finished
                 yield pieces
         if on_finish is not None:
-            on_finish(_output(text, [request]))
+            on_finish(output_of(text, [request]))
 
     def close(self) -> None:
         """End the processes of a model that is split among several. One that is not has nothing to end."""
@@ -188,9 +188,3 @@ class LLM:
                 for request in requests:
                     engine.scheduler.add(request)
             yield groups
-
-
-def _output(prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
-    """Return the result of the finished requests of one prompt."""
-    done = [request.completion(index) for index, request in enumerate(requests)]
-    return RequestOutput(requests[0].id, prompt, requests[0].prompt_ids, done)

@@ -6,11 +6,13 @@ Q tokens that the step emitted, -1 beyond their number, of which the kept ones c
 for those that were not drafted.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..sampling.logprobs import Logprobs, logprobs
 from .verify import COUNTS
 
 
@@ -36,10 +38,15 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
     return reports
 
 
-def kept_tokens(lines: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the kept tokens of the rows that `asked` [B] bool names: the row, the place among the emitted
-    ones and the token of each, [N]. Waits for the device."""
-    tokens = lines[:, COUNTS.value : (lines.shape[1] + COUNTS.value) // 2]
-    place = torch.arange(tokens.shape[1], device=lines.device)
-    b, j = ((place < lines[:, :1]) & asked[:, None]).nonzero(as_tuple=True)
-    return b, j, tokens[b, j]
+def kept_logprobs(
+    report: Tensor, path: Tensor, q_start: Tensor, logits: Tensor, wanted: Sequence[int]
+) -> Logprobs:
+    """Return log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the likeliest, as
+    many as the largest of these numbers. The tensors are those of `device/step.py:StepResult`. Waits for the
+    step; to be called before the next one is queued, which overwrites the logits."""
+    emitted = report[:, COUNTS.value : (report.shape[1] + COUNTS.value) // 2]
+    place = torch.arange(emitted.shape[1], device=report.device)
+    asks = torch.tensor(wanted, device=report.device) >= 0
+    b, j = ((place < report[:, :1]) & asks[:, None]).nonzero(as_tuple=True)
+    most = min(max(wanted), logits.shape[1])  # no more than there are tokens
+    return logprobs(logits, q_start[b] + path[b, j], emitted[b, j], most)

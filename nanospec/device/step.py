@@ -25,11 +25,9 @@ from ..drafters.estimates import DraftTimes, Offer
 from ..kernels import MAX_DRAFTS
 from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept
-from ..kernels.sampling.logprobs import Logprobs, logprobs
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.kv_move import kv_move
 from ..kernels.speculation.proposal import Proposal, lay_out
-from ..kernels.speculation.report import kept_tokens
 from ..kernels.speculation.verify import commit
 from ..kernels.table import Table
 from ..models.decoder import Model
@@ -58,15 +56,6 @@ class StepResult(NamedTuple):
     def first(self, num_rows: int) -> StepResult:
         """Return the result without the rows that pad a captured step."""
         return StepResult(self.report[:num_rows], self.path[:num_rows], self.q_start[:num_rows], self.logits)
-
-    def logprobs(self, wanted: Sequence[int]) -> Logprobs:
-        """Return log-probabilities of the kept tokens of each row b with wanted[b] >= 0, and of the wanted[b]
-        likeliest (the largest of these numbers for all; there may be fewer tokens). Waits for the step; to be
-        called before the next one is queued, which overwrites the logits."""
-        asked = torch.tensor(wanted, device=self.report.device) >= 0
-        b, j, tokens = kept_tokens(self.report, asked)
-        most = min(max(wanted), self.logits.shape[1])  # no more than there are tokens
-        return logprobs(self.logits, self.q_start[b] + self.path[b, j], tokens, most)
 
 
 class Step:

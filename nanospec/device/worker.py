@@ -23,6 +23,7 @@ from ..drafters.estimates import StepCosts
 from ..drafters.methods import captures_steps
 from ..kernels import NOBODY, STOPPED
 from ..kernels.batch import Batch, Chunk
+from ..kernels.speculation.report import kept_logprobs
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models.decoder import Model
@@ -147,7 +148,7 @@ class Worker:
                 for drafter in self.drafters:
                     drafter.catch_up(order.drafting)
             result = self.graphs.run(rows, k, asked)
-        found = result.logprobs(logprobs) if max(logprobs) >= 0 else None
+        found = kept_logprobs(*result, logprobs) if max(logprobs) >= 0 else None
         return Flight(to_host(result.report), found, logprobs)
 
     @on_own_device

@@ -17,7 +17,7 @@ from ..device.extension import Constraint
 from ..device.orders import Admission
 from ..kernels import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
-from ..outputs import Completion, Logprob, Piece, SpecStats
+from ..outputs import Completion, Logprob, Piece, RequestOutput, SpecStats
 from ..text import shown
 from ..text.chat import too_long
 from ..text.tokenizer import OutputText, Tokenizer
@@ -193,6 +193,12 @@ class Request:
             index=index,
             extension_data=self.extension_data,
         )
+
+
+def output_of(prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
+    """Return the result of the finished requests of one prompt."""
+    done = [request.completion(index) for index, request in enumerate(requests)]
+    return RequestOutput(requests[0].id, prompt, requests[0].prompt_ids, done)
 
 
 def params_of_each(given: Any, count: int) -> Sequence[SamplingParams]:

@@ -224,14 +224,14 @@ class Panic(BaseException):
     [
         ("step", 2, RuntimeError), ("fetch", 2, RuntimeError), ("prefill", 2, RuntimeError),
         ("admit", 2, Panic), ("on_done", 1, RuntimeError), ("on_done", 3, RuntimeError),
-        ("queue", 2, Panic), ("step", 1, Panic),
+        ("add", 2, Panic), ("step", 1, Panic),
     ],
 )  # fmt: skip
 def test_an_exception_ends_what_runs_and_nothing_else(
     server: Served, where: str, nth: int, error: type[BaseException]
 ) -> None:
     """In a step, behind one or before: the engine's thread lives on, and every request is answered."""
-    owners: dict[str, Any] = {"on_done": server.app.engine, "queue": server.llm.engine}
+    owners: dict[str, Any] = {"on_done": server.app.engine, "add": server.llm.engine.scheduler}
     owner, calls = owners.get(where, server.llm.engine.worker), []
     own = getattr(owner, where)
 
