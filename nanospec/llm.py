@@ -164,8 +164,7 @@ class LLM:
 
     def metrics(self) -> dict[str, object]:
         """Return engine-wide counters, seconds per stage, and the measured times of steps by their size."""
-        with self.shared.turn():
-            return self.engine.report()
+        return self.shared.report()
 
     @contextmanager
     def _running(

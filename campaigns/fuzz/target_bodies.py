@@ -12,6 +12,7 @@ from typing import Any
 from nanospec.apps.serve.gate import HTTPError
 from nanospec.apps.serve.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.requests import Asked, read_json, read_request
+from nanospec.config import EngineConfig
 from nanospec.engine.request import Limits, check_request
 from nanospec.extras.grammar.grammar import Grammars
 from nanospec.llm import LLM
@@ -49,7 +50,7 @@ def model() -> Any:
     template = "{{ style }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(folder)
-    limits, grammars = Limits(VOCAB, WINDOW, tokenizer, "exact"), Grammars(tokenizer, VOCAB)
+    limits, grammars = Limits(EngineConfig(), VOCAB, WINDOW, tokenizer), Grammars(tokenizer, VOCAB)
 
     def check(ids: Any, params: Any) -> None:
         check_request(ids, params, limits)

@@ -135,7 +135,8 @@ class StepGraphs:
         self.replays[bucket.batch, bucket.k] += 1
         self.send(rows + [PADDING] * (bucket.batch - len(rows)))
         capture.replay()
-        return capture.result.first(len(rows))
+        B, (report, path, q_start, logits) = len(rows), capture.result
+        return StepResult(report[:B], path[:B], q_start[:B], logits)
 
     def send(self, rows: list[int]) -> None:
         """Make `rows` begin with these, if it does not."""

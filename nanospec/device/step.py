@@ -53,10 +53,6 @@ class StepResult(NamedTuple):
     q_start: Tensor
     logits: Tensor
 
-    def first(self, num_rows: int) -> StepResult:
-        """Return the result without the rows that pad a captured step."""
-        return StepResult(self.report[:num_rows], self.path[:num_rows], self.q_start[:num_rows], self.logits)
-
 
 class Step:
     """The step of one model with its cache, rows and drafters."""

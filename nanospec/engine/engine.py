@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
-from ..device.devices import compute_info, in_a_step, ran_out
+from ..device.devices import in_a_step, ran_out
 from ..device.orders import Flight, Pages, RowResult, StepOrder
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels import NOBODY
 from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
-from ..text.tokenizer import OutputText, Tokenizer
-from .request import Limits, Request, check_request, seed_of
+from ..text.tokenizer import Tokenizer
+from .request import Limits, Request, check_request, new_request
 from .scheduler import Plan, Scheduler
 
 
@@ -45,9 +45,8 @@ class Engine:
     def __init__(self, config: EngineConfig, worker: Worker, tokenizer: Tokenizer | None = None) -> None:
         self.config, self.worker, self.tokenizer = config, worker, tokenizer
         self.max_model_len = worker.max_model_len
-        vocab_size, rule = worker.model.config.vocab_size, config.spec.acceptance
-        self.limits = Limits(vocab_size, worker.max_model_len, tokenizer, rule)
-        self.metrics = Metrics(SpecStats(rule))
+        self.limits = Limits(config, worker.model.config.vocab_size, worker.max_model_len, tokenizer)
+        self.metrics = Metrics(SpecStats(config.spec.acceptance))
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
         on_gpu, wanted = worker.device.type == "cuda", config.async_scheduling
@@ -67,15 +66,6 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._queue)
-
-    def report(self) -> dict[str, object]:
-        """Return the counters of `metrics`, the seconds of each stage, and the measured times of steps."""
-        worker, found = self.worker, self.metrics.to_dict()
-        found["stage_seconds"] = {name: round(stage.seconds, 6) for name, stage in worker.stages.items()}
-        found |= {"runs": compute_info(worker.model), "memory": worker.memory}
-        if worker.graphs is not None:
-            found["recorded_steps"] = {"count": len(worker.graphs.captures)}
-        return found | (self.policy.costs.report() if self.policy.costs else {})
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""
@@ -97,18 +87,7 @@ class Engine:
     ) -> Request:
         """Return one output of a prompt that has passed `check`, for `scheduler.add`. `index` is its number
         among `params.n`. Only requests of equal `salt` share cached blocks, none without prefix caching."""
-        number, most = next(self._ids), params.max_tokens or self.max_model_len
-        request = Request(
-            id=f"request-{number}",
-            prompt_ids=list(prompt_ids),
-            params=params,
-            seed=seed_of(params.seed, index, self.config.seed + 1 + number),
-            max_len=min(len(prompt_ids) + most, self.max_model_len),
-            stop_ids=self.limits.stop_ids(params),
-            salt=salt if self.config.enable_prefix_caching else f"{number}".encode(),
-            output=OutputText(self.tokenizer, params.stop, params.min_tokens),
-        )
-        request.stats.acceptance = params.acceptance or self.config.spec.acceptance
+        request = new_request(next(self._ids), prompt_ids, params, index, salt, self.limits)
         for extension in self.extensions:
             extension.new(request)
         return request

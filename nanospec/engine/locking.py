@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..device.devices import explained, in_a_step, ran_out
+from ..device.devices import compute_info, explained, in_a_step, ran_out
 from ..text import shown
 from .engine import Engine
 from .request import Request
@@ -68,6 +68,16 @@ class SharedEngine:
                 yield self.engine
             finally:
                 self._lock.release()
+
+    def report(self) -> dict[str, object]:
+        """Return the engine's counters, the seconds of each stage, and the measured times of steps."""
+        with self.turn() as engine:
+            worker, found = engine.worker, engine.metrics.to_dict()
+            found["stage_seconds"] = {name: round(stage.seconds, 6) for name, stage in worker.stages.items()}
+            found |= {"runs": compute_info(worker.model), "memory": worker.memory}
+            if worker.graphs is not None:
+                found["recorded_steps"] = {"count": len(worker.graphs.captures)}
+            return found | (engine.policy.costs.report() if engine.policy.costs else {})
 
     def step(self) -> list[Request]:
         """Run one engine step, in a turn; return the requests that got tokens or ended. An exception ends all

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..config import SamplingParams
+from ..config import EngineConfig, SamplingParams
 from ..device.extension import Constraint
 from ..device.orders import Admission
 from ..kernels import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
@@ -223,12 +223,12 @@ def seed_of(given: int | None, index: int, number: int) -> int:
 
 
 class Limits(NamedTuple):
-    """What an engine can run; `acceptance`: the rule it was started with."""
+    """What an engine can run."""
 
+    config: EngineConfig
     vocab_size: int
     max_model_len: int
     tokenizer: Tokenizer | None
-    acceptance: str
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Return all tokens that end a request."""
@@ -238,7 +238,7 @@ class Limits(NamedTuple):
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> None:
     """Raise ValueError with a sentence if an engine with these limits cannot run the request."""
-    size, max_model_len, tokenizer, acceptance = limits
+    config, size, max_model_len, tokenizer = limits
     stop_ids = limits.stop_ids(params)
     if not prompt_ids:
         raise ValueError("The prompt is empty; give at least one token.")
@@ -258,10 +258,29 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
             f"min_tokens={params.min_tokens} bars stop tokens, and all tokens of this vocabulary, 0 to "
             f"{size - 1}, are such; stop at fewer or use min_tokens=0."
         )
-    if params.acceptance not in (None, "exact") and acceptance == "exact":
+    if params.acceptance not in (None, "exact") and config.spec.acceptance == "exact":
         raise ValueError(
             f"acceptance={params.acceptance!r} needs an engine started with SpecConfig(acceptance="
             f"{params.acceptance!r}): with 'exact', steps have no room for other rules."
         )
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
+
+
+def new_request(
+    number: int, prompt_ids: Sequence[int], params: SamplingParams, index: int, salt: bytes, limits: Limits
+) -> Request:
+    """Return output `index` of a prompt that has passed `check_request`; `number` is the request's own."""
+    config, most = limits.config, params.max_tokens or limits.max_model_len
+    request = Request(
+        id=f"request-{number}",
+        prompt_ids=list(prompt_ids),
+        params=params,
+        seed=seed_of(params.seed, index, config.seed + 1 + number),
+        max_len=min(len(prompt_ids) + most, limits.max_model_len),
+        stop_ids=limits.stop_ids(params),
+        salt=salt if config.enable_prefix_caching else f"{number}".encode(),
+        output=OutputText(limits.tokenizer, params.stop, params.min_tokens),
+    )
+    request.stats.acceptance = params.acceptance or config.spec.acceptance
+    return request

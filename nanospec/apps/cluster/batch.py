@@ -63,7 +63,7 @@ def checks(folder: Path, config: EngineConfig, window: int, tokenizer: Tokenizer
     """Return a function that raises what an engine would, without its weights. A replica may still have a
     smaller window, where memory is short."""
     vocab_size = read_config(folder).vocab_size
-    limits = Limits(vocab_size, window, tokenizer, config.spec.acceptance)
+    limits = Limits(config, vocab_size, window, tokenizer)
     grammars = Grammars(tokenizer, vocab_size)
 
     def check(ids: Sequence[int], params: SamplingParams) -> None:

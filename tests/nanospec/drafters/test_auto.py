@@ -10,6 +10,7 @@ import pytest
 from nanospec.config import SamplingParams
 from nanospec.drafters.estimates import StepCosts
 from nanospec.drafters.policy import AutoPolicy, Policy
+from nanospec.engine.locking import SharedEngine
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
 from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run, use
@@ -37,7 +38,7 @@ def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, 
     for request, expected in zip(requests, alone(model, jobs, max_model_len=128), strict=True):
         assert_same(outcome(request), expected)
     assert requests[0].stats.tokens_per_step > 2
-    report = json.loads(json.dumps(engine.report()))
+    report = json.loads(json.dumps(SharedEngine(engine).report()))
     assert ("step_ms_by_tokens" in report) == eager
     if engine.worker.graphs is not None:
         assert report["recorded_steps"]["count"] == len(engine.worker.graphs.buckets())

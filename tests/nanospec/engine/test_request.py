@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from nanospec.config import SamplingParams
+from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.orders import as_dict
 from nanospec.engine.request import Limits, Request, check_request, seed_of
 from nanospec.kernels import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
@@ -168,7 +168,7 @@ def test_what_an_engine_cannot_run(
     prompt: int, stops: int, params: dict[str, Any], sentence: str | None
 ) -> None:
     tokenizer = Mock(eos_token_ids=range(stops)) if stops else None
-    limits = Limits(vocab_size=4, max_model_len=8, tokenizer=tokenizer, acceptance="exact")
+    limits = Limits(EngineConfig(), 4, 8, tokenizer)
     asked = [0] * prompt, SamplingParams(**params), limits
     if sentence is None:
         check_request(*asked)
@@ -179,7 +179,7 @@ def test_what_an_engine_cannot_run(
 
 @pytest.mark.parametrize("bad", [True, False, 1.0, "1", 9, -1])
 def test_a_prompt_holds_integers_of_the_vocabulary(bad: object) -> None:
-    limits = Limits(vocab_size=9, max_model_len=8, tokenizer=None, acceptance="exact")
+    limits = Limits(EngineConfig(), 9, 8, None)
     check_request([1, 8], SamplingParams(), limits)
     with pytest.raises(ValueError, match=f"The prompt holds token id {bad!r}; ids are integers from 0 to 8."):
         check_request([1, bad], SamplingParams(), limits)  # type: ignore[list-item]
