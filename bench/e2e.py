@@ -40,6 +40,7 @@ from nanospec.drafters.methods import NgramDrafter
 from nanospec.engine.engine import Engine
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.transfer import write
 from nanospec.models.decoder import Model
 
 Text = tuple[list[int], list[int]]
@@ -89,8 +90,8 @@ class ReplayWorker(Worker):
         super().admit(request)
         prompt = request.tokens[: request.num_prompt]
         text = [*prompt, *self.references[tuple(prompt)]][: self._step.texts.shape[1]]
-        self.writes.put(self._step.texts, request.row, text)
-        self.writes.set(self._step.lengths, request.row, len(text))
+        write(self._step.texts, request.row, text)
+        self._step.lengths[request.row].fill_(len(text))
 
 
 def texts(vocab_size: int, count: int, length: int) -> dict[str, list[Text]]:

@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Write = tuple[Tensor, int, int, Sequence[Any]]
-"""(tensor, row, end, values): the values, at least one, for the places up to `end` of a row of a tensor
-[S, width]; of a tensor [S], row by row, place 0. The last value is repeated up to the end."""
-
 
 def upload(
     values: Sequence[Any] | Tensor, dtype: torch.dtype, device: torch.device, out: Tensor | None = None
@@ -50,10 +46,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def write(writes: Sequence[Write]) -> None:
-    """Do all of them, each by a copy. Never waits for a GPU."""
-    for tensor, row, end, values in writes:
-        places = tensor[row, :end] if tensor.dim() > 1 else tensor[row : row + 1]
-        upload(values, tensor.dtype, tensor.device, out=places[: len(values)])
-        if len(values) < len(places):
-            places[len(values) :].fill_(values[-1])
+def write(tensor: Tensor, row: int, values: Sequence[Any], end: int | None = None) -> None:
+    """Write the first places of a row of a tensor [S, width], the last value again in all before `end`.
+    Never waits for a GPU."""
+    upload(values, tensor.dtype, tensor.device, out=tensor[row, : len(values)])
+    if end is not None and end > len(values):
+        tensor[row, len(values) : end].fill_(values[-1])

@@ -106,14 +106,14 @@ def _uncounted(_: None, engine: Engine, *args: Any) -> None:
     engine.metrics.num_aborted = 0
 
 
-def _barred_longer(_: None, writes: Any, table: Table, request: Admission, spec: Any) -> None:
+def _barred_longer(_: None, table: Table, request: Admission, spec: Any) -> None:
     """Stop tokens are barred for one token more than `min_tokens`."""
     end = request.num_prompt + request.params.min_tokens + 1
-    writes.set(table.min_len, request.row, min(end, request.max_len))
+    table.min_len[request.row] = min(end, request.max_len)
 
 
-def _all_of_them(_: None, writes: Any, table: Table, request: Admission, spec: Any) -> None:
-    writes.set(table.top_p, request.row, 1.0)
+def _all_of_them(_: None, table: Table, request: Admission, spec: Any) -> None:
+    table.top_p[request.row] = 1.0
 
 
 def _flush(detokenizer: Detokenizer) -> str:
@@ -128,10 +128,10 @@ def _finds_itself(_: None, scheduler: Scheduler, request: Request) -> None:
         request.num_cached_tokens += request.num_computed
 
 
-def _silent(_: None, writes: Any, table: Table, request: Admission, spec: Any) -> None:
+def _silent(_: None, table: Table, request: Admission, spec: Any) -> None:
     """No guesses after a preemption."""
     if len(request.tokens) > request.num_prompt:
-        writes.set(table.limit, request.row, 0)
+        table.limit[request.row] = 0
 
 
 def _last_first(scheduler: Scheduler, request: Request) -> None:

@@ -74,7 +74,6 @@ def check_blocks(engine: Engine) -> None:
 def check_row(engine: Engine, request: Request) -> None:
     """The device knows the request's text and pages, and its cache holds it."""
     table, size = engine.worker.table, engine.config.block_size
-    engine.worker.writes.flush()
     row, n, blocks = request.row, request.num_tokens, request.blocks
     assert request.num_computed < n <= request.max_len
     assert len(blocks) * size >= request.num_computed, "a text has outgrown its pages"

@@ -15,7 +15,6 @@ from ..config import SamplingParams
 from ..kernels.batch import Batch
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
-from .orders import HostWrites
 
 
 class Constraint(Protocol):
@@ -50,10 +49,10 @@ class Extension:
     def attach(self, worker: Any) -> None:
         """Prepare for a worker, before its steps are captured."""
 
-    def admit(self, writes: HostWrites, row: int) -> None:
+    def admit(self, row: int) -> None:
         """Handle the admission of a request to a row."""
 
-    def send(self, writes: HostWrites, value: Any, k: int) -> None:
+    def send(self, value: Any, k: int) -> None:
         """Write the value of `plan` to the device, for a step of at most k drafts per row."""
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
 from ..kernels import EXACT, RULES, RUNNING
 from ..kernels.sampling.logprobs import Logprobs
 from ..kernels.speculation.report import RowReport, decode
 from ..kernels.table import Table
-from ..kernels.transfer import Write, upload, write
+from ..kernels.transfer import upload, write
 from ..outputs import Logprob
 
 STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
@@ -128,34 +127,12 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._start
 
 
-class HostWrites:
-    """What the host has to write before the next step, until `flush` sends all of it in one go."""
-
-    def __init__(self) -> None:
-        self._pending: dict[tuple[int, int], Write] = {}
-
-    def set(self, column: Tensor, row: int, value: float) -> None:
-        """Write a row of a column [S]."""
-        self.put(column, row, (value,))
-
-    def put(self, tensor: Tensor, row: int, values: Sequence[float], end: int | None = None) -> None:
-        """Write the first places of a row of a tensor [S, width], instead of what an earlier call has for it;
-        the last value is repeated up to the place `end`, if it is given."""
-        self._pending[id(tensor), row] = tensor, row, len(values) if end is None else end, values
-
-    def flush(self) -> None:
-        """Queue the writes. What is lost when this is interrupted was of requests that end with it."""
-        if self._pending:
-            pending, self._pending = self._pending, {}
-            write(list(pending.values()))
-
-
-def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecConfig) -> None:
+def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
     """Write everything about a request into its row."""
     r, params, own = request.row, request.params, request.params.num_speculative_tokens
-    writes.put(table.tokens, r, request.tokens)
-    write_blocks(writes, table, r, request.blocks)
-    writes.put(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
+    write(table.tokens, r, request.tokens)
+    write_blocks(table, r, request.blocks)
+    write(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
     for column, value in (
         (table.num_tokens, len(request.tokens)),
         (table.max_len, request.max_len),
@@ -176,16 +153,15 @@ def write_row(writes: HostWrites, table: Table, request: Admission, spec: SpecCo
         (table.frequency, params.frequency_penalty),
         (table.penalized, params.changes_logits),
     ):
-        writes.set(column, r, value)
+        column[r].fill_(value)
     if params.changes_logits:
-        writes.flush()  # the tokens
         _write_history(table, request)
 
 
-def write_blocks(writes: HostWrites, table: Table, row: int, blocks: Sequence[int]) -> None:
+def write_blocks(table: Table, row: int, blocks: Sequence[int]) -> None:
     """Write a row's block table. Entries beyond its blocks repeat the last one, so that what reads them and
     masks the result reads nothing of other requests."""
-    writes.put(table.block_table, row, blocks, end=table.max_blocks)
+    write(table.block_table, row, blocks, end=table.max_blocks)
 
 
 def _write_history(table: Table, request: Admission) -> None:

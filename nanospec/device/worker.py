@@ -30,7 +30,7 @@ from ..models.decoder import Model
 from .devices import most_drafts, on_own_device, plan_cache, used_memory
 from .extension import Extension
 from .graphs import KS, StepGraphs
-from .orders import Admission, Flight, HostWrites, RowResult, StepOrder, write_blocks, write_row
+from .orders import Admission, Flight, RowResult, StepOrder, write_blocks, write_row
 from .step import Cut, Step
 from .timing import Meet, step_costs
 
@@ -73,7 +73,6 @@ class Worker:
         config, model = self.config, self.model
         self.max_k = min(config.spec.max_k, most_drafts(self.drafters))
         self.num_blocks, self.max_model_len = self._plan_cache()
-        self.writes = HostWrites()
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
         )
@@ -106,9 +105,9 @@ class Worker:
     @on_own_device
     def admit(self, request: Admission) -> None:
         """Give a request its row."""
-        write_row(self.writes, self.table, request, self.config.spec)
+        write_row(self.table, request, self.config.spec)
         for extension in self.extensions:
-            extension.admit(self.writes, request.row)
+            extension.admit(request.row)
         self._take_pages(request.row, len(request.tokens), request.blocks, request.num_cached)
 
     def _take_pages(self, row: int, num_tokens: int, blocks: list[int], num_kept: int) -> None:
@@ -122,7 +121,6 @@ class Worker:
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Compute the K/V of pieces of the rows' texts."""
         with self.stages["prefill"]:
-            self.writes.flush()
             batch = Batch.of_chunks(self.table, chunks)
             self.model.write_kv(batch, self.kv_cache)
 
@@ -131,15 +129,14 @@ class Worker:
     def step(self, order: StepOrder, cut: Cut) -> Flight:
         """Queue a step. One that is not captured asks `cut` how many of each row's drafts to verify."""
         for pages in order.grown:
-            write_blocks(self.writes, self.table, pages.row, pages.blocks)
+            write_blocks(self.table, pages.row, pages.blocks)
             self._take_pages(*pages)
         rows, logprobs = order.rows, order.logprobs
         k = order.k if self.graphs is None else self.graphs.bucket_for(len(rows), order.k).k
         asking = [each for each in zip(self.extensions, order.extra, strict=True) if each[1] is not None]
         for extension, value in asking:
-            extension.send(self.writes, value, k)
+            extension.send(value, k)
         asked = tuple(extension for extension, _ in asking)  # steps with others are captured apart
-        self.writes.flush()
         if self.graphs is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
             result = self._step(on_device, k, asked, cut, order.last_k)
@@ -160,7 +157,7 @@ class Worker:
     @on_own_device
     def release(self, row: int) -> None:
         """Empty a row whose request has ended or was preempted; its pages may be another's."""
-        self.writes.set(self.table.finished, row, STOPPED)
+        self.table.finished[row].fill_(STOPPED)
         for drafter in self.drafters:
             drafter.release(row)
 

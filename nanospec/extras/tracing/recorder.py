@@ -27,7 +27,7 @@ from ...outputs import NOT_TRACED
 from .trace import Record, StepRecord, Trace
 
 if TYPE_CHECKING:
-    from ...device.orders import HostWrites, RowResult
+    from ...device.orders import RowResult
     from ...device.worker import Worker
     from ...engine.engine import Engine, Queued
     from ...engine.request import Request
@@ -67,7 +67,7 @@ class Recorder(Extension):
         shape = worker.table.num_rows + 1, 2 + 3 * worker.max_k  # the last line is for padding
         self._lines = torch.zeros(shape, dtype=torch.int32, device=worker.device)
 
-    def admit(self, writes: HostWrites, row: int) -> None:
+    def admit(self, row: int) -> None:
         self._lines[row].zero_()
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:

@@ -11,7 +11,6 @@ import torch
 
 import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
-from nanospec.device.orders import HostWrites
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan
@@ -143,20 +142,3 @@ def test_what_does_not_wait_is_allowed() -> None:
         x[1:3].fill_(5)
         torch.where(x > 1, x, 0)
     assert x.tolist() == [1, 5, 5, 3]
-
-
-def test_later_writes_to_a_row_win() -> None:
-    """Released and given away again before anything was sent."""
-    writes, codes = HostWrites(), torch.zeros(3, dtype=torch.int8)
-    pages = torch.zeros(3, 8, dtype=torch.int32)
-    writes.set(codes, 1, 2)
-    writes.put(pages, 1, [9] * 6, end=8)
-    writes.set(codes, 1, 0)
-    writes.put(pages, 1, [4, 5, 6], end=8)
-    writes.put(pages, 2, [3])
-    writes.flush()
-    assert codes.tolist() == [0, 0, 0]
-    assert pages.tolist() == [[0] * 8, [4, 5, 6, 6, 6, 6, 6, 6], [3, 0, 0, 0, 0, 0, 0, 0]]
-    pages.zero_()
-    writes.flush()
-    assert not pages.any()

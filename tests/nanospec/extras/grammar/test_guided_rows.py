@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.device.orders import HostWrites
 from nanospec.extras.grammar.extension import Grammar
 from nanospec.extras.grammar.grammar import Draft
 from nanospec.kernels import GUESSED, NOBODY
@@ -36,12 +35,11 @@ def guided(request: pytest.FixtureRequest) -> Grammar:
     """Of four request rows, 1 and 3 have grammars: of row 3 more is guessed than a step may verify."""
     graphs = SimpleNamespace(max_tokens=request.param) if request.param else None
     methods = ("ngram", "draft", "grammar")
-    rows, writes = Grammar(None), HostWrites()
+    rows = Grammar(None)
     rows.attach(SimpleNamespace(table=TABLE, max_k=5, graphs=graphs, methods=methods))
     long = Draft([7, 8, 9, 7, 8], [GUESSED, 1, 2, 3, 4], 64, [line(7), line(8), line(9), *[line(1)] * 3])
     drafts = [(3, long), (1, Draft([], [], 0, [line(0, 35)]))]
-    rows.send(writes, drafts, 3)
-    writes.flush()
+    rows.send(drafts, 3)
     return rows
 
 
@@ -82,9 +80,7 @@ def test_what_is_barred(guided: Grammar) -> None:
 
 
 def test_a_row_that_is_another_request_forgets(guided: Grammar) -> None:
-    writes = HostWrites()
-    guided.admit(writes, 3)
-    writes.flush()
+    guided.admit(3)
     logits = torch.randn(1, V)
     wanted = logits.clone()
     guided.change(logits, Batch.of_grid(TABLE, ints(3), ints(0), ints(1), 1))
