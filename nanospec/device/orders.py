@@ -128,10 +128,9 @@ class Stopwatch:
 
 
 def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
-    """Write everything about a request into its row."""
+    """Write everything about a request into its row, but its pages."""
     r, params, own = request.row, request.params, request.params.num_speculative_tokens
     write(table.tokens, r, request.tokens)
-    write_blocks(table, r, request.blocks)
     write(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
     for column, value in (
         (table.num_tokens, len(request.tokens)),
@@ -156,12 +155,6 @@ def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
         column[r].fill_(value)
     if params.changes_logits:
         _write_history(table, request)
-
-
-def write_blocks(table: Table, row: int, blocks: Sequence[int]) -> None:
-    """Write a row's block table. Entries beyond its blocks repeat the last one, so that what reads them and
-    masks the result reads nothing of other requests."""
-    write(table.block_table, row, blocks, end=table.max_blocks)
 
 
 def _write_history(table: Table, request: Admission) -> None:

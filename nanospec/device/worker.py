@@ -25,12 +25,12 @@ from ..kernels import NOBODY, STOPPED
 from ..kernels.batch import Batch, Chunk
 from ..kernels.speculation.report import kept_logprobs
 from ..kernels.table import Table
-from ..kernels.transfer import to_host
+from ..kernels.transfer import to_host, write
 from ..models.decoder import Model
 from .devices import most_drafts, on_own_device, plan_cache, used_memory
 from .extension import Extension
 from .graphs import KS, StepGraphs
-from .orders import Admission, Flight, RowResult, StepOrder, write_blocks, write_row
+from .orders import Admission, Flight, RowResult, StepOrder, write_row
 from .step import Cut, Step
 from .timing import Meet, step_costs
 
@@ -111,7 +111,9 @@ class Worker:
         self._take_pages(request.row, len(request.tokens), request.blocks, request.num_cached)
 
     def _take_pages(self, row: int, num_tokens: int, blocks: list[int], num_kept: int) -> None:
-        """Prepare the pages of a row, of which those from `num_kept` on are new to it."""
+        """Give a row its pages, of which those from `num_kept` on are new to it. The block table repeats the
+        last one to its end, so that what reads there and masks the result reads nothing of other requests."""
+        write(self.table.block_table, row, blocks, end=self.table.max_blocks)
         self.model.zero_blocks(self.kv_cache, blocks[num_kept:])
         for drafter in self.drafters:
             drafter.admit(row, num_tokens, blocks, num_kept)
@@ -129,7 +131,6 @@ class Worker:
     def step(self, order: StepOrder, cut: Cut) -> Flight:
         """Queue a step. One that is not captured asks `cut` how many of each row's drafts to verify."""
         for pages in order.grown:
-            write_blocks(self.table, pages.row, pages.blocks)
             self._take_pages(*pages)
         rows, logprobs = order.rows, order.logprobs
         k = order.k if self.graphs is None else self.graphs.bucket_for(len(rows), order.k).k
