@@ -162,7 +162,8 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, as JSON has it; times and rates are rounded."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=_rounded)
+        data = json.dumps(asdict(self))
+        found: dict[str, Any] = json.loads(data, parse_float=lambda x: float(f"{float(x):.{DIGITS}g}"))
         return found
 
     def html(self) -> str:
@@ -228,7 +229,3 @@ def _lane(output: Completion, record: Record, name: str) -> Lane:
         acceptance=output.stats.acceptance,
         plain_seconds=output.first_token_seconds + later / 1e3 if later > 0 else None,
     )
-
-
-def _rounded(number: str) -> float:
-    return float(f"{float(number):.{DIGITS}g}")
