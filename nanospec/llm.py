@@ -20,7 +20,7 @@ from .drafters.methods import Guessers, who_guesses
 from .engine.engine import Engine
 from .engine.locking import SharedEngine
 from .engine.request import Request, output_of, params_of_each
-from .extras import load_worker
+from .extras.loading import load_worker
 from .models import resolve_model
 from .outputs import Piece, RequestOutput
 from .text.chat import Messages, Prompt, as_list, check_conversation, conversations, text_and_ids

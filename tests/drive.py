@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from nanospec import extras
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter, Target, guesses
@@ -19,6 +18,7 @@ from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.drafters.methods import Guessers, who_guesses
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
+from nanospec.extras import loading
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
@@ -84,7 +84,7 @@ def make_engine(
     if heads is not None:
         ready["medusa"] = MedusaDrafter(spec, heads, model)
     made = drafters_of(spec, Target(model), ready, drafter)
-    return Engine(config, Worker(config, model, made, extras.wanted(config, tokenizer)), tokenizer)
+    return Engine(config, Worker(config, model, made, loading.wanted(config, tokenizer)), tokenizer)
 
 
 def drafters_of(

@@ -22,7 +22,7 @@ from nanospec.config import EngineConfig
 from nanospec.drafters import Drafter, Target
 from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
-from nanospec.extras import wanted
+from nanospec.extras.loading import wanted
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.job import Job, report_failure
 from nanospec.extras.tensor_parallel.shard import Shard

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nanospec.device.graphs
-import nanospec.extras
+import nanospec.extras.loading
 from campaigns.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
 from nanospec import SamplingParams
 from nanospec.device.devices import OutOfMemory, ran_out
@@ -89,7 +89,7 @@ def test_loading_without_memory_says_what_to_do(
     def short(*args: Any) -> Any:
         raise SHORTAGES[0]
 
-    monkeypatch.setattr(nanospec.extras, where, short)
+    monkeypatch.setattr(nanospec.extras.loading, where, short)
     wanted = "the weights on cpu .*a smaller model" if where == "load_parts" else "beside.*lower max_num"
     with pytest.raises(OutOfMemory, match=f"^Memory ran out for .*{wanted}"):
         make(folder, 3)

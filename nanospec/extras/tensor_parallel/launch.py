@@ -31,7 +31,7 @@ from ...drafters.methods import Guessers, load_parts, who_guesses
 from ...models.families import read_config
 from ...text import shown
 from ...text.tokenizer import Tokenizer
-from .. import wanted
+from ..loading import wanted
 from .group import Group
 from .job import LOOK, Job, RankFailed, disconnect, report_failure
 from .shard import Shard, check_split

@@ -1,0 +1,41 @@
+"""Load the worker of an engine with the options that its settings ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config import EngineConfig
+from ..device.devices import current, explained, in_a_step, resolve_device, use_threads
+from ..device.extension import Extension
+from ..device.worker import Worker
+from ..drafters.methods import Guessers, load_parts
+from ..text.tokenizer import Tokenizer
+
+
+def load_worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
+    """Return the worker of the model in a folder, or of its first part if several processes share it."""
+    if config.tensor_parallel_size > 1:
+        from .tensor_parallel.launch import Parts, lead
+
+        return lead(Parts(config, folder, drafter), tokenizer)
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        use_threads(config.threads)
+    smaller = "use a device with more, a narrower dtype or a smaller model"
+    with current(device), explained(f"the weights on {device}", smaller):
+        model, drafters = load_parts(config, folder, drafter, tokenizer, device)
+    with explained(f"the engine beside the weights on {device}", in_a_step(config)):
+        return Worker(config, model, drafters, wanted(config, tokenizer))
+
+
+def wanted(config: EngineConfig, tokenizer: Tokenizer | None = None) -> list[Extension]:
+    """Return the extensions of an engine, which every rank creates alike. Only the process with the engine
+    needs the tokenizer."""
+    from .grammar.extension import Grammar
+
+    found: list[Extension] = [Grammar(tokenizer)]
+    if config.trace:
+        from .tracing.recorder import Recorder
+
+        found.append(Recorder())  # last, so that it sees all drafts
+    return found
