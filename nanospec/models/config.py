@@ -36,27 +36,18 @@ class Rope:
 
     kind: Literal["default", "linear", "llama3", "longrope"] = "default"
     theta: float = 10000.0
-    factor: float = 1.0  # the context over that of pretraining
+    factor: float = 1.0  # the context over that of pretraining, of linear and llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
     part: float = 1.0  # of each head, that is rotated
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    attention_factor: float | None = None  # of longrope, the scale of q and k; None: from `factor`
+    amplitude: float = 1.0  # scale of q and k
 
     def rotated(self, head_dim: int) -> int:
         """Return the number of rotated values of a head."""
         return int(head_dim * self.part)
-
-    @property
-    def amplitude(self) -> float:
-        """Scale of q and k."""
-        if self.kind != "longrope":
-            return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_max_len))
 
 
 @dataclass(frozen=True)
@@ -92,10 +83,9 @@ class ModelConfig:
         heads, kv, rotated = self.num_heads, self.num_kv_heads, self.rope.rotated(self.head_dim)
         if heads % kv:
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv}.")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even, as RoPE rotates pairs.")
-        if rotated % 2:
-            raise ValueError(f"partial_rotary_factor={self.rope.part} of {self.head_dim} must be even.")
+        if self.head_dim % 2 or rotated % 2:
+            said = f"head_dim={self.head_dim} must be even"
+            raise ValueError(f"{said}, as must be the {rotated} of its numbers that RoPE rotates.")
         factors = {len(self.rope.short_factors), len(self.rope.long_factors)}
         if self.rope.kind == "longrope" and factors != {rotated // 2}:
             raise ValueError(f"longrope needs a short and a long factor for each of {rotated // 2} pairs.")

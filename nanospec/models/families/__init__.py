@@ -14,6 +14,7 @@ never approximated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -213,15 +214,16 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
         case "longrope":
             if length == 1:
                 raise ValueError(f"{key}=1 of longrope must be at least 2.")
+            factor = value(given, "factor", float, longest / length)
+            amplitude = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(length))
             return Rope(
                 "longrope",
                 theta,
-                factor=value(given, "factor", float, longest / length),
                 original_max_len=length,
                 part=part,
                 short_factors=_factors(given, "short_factor"),
                 long_factors=_factors(given, "long_factor"),
-                attention_factor=optional(given, "attention_factor"),
+                amplitude=optional(given, "attention_factor") or amplitude,
             )
     raise ValueError(f"RoPE type {shown(kind)} is not supported; default, linear, llama3 and longrope are.")
 
