@@ -105,7 +105,7 @@ def test_head_dim() -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of .*=3"),
         ({"head_dim": 15}, "head_dim=15 must be even"),
-        ({"head_dim": 258}, "head_dim=258 must be a positive integer of at most 256"),
+        ({"head_dim": 258}, "head_dim=258 must be an integer from 1 to 256"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu'"),
         ({"quantization_config": {"bits": 4}}, "Quantized checkpoints .* not supported"),
         ({"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn' is not one of float32"),
