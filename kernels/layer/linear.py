@@ -122,17 +122,5 @@ class OneDnnLinear(Linear):
     a row costs nothing that can be measured, and makes a row's bits independent of the batch."""
 
     def _product(self, x: Tensor) -> Tensor:
-        rows = _at_least_two(x)
+        rows = x.expand(2, -1) if x.shape[0] == 1 and x.shape[1] > 1024 else x
         return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")[: len(x)]
-
-    def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-        if own is not None:
-            return super().add_to(stream, x, norm, own)
-        rows = _at_least_two(x)
-        to = stream.x.expand(len(rows), -1)
-        added = torch.ops.mkldnn._linear_pointwise.binary(rows, to, self.weight, self.bias, "add")
-        return Stream(added[: len(x)], norm)
-
-
-def _at_least_two(x: Tensor) -> Tensor:
-    return x.expand(2, -1) if x.shape[0] == 1 and x.shape[1] > 1024 else x

@@ -49,26 +49,15 @@ Partials = namedtuple("Partials", "m z acc tickets")
 
 
 class Split(NamedTuple):
-    """How attention is divided among programs.
+    """How attention is divided among programs."""
 
-    Attributes:
-        columns: of a program's tile of queries: queries times query heads to a KV head, padded.
-        pairs: tiles of queries of a row times KV heads.
-        programs: that share the cache for such a pair. One alone adds up the spans as it goes.
-        fine: rows that see at most so many tiles are divided into tiles, others into spans.
-        units: partial results that each query has room for.
-        tile: cache positions at a time.
-        block_d: the padded head dimension.
-        warps, stages: of the compiled kernel.
-    """
-
-    columns: int
-    pairs: int
-    programs: int
-    fine: int
-    units: int
-    tile: int
-    block_d: int
+    columns: int  # of a program's tile of queries: queries times query heads to a KV head, padded
+    pairs: int  # tiles of queries of a row times KV heads
+    programs: int  # that share the cache for such a pair; one alone adds up the spans as it goes
+    fine: int  # rows that see at most so many tiles are divided into tiles, others into spans
+    units: int  # partial results that each query has room for
+    tile: int  # cache positions at a time
+    block_d: int  # the padded head dimension
     warps: int
     stages: int
 

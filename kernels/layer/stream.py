@@ -24,7 +24,7 @@ N and H only, so a token's bits do not depend on its neighbours.
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -87,22 +87,17 @@ def residual_add(parts: Tensor, x: Tensor | None, norm: Norm, own: Norm | None =
     if not use_triton(parts):
         return Stream(naive(parts, x, own), norm)
     N, T, H = parts.shape
-    stream, (weight, eps) = Stream.empty(T, norm, parts), own or (None, 0.0)
+    new = Stream.empty(T, norm, parts)
+    warps = min(max(next_power_of_2(H) // 512, 1), 16)  # up to 16 numbers per thread in rows of 8192
     _residual_add[(T,)](
-        parts, weight, stream.written(x), eps, PARTS=N, ADD=x is not None, H=H, **row_options(H, parts)
+        parts, own, new.written(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts)
     )
-    return stream
+    return new
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """Return RMSNorm of x [T, H]."""
     return residual_add(x[None], None, norm, own=norm).x if use_triton(x) else naive_norm(x, norm)
-
-
-def row_options(H: int, like: Tensor) -> dict[str, Any]:
-    """Return the options of kernels with one program per row of H numbers: up to 8192, 16 or fewer per
-    thread."""
-    return {"num_warps": min(max(next_power_of_2(H) // 512, 1), 16), **options(like)}
 
 
 def total(parts: Tensor) -> Tensor:
@@ -173,7 +168,7 @@ def sum_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.cons
 
 @triton.jit
 def _residual_add(
-    parts, own, new, eps, PARTS: tl.constexpr, ADD: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr
+    parts, own, new, PARTS: tl.constexpr, ADD: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr
 ):
     release_next(PDL)
     i = tl.arange(0, triton.next_power_of_2((H + GROUP - 1) // GROUP) * GROUP)  # whole groups
@@ -187,7 +182,8 @@ def _residual_add(
     h = h.to(new.x.dtype.element_ty).to(tl.float32)
     value = h
     if own is not None:
-        value = h * tl.rsqrt(tl.sum(h * h) / H + eps) * tl.load(own + i, i < H, other=0.0).to(tl.float32)
+        weight = tl.load(own.weight + i, i < H, other=0.0).to(tl.float32)
+        value = h * tl.rsqrt(tl.sum(h * h) / H + own.eps) * weight
     if ADD:
         value += tl.load(new.residual + at, i < H, other=0.0).to(tl.float32)
     value = value.to(new.x.dtype.element_ty)
