@@ -18,6 +18,7 @@ from nanospec.apps.cli.batch_lines import Task
 from nanospec.apps.cli.main import main
 from nanospec.apps.training import HeadsInTraining, Settings
 from nanospec.config import SamplingParams
+from nanospec.extras.tracing.trace import Trace
 from nanospec.kernels import native
 from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
 from tests.tiny import tiny_model
@@ -60,6 +61,21 @@ def test_a_batch_goes_on_after_a_full_disk(tmp_path: Path) -> None:
         write_results(path)
         assert sorted(path.read_bytes().split(b"\n")) == whole, size
         path.unlink()
+
+
+def test_a_trace_is_whole_or_not_there(tmp_path: Path) -> None:
+    path, trace = tmp_path / "trace.html", Trace()
+    trace.save(path)
+    whole = path.read_bytes()
+    for before in (None, b"<!doctype html>an older one"):
+        for size in (0, 1, len(whole) // 2, len(whole) - 1):
+            path.unlink(missing_ok=True)
+            if before is not None:
+                path.write_bytes(before)
+            with room_for(size), pytest.raises(OSError):
+                trace.save(path)
+            assert (path.read_bytes() if path.exists() else None) == before
+            assert len(os.listdir(tmp_path)) == int(before is not None)
 
 
 def test_heads_are_whole_or_those_before(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
@@ -98,14 +99,15 @@ class Engine:
             return
         request.error = error
         request.finish("abort")
-        self._release(request)
         self.metrics.num_aborted += 1
+        self._release(request)
 
     def abort_all(self, error: str | None = None) -> None:
         """End everything and forget what is cached, as an interrupted step may have left blocks
         half-written and the scheduler inconsistent."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self.abort(request, error)
+            with suppress(RuntimeError):  # of a device that can do no more
+                self.abort(request, error)
         self.scheduler.reset()
         self._queue.clear()
 

@@ -176,10 +176,20 @@ class Trace:
         return text.replace("/* scripts */", scripts).replace("{data}", embedded(self.to_dict()))
 
     def save(self, path: str | Path) -> None:
-        """Write the page to a file. Raises ValueError or OSError, see `check_target`."""
+        """Write the page to a file, whole or not at all. Raises ValueError or OSError, see `check_target`."""
         check_target(path)
-        page = self.html().encode()  # before the file is opened
-        Path(path).write_bytes(page)
+        page, target = self.html().encode(), Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+            target.write_bytes(page)
+            return
+        new = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            new.write_bytes(page)
+            os.replace(new, target)
+        except OSError as error:  # a full disk has no name
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def check_target(path: str | Path) -> None:

@@ -431,6 +431,21 @@ def test_an_interrupted_step_leaves_a_usable_engine(
     assert [request.output_ids for request in again] == [cycle(33 + 2 * i, 20) for i in range(4)]
 
 
+def test_requests_end_though_the_device_has_failed(cyclic: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(cyclic, 3)
+    requests = [engine.add(cycle(i, 33 + i), greedy()) for i in range(4)]
+    engine.step()
+
+    def fail(row: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.worker, "release", fail)
+    engine.abort_all("It failed.")
+    assert_idle(engine)
+    assert [request.error for request in requests] == ["It failed."] * 4
+    assert engine.metrics.num_aborted == 4
+
+
 def test_a_pool_too_small_for_the_window_is_refused(cyclic: Model) -> None:
     with pytest.raises(ValueError, match=r"holds the K/V of 32 tokens, too few for max_model_len=33"):
         make_engine(cyclic, 3, max_model_len=33, num_blocks=2)
