@@ -61,7 +61,7 @@ TESTS: dict[str, list[str]] = {
     "kernels/speculation/proposal.py": [SPECULATION + "test_proposal.py", "tests/kernels/test_batch.py"],
     "kernels/speculation/ngram": [SPECULATION + "test_ngram.py"],
     "kernels/sampling/accept.py": [SAMPLING + "test_accept.py"],
-    "kernels/sampling/logprobs.py": [SAMPLING + "test_logprobs.py"],
+    "kernels/speculation/report.py": [SPECULATION + "test_report.py"],
     "kernels/sampling/noise.py": [SAMPLING + "test_noise.py", SAMPLING + "test_sample.py"],
     "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs")],
     "nanospec/engine/blocks.py": [

@@ -14,8 +14,7 @@ import torch
 
 from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
 from ..kernels import EXACT, RULES, RUNNING
-from ..kernels.sampling.logprobs import Logprobs
-from ..kernels.speculation.report import RowReport, decode
+from ..kernels.speculation.report import Logprobs, RowReport, decode
 from ..kernels.table import Table
 from ..kernels.transfer import upload, write
 from ..outputs import Logprob

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanospec.kernels import REJECTION, TYPICAL
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.sampling import accept, logprobs, sample
-from nanospec.kernels.speculation import ngram, verify
+from nanospec.kernels.sampling import accept, sample
+from nanospec.kernels.speculation import ngram, report, verify
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
 from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table, real
@@ -159,7 +159,7 @@ def test_logprobs(V: int) -> None:
     logits = (torch.randn(9, V, device="cuda") * 3).bfloat16()
     index = torch.tensor([8, 0, 3], dtype=torch.int32, device="cuda")
     tokens = torch.tensor([1, 2, 999], dtype=torch.int32, device="cuda")
-    result = logprobs.logprobs(logits, index, tokens, 20)
+    result = report.logprobs(logits, index, tokens, 20)
     expected = logits[index.long()].double().log_softmax(-1)
     own = expected.gather(1, tokens.long()[:, None])
     assert_close(result.own, own[:, 0], 1e-5)

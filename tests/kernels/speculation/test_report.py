@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nanospec.kernels.sampling.logprobs import PIECE, logprobs
+from nanospec.kernels.speculation.report import PIECE, logprobs
 from tests.util import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
