@@ -233,6 +233,7 @@ def test_a_node_has_the_bits_of_a_chain_of_its_path(name: str, seed: int) -> Non
     for row, text in enumerate(texts):
         pages.table.tokens[row, : len(text)] = text
         pages.table.num_tokens[row] = len(text)
+    pages.table.max_len.fill_(640)
     nothing = torch.zeros(3, dtype=torch.int32)
     parents = torch.tensor(trees, dtype=torch.int32)
     proposal = Proposal(drafts, torch.tensor(count, dtype=torch.int32), drafts, nothing, nothing, parents)
