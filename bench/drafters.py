@@ -33,7 +33,6 @@ from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.drafters.methods import who_guesses
 from nanospec.engine.engine import Engine
 from nanospec.models import default_heads, resolve_model
-from nanospec.models.token_map import load_token_map
 from nanospec.models.weights import load_model
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -84,7 +83,6 @@ class Makers:
             print(f"without a draft model: {error}")
         else:
             self.draft = load_model(folder, model.dtype, model.device)
-            self.token_map = load_token_map(folder, model.config.vocab_size)
 
     def can(self, method: str) -> bool:
         return "draft" not in method or self.draft is not None
@@ -93,7 +91,7 @@ class Makers:
         config = EngineConfig(spec=SpecConfig(**spec), max_model_len=2048, max_num_seqs=1)
         model, ready = self.llm.engine.worker.model, dict[str, Drafter]()
         if "draft" in config.spec.methods:
-            ready["draft"] = ModelDrafter(config.spec, self.draft, model.config.vocab_size, self.token_map)
+            ready["draft"] = ModelDrafter(config.spec, self.draft, model.config.vocab_size)
         if "medusa" in config.spec.methods:
             ready["medusa"] = MedusaDrafter(config.spec, self.heads, model)
         methods, target = who_guesses(config.spec, None), Target(model)

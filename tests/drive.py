@@ -64,7 +64,6 @@ def make_engine(
     guess: dict[str, Any] | None = None,
     draft_model: Model | None = None,
     heads: Heads | None = None,
-    token_map: Tensor | None = None,
     drafter: Guessers | None = None,
     tokenizer: Tokenizer | None = None,
     **options: Any,
@@ -80,7 +79,7 @@ def make_engine(
     config = EngineConfig(spec=spec, **{**DEFAULTS, **options})
     ready: dict[str, Drafter] = {}
     if draft_model is not None:
-        ready["draft"] = ModelDrafter(spec, draft_model, model.config.vocab_size, token_map)
+        ready["draft"] = ModelDrafter(spec, draft_model, model.config.vocab_size)
     if heads is not None:
         ready["medusa"] = MedusaDrafter(spec, heads, model)
     made = drafters_of(spec, Target(model), ready, drafter)

@@ -7,11 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from nanospec.drafters.medusa import Heads
+from nanospec.drafters.medusa import Heads, lm_head_for
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import model_class
 from nanospec.models.decoder import GetWeight, Model
-from nanospec.models.token_map import lm_head_for
 
 
 def random_model(

@@ -118,7 +118,6 @@ class Way(NamedTuple):
     k: K = 3
     own: type[Likely] | type[Dice] | type[Fork] | None = None
     before: tuple[str, ...] = ()
-    token_map: tuple[int, ...] | None = None
 
 
 WAYS: dict[str, Way] = {
@@ -128,7 +127,6 @@ WAYS: dict[str, Way] = {
     "ngram tree": Way({"method": "ngram", "tree_width": 3}, 6),
     "draft": Way({"method": "draft"}),
     "draft, K = 1": Way({"method": "draft"}, 1),
-    "draft of four tokens": Way({"method": "draft"}, token_map=(0, 1, 2, 4)),
     "medusa": Way({"method": "medusa"}),
     "medusa tree": Way({"method": "medusa", "tree_width": 3}, 6),
     "ngram+draft": Way({"method": "ngram+draft", "prompt_lookup_min": 3}),
@@ -188,7 +186,6 @@ def engine_for(world: World, name: str, rule: str = "rejection", **options: Any)
     methods = way.guess.get("method", "")
     if "draft" in methods:
         given["draft_model"] = world.draft
-        given["token_map"] = None if way.token_map is None else torch.tensor(way.token_map)
     if "medusa" in methods:
         given["heads"] = world.heads
     if way.own is not None:

@@ -89,7 +89,7 @@ class Mock(Model):
         last = ids[base:]
         return np.stack([last // BASE, last % BASE, totals % SUMS, spoilt], 1).astype(np.float32)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None, head: Any = None) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         high, low, total = hidden[:, :3].long().unbind(1)
         found = self.scores(high * BASE + low, total)
         if self.spoilt:

@@ -35,13 +35,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm, trange
 
 from ..device.devices import resolve_device
-from ..drafters.medusa import Heads
+from ..drafters.medusa import TOKEN_MAP, Heads, lm_head_rows
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table
 from ..models import program, resolve_model, weights_folders
 from ..models.decoder import Model
 from ..models.families import read_config
-from ..models.token_map import TOKEN_MAP, lm_head_rows
 from ..models.weights import load_model, resolve_dtype
 from ..text import check_fields, limited, strict_json
 from ..text.chat import check_conversation

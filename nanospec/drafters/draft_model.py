@@ -21,6 +21,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import NOBODY
@@ -32,7 +33,6 @@ from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models import resolve_model
 from ..models.decoder import Model
-from ..models.token_map import lm_head_for, load_token_map, over_vocabulary
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
 from . import Drafter, Memory, Target, guesses, nothing, room
@@ -66,14 +66,9 @@ class ModelDrafter(Drafter):
     name = "draft"
     runs_model = True
 
-    def __init__(
-        self, spec: SpecConfig, model: Model, vocab_size: int, token_map: Tensor | None = None
-    ) -> None:
-        """`vocab_size` is the target's; where the two differ in padding, what the target lacks is never
-        drafted. `token_map` [Vd] int64: the only tokens to draft, None for all."""
+    def __init__(self, spec: SpecConfig, model: Model, vocab_size: int) -> None:
+        """`vocab_size` is the target's; where the two differ in padding, only what both have is drafted."""
         self.model, self.vocab_size = model, vocab_size
-        self.token_map = None if token_map is None else token_map.to(model.device)
-        self._lm_head = lm_head_for(model, self.token_map)
         self._keep_logits = spec.acceptance != "exact"
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
         per_token, window = model.config.kv_bytes_per_token(model.dtype), model.config.max_position_embeddings
@@ -88,9 +83,7 @@ class ModelDrafter(Drafter):
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
         own = target.model
         model = load_model(folder, own.dtype, own.device)
-        vocab_size = own.config.vocab_size
-        token_map = load_token_map(folder, min(vocab_size, model.config.vocab_size))
-        return cls(spec, model, vocab_size, token_map)
+        return cls(spec, model, own.config.vocab_size)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.table, self.max_tokens, self.may_wait = table, max_tokens, may_wait
@@ -164,9 +157,11 @@ class ModelDrafter(Drafter):
             if j:
                 batch = replace(batch, input_ids=drafts[-1])
                 hidden = self._forward(batch)
-            scores = self.model.logits(hidden, head=self._lm_head)
-            logits.append(over_vocabulary(scores, self.vocab_size, self.token_map))
-            drafts.append(sample(logits[-1], table, batch).clamp(min=0) * active)
+            scores = self.model.logits(hidden)[:, : self.vocab_size]
+            if missing := self.vocab_size - scores.shape[1]:
+                scores = F.pad(scores, (0, missing), value=-torch.inf)
+            logits.append(scores)
+            drafts.append(sample(scores, table, batch).clamp(min=0) * active)
         proposal = guesses(torch.stack(drafts, 1), wanted)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
 

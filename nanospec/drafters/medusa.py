@@ -13,7 +13,8 @@ vocabulary, L blocks per head; each name may begin with `medusa_head.`:
     {head}.{0 .. L-1}.linear.bias    [H]
     {head}.{L}.weight                [V, H]       may be missing: the head then shares the target's lm_head
     token_map                        [Vd] ints    optional: the only tokens that are guessed, so that
-                                                  projections have Vd rows (as in vLLM)
+                                                  projections have Vd rows (as in FR-Spec, Zhao et al.,
+                                                  2025, and vLLM); the target draws from all
 
 `nanospec train` writes such files.
 """
@@ -38,8 +39,8 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models import default_heads
-from ..models.token_map import TOKEN_MAP, checked_token_map, lm_head_for
 from ..models.weights import check_fit, listed, open_safetensors
+from ..text import shown
 from . import Drafter, Memory, Target, guesses, room
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from ..models.decoder import Model
 
 CONTENDERS = 16  # tokens of a head among which it draws
+TOKEN_MAP = "token_map"
+PIECE = 64  # columns of a packed lm_head that are read at once
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,32 @@ def _layout(file: Path, names: Collection[str]) -> tuple[int, int]:
             f"{listed(names) or 'no tensors'}); give a file of Medusa heads."
         )
     return max(heads) + 1, max(layers) + 1
+
+
+def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
+    """Return the token ids as int64. Raises ValueError if they are not ids of the model, or not distinct."""
+    said, dtype = f"{TOKEN_MAP} in {file}", str(ids.dtype).removeprefix("torch.")
+    if dtype not in ("int32", "int64") or ids.dim() != 1 or len(ids) == 0:
+        raise ValueError(f"{said} must be a list of int32 or int64, not {dtype} {shown(list(ids.shape))}.")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+        raise ValueError(f"{said} must hold different ids from 0 to {vocab_size - 1}; it fits another model.")
+    return ids.long()
+
+
+def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
+    """Return the model's lm_head, or its rows of the tokens that are guessed."""
+    return model.lm_head if token_map is None else make_linear(lm_head_rows(model, token_map))
+
+
+def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
+    """Return the rows of the target's lm_head for the tokens [n] int64, not packed: [n, H]. A packed lm_head
+    cannot be read, but products with 0 and 1 are exact: the unit vectors give its columns."""
+    if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
+        return model.embedding[tokens]
+    if model.lm_head.rows is not None:
+        return model.lm_head.rows[tokens]
+    units = torch.eye(model.config.hidden_size, dtype=model.dtype)
+    return torch.cat([model.lm_head(piece)[:, tokens] for piece in units.split(PIECE)]).T.contiguous()
 
 
 class MedusaDrafter(Drafter):

@@ -130,10 +130,10 @@ class Model:
         """Run the decoder for the keys and values alone, as prefill needs it."""
         self.forward(batch, kv_cache)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None, head: Linear | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the scores of the next token for rows of `forward`'s result: [N, H] -> [N, V], in `out` if
-        it is given. `head` is a part of the lm_head, for the scores of its tokens alone."""
-        logits = (self.lm_head if head is None else head)(hidden, out)
+        it is given."""
+        logits = self.lm_head(hidden, out)
         if (cap := self.config.logit_softcap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits

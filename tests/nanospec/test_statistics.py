@@ -67,7 +67,7 @@ def logits(world: World) -> Logits:
 # Those that differ in how they draw, lay out, accept or share.
 SOME_WAYS = (
     "none",
-    "draft of four tokens",
+    "draft",
     "medusa tree",
     "ngram tree+draft",
     "a user's dice",

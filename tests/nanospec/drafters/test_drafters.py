@@ -399,19 +399,6 @@ def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> No
     assert engine.metrics.spec.num_accepted > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_draft_model_may_guess_from_a_part_of_the_vocabulary(model: Model, mode: str) -> None:
-    token_map = torch.arange(0, VOCAB, 2)
-    jobs = plain_jobs(5, 5, temperature=0.9)
-    engine = make_engine(model, 3, guess=WAYS["draft"], draft_model=model, token_map=token_map, **MODES[mode])
-    requests = run_as_alone(engine, model, jobs)
-    stats = engine.metrics.spec
-    assert 0 < stats.num_accepted < stats.num_drafted
-    for request in requests:  # what is drafted right is in the part
-        for token, source in zip(request.output_ids, request.draft_sources, strict=True):
-            assert source == OWN or token % 2 == 0
-
-
 def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
     with launch.forced("triton"):
         target = tiny_model(num_layers=1)

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanospec.drafters.medusa import Heads
+from nanospec.drafters.medusa import Heads, lm_head_rows
 from nanospec.kernels.launch import forced
 from nanospec.models.decoder import Model
-from nanospec.models.token_map import lm_head_rows
 from tests.random_weights import random_heads
 from tests.tiny import tiny_config
 from tests.util import assert_close

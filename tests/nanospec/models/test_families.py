@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanospec.config import SamplingParams
+from nanospec.drafters.medusa import lm_head_rows
 from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.native import library
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel
 from nanospec.models.decoder import Model
 from nanospec.models.families import FAMILIES, Family, Raw, config_of, family_of, read
-from nanospec.models.token_map import lm_head_rows
 from nanospec.models.weights import load_model
 from tests.drive import Job, make_engine, outcome, run
 from tests.tiny import Pages, checkpoint, reference_logits, tiny_model
