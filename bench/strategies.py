@@ -120,7 +120,8 @@ class Auto(Strategy):
         self.seen: list[tuple[int, list[Offer], list[int], list[int], list[int]]] = []
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
-        self.k = self.policy.choose(dict.fromkeys(batch.rows, MAX_DRAFTS), waiting=batch.waiting)
+        limits = dict.fromkeys(batch.rows, MAX_DRAFTS)
+        self.k = self.policy.choose(limits, limits, 0, batch.waiting)[1]
         drafts = batch.offered(self.k)
         drafter = (NGRAM if n else NOBODY for n in drafts)
         self.offers = list(map(Offer, batch.rows, drafter, drafts, batch.match()))

@@ -170,14 +170,14 @@ class LLM:
     def _running(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[list[tuple[str | None, list[Request]]]]:
-        """Check everything, then queue it; yield the text of each prompt and its n requests. Those that have
-        not ended behind the block are aborted."""
+        """Check everything, then queue it; yield the text of each prompt and its n requests. Requests that
+        still run when the block ends are aborted."""
         checked = []
         for prompt, own in zip(prompts, params_of_each(params, len(prompts)), strict=True):
             text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
             self.engine.check(ids, own)
             checked.append((text, ids, own))
-        requests: list[Request] = []
+        requests: list[Request] = []  # filled within `owning`, as Ctrl-C may come at any time
         with self.shared.owning(requests):
             with self.shared.turn() as engine:
                 groups = [

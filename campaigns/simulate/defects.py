@@ -56,7 +56,7 @@ def _keeps_names(pool: BlockPool, count: int) -> list[int] | None:
     return blocks
 
 
-def _one_cached(_: None, scheduler: Scheduler, request: Request) -> None:
+def _one_cached(_: None, scheduler: Scheduler, request: Request, cached: list[int]) -> None:
     request.num_computed = min(request.num_computed + scheduler.block_size, request.num_tokens - 1)
 
 
@@ -122,7 +122,7 @@ def _flush(detokenizer: Detokenizer) -> str:
     return ""
 
 
-def _finds_itself(_: None, scheduler: Scheduler, request: Request) -> None:
+def _finds_itself(_: None, scheduler: Scheduler, request: Request, cached: list[int]) -> None:
     """What a preempted request has computed counts as found in the cache."""
     if request.num_preemptions:
         request.num_cached_tokens += request.num_computed
@@ -138,13 +138,14 @@ def _last_first(scheduler: Scheduler, request: Request) -> None:
     scheduler.waiting.appendleft(request)
 
 
-def _short_first(scheduler: Scheduler, plan: Plan) -> Request | None:
+def _short_first(scheduler: Scheduler, plan: Plan) -> tuple[Request, list[int]] | None:
     """Who fits is admitted, whoever waits before it."""
     if scheduler._free_rows and not plan.preempted:
         for request in scheduler.waiting:
-            shared, missing = scheduler._needs(request)
-            if missing <= scheduler.pool.num_available(shared):
-                return request
+            names = request.hashes(scheduler.block_size)[: (request.num_tokens - 1) // scheduler.block_size]
+            cached = scheduler.pool.match(names)
+            if scheduler._blocks_ahead(request) - len(cached) <= scheduler.pool.num_available(cached):
+                return request, cached
     return None
 
 

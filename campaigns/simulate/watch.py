@@ -37,11 +37,11 @@ class Watch:
         assert kept == before[: len(kept)], "somebody is preempted who was admitted before another"
         return plan
 
-    def _admitted(self, request: Request) -> None:
+    def _admitted(self, request: Request, cached: list[int]) -> None:
         """Whoever is admitted passes nobody but those that wait for blocks that another computes."""
         for earlier in takewhile(lambda other: other is not request, self.engine.scheduler.waiting):
             assert self._waits_for_blocks(earlier), f"{request.id} is admitted before {earlier.id}"
-        self._admit(request)
+        self._admit(request, cached)
 
     def _waits_for_blocks(self, request: Request) -> bool:
         """Whether the first block of its prompt that is not in the cache is being computed for another."""

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import MAX_DRAFTS
+from .. import GUESSED, MAX_DRAFTS
 from ..launch import next_power_of_2, use_native, use_triton
 from ..native import call
 from ..table import Table
@@ -39,7 +39,7 @@ BLOCK = 4096  # tokens per iteration
 
 def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -> Proposal:
     """Draft up to `k` tokens for each of `rows` [B] int32, request rows or -1: chains, or trees if
-    `max_width` > 1. `max_n` and `max_width` are upper bounds of theirs."""
+    `max_width` > 1. `max_n` and `max_width` are upper bounds of those in the table."""
     if use_triton(rows):
         return launch(table, rows, k, max_n, max_width)
     return (native if use_native(rows, torch.int32) else naive)(table, rows, k, max_n, max_width)
@@ -47,9 +47,9 @@ def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) 
 
 def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -> Proposal:
     proposal = empty_proposal(rows, k, tree=max_width > 1)
-    for part, value in zip(proposal, (0, 0, -1, 0, 0, 0)):
-        if part is not None:
-            part.fill_(value)
+    for part in (part for part in proposal if part is not None):
+        part.zero_()
+    proposal.source.fill_(GUESSED)
     for b, s in enumerate(rows.tolist()):
         text = table.tokens[s, : int(table.num_tokens[s])]
         starts, n = matches(text, int(table.min_n[s]), int(table.max_n[s]))
@@ -81,7 +81,7 @@ def matches(text: Tensor, min_n: int, max_n: int) -> tuple[Tensor, int]:
 
 def tree(text: Tensor, starts: Tensor, wanted: int, width: int) -> tuple[Tensor, Tensor]:
     """Return [wanted] int64 each: the indices that drafts are copied from after matches at `starts`, and the
-    place that each follows."""
+    place that each follows. Draft i is place i + 1, so a chain's are 0, 1, 2, ..."""
     place = torch.arange(wanted, device=text.device)
     source, parents, begin = place.clone(), place.clone(), 0
     while len(starts) and width and begin < wanted:

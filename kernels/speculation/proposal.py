@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
     num_drafts: Tensor  # [B] int32
     source: Tensor  # [B, K] int32, index in the row's history that each draft was copied from, else GUESSED
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 where there is none
-    # [B] int32, the place of the row's drafter in the method ("ngram+draft": 0, 1); without drafts it says
+    # [B] int32, the index of the row's drafter in the method ("ngram+draft": 0, 1); without drafts it means
     # nothing, and may be NOBODY.
     drafter: Tensor
     parents: Tensor | None = None  # [B, K] int32, trees only: the place (0 .. K) that each draft follows

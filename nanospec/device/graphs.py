@@ -1,11 +1,11 @@
 """The step, captured once per bucket and replayed: on a GPU one CUDA graph per (batch size, K).
 
 A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
-part, padded with -1 to the bucket's size, the beginning of a tensor that all buckets share: it is sent
-when it changes. All else the step reads from the request rows (`kernels/table.py`), so nothing computed on
-the host is frozen into a capture. Padding rows are inert. Captures never run at the same time, so they
-share their memory: one pool for all of an engine, which holds what the largest of them needs, and one
-buffer for the logits (`Step.share_logits`). What is read of a result must be queued before the next replay.
+part, padded with -1 to the bucket's size: the first entries of one tensor that all buckets share, sent when
+they change. All else the step reads from the request rows (`kernels/table.py`), so nothing computed on the
+host is frozen into a capture. Padding rows are inert. Captures never run at the same time, so they share
+their memory: one pool for all of an engine, which holds what the largest of them needs, and one buffer for
+the logits (`Step.share_logits`). What is read of a result must be queued before the next replay.
 
 On a CPU a capture is the step itself, run again at every replay, with results copied to the same
 addresses: so that buckets, padding and the reuse of outputs are tested without a GPU.
@@ -59,7 +59,7 @@ class CudaCapture:
         for _ in range(2):
             step()
         self.graph = torch.cuda.CUDAGraph()
-        # Other threads may go on, that of NCCL which looks after collectives among them.
+        # Other threads must be able to run, NCCL's watchdog among them.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = step()
 
@@ -74,6 +74,7 @@ class StepGraphs:
         batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
         captures: by bucket.
         replays: steps by batch size and K.
+        max_tokens: the most tokens that a step scores.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class StepGraphs:
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # what `rows` begins with, as far as is known
         self.replays: Counter[tuple[int, int]] = Counter()
+        self.max_tokens = max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def buckets(self) -> list[Bucket]:
@@ -98,7 +100,7 @@ class StepGraphs:
         return sorted(found, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
 
     def ks_for(self, batch: int) -> list[int]:
-        """Return the speculation lengths captured for a batch: 0, and those that may pay."""
+        """Return the speculation lengths captured for a batch: 0, and those of at most MAX_STEP_TOKENS."""
         size = self.batches[bisect_left(self.batches, batch)]
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
 
@@ -106,11 +108,6 @@ class StepGraphs:
         """Return the smallest bucket of at least `num_rows` rows, with the largest captured K up to `k`."""
         batch = self.batches[bisect_left(self.batches, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k), extensions)
-
-    @property
-    def max_tokens(self) -> int:
-        """The number of tokens that the largest step scores."""
-        return max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
 
     def capture_all(self) -> None:
         """Capture the step for every batch size and K."""
@@ -125,12 +122,9 @@ class StepGraphs:
         self.captures[bucket] = made
         return made
 
-    def run(self, rows: list[int], k: int, extensions: tuple[Extension, ...] = ()) -> StepResult:
-        """Replay the step of the smallest bucket that holds `rows`, with at most `k` drafts each.
-
-        The result's tensors are overwritten by the next replay of the same bucket.
-        """
-        bucket = self.bucket_for(len(rows), k, extensions)
+    def run(self, rows: list[int], bucket: Bucket) -> StepResult:
+        """Replay the step of a bucket for at most as many `rows`. The result's tensors are overwritten by its
+        next replay."""
         capture = self.captures.get(bucket) or self.capture(bucket)  # lazily, or extensions of a request
         self.replays[bucket.batch, bucket.k] += 1
         self.send(rows + [PADDING] * (bucket.batch - len(rows)))
@@ -139,7 +133,7 @@ class StepGraphs:
         return StepResult(report[:B], path[:B], q_start[:B], logits)
 
     def send(self, rows: list[int]) -> None:
-        """Make `rows` begin with these, if it does not."""
+        """Make `self.rows` begin with these, if it does not."""
         if rows != self._sent[: len(rows)]:
             self._sent = []  # in case the copy is interrupted
             upload(rows, torch.int32, self.device, out=self.rows[: len(rows)])

@@ -44,7 +44,7 @@ class StepResult(NamedTuple):
     Attributes:
         report: [B, ...] int32, see `kernels/speculation/report.py`.
         path, q_start, logits: [B, Q] int32, [B] int32, [T, V]. Token j of row b was drawn from row
-            q_start[b] + path[b, j] of the logits. Captured steps share the memory of the logits: what reads
+            q_start[b] + path[b, j] of `logits`. Captured steps share the memory of the logits: what reads
             them must be queued before the next step is.
     """
 
@@ -66,7 +66,7 @@ class Step:
         extensions: Sequence[Extension],
         exact: bool,
     ) -> None:
-        """`exact`: no row asks for another rule of acceptance, so that steps need not look."""
+        """`exact`: no request may use another rule of acceptance, so `accept` is skipped."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact = drafters, extensions, exact
         self.draft_times = DraftTimes()
@@ -91,16 +91,16 @@ class Step:
         """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each, and with the
         extensions that take part in every step or are `asked` for. Without `cut` the step is padded. With it
         the step is packed, and the last drafter makes at most `last_k`."""
-        table = self.table
+        table, packed = self.table, cut is not None
         extensions = [each for each in self.extensions if each.always or each in asked]
         with self.stages["propose"]:
-            times = None if cut is None else self.draft_times
+            times = self.draft_times if packed else None
             proposal = methods.propose(self.drafters, table, rows, k, min(k, last_k), times)
             for extension in extensions if k else ():
                 proposal = extension.propose(table, rows, proposal)
             if cut is not None and k:
                 proposal = _cut(rows, proposal, cut)
-            batch = lay_out(table, rows, proposal, packed=cut is not None)
+            batch = lay_out(table, rows, proposal, packed)
         with self.stages["forward"]:
             hidden = self.model.forward(batch, self.kv_cache)
             T, shared = len(hidden), self._logits

@@ -7,8 +7,8 @@
     release   requests have left their rows
 
 Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data
-(`orders.py`), so that the same five messages can go to several workers; only steps that are not captured ask
-back, how many drafts to verify.
+(`orders.py`), so that the same five messages can go to several workers. One exception: a packed step calls
+`cut`, a function of the host, to learn how many drafts to verify.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Worker:
         num_blocks, max_model_len: as the memory allows.
         max_k: the largest K of any step, 0 without a drafter.
         methods: the names of what makes drafts, by `RowReport.drafter`.
-        model_code: the place in `methods` of the last drafter, if it runs a model and steps are not captured:
-            the policy then chooses beforehand how many drafts it makes. Otherwise NOBODY.
+        model_code: the index in `methods` of the drafter that runs a model, if steps are packed: the policy
+            then chooses beforehand how many drafts it makes. Otherwise NOBODY.
         graphs: the captured steps; None where steps are not captured, and may wait for the device.
         stages: the time of steps by `orders.STAGES`.
         memory: the bytes that each device of the model keeps, by what they are for.
@@ -96,11 +96,11 @@ class Worker:
                 self.graphs.capture_all()
 
     def _plan_cache(self) -> tuple[int, int]:
-        """Return (number of KV blocks, max_model_len)."""
+        """Return (number of KV blocks, max_model_len); the least of all devices, if there are several."""
         return plan_cache(self.config, self.model, self.drafters)
 
     def close(self) -> None:
-        """End other processes, if there are any."""
+        """Do nothing; a model that is split among processes ends them (`extras/tensor_parallel`)."""
 
     @on_own_device
     def admit(self, request: Admission) -> None:
@@ -133,19 +133,21 @@ class Worker:
         for pages in order.grown:
             self._take_pages(*pages)
         rows, logprobs = order.rows, order.logprobs
-        k = order.k if self.graphs is None else self.graphs.bucket_for(len(rows), order.k).k
-        asking = [each for each in zip(self.extensions, order.extra, strict=True) if each[1] is not None]
-        for extension, value in asking:
-            extension.send(value, k)
-        asked = tuple(extension for extension, _ in asking)  # steps with others are captured apart
+        values = zip(self.extensions, order.extra, strict=True)
+        asked = {extension: value for extension, value in values if value is not None}
         if self.graphs is None:
+            for extension, value in asked.items():
+                extension.send(value, order.k)
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
-            result = self._step(on_device, k, asked, cut, order.last_k)
+            result = self._step(on_device, order.k, tuple(asked), cut, order.last_k)
         else:
+            bucket = self.graphs.bucket_for(len(rows), order.k, tuple(asked))
+            for extension, value in asked.items():
+                extension.send(value, bucket.k)
             with self.stages["propose"]:
                 for drafter in self.drafters:
                     drafter.catch_up(order.drafting)
-            result = self.graphs.run(rows, k, asked)
+            result = self.graphs.run(rows, bucket)
         found = kept_logprobs(*result, logprobs) if max(logprobs) >= 0 else None
         return Flight(to_host(result.report), found, logprobs)
 

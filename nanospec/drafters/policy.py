@@ -5,8 +5,8 @@ Steps come in two forms. A *captured* step has one K for all its rows, chosen be
 the likeliest drafts of all rows; only for how many drafts a model is run is chosen beforehand, by `choose`.
 
 What steps cost is measured; what drafts promise is estimated from what became of earlier ones
-(`estimates.py`). What is not drafted teaches nothing, so now and then a step is a probe: it takes more drafts
-than seem to pay, as often as that costs SHARE of the time.
+(`estimates.py`). Drafts that are not made give no data, so some steps are probes: they take more drafts than
+seem to pay, for at most SHARE of the time.
 
 Most tokens per ms is best where requests wait for a row: one that ends earlier makes room. Where none waits,
 the drafts of one row must not slow another: a packed step spends on drafts what `RowAccounts` allows.
@@ -22,6 +22,7 @@ from ..kernels import NOBODY
 from ..kernels.speculation.report import RowReport
 from .estimates import Estimator, Offer, RowAccounts, StepCosts
 
+Limits = Mapping[int, int]  # the most drafts by request row
 SHARE = 0.005  # of the time, that may go into probes, and that a row may lose to drafts of others
 
 
@@ -37,10 +38,14 @@ class Policy:
     costs: StepCosts | None = None
     promised: float | None = None
 
-    def choose(self, limits: Mapping[int, int], context: int = 0, waiting: bool = True) -> int:
-        """Return K of the next step. `limits`: the most drafts of each of its request rows; their texts have
-        `context` tokens together. `waiting`: whether requests wait for a row."""
-        return max(limits.values())
+    def choose(self, limits: Limits, drafting: Limits, context: int, waiting: bool) -> tuple[int, int]:
+        """Return K of the next step, and the most drafts of the last drafter, which may run a model.
+
+        `limits`: the most drafts of each request row of the step; `drafting`: of drafters, 0 for rows whose
+        drafts an extension makes. The rows' texts have `context` tokens together. `waiting`: whether requests
+        wait for a row.
+        """
+        return max(limits.values()), max(drafting.values())
 
     def cut(self, offers: Sequence[Offer]) -> list[int]:
         """Return how many drafts of each row to verify in a packed step."""
@@ -61,27 +66,30 @@ class AutoPolicy(Policy):
         self.costs: StepCosts = costs
         self.estimator, self._accounts, self._model = Estimator(), RowAccounts(), model
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
-        self._credit, self._turn = 0.0, 0  # ms that may go into probes, and whose turn it is
+        self._credit, self._turn = 0.0, 0  # ms that may go into probes; which row gets the next one
 
-    def choose(self, limits: Mapping[int, int], context: int = 0, waiting: bool = True) -> int:
+    def choose(self, limits: Limits, drafting: Limits, context: int, waiting: bool) -> tuple[int, int]:
         B, most = len(limits), max(limits.values())
         self._context, self._waiting, self._probing, self.promised = context, waiting, False, 1.0
         plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + SHARE * plain, plain)
         if self.costs.packed and self._model == NOBODY:
-            return most
-        ms = self.costs.by_k(B, most, context)
-        rates = {k: n / ms[k] for k, n in zip(ms, self.estimator.tokens(limits, self._model, tuple(ms)))}
+            return most, most
+        weighed = drafting if self.costs.packed else limits
+        ms = self.costs.by_k(B, max(weighed.values()), context)
+        tokens = self.estimator.tokens(weighed, self._model, tuple(ms))
+        rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
         self.promised = rates[best] / rates[0]
         larger = min((k for k in ms if k > best), default=best)
         self._probing = larger > best and self._affords(ms[larger] - ms[best])
-        return larger if self._probing else best
+        chosen = larger if self._probing else best
+        return (most, chosen) if self.costs.packed else (chosen, chosen)
 
     def cut(self, offers: Sequence[Offer]) -> list[int]:
         B, cost = len(offers), partial(self.costs.cost, len(offers), context=self._context)
         plain, gains = cost(B), dict[int, list[float]]()
-        # Drafts with smaller gains than `least` are left out: a token costs more than they bring in any step.
+        # The gain of a draft that brings what it costs; drafts of smaller gains are left out.
         least = B / plain * self.costs.least_slope(B, self._context)
         for offer in offers:
             sure = self._probing and offer.drafter == self._model  # a model was run for them

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Name of a full block: its tokens after the block named `parent` (b"" or a salt at first). The tokens
-    come first, so that for blocks of one size nothing else has these bytes."""
+    """Return the hash of a full block, of its tokens behind the block of hash `parent` (b"" or a salt at
+    first). The tokens have a fixed length, so hashing them before the parent is unambiguous."""
     return hashlib.blake2b(array("q", tokens).tobytes() + parent, digest_size=16).digest()
 
 
@@ -69,7 +69,7 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, name: bytes) -> None:
-        """State what a referenced block holds. A second block with the same contents stays unnamed."""
+        """Record the hash of a block in use. A second block with the same contents gets none."""
         if name in self._block_of:
             return
         self.forget([block])
@@ -87,7 +87,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Unname blocks, so that no other request shares them."""
+        """Forget the hashes of blocks, so that no other request shares them."""
         for block in blocks:
             name = self._hash_of.pop(block, None)
             if name is not None:

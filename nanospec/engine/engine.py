@@ -21,7 +21,6 @@ from ..device.devices import in_a_step, ran_out
 from ..device.orders import Flight, Pages, RowResult, StepOrder
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
-from ..kernels import NOBODY
 from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import Tokenizer
@@ -60,7 +59,7 @@ class Engine:
         for extension in self.extensions:
             extension.start(self)
         for stage in worker.stages.values():
-            stage.seconds = 0.0  # capture and timing are no steps
+            stage.seconds = 0.0  # do not count start-up
         self._queue: deque[Queued] = deque()
         self._ids = itertools.count()
 
@@ -133,7 +132,7 @@ class Engine:
         touched = self._prefill(plan) if plan.prefill else []
         if plan.decode:
             self._queue.append(self._launch(plan))
-        while len(self._queue) > (self.lag if plan.decode else 0):
+        while len(self._queue) > (self.lag if plan.decode else 0):  # all, if nothing was queued
             queued = self._queue.popleft()
             results = self.worker.fetch(queued.flight)
             with self.worker.stages["host"]:
@@ -169,21 +168,13 @@ class Engine:
         return []
 
     def _launch(self, plan: Plan) -> Queued:
-        """Queue a step of the requests that decode.
-
-        A captured step has one K for all its rows, chosen now. In a packed step all rows are looked up, and
-        `Policy.cut` takes drafts of each later; of a drafter that runs a model the number is chosen now, too.
-        """
+        """Queue a step of the requests that decode."""
         requests, most = plan.decode, self.worker.max_k
         own = [r.params.num_speculative_tokens for r in requests]
         limits = {r.row: most if n is None else min(n, most) for r, n in zip(requests, own)}
         drafting = {r.row: 0 if r.constraint is not None else limits[r.row] for r in requests}
-        weighs_model = self.worker.model_code != NOBODY
         context = sum(request.num_tokens for request in requests)
-        waiting = bool(self.scheduler.waiting)
-        k = last_k = self.policy.choose(drafting if weighs_model else limits, context, waiting)
-        if weighs_model:  # what was chosen is `last_k`, of the last drafter alone
-            k = max(limits.values())
+        k, last_k = self.policy.choose(limits, drafting, context, bool(self.scheduler.waiting))
         order = StepOrder(
             rows=[*limits],
             logprobs=[-1 if (n := r.params.logprobs) is None else n for r in requests],

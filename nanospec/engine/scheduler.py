@@ -2,9 +2,10 @@
 
 Running requests that are prefilled all decode in every step. What is left of the token budget goes to
 prompts, first come first served and in chunks, so that a long prompt never stalls a running request for
-longer than one chunk. A prompt that is not done with what is left takes half of it if others can follow, so
-that a short one's first token does not wait for a long one's end. When blocks run out, the request that was
-admitted last is preempted: it gives its blocks back and later computes its K/V anew (mostly from the cache).
+longer than one chunk. If a prompt does not fit the rest of the budget and another can follow, it takes half
+of it, so that a short one's first token does not wait for a long one's end. When blocks run out, the request
+that was admitted last is preempted: it gives its blocks back and later computes its K/V anew (mostly from the
+cache).
 
 A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within one
 forward pass all K/V of a layer are written before they are read, so a request scheduled behind it in the same
@@ -31,7 +32,7 @@ class Plan:
         decode: the requests that decode.
         admitted: requests that got a row, and how many of their blocks hold their K/V already.
         grown: requests that got blocks, and how many they had before.
-        preempted: the rows of requests that lost them, and their blocks.
+        preempted: the rows taken from preempted requests.
     """
 
     prefill: list[tuple[Request, int, int]] = field(default_factory=list)
@@ -71,18 +72,20 @@ class Scheduler:
             if self._extend(request, plan):
                 plan.decode.append(request)
                 budget -= 1 + self.lookahead
-        budget = max(budget, self.block_size) if plan.decode else budget  # prompts never starve
+        if plan.decode:
+            budget = max(budget, self.block_size)  # prompts never starve
         prompts = [request for request in self.running if not request.is_prefilled]
         for i, request in enumerate(prompts, 1):
             if budget > 0:
                 more = i < len(prompts) or self._next(plan) is not None
                 budget -= self._chunk(request, budget, more, plan)
-        while budget > 0 and (first := self._next(plan)) is not None:
-            self._admit(first)
-            self.waiting.remove(first)  # last, so that it is in a queue whatever interrupts this
-            plan.admitted[first] = first.num_registered  # before `_chunk` registers more
-            if not first.is_prefilled:
-                budget -= self._chunk(first, budget, self._next(plan) is not None, plan)
+        while budget > 0 and (found := self._next(plan)) is not None:
+            request, cached = found
+            self._admit(request, cached)
+            self.waiting.remove(request)  # last, so that it is in a queue whatever interrupts this
+            plan.admitted[request] = len(cached)
+            if not request.is_prefilled:
+                budget -= self._chunk(request, budget, self._next(plan) is not None, plan)
         return plan
 
     def reset(self) -> None:
@@ -107,23 +110,26 @@ class Scheduler:
             request.num_registered = i + 1
 
     def unwritten(self, plan: Plan) -> list[Request]:
-        """Unname the blocks that the prompts of a plan were to fill, as they were not. Return the requests
-        that have some of them."""
+        """Forget the blocks that a failed prefill was to fill. Return the requests that have some of them."""
         lost = {block for r, start, _ in plan.prefill for block in r.blocks[start // self.block_size :]}
         self.pool.forget(lost)
         return [request for request in self.running if not lost.isdisjoint(request.blocks)]
 
-    def _next(self, plan: Plan) -> Request | None:
-        """Return the first waiting request, if there are a row and blocks for it, skipping those whose next
-        block is in a part of a running prompt that has not been scheduled. (Blocks of scheduled chunks have
-        names, so they are shared at once.) None in a step that preempted, which frees blocks for others."""
+    def _next(self, plan: Plan) -> tuple[Request, list[int]] | None:
+        """Return the first waiting request and its cached blocks, if there are a row and blocks for it.
+
+        Requests whose next block a running prompt will compute in a later step are skipped: waiting lets them
+        share it. None in a step that preempted, which frees blocks for others.
+        """
         if not self.waiting or not self._free_rows or plan.preempted:
             return None
         begun = [request for request in self.running if not request.is_prefilled]
         for request in self.waiting:
-            shared, missing = self._needs(request)
-            if not any(self._will_share(request, len(shared), other) for other in begun):
-                return request if missing <= self.pool.num_available(shared) else None
+            reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
+            cached = self.pool.match(reusable)
+            if not any(self._will_share(request, len(cached), other) for other in begun):
+                missing = self._blocks_ahead(request) - len(cached)
+                return (request, cached) if missing <= self.pool.num_available(cached) else None
         return None
 
     def _will_share(self, request: Request, block: int, other: Request) -> bool:
@@ -132,20 +138,14 @@ class Scheduler:
         in_both = block < min(len(others), (request.num_tokens - 1) // self.block_size)
         return in_both and own[block] == others[block]
 
-    def _needs(self, request: Request) -> tuple[list[int], int]:
-        """Return the blocks that hold some of a request's text, and how many more its first step takes."""
-        reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
-        shared = self.pool.match(reusable)
-        return shared, self._blocks_ahead(request) - len(shared)
-
-    def _admit(self, request: Request) -> None:
-        """Give a waiting request a row and its blocks."""
-        shared, missing = self._needs(request)
-        self.pool.share(shared)
-        request.blocks = shared + (self.pool.allocate(missing) or [])  # enough are free: `_next` has counted
-        request.num_registered = len(shared)
-        request.num_computed = len(shared) * self.block_size
-        if not request.num_preemptions:  # else it finds itself
+    def _admit(self, request: Request, cached: list[int]) -> None:
+        """Give a waiting request a row and its blocks, the `cached` ones first."""
+        self.pool.share(cached)
+        missing = self._blocks_ahead(request) - len(cached)
+        request.blocks = cached + (self.pool.allocate(missing) or [])  # enough are free: `_next` has counted
+        request.num_registered = len(cached)
+        request.num_computed = len(cached) * self.block_size
+        if not request.num_preemptions:  # else the cached blocks are its own
             request.num_cached_tokens = request.num_computed
         request.row = self._free_rows.pop()
         request.start_time = request.start_time or time.perf_counter()

@@ -60,17 +60,17 @@ class Layer:
         self.down_norm = norm("mlp.out_norm") if config.out_norms else None
 
     def __call__(
-        self, stream: Stream, cache: Tensor, angles: Tensor, seen: AttentionMetadata, norm: Norm
+        self, stream: Stream, cache: Tensor, angles: Tensor, metadata: AttentionMetadata, norm: Norm
     ) -> Stream:
         """Run the residual stream x [T, H] through the layer; cache [2, Hkv, num_blocks, block_size, D].
 
-        x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). `add_to`
-        also prepares the norm that reads x next, so a stream comes with `input_norm` and leaves with `norm`.
+        x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). On a GPU the
+        addition also computes what the next RMSNorm needs, so each layer is given the next one's `norm`.
         """
         c = self.config
         qkv = self.qkv.of_norm(stream)  # [T, (Hq + 2 Hkv) * D]: all q heads, then all k heads, then v
-        q = rope_cache(qkv, cache, seen.batch, angles, self.qk_norms)  # [T, Hq, D]
-        out = attention(q, cache, seen, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
+        q = rope_cache(qkv, cache, metadata.batch, angles, self.qk_norms)  # [T, Hq, D]
+        out = attention(q, cache, metadata, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
         stream = self.o.add_to(stream, out, self.post_norm, self.o_norm)
         h = self.gate_up.gated(stream, c.gate)  # [T, I]
         return self.down.add_to(stream, h, norm, self.down_norm)
@@ -119,15 +119,15 @@ class Model:
         """Return the hidden states [T, H] of a batch after the final norm (of padding tokens, anything), and
         write its keys and values to the cache. Ids of padding tokens must lie in the vocabulary."""
         angles = {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
-        seen = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
+        metadata = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
         stream = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
         for layer, cache, norm in zip(self.layers, kv_cache, norms[1:], strict=True):
-            stream = layer(stream, cache, angles[layer.rope], seen[layer.window], norm)
+            stream = layer(stream, cache, angles[layer.rope], metadata[layer.window], norm)
         return rms_norm(stream.x, self.norm)
 
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
-        """Run the decoder for the keys and values alone, as prefill needs it."""
+        """Run the decoder for the keys and values alone (prefill); `cpu.py` stops after the last ones."""
         self.forward(batch, kv_cache)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -145,7 +145,7 @@ class Model:
         return zeros_on_demand(shape, self.dtype, self.device)
 
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Zero blocks that get a new owner, unless kernels run: these load no masked values, but `naive`
-        attention multiplies them by 0, and NaN stays NaN."""
+        """Zero blocks that get a new owner, for `naive` attention: it multiplies masked values by 0, and NaN
+        stays NaN."""
         if not use_triton(kv_cache):
             kv_cache[:, :, :, list(blocks)] = 0

@@ -108,7 +108,7 @@ def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.Monkey
     ):
         stepped.clear()
         sent.clear()
-        assert steps.run(rows, k).report.flatten().tolist() == rows
+        assert steps.run(rows, steps.bucket_for(len(rows), k)).report.flatten().tolist() == rows
         padded = rows + [-1] * (4 * (len(rows) > 2) - len(rows))
         assert sent == [padded] * again
         assert stepped.pop() == padded

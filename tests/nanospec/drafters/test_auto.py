@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 import pytest
 
 from nanospec.config import SamplingParams
 from nanospec.drafters.estimates import StepCosts
-from nanospec.drafters.policy import AutoPolicy, Policy
+from nanospec.drafters.policy import AutoPolicy, Limits, Policy
 from nanospec.engine.locking import SharedEngine
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
@@ -69,9 +68,9 @@ def test_the_policy_is_told_how_long_the_texts_are_and_who_waits(model: Model) -
     asked: list[tuple[int, bool]] = []
 
     class Spy(Policy):
-        def choose(self, limits: Mapping[int, int], context: int = 0, waiting: bool = True) -> int:
+        def choose(self, limits: Limits, drafting: Limits, context: int, waiting: bool) -> tuple[int, int]:
             asked.append((context, waiting))
-            return 0
+            return 0, 0
 
         def observe(self, row: int, report: RowReport) -> None:
             raise AssertionError

@@ -50,9 +50,12 @@ def teach(policy: Policy, row: int, accepted: int, drafted: int = 4, steps: int 
         policy.observe(row, report(drafted, accepted))
 
 
-def choose(policy: Policy, rows: int | range, most: int = 16, waiting: bool = True) -> int:
+def choose(
+    policy: Policy, rows: int | range | dict[int, int], most: int = 16, context: int = 0, waiting: bool = True
+) -> int:
     rows = range(rows) if isinstance(rows, int) else rows
-    return policy.choose(dict.fromkeys(rows, most), waiting=waiting)
+    limits = rows if isinstance(rows, dict) else dict.fromkeys(rows, most)
+    return policy.choose(limits, limits, context, waiting)[1]
 
 
 def usual(policy: Policy, rows: int, steps: int = 100) -> int:
@@ -199,7 +202,7 @@ def test_estimates_stay_probabilities(steps: list[tuple[int, int, int]]) -> None
 def test_a_fixed_policy_takes_all_and_an_automatic_one_what_costs_nothing() -> None:
     fixed, policy = Policy(), captured(FLAT)
     teach(fixed, 0, 0)
-    assert fixed.choose({0: 3, 1: 16}) == 16
+    assert choose(fixed, {0: 3, 1: 16}) == 16
     assert cut(fixed, [3, 0, 16]) == [3, 0, 16]
     assert fixed.promised is None
     teach(policy, 0, accepted=4)
@@ -233,7 +236,7 @@ def test_limits_and_missing_ks_are_kept_and_a_new_request_starts_from_what_other
         teach(policy, row, accepted=3)
     assert choose(policy, range(1, 9)) == 2
     assert [choose(policy, range(1, 17), most) > 2 for most in (2, 16)] == [False, True]
-    one = [policy.choose({row: 16 if row == 1 else 0 for row in range(1, 17)}) for _ in range(50)]
+    one = [choose(policy, {row: 16 if row == 1 else 0 for row in range(1, 17)}) for _ in range(50)]
     assert sorted(one)[25] == 0, "rows that may not draft gain nothing"
     teach(policy, 0, accepted=0, steps=60)
     assert usual(policy, 1) == 0
@@ -281,7 +284,7 @@ def test_the_drafts_of_a_batch_are_the_best_ones(
     for row, (_, match, accepted) in enumerate(rows):
         for _ in range(5):
             policy.observe(row, report(9, accepted, match=match))
-    policy.choose(dict.fromkeys(range(B), 16), context)
+    choose(policy, B, context=context)
     offers = [Offer(row, NGRAM if n else NOBODY, n, match) for row, (n, match, _) in enumerate(rows)]
     gains = [gain for offer in offers for gain in policy.estimator.gains(offer)]
     totals = accumulate(sorted(gains, reverse=True), initial=float(B))
@@ -296,7 +299,7 @@ def test_long_texts_make_drafts_pay() -> None:
     for context in (0, 4000):
         policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)))
         teach(policy, 0, accepted=4, drafted=5)
-        policy.choose({0: 16}, context)
+        choose(policy, 1, context=context)
         [taken[context]] = policy.cut([Offer(0, NGRAM, 16, 3)])
     assert 0 < taken[0] < taken[4000]
 
@@ -376,8 +379,8 @@ def test_a_model_is_hardly_run_where_it_cannot_gain() -> None:
     assert sum(n > 0 for n in drafted_steps(model_policy(30.0), 1, True, 300)) <= 40
     policy = model_policy(4.0)
     drafted_steps(policy, 8, True, 50)
-    assert policy.choose({0: 8}) > 0
-    assert policy.choose({0: 8} | dict.fromkeys(range(1, 31), 0)) == 0
+    assert choose(policy, 1, 8) > 0
+    assert choose(policy, {0: 8} | dict.fromkeys(range(1, 31), 0)) == 0
 
 
 @pytest.mark.parametrize("by_k", [FLAT, HALF, STEEP], ids=["flat", "half", "steep"])
