@@ -10,8 +10,9 @@ queries of all heads that share a KV head are treated together, so K/V are read 
 dimensions up to 256; bf16, fp16 or fp32.
 
 On a GPU a query's bits depend neither on the batch nor on the number of drafts or the size of the chunk, nor
-on whether it is a node of a tree (`paged.py`). For `naive` a tree is a mask, and its nodes equal chains up to
-rounding: keys and values in order of each node's path would have to be gathered once for each node.
+on whether it is a node of a tree (`paged.py`, `paged_tree.py`). For `naive` a tree is a mask, and its nodes
+equal chains up to rounding: keys and values in order of each node's path would have to be gathered once for
+each node.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..batch import MAX_QUERIES, Batch
-from ..launch import LOG2_E, ONE_SHAPE, arch, options, use_triton, wrapped
+from ..launch import use_triton
 
 FEW = 16**3  # multiply-adds of a product for which PyTorch has another sum of bf16 and fp16
 SPLIT_ROWS = 8  # from so many rows on, those with one query are computed apart from the others
@@ -87,35 +88,11 @@ def attention(
     The keys and values of the step's own tokens must already be in the cache. Padding tokens get unspecified
     output.
     """
-    return (launch if use_triton(q) else naive)(q, cache, metadata, scale, softcap)
+    if use_triton(q):
+        from .paged_tree import launch  # which a CPU does not load
 
-
-def launch(
-    q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float | None = None
-) -> Tensor:
-    from . import paged, paged_tree, split_kv  # which a CPU does not load
-
-    batch, (T, num_heads, head_dim), (k, v), target = metadata.batch, q.shape, cache, arch(q)
-    num_kv_heads, _, block_size, _ = k.shape
-    heads, is_tree = (num_heads, num_kv_heads, head_dim), batch.ancestors is not None
-    split = split_kv.split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, target, is_tree)
-    sizes = paged.Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale))
-    launch_options = options(q) | ONE_SHAPE.get(target, {})
-    constants = paged.Constants(
-        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        WINDOW=metadata.window or 1 << 30, SOFTCAP=scale / softcap if softcap else 0.0,
-        SPLIT=split.programs > 1, TILE=split.tile, COLUMNS=split.columns, BLOCK_D=split.block_d,
-        PDL=launch_options.pop("PDL"),
-    )  # fmt: skip
-    out = torch.empty_like(q)
-    kernel = paged_tree._attend_tree if is_tree else paged._attend
-    kernel[split.pairs, batch.num_rows, split.programs](
-        paged.Operands(q, k, v, out), batch.tensors, split_kv.empty_partials(q, split), T, split.fine, sizes,
-        wrapped(constants), num_warps=split.warps,
-        num_stages=1 if q.dtype == torch.float32 else split.stages,  # float32, of tests, would not fit
-        **launch_options,
-    )  # fmt: skip
-    return out
+        return launch(q, cache, metadata.batch, metadata.window, scale, softcap)
+    return naive(q, cache, metadata, scale, softcap)
 
 
 def naive(

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the kernel for trees of drafts.
+"""Attention over the paged KV cache: the kernel for trees of drafts, and the launch of both kernels.
 
 A node is computed as the last query of a chain of its ancestors and itself would be, to the bit. Node i lies
 at cache index base + i, and the set bits of its ancestor mask say what it sees of the step. Parents come
@@ -11,12 +11,16 @@ the other nodes each is one more tile of which they see nothing. So n nodes take
 than a chain of n, of tiles that are in L2. A row without branches costs what a chain does.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..launch import release_next, wait_for_previous
+from ..batch import Batch
+from ..launch import LOG2_E, ONE_SHAPE, arch, options, release_next, wait_for_previous, wrapped
+from . import paged
 from .paged import find_work, load_queries, load_rows, mask, row_of_cache, scores, slots_of, tiles_of
-from .split_kv import add_tile, empty_state, end_unit, finish
+from .split_kv import add_tile, empty_partials, empty_state, end_unit, finish, split_kv
 
 
 @triton.jit(do_not_specialize=["num_tokens", "fine"])
@@ -89,3 +93,28 @@ def _nth_bit(mask, n):
         found += tl.where(n < count, 0, half)
         n -= tl.where(n < count, 0, count)
     return found
+
+
+def launch(
+    q: Tensor, cache: Tensor, batch: Batch, window: int | None, scale: float, softcap: float | None
+) -> Tensor:
+    """See `attention`."""
+    (T, num_heads, head_dim), (k, v), target = q.shape, cache, arch(q)
+    num_kv_heads, _, block_size, _ = k.shape
+    heads, is_tree = (num_heads, num_kv_heads, head_dim), batch.ancestors is not None
+    split = split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, target, is_tree)
+    sizes = paged.Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale))
+    launch_options = options(q) | ONE_SHAPE.get(target, {})
+    constants = paged.Constants(
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 1 << 30,
+        SOFTCAP=scale / softcap if softcap else 0.0, SPLIT=split.programs > 1, TILE=split.tile,
+        COLUMNS=split.columns, BLOCK_D=split.block_d, PDL=launch_options.pop("PDL"),
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    (_attend_tree if is_tree else paged._attend)[split.pairs, batch.num_rows, split.programs](
+        paged.Operands(q, k, v, out), batch.tensors, empty_partials(q, split), T, split.fine, sizes,
+        wrapped(constants), num_warps=split.warps,
+        num_stages=1 if q.dtype == torch.float32 else split.stages,  # float32, of tests, would not fit
+        **launch_options,
+    )  # fmt: skip
+    return out

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import GUESSED, MAX_DRAFTS
+from .. import MAX_DRAFTS, OWN
 from ..launch import next_power_of_2, use_native, use_triton
 from ..native import call
 from ..table import Table
@@ -49,7 +49,7 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) ->
     proposal = empty_proposal(rows, k, tree=max_width > 1)
     for part in (part for part in proposal if part is not None):
         part.zero_()
-    proposal.source.fill_(GUESSED)
+    proposal.source.fill_(OWN)
     for b, s in enumerate(rows.tolist()):
         text = table.tokens[s, : int(table.num_tokens[s])]
         starts, n = matches(text, int(table.min_n[s]), int(table.max_n[s]))

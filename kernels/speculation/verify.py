@@ -1,9 +1,7 @@
 """Compare the drafts with the target's own tokens, append what holds to the history, and report it.
 
     targets      [T] int32            the target's token after each scored token (`sample`), NAN_TOKEN if none
-    report       [B, 6 + 2 Q] int32   number of tokens kept, drafts, drafts accepted, the drafter, its match
-                                      length, the code of `finished`; the tokens [Q]; the sources of the
-                                      drafts that became them [Q], see `report.py`
+    report       [B, 6 + 2 Q] int32   a line per row for the host, see `report.py`
     num_emitted  [B] int32            tokens the step yields: accepted drafts + 1, 0 for rows of length 0
     path         [B, Q] int32         place in its row of the query that drew each emitted token, so that
                                       the KV of accepted tree nodes can be moved into place; 0 beyond

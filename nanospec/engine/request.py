@@ -253,11 +253,6 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
     if len(stop_ids) > MAX_STOP_IDS:
         said = f"stop_token_ids and the model's own end tokens are {len(stop_ids)} ids"
         raise ValueError(f"{said}, but the limit is {MAX_STOP_IDS}.")
-    if params.min_tokens and len(set(stop_ids).intersection(range(size))) == size:
-        raise ValueError(
-            f"min_tokens={params.min_tokens} bars stop tokens, and all tokens of this vocabulary, 0 to "
-            f"{size - 1}, are such; stop at fewer or use min_tokens=0."
-        )
     if params.acceptance not in (None, "exact") and config.spec.acceptance == "exact":
         raise ValueError(
             f"acceptance={params.acceptance!r} needs an engine started with SpecConfig(acceptance="

@@ -115,17 +115,6 @@ def test_from_some_temperature_down_it_is_greedy(indifferent: Model, temperature
             assert (set(request.output_ids) == {0}) == (temperature < 1e-5)
 
 
-def test_a_minimum_that_bars_every_token_is_refused() -> None:
-    model = tiny_model(vocab_size=2)
-    for stops, wrong in (([0, 1], True), ([1], False)):
-        params = SamplingParams(min_tokens=1, stop_token_ids=stops)
-        if wrong:
-            with pytest.raises(ValueError, match="and all tokens of this vocabulary, 0 to 1"):
-                make_engine(model).check([0], params)
-        else:
-            make_engine(model).check([0], params)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_overflow_is_an_error_that_says_so(dtype: torch.dtype) -> None:
     """Numbers that float32 has room for overflow in float16: one sentence, and no token is made up."""
