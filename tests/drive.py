@@ -173,7 +173,7 @@ def assert_idle(engine: Engine) -> None:
     """Nobody holds a row or a block."""
     pool, scheduler = engine.scheduler.pool, engine.scheduler
     assert not scheduler.has_work
-    assert pool.num_free == pool.num_blocks
+    assert len(pool.free) == pool.num_blocks
     assert sorted(scheduler._free_rows) == list(range(engine.config.max_num_seqs))
 
 

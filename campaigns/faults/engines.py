@@ -72,6 +72,6 @@ def assert_sound(engine: Engine) -> None:
     assert_idle(engine)
     pool = engine.scheduler.pool
     assert not any(pool._references)
-    assert sorted(pool._free) == list(range(pool.num_blocks))
+    assert sorted(pool.free) == list(range(pool.num_blocks))
     assert {name: block for block, name in pool._hash_of.items()} == pool._block_of
     assert min(stage.seconds for stage in engine.worker.stages.values()) >= 0

@@ -48,9 +48,9 @@ def _instead(kind: Any, name: str, other: Callable[..., Any]) -> Defect:
 
 def _keeps_names(pool: BlockPool, count: int) -> list[int] | None:
     """`BlockPool.allocate` that does not forget what a block held."""
-    if count > len(pool._free):
+    if count > len(pool.free):
         return None
-    blocks = [pool._free.popitem(last=False)[0] for _ in range(count)]
+    blocks = [pool.free.popitem(last=False)[0] for _ in range(count)]
     for block in blocks:
         pool._references[block] = 1
     return blocks

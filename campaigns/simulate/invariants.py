@@ -67,7 +67,7 @@ def check_blocks(engine: Engine) -> None:
         for block in request.blocks:
             counts[block] += 1
     assert counts == pool._references, "references are not those of the requests"
-    assert sorted(pool._free) == [b for b, n in enumerate(counts) if not n], "the free list is wrong"
+    assert sorted(pool.free) == [b for b, n in enumerate(counts) if not n], "the free list is wrong"
     assert {name: block for block, name in pool._hash_of.items()} == pool._block_of, "names are wrong"
 
 

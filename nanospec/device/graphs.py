@@ -62,9 +62,7 @@ class CudaCapture:
         # Other threads must be able to run, NCCL's watchdog among them.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = step()
-
-    def replay(self) -> None:
-        self.graph.replay()
+        self.replay = self.graph.replay
 
 
 class StepGraphs:

@@ -23,7 +23,6 @@ from torch import Tensor
 from ..drafters import Drafter, methods
 from ..drafters.estimates import DraftTimes, Offer
 from ..kernels import MAX_DRAFTS
-from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.kv_move import kv_move
@@ -108,7 +107,9 @@ class Step:
         with self.stages["verify"]:
             for extension in extensions:
                 extension.change(logits, batch)
-            targets = self.draw(logits, batch, proposal)
+            targets = sample(logits, table, batch)
+            if not self.exact and batch.max_q_len > 1:
+                targets = accept(targets, logits, table, batch, proposal)
             verdict = commit(targets, batch, table, proposal)
             if batch.parents is not None:
                 kv_move(self.kv_cache, verdict, batch)
@@ -116,13 +117,6 @@ class Step:
                 proposal, batch = extension.for_drafters(proposal, batch)
             methods.learn(self.drafters, table, proposal, batch, verdict, hidden)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
-
-    def draw(self, logits: Tensor, batch: Batch, proposal: Proposal) -> Tensor:
-        """Return the target's own token after each scored token, [T] int32."""
-        targets = sample(logits, self.table, batch)
-        if self.exact or batch.max_q_len == 1:
-            return targets
-        return accept(targets, logits, self.table, batch, proposal)
 
 
 def _cut(rows: Tensor, proposal: Proposal, cut: Cut) -> Proposal:

@@ -23,19 +23,15 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Reference-counted blocks 0 .. num_blocks-1 with a cache of what they hold."""
+    """Reference-counted blocks 0 .. num_blocks-1 with a cache of what they hold. `free`: those without a
+    reference, in the order in which they are allocated."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Return the number of blocks without a reference (they may still be cached)."""
-        return len(self._free)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks that hold the longest cached prefix of `hashes`. Takes no reference."""
@@ -49,20 +45,20 @@ class BlockPool:
 
     def num_available(self, reused: Iterable[int]) -> int:
         """Return the number of blocks that `allocate` could give after `share(reused)`."""
-        return len(self._free) - sum(1 for block in set(reused) if not self._references[block])
+        return len(self.free) - sum(1 for block in set(reused) if not self._references[block])
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block; a free one leaves the free list."""
         for block in blocks:
             if self._references[block] == 0:
-                del self._free[block]
+                del self.free[block]
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` blocks with one reference each, or None (and no change) if too few are free."""
-        if count > len(self._free):
+        if count > len(self.free):
             return None
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
         self.forget(blocks)
         for block in blocks:
             self._references[block] = 1
@@ -82,9 +78,9 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free[block] = None
+                self.free[block] = None
                 if block not in self._hash_of:
-                    self._free.move_to_end(block, last=False)
+                    self.free.move_to_end(block, last=False)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Forget the hashes of blocks, so that no other request shares them."""

@@ -105,7 +105,7 @@ class ServerMetrics:
             ("host_gap_seconds", "Between steps while there was work", self._loop.gap_seconds),
         ):
             yield name, text, {(): value}
-        used = 1 - scheduler.pool.num_free / scheduler.pool.num_blocks
+        used = 1 - len(scheduler.pool.free) / scheduler.pool.num_blocks
         yield "kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1", {(): used}
         for i, what in enumerate(("drafts", "draft_tokens", "accepted_tokens")):
             values = {(drafter,): n[i] for drafter, n in spec.by_drafter.items()}

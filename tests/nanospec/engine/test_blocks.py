@@ -86,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.released[block] = self.clock
 
     def free(self) -> set[int]:
-        return set(self.pool._free)
+        return set(self.pool.free)
 
     def expected_match(self, text: list[int]) -> list[int]:
         found = []
@@ -104,8 +104,8 @@ class PoolMachine(RuleBasedStateMachine):
         for block in range(self.pool.num_blocks):
             holders = sum(block in blocks for blocks in self.held)
             assert self.pool._references[block] == holders
-            assert (block in self.pool._free) == (holders == 0)
-        assert self.pool.num_free == len(self.free())
+            assert (block in self.pool.free) == (holders == 0)
+        assert len(self.pool.free) == len(self.free())
 
     @invariant()
     def names_are_those_of_the_contents(self) -> None:
@@ -130,7 +130,7 @@ def test_allocation_of_too_many_changes_nothing() -> None:
     pool = BlockPool(3)
     held = pool.allocate(2)
     assert pool.allocate(2) is None
-    assert pool.num_free == 1
+    assert len(pool.free) == 1
     assert held is not None
     pool.release(held)
     assert sorted(pool.allocate(3) or []) == [0, 1, 2]

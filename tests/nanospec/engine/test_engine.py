@@ -320,7 +320,7 @@ def test_samples_of_one_prompt_share_its_blocks(model: Model) -> None:
     params = SamplingParams(n=4, temperature=1, seed=2, max_tokens=10)
     requests = [engine.add(prompt, params, i) for i in range(4)]
     engine.step()
-    used = engine.scheduler.pool.num_blocks - engine.scheduler.pool.num_free
+    used = engine.scheduler.pool.num_blocks - len(engine.scheduler.pool.free)
     assert used == 3 + 4  # three full blocks once, the rest of the prompt four times
     assert engine.metrics.num_prefill_tokens == 49 + 3
     finish(engine)

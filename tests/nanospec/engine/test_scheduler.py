@@ -142,7 +142,7 @@ class Simulation:
                 break
             self.step()
         assert all(request.is_finished for request in self.requests)
-        assert self.pool.num_free == self.pool.num_blocks
+        assert len(self.pool.free) == self.pool.num_blocks
         assert sorted(self.scheduler._free_rows) == list(range(self.num_rows))
 
     def check_plan(self, plan: Plan, arrived: dict[Request, int]) -> None:
@@ -196,7 +196,7 @@ class Simulation:
         holders = Counter(block for request in running for block in request.blocks)
         for block in range(self.pool.num_blocks):
             assert self.pool._references[block] == holders[block]
-            assert (block in self.pool._free) == (holders[block] == 0)
+            assert (block in self.pool.free) == (holders[block] == 0)
         assert all(len(set(request.blocks)) == len(request.blocks) for request in running)
         rows = [request.row for request in running] + self.scheduler._free_rows
         assert sorted(rows) == list(range(self.num_rows))
@@ -295,7 +295,7 @@ def test_copies_of_a_prompt_share_its_full_blocks_in_the_same_step() -> None:
     plan = simulation.step()
     assert plan.prefill == [(requests[0], 0, 9), (requests[1], 8, 1), (requests[2], 8, 1)]
     assert list(plan.admitted.values()) == [0, 2, 2]  # blocks found in the cache
-    assert simulation.pool.num_blocks - simulation.pool.num_free == 2 + 3
+    assert simulation.pool.num_blocks - len(simulation.pool.free) == 2 + 3
 
 
 def test_a_cached_prompt_decodes_without_prefill() -> None:

@@ -319,7 +319,7 @@ llm.engine.step = slow
 app = App(llm, ServeConfig(port=int(sys.argv[2]), drain_timeout=float(sys.argv[3])), "m")
 code = asyncio.run(run(app, listen(app.config)))
 pool = llm.engine.scheduler.pool
-print("free", pool.num_free == pool.num_blocks, flush=True)
+print("free", len(pool.free) == pool.num_blocks, flush=True)
 sys.exit(code)
 """
 
