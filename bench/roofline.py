@@ -15,6 +15,7 @@ figures of an H100. No kernel of this engine has been measured on either.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from nanospec.models.config import ModelConfig
@@ -130,7 +131,8 @@ def _count(config: ModelConfig, T: int, scored: int, read: int, pairs: int, text
 def kv_tokens(config: ModelConfig, machine: Machine, gpus: int = 1, share: float = 0.9) -> int:
     """Cached tokens for which the GPUs that share the model have room; 0 if the model does not fit."""
     per_token = ITEM * 2 * config.num_layers * max(config.num_kv_heads // gpus, 1) * config.head_dim
-    return max(int((share * machine.memory - ITEM * config.num_parameters / gpus) / per_token), 0)
+    weights = ITEM * sum(math.prod(shape) for shape in config.parameter_shapes().values())
+    return max(int((share * machine.memory - weights / gpus) / per_token), 0)
 
 
 # ---- shapes of real models -----------------------------------------------------------------------------

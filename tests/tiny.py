@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def tiny_config(**overrides: Any) -> ModelConfig:
     }
     fields.setdefault("windows", (None,) * fields["num_layers"])
     return ModelConfig(**fields)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Number of weights; a tied embedding table counts once."""
+    return sum(math.prod(shape) for shape in config.parameter_shapes().values())
 
 
 def tiny_model(

@@ -10,6 +10,7 @@ from random import Random
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from nanospec.apps.serve.openai_format import token_bytes
 from nanospec.text.tokenizer import Detokenizer, Tokenizer
 
 from .mutation import mutate_bytes, mutate_json
@@ -66,7 +67,7 @@ def one(data: bytes) -> None:
         stream = Detokenizer(found)
         for i in (*range(12), *(ids or [])):
             assert isinstance(stream.push([i]) + found.text_of(i), str)
-            assert isinstance(found.bytes_of(i), bytes)
+            assert isinstance(token_bytes(found, i, found.text_of(i)), bytes)
         assert isinstance(stream.flush(), str)
         ids = [*found.eos_token_ids, 0]
         assert all(type(i) is int and 0 <= i < 2**31 for i in ids)

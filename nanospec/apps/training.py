@@ -42,11 +42,12 @@ from ..models import program, resolve_model, weights_folders
 from ..models.decoder import Model
 from ..models.families import read_config
 from ..models.weights import load_model, resolve_dtype
-from ..text import check_fields, limited, strict_json
+from ..text import check_fields, limited
 from ..text.chat import check_conversation
 from ..text.tokenizer import Tokenizer
 from .cli.batch_lines import LineError, place, read_lines
 from .cli.options import Parser, add_settings, given, in_flags
+from .json_input import strict_json
 
 WINDOW = 1024  # tokens; longer texts are cut
 HELD_OUT = 16  # of so many texts, one is left out of training and measured

@@ -33,19 +33,11 @@ def cache_folder() -> Path:
 
 def weights_folders() -> list[Path]:
     """Return the folders where named models are looked up, in order."""
-    checkout = PACKAGE.parent
-    own = [checkout / "weights"] if (checkout / "run.py").is_file() else []
-    return [Path("weights").absolute(), *_named_folder(), *own, cache_folder()]
-
-
-def new_models_folder() -> Path:
-    """Return the folder of a new model: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
-    return Path("weights") if Path("weights").is_dir() else [*_named_folder(), cache_folder()][0]
-
-
-def _named_folder() -> list[Path]:
-    named = os.environ.get("NANOSPEC_WEIGHTS")
-    return [Path(named).expanduser()] if named else []
+    named, checkout = os.environ.get("NANOSPEC_WEIGHTS"), PACKAGE.parent
+    folders = [Path(named).expanduser()] if named else []
+    if (checkout / "run.py").is_file():
+        folders.append(checkout / "weights")
+    return [Path("weights").absolute(), *folders, cache_folder()]
 
 
 def available_models() -> list[str]:

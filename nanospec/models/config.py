@@ -132,11 +132,6 @@ class ModelConfig:
         """Factor of q . k."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights; a tied embedding table counts once."""
-        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
-
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize

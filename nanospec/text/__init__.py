@@ -1,4 +1,4 @@
-"""What users give. Here: checks of settings, JSON and files; a bad value raises an exception whose message is
+"""What users give. Here: checks of settings and files; a bad value raises an exception whose message is
 one sentence. Beside it: prompts and conversations (`chat.py`), and their tokens (`tokenizer.py`).
 
 The limit of a setting stands beside its field (`config.py`), declared by `limited`.
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 MAX_INT64 = 2**63 - 1
-MAX_DEPTH = 128  # levels of JSON from users
 MAX_FILE = 256 << 20  # bytes of a text file of a model; large vocabularies take some 40 MB
 
 
@@ -130,35 +129,3 @@ def check_size(path: Path) -> None:
     """Raise ValueError if a file is too large to be read at once."""
     if path.stat().st_size > MAX_FILE:
         raise ValueError(f"{path} has more than {MAX_FILE >> 20} MB, too much for a file of its kind.")
-
-
-def strict_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text from a user. Raises ValueError, whose text follows "... is no JSON: ",
-    also for NaN, infinity, deep nesting, and a name that is twice in one object."""
-    decoded = text if isinstance(text, str) else text.decode()  # UnicodeDecodeError is a ValueError
-    too_deep = f"it is nested more than {MAX_DEPTH} levels deep"
-    try:
-        found = json.loads(decoded, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
-    except RecursionError:
-        raise ValueError(too_deep) from None
-    level = [found]
-    for _ in range(MAX_DEPTH + 1):
-        nested = (part for part in level if isinstance(part, dict | list))
-        level = [each for part in nested for each in (part.values() if isinstance(part, dict) else part)]
-    if level:
-        raise ValueError(too_deep)
-    return found
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{shown(max(names, key=names.count))} stands twice in one object")
-    return found
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):  # NaN, Infinity, 1e999
-        raise ValueError(f"{shown(text)[1:-1]} is not a finite number")
-    return number

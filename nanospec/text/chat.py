@@ -69,13 +69,6 @@ def check_conversation(messages: Any) -> None:
         raise ValueError(f"messages={shown(messages)} must be a list of {{'role': ..., 'content': ...}}.")
 
 
-def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """Put a system message in front of a conversation that has none."""
-    if not system or messages[0]["role"] in ("system", "developer"):
-        return messages
-    return [{"role": "system", "content": system}, *messages]
-
-
 def too_long(num_tokens: int, max_model_len: int) -> str:
     """Return the message for a prompt of too many tokens."""
     return (

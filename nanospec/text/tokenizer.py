@@ -17,10 +17,6 @@ from . import check_size, read_json, reason, shown
 from .chat import read_templates, render
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
-# How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.
-LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))
-OTHERS = [byte for byte in range(256) if byte not in LETTERS]
-BYTES = {chr(byte): byte for byte in LETTERS} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 class Tokenizer:
@@ -91,15 +87,6 @@ class Tokenizer:
     def _longest_token(self) -> int:
         """Characters of the longest token: a text has at least its length divided by this many tokens."""
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token, also if they are part of a character."""
-        text, raw = self.text_of(token), self.backend.id_to_token(token) or ""
-        if token in self.byte_token_ids:
-            return bytes.fromhex(raw[3:5])
-        if REPLACEMENT in text and all(letter in BYTES for letter in raw):
-            return bytes(BYTES[letter] for letter in raw)
-        return text.encode()
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:

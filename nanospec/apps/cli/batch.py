@@ -101,13 +101,10 @@ def head_of(task: Task) -> bytes:
     return (f'{{"id": "batch_req_{task.key}", ' if task.url else ours).encode()
 
 
-def result_line(
-    task: Task, output: RequestOutput, model: str, bytes_of: Callable[[int], bytes] | None = None
-) -> bytes:
-    """Return the line of a finished request, in the format of the request. `bytes_of`: see
-    `openai_format.logprobs`."""
+def result_line(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> bytes:
+    """Return the line of a finished request, in the format of the request."""
     if task.url:
-        line = _to_openai(task, output, model, bytes_of)
+        line = _to_openai(task, output, model, tokenizer)
     else:
         line = {"index": task.index, "key": task.key, **task.names, **output.outputs[0].to_dict()}
         if len(output.outputs) > 1:
@@ -116,16 +113,14 @@ def result_line(
     return text.encode(errors="backslashreplace")  # JSON's escape for half of a surrogate pair in a name
 
 
-def _to_openai(
-    task: Task, output: RequestOutput, model: str, bytes_of: Callable[[int], bytes] | None
-) -> dict[str, Any]:
+def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
     error = next((done.error for done in output.outputs if done.error), None)
     body = {
         "id": output.request_id,
         "object": "chat.completion" if task.url == CHAT else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice(task.url, done, task.params.logprobs, bytes_of) for done in output.outputs],
+        "choices": [choice(task.url, done, task.params.logprobs, tokenizer) for done in output.outputs],
         "usage": usage(len(output.prompt_token_ids), output.outputs, len(output.outputs)),
     }
     response = {"status_code": 200, "request_id": output.request_id, "body": body}
@@ -219,7 +214,7 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     params = seeded(batch.tasks, llm.config.seed)
 
     def write(position: int, output: RequestOutput) -> None:
-        line = result_line(todo[position], output, model, llm.tokenizer.bytes_of)
+        line = result_line(todo[position], output, model, llm.tokenizer)
         batch.write(line, num_tokens(output))
 
     with batch.running():

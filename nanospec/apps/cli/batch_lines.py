@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from ...config import SamplingParams
 from ...extras.grammar.response_format import checked
-from ...text import shown, strict_json
-from ...text.chat import with_system
+from ...text import shown
+from ..json_input import strict_json
 from ..serve.openai_format import CHAT, COMPLETIONS, conversation, in_our_words
 from .options import did_you_mean
 
@@ -174,3 +174,10 @@ def ask(
     elif not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
         raise ValueError('"prompt" must be a text or a list of token ids.')
     return task
+
+
+def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """Put a system message in front of a conversation that has none."""
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]

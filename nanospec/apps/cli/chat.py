@@ -10,7 +10,7 @@ from contextlib import suppress
 from ...config import SamplingParams
 from ...llm import LLM
 from ...outputs import RequestOutput
-from ...text.chat import with_system
+from .batch_lines import with_system
 from .console import DIM, Console
 from .options import did_you_mean, in_flags
 

@@ -12,6 +12,7 @@ t * ms(1) / ms(1 + d) times as fast as one token per step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from .demo import REQUESTS, decode_rate
 CONTEXT = 1024  # cached tokens, of which a step reads the keys and values
 BLOCK, CPU_SIDE, GPU_SIDE = 512 << 20, 1024, 8192  # bytes that are read; side of the matrices multiplied
 REPEATS = 5
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 MAX_TOKENS, WINDOW = 128, 512  # of the answer whose speed-up is measured; the window it needs
 ACCEPTANCES, DRAFTS = (0.3, 0.5, 0.7, 0.9), 4
 
@@ -63,7 +65,8 @@ def parts(config: ModelConfig, tokens: int, context: int, itemsize: int) -> list
     `itemsize` is the bytes of a weight and of a cached value. Activations are left out: they are small, and
     stay in caches."""
     head = config.vocab_size * config.hidden_size
-    layers = config.num_parameters - head * (1 if config.tie_word_embeddings else 2)
+    shapes = config.parameter_shapes().items()
+    layers = sum(math.prod(shape) for name, shape in shapes if name not in VOCABULARY)
     seen = sum(min(context, window or context) for window in config.windows)  # positions, over all layers
     cached = 2 * config.num_kv_heads * config.head_dim  # values of a position: key and value
     scores = config.num_heads * config.head_dim

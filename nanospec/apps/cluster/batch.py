@@ -124,4 +124,4 @@ class LineEngine:
             os._exit(1)  # the device is in an unknown state
         done.sort(key=lambda each: each.index)
         output = RequestOutput(f"request-{task.index}", None, ids, done)
-        return result_line(task, output, self.model, self.llm.tokenizer.bytes_of), num_tokens(output)
+        return result_line(task, output, self.model, self.llm.tokenizer), num_tokens(output)

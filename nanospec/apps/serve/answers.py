@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ...outputs import Completion
+from ...text.tokenizer import Tokenizer
 from .gate import HTTPError
 from .jobs import Job, JobFailed
 from .openai_format import CHAT, choice, counts, logprobs, usage
@@ -33,7 +34,7 @@ class Answer:
     job: Job
     request_id: str
     model: str
-    bytes_of: Callable[[int], bytes]
+    tokenizer: Tokenizer
     timeout: float
     facts: dict[str, Any]
     done: list[Completion] = field(default_factory=list)  # the outputs that have ended
@@ -84,7 +85,7 @@ class Answer:
     def _response(self) -> Response:
         self.done.sort(key=lambda done: done.index)
         url, number = self.asked.url, self.asked.params.logprobs
-        choices = [choice(url, done, number, self.bytes_of) for done in self.done]
+        choices = [choice(url, done, number, self.tokenizer) for done in self.done]
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,8 +124,8 @@ class Answer:
             told = {"speculation": told} if "include_drafts" in include else {}
             text = "".join(piece.text for piece in delta.pieces)
             if text or delta.logprobs:
-                number, bytes_of = self.asked.params.logprobs, self.bytes_of
-                found = logprobs(self.asked.url, delta.logprobs, delta.pieces, number, bytes_of, num_chars[i])
+                url, number, offset = self.asked.url, self.asked.params.logprobs, num_chars[i]
+                found = logprobs(url, delta.logprobs, delta.pieces, number, self.tokenizer, offset)
                 yield to_event([self._part(i, {**role, "content": text}, found)], **told)
                 num_chars[i] += len(text)
                 told, role = {}, {}

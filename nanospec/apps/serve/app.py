@@ -85,8 +85,8 @@ class App:
             raise HTTPError(429, message, headers={"retry-after": "1"}) from None
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
-        bytes_of, timeout, state = self.llm.tokenizer.bytes_of, self.config.request_timeout, request.state
-        return Answer(asked, job, state.id, self.model, bytes_of, timeout, state.facts)
+        tokenizer, timeout, state = self.llm.tokenizer, self.config.request_timeout, request.state
+        return Answer(asked, job, state.id, self.model, tokenizer, timeout, state.facts)
 
     async def _body(self, request: Request, only: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the JSON object that was sent, for this model; `only`: all fields that it may have."""

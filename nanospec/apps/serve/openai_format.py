@@ -6,7 +6,7 @@ of `IGNORED` are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ...text import shown
 
 if TYPE_CHECKING:
     from ...outputs import Completion, Logprob, Piece
+    from ...text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
@@ -27,7 +28,10 @@ ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that d
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "skip_special_tokens": (True,),
 }  # fmt: skip
-BytesOf = Callable[[int], bytes] | None  # what a token stands for, where that is not a whole character
+# How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.
+LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))
+OTHERS = [byte for byte in range(256) if byte not in LETTERS]
+BYTES = {chr(byte): byte for byte in LETTERS} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,11 +88,11 @@ def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
     return {"logprobs": top} if wanted else {}
 
 
-def choice(url: str, done: Completion, number: int | None, bytes_of: BytesOf = None) -> dict[str, Any]:
+def choice(url: str, done: Completion, number: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return an output; `number`: of likeliest tokens to report, None for no log-probabilities."""
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
     places = (done.logprobs or [])[: done.num_text_tokens]
-    found = logprobs(url, places, done.pieces, number, bytes_of)
+    found = logprobs(url, places, done.pieces, number, tokenizer)
     reasons = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
     return {"index": done.index, **text, "logprobs": found, **reasons}
 
@@ -98,7 +102,7 @@ def logprobs(
     places: Sequence[Mapping[int, Logprob]],
     pieces: Sequence[Piece],
     number: int | None,
-    bytes_of: BytesOf,
+    tokenizer: Tokenizer,
     offset: int = 0,
 ) -> dict[str, Any] | None:
     """Return those of the tokens of `places`, which come first there, and of the `number` likeliest; None if
@@ -108,8 +112,7 @@ def logprobs(
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         text = found.decoded_token or ""
-        part = bytes_of(token) if bytes_of is not None and "\ufffd" in text else text.encode()
-        return {"token": text, "logprob": found.logprob, "bytes": list(part)}
+        return {"token": text, "logprob": found.logprob, "bytes": list(token_bytes(tokenizer, token, text))}
 
     own, top = [], []
     for at in places:
@@ -125,6 +128,17 @@ def logprobs(
         "top_logprobs": [{t["token"]: t["logprob"] for t in best} for best in top] if number else None,
         "text_offset": list(islice(offsets, len(own))),
     }
+
+
+def token_bytes(tokenizer: Tokenizer, token: int, text: str) -> bytes:
+    """Return the bytes of a token with this text, also if they are part of a character."""
+    if "\ufffd" in text:
+        raw = tokenizer.backend.id_to_token(token) or ""
+        if token in tokenizer.byte_token_ids:
+            return bytes.fromhex(raw[3:5])
+        if all(letter in BYTES for letter in raw):
+            return bytes(BYTES[letter] for letter in raw)
+    return text.encode()
 
 
 def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, Any]:

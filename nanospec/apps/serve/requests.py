@@ -10,8 +10,9 @@ from typing import Any
 
 from ...config import SamplingParams
 from ...llm import LLM
-from ...text import shown, strict_json
+from ...text import shown
 from ..cli.batch_lines import ask
+from ..json_input import strict_json
 from .gate import HTTPError
 from .openai_format import CHAT, IGNORED, RENAMED, in_our_words
 

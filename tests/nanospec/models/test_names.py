@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanospec import models
-from nanospec.models import available_models, default_heads, new_models_folder, resolve_model
+from nanospec.models import available_models, default_heads, resolve_model
 
 
 @pytest.fixture
@@ -41,17 +41,6 @@ def test_names_are_looked_up_in_order(places: dict[str, Path]) -> None:
     assert available_models() == ["mine", "org/other"]
     path = put(places["here"].parent, "mine")
     assert resolve_model("mine").samefile(path)
-
-
-def test_new_models_go_where_they_are_found(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert new_models_folder() == places["named"]
-    monkeypatch.delenv("NANOSPEC_WEIGHTS")
-    assert new_models_folder() == places["cache"]
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert new_models_folder() == Path("/home/me/.cache/nanospec")
-    places["here"].mkdir()
-    assert new_models_folder() == Path("weights")
 
 
 def test_heads_of_the_package_are_found_last(places: dict[str, Path]) -> None:

@@ -21,12 +21,26 @@ from nanospec.apps.serve.settings import ServeConfig
 from nanospec.config import check_names
 from nanospec.device.devices import plan_cache
 from nanospec.drafters.methods import who_guesses
+from nanospec.text import shown
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.test_llm import folder, make
-from tests.nanospec.text.test_json import Silent, nested
 from tests.tiny import tiny_model
 
 __all__ = ["folder"]
+
+
+class Silent:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 LONG = "x" * 100_000
 ODD: list[Any] = [
     None, True, 0, -1, 10**9, 10**18, 10**40, 10**5000, 0.5, math.nan, math.inf, "", "auto", "none", "a\nb",
@@ -50,6 +64,28 @@ def said(function: Callable[..., Any], *args: Any, **named: Any) -> str:
         assert len(text) <= 1000
         return text
     return ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a", "'a'"),
+        (None, "None"),
+        ({"b": 1, "a": [2]}, "{'b': 1, 'a': [2]}"),
+        (list(range(9)), str(list(range(9)))),
+        ("x" * 98, repr("x" * 98)),
+        ("x" * 99, "'" + "x" * 96 + "..."),
+        ("x" * 10**6, "'" + "x" * 96 + "..."),
+        ([10**90] * 10**4, "[1" + "0" * 90 + ", 100" + "..."),
+        (10**5000, "<int>"),
+        (nested(10**5), "<list>"),
+        (Silent(), "<Silent>"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_is_shown_in_at_most_100_characters(value: Any, text: str) -> None:
+    assert shown(value) == text
+    assert len(text) <= 100
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -12,7 +12,9 @@ from nanospec.apps.cli.batch import result_line
 from nanospec.apps.cli.batch_lines import LineError
 from nanospec.config import SamplingParams
 from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats
+from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.apps.cli.test_batch import of_lines
+from tests.tiny import tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -89,6 +91,11 @@ def test_what_is_not_there_is_refused(tmp_path: Path, line: dict[str, Any], sent
     assert sentence in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
 def output(error: str | None = None) -> RequestOutput:
     places = [{7: Logprob(-1.0, 2, "<7>"), 5: Logprob(-0.5, 1, "<5>")}]
     reason = "abort" if error else "length"
@@ -97,15 +104,17 @@ def output(error: str | None = None) -> RequestOutput:
 
 
 @pytest.mark.parametrize("line", [chat(), {"prompt": "x"}], ids=["theirs", "ours"])
-def test_a_name_may_be_what_utf8_cannot_hold(tmp_path: Path, line: dict[str, Any]) -> None:
+def test_a_name_may_be_what_utf8_cannot_hold(
+    tmp_path: Path, tokenizer: Tokenizer, line: dict[str, Any]
+) -> None:
     [task] = of_lines(tmp_path, {**line, "custom_id": "half \ud83d"})
-    assert json.loads(result_line(task, output(), "small"))["custom_id"] == "half \ud83d"
+    assert json.loads(result_line(task, output(), "small", tokenizer))["custom_id"] == "half \ud83d"
 
 
-def test_results_have_its_form(tmp_path: Path) -> None:
+def test_results_have_its_form(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = chat(logprobs=True, top_logprobs=2), {**completions(logprobs=1), "custom_id": "b"}
     a, b = of_lines(tmp_path, *lines)
-    line = json.loads(result_line(a, output(), "small"))
+    line = json.loads(result_line(a, output(), "small", tokenizer))
     assert line.keys() == {"id", "custom_id", "response", "error"}
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
     body = line["response"]["body"]
@@ -118,10 +127,10 @@ def test_results_have_its_form(tmp_path: Path) -> None:
     [place] = choice["logprobs"]["content"]
     assert (place["token"], place["logprob"], place["bytes"]) == ("<7>", -1.0, list(b"<7>"))
     assert [top["token"] for top in place["top_logprobs"]] == ["<5>", "<7>"]
-    [choice] = json.loads(result_line(b, output(), "small"))["response"]["body"]["choices"]
+    [choice] = json.loads(result_line(b, output(), "small", tokenizer))["response"]["body"]["choices"]
     assert choice["text"] == "g"
     assert choice["logprobs"]["token_logprobs"] == [-1.0]
     assert choice["logprobs"]["top_logprobs"] == [{"<5>": -0.5}]
     assert choice["logprobs"]["text_offset"] == [0]
-    failed = json.loads(result_line(a, output("NaN"), "small"))
+    failed = json.loads(result_line(a, output("NaN"), "small", tokenizer))
     assert (failed["response"], failed["error"]["message"]) == (None, "NaN")

@@ -14,13 +14,14 @@ from nanospec.apps.cli import explain
 from nanospec.apps.cli.console import Console
 from nanospec.models.config import DTYPES
 from nanospec.models.families import read_config
+from tests.tiny import num_parameters
 
 
 def test_a_step_reads_the_weights_and_the_cache_once(smollm2: Path) -> None:
     config = read_config(smollm2)
     for tie in (True, False):
         shape = replace(config, tie_word_embeddings=tie)
-        read = 2 * (shape.num_parameters - (0 if tie else config.vocab_size * config.hidden_size))
+        read = 2 * (num_parameters(shape) - (0 if tie else config.vocab_size * config.hidden_size))
         cache = 1000 * config.kv_bytes_per_token(DTYPES[shape.dtype])
         for tokens in (1, 5):
             parts = explain.parts(shape, tokens, 1000, 2)

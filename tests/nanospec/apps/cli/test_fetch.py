@@ -154,6 +154,20 @@ def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert os.listdir(parent) == ["org"]
 
 
+def test_new_models_go_where_they_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert fetch.new_models_folder() == tmp_path / "named"
+    monkeypatch.delenv("NANOSPEC_WEIGHTS")
+    assert fetch.new_models_folder() == tmp_path / "cache" / "nanospec"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert fetch.new_models_folder() == Path("/home/me/.cache/nanospec")
+    (tmp_path / "weights").mkdir()
+    assert fetch.new_models_folder() == Path("weights")
+
+
 def test_convert_publishes_whole_folders_only(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanospec.extras.grammar.grammar as grammar
+from nanospec.apps.serve.openai_format import BYTES
 from nanospec.config import SamplingParams
 from nanospec.extras.grammar.grammar import FORCED, Grammars, Guide, look_up
 from nanospec.kernels import GUESSED
 from nanospec.kernels.speculation import ngram
-from nanospec.text.tokenizer import BYTES, Tokenizer
+from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.extras.grammar.guided import FORMATS, SCHEMA, VOCAB
 from tests.tiny import tiny_tokenizer
 

@@ -1,0 +1,43 @@
+"""Parse JSON from users: requests of the server, lines of a batch, texts to train on."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ..text import shown
+
+MAX_DEPTH = 128  # levels of nesting
+
+
+def strict_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text from a user. Raises ValueError, whose text follows "... is no JSON: ",
+    also for NaN, infinity, deep nesting, and a name that is twice in one object."""
+    decoded = text if isinstance(text, str) else text.decode()  # UnicodeDecodeError is a ValueError
+    too_deep = f"it is nested more than {MAX_DEPTH} levels deep"
+    try:
+        found = json.loads(decoded, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [found]
+    for _ in range(MAX_DEPTH + 1):
+        nested = (part for part in level if isinstance(part, dict | list))
+        level = [each for part in nested for each in (part.values() if isinstance(part, dict) else part)]
+    if level:
+        raise ValueError(too_deep)
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{shown(max(names, key=names.count))} stands twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):  # NaN, Infinity, 1e999
+        raise ValueError(f"{shown(text)[1:-1]} is not a finite number")
+    return number
