@@ -16,8 +16,6 @@ from ..outputs import Piece
 from . import check_size, read_json, reason, shown
 from .chat import read_templates, render
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
-
 
 class Tokenizer:
     """The tokenizer of a model folder.
@@ -131,7 +129,7 @@ class Detokenizer:
             return ""  # a run of byte tokens is decoded as a whole, so it must end first
         text = self._decode(self._window)
         # A trailing U+FFFD may be the beginning of a character; what stands before it is certain.
-        certain = len(text) - text.endswith(REPLACEMENT)
+        certain = len(text) - text.endswith("\ufffd")
         piece = text[self._returned : certain]
         self._returned = max(self._returned, certain)
         if len(self._window) > self.MAX_WINDOW:
