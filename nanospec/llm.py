@@ -135,8 +135,7 @@ class LLM:
     ) -> Iterator[list[Piece]]:
         """As `stream`, but yields the tokens of each step with where they were copied from."""
         if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
-            n = sampling_params.n
-            raise ValueError(f"n={n} outputs cannot be streamed as one; use n=1 or generate().")
+            raise ValueError(f"n={sampling_params.n} outputs cannot be one stream; use n=1 or generate().")
         with self._running([prompt], sampling_params) as groups:
             [(text, [request])] = groups
             ended = False

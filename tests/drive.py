@@ -172,7 +172,7 @@ def run_as_alone(engine: Engine, model: Model, jobs: Sequence[Job], what: object
 def assert_idle(engine: Engine) -> None:
     """Nobody holds a row or a block."""
     pool, scheduler = engine.scheduler.pool, engine.scheduler
-    assert not scheduler.has_work
+    assert not [*scheduler.waiting, *scheduler.running]
     assert len(pool.free) == pool.num_blocks
     assert sorted(scheduler._free_rows) == list(range(engine.config.max_num_seqs))
 

@@ -11,8 +11,7 @@ dimensions up to 256; bf16, fp16 or fp32.
 
 On a GPU a query's bits depend neither on the batch nor on the number of drafts or the size of the chunk, nor
 on whether it is a node of a tree (`paged.py`, `paged_tree.py`). For `naive` a tree is a mask, and its nodes
-equal chains up to rounding: keys and values in order of each node's path would have to be gathered once for
-each node.
+equal chains up to rounding.
 """
 
 from collections.abc import Iterator

@@ -12,10 +12,9 @@ node to the first child that carries x. So the emitted tokens are exactly those 
 drafts.
 
 The run of emitted tokens is cut after the first stop token and where the request holds `max_len` tokens,
-whichever comes first. At NAN_TOKEN the row ends; that token and later ones are dropped. `tokens`,
-`num_tokens`, `output_counts` and `finished` of the table are updated in place. A row that has finished is
-left alone, so that the device may run ahead of the host that retires it. No two batch rows may be the same
-request.
+whichever comes first. At NAN_TOKEN the row ends; it and later tokens are dropped. `tokens`, `num_tokens`,
+`output_counts` and `finished` of the table are updated in place. A row that has finished is left alone, so
+that the device may run ahead of the host that retires it. No two batch rows may be the same request.
 
 Kernel: one program of one warp per row, of at most 64 tokens.
 """

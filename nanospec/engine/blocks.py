@@ -23,8 +23,7 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Reference-counted blocks 0 .. num_blocks-1 with a cache of what they hold. `free`: those without a
-    reference, in the order in which they are allocated."""
+    """Reference-counted blocks and a cache of what they hold; those without a reference are `free`."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -4,8 +4,7 @@
     engine.step()                       -> requests that got tokens or ended
     engine.abort(request)
 
-The engine has token ids in and out (text, chat and batches of prompts are `llm.py`'s) and owns no tensor:
-the device is behind `worker.py`.
+The engine has token ids in and out (text is `llm.py`'s) and owns no tensor: the device is behind `worker.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._queue)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._queue)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the request cannot run."""

@@ -3,9 +3,8 @@
 Running requests that are prefilled all decode in every step. What is left of the token budget goes to
 prompts, first come first served and in chunks, so that a long prompt never stalls a running request for
 longer than one chunk. If a prompt does not fit the rest of the budget and another can follow, it takes half
-of it, so that a short one's first token does not wait for a long one's end. When blocks run out, the request
-that was admitted last is preempted: it gives its blocks back and later computes its K/V anew (mostly from the
-cache).
+of it, so that a short one's first token does not wait for a long one's end. When blocks run out, the last
+admitted request is preempted: it gives its blocks back and later recomputes its K/V, mostly from the cache.
 
 A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within one
 forward pass all K/V of a layer are written before they are read, so a request scheduled behind it in the same
@@ -54,10 +53,6 @@ class Scheduler:
         self.slots_ahead = lookahead + lag * (lookahead + 1)  # its own drafts, and K + 1 per step in flight
         self._num_blocks, self._num_rows = num_blocks, num_rows
         self.reset()
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)

@@ -219,7 +219,7 @@ def test_a_stream_that_is_left_frees_everything(llm: LLM) -> None:
 
 
 def test_a_stream_is_of_one_output(llm: LLM) -> None:
-    with pytest.raises(ValueError, match=r"n=2 outputs cannot be streamed as one"):
+    with pytest.raises(ValueError, match=r"n=2 outputs cannot be one stream"):
         next(llm.stream("a", SamplingParams(n=2)))
 
 

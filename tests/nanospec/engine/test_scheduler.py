@@ -138,7 +138,7 @@ class Simulation:
     def finish(self) -> None:
         """Everything that has arrived ends, each within its tokens plus what preemption costs."""
         for _ in range(100 + 60 * len(self.requests) * self.window):
-            if not (self.scheduler.has_work or self.in_flight):
+            if not (self.scheduler.waiting or self.scheduler.running or self.in_flight):
                 break
             self.step()
         assert all(request.is_finished for request in self.requests)
@@ -273,7 +273,7 @@ def test_preempted_requests_resume_in_order_of_arrival() -> None:
     simulation = Simulation(window=24, extra_blocks=1, num_rows=4, max_tokens=100, k=3)
     requests = [simulation.add([i % 2] * 8, 16) for i in range(4)]
     preempted, first = 0, list[float | None]()
-    while simulation.scheduler.has_work:
+    while simulation.scheduler.waiting or simulation.scheduler.running:
         preempted += len(simulation.step().preempted)
         starts = [request.start_time for request in requests]
         first = first or starts

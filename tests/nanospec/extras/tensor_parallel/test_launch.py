@@ -189,7 +189,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_in_time(
         with pytest.raises(RankFailed) as raised:
             llm.generate(PROMPTS, PARAMS)
         assert str(raised.value) == sentence
-    assert not llm.engine.scheduler.has_work
+    assert not llm.engine.has_work
     llm.close()
 
 
