@@ -42,7 +42,7 @@ class Proposal(NamedTuple):
     # nothing, and may be NOBODY.
     drafter: Tensor
     parents: Tensor | None = None  # [B, K] int32, trees only: the place (0 .. K) that each draft follows
-    logits: Tensor | None = None  # [B, K, V], what the drafts were drawn from, where a model drew them
+    logits: Tensor | None = None  # [B, K, V], just what the drafts were drawn from, if a model drew them
     # [B] bool, whether a row's drafts were drawn from `logits` at all, as a chain; None: all were, if there
     # are logits and no trees.
     sampled: Tensor | None = None
@@ -94,7 +94,7 @@ def lay_out_text(
 def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     index, (B, k) = rows.clamp(min=0), proposal.drafts.shape
     base = (table.num_tokens[index] - 1).clamp(min=0)
-    n = _num_valid(proposal, table.max_len[index] - base - 2, table.vocab_size)
+    n = num_valid(proposal, table.max_len[index] - base - 2, table.vocab_size)
     count = torch.where(table.finished[index] == RUNNING, n + 1, 0)
     chain = Batch.of_grid(table, rows, base, count, k + 1)
     used = torch.arange(k, device=rows.device) < n[:, None]
@@ -108,7 +108,7 @@ def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     return replace(chain, input_ids=input_ids, positions=positions, ancestors=ancestors, parents=parents)
 
 
-def _num_valid(proposal: Proposal, fit: Tensor, vocab_size: int) -> Tensor:
+def num_valid(proposal: Proposal, fit: Tensor, vocab_size: int) -> Tensor:
     """Return how many drafts of each row take part, [B] int32, of which at most `fit` [B] do."""
     drafts, parents = proposal.drafts, proposal.parents
     valid = (drafts >= 0) & (drafts < vocab_size)

@@ -38,7 +38,7 @@ class RowReport(NamedTuple):
     tokens: list[int]  # those that were kept
     num_drafted: int
     num_accepted: int  # by verification; at a stop more may be accepted than kept
-    drafter: int  # see `Proposal`
+    drafter: int  # see `Proposal`; NOBODY counts as the first
     match_len: int
     finished: int  # RUNNING or how the request ended
     sources: list[int]  # of each kept token, see `Proposal.source`
@@ -50,7 +50,7 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
     for line in lines:
         n, drafted, accepted, drafter, match_len, code = line[:C]
         tokens, sources = (line[first : first + n] for first in (C, (len(line) + C) // 2))
-        reports.append(RowReport(tokens, drafted, accepted, drafter, match_len, code, sources))
+        reports.append(RowReport(tokens, drafted, accepted, max(drafter, 0), match_len, code, sources))
     return reports
 
 

@@ -61,7 +61,7 @@ class Drafter:
         memory: what it takes, see `Memory`.
     """
 
-    name: str
+    name: str = "Drafter"
     max_drafts: int = MAX_DRAFTS
     runs_model: bool = False
     reads_on_host: bool = False
@@ -91,14 +91,14 @@ class Drafter:
         """Forget the request of a row, which has left it and its pages."""
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        """Compute what is missing of the texts of rows that are to draft next."""
+        """Compute what is missing of texts to draft for next: before captured steps, or with `runs_model`."""
 
     # Called in a step.
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         """Return up to `k` >= 1 drafts, in k columns, for each of the request rows [B] int32: none for -1,
-        none beyond `room`. Drafts that are not valid are dropped, see `lay_out` in `proposal.py`."""
-        raise NotImplementedError
+        none beyond `room`; `lay_out` in `proposal.py` drops invalid ones. Must not write to table or rows."""
+        raise NotImplementedError(f"{self.name} must define propose(self, table, rows, k).")
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
         """Take in the target's hidden states [T, H] and its verdict over `batch`, which is committed already.
@@ -169,7 +169,7 @@ class SimpleDrafter(Drafter):
 
 
 def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
-    """Return the proposal of a model: drafts [B, K], of which the first `num_drafts` [B] count."""
+    """Return a model's proposal: drafts [B, K], of which `num_drafts` [B] count; other parts are shared."""
     none, drafter = nothing(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NOBODY
     return Proposal(drafts, num_drafts, none.source, none.match_len, drafter, parents)
 

@@ -30,9 +30,9 @@ from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..models.families import read_config
 from ..models.weights import Split, load_model, resolve_dtype
-from ..text import shown
+from ..text import check_number, shown
 from ..text.tokenizer import Tokenizer
-from . import Drafter, Target, nothing
+from . import Drafter, Memory, Target, nothing
 from .estimates import DraftTimes
 
 
@@ -60,6 +60,7 @@ METHODS = {  # the class of each, imported when it is used
 }
 NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
 USED_BY = {"draft_model": "draft", "heads": "medusa"}  # fields of `SpecConfig`
+KINDS = [*zip((2, 1, 2, 1, 1, 2, 3, 1), (torch.int32,) * 6 + (torch.float32, torch.bool))]  # dims, dtypes
 
 Guessers = Drafter | str | Sequence[Drafter | str]
 """Who guesses: a drafter or the name of a method, or several, first come first."""
@@ -96,6 +97,9 @@ def _class_of(method: str) -> type[Drafter]:
 def _given(drafter: Any) -> Drafter | type[Drafter]:
     """Return what the user gave, a drafter or the name of a method without weights. Raises ValueError."""
     if isinstance(drafter, Drafter):
+        check_number(f"{drafter.name}.max_drafts", drafter.max_drafts, 0)
+        if not isinstance(drafter.memory, Memory):
+            raise ValueError(f"{drafter.name}.memory={shown(drafter.memory)} must be a Memory.")
         return drafter
     if isinstance(drafter, type):
         raise ValueError(f"drafter={drafter.__name__} is a class; make one of it: {drafter.__name__}().")
@@ -213,17 +217,25 @@ def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTim
 
 
 def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
-    """Return what a drafter proposes for rows [B], in the layout that kernels read. Raises TypeError or
-    ValueError."""
-    made, said = drafter.propose(table, rows, k), f"{drafter.name}.propose gave"
+    """Return what a drafter proposes for rows [B], as kernels read it. Raises errors with its name."""
+    try:
+        made = drafter.propose(table, rows, k)
+    except Exception as error:  # keeps its type, by which memory that ran out is known
+        if drafter.name not in str(error):
+            error.args = (f"{drafter.name}.propose failed: {error}", *error.args[1:])
+        raise
     if not isinstance(made, Proposal):
-        raise TypeError(f"{said} {shown(made)}; it must return a Proposal, see `guesses`.")
-    parts = {name: part for name, part in zip(made._fields[:6], made) if part is not None}
-    shapes, each, all_k = [tuple(part.shape) for part in parts.values()], (len(rows),), (len(rows), k)
-    wanted = [all_k, each, all_k, each, each, all_k][: len(shapes)]
-    if shapes != wanted:
-        raise ValueError(f"{said} tensors of the shapes {shapes}; they must be {wanted}.")
-    return made._replace(**{name: part.int().contiguous() for name, part in parts.items()})
+        raise TypeError(f"{drafter.name}.propose gave {shown(made)}; it must be a Proposal, see `guesses`.")
+    whole = len(rows), k, table.vocab_size
+    for name, part, (dims, dtype) in zip(made._fields, made, KINDS, strict=True):
+        kind: list[Any] = [getattr(part, what, None) for what in ("shape", "device", "layout", "dtype")]
+        fits = kind[:3] == [whole[:dims], rows.device, rows.layout] and torch.can_cast(kind[3], dtype)
+        if not fits and not (part is None and name in made._field_defaults):
+            given = " ".join(str(each) for each in (type(part).__name__, *kind) if each is not None)
+            wanted = f"Tensor {torch.Size(whole[:dims])} {rows.device} {rows.layout} {dtype}"
+            raise ValueError(f"{drafter.name}.propose gave {name} of {given}; it must be {wanted}.")
+    parts = zip(made._fields[:6], made)
+    return made._replace(**{name: part.int().contiguous() for name, part in parts if part is not None})
 
 
 def _merged(first: Proposal, second: Proposal, code: int) -> Proposal:
@@ -233,7 +245,7 @@ def _merged(first: Proposal, second: Proposal, code: int) -> Proposal:
     def chosen(one: Tensor, other: Tensor) -> Tensor:
         return torch.where(done if one.dim() == 1 else done[:, None], one, other)
 
-    second = second._replace(drafter=torch.where(second.drafter == NOBODY, second.drafter, code))
+    second = second._replace(drafter=torch.where(second.num_drafts > 0, code, nothing(done, 1).drafter))
     parents = None
     if first.parents is not None or second.parents is not None:
         parents = chosen(_parents(first), _parents(second))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...device.devices import compute_info, current
 from ...device.extension import Extension
-from ...kernels.speculation.proposal import Proposal
+from ...kernels.speculation.proposal import Proposal, num_valid
 from ...kernels.table import Table
 from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED
@@ -73,7 +73,7 @@ class Recorder(Extension):
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
         k, row = proposal.drafts.shape[1], torch.where(rows >= 0, rows, table.num_rows)
         self._lines[row, 0] = table.num_tokens[rows.clamp(min=0)]
-        self._lines[row, 1] = proposal.num_drafts.int()  # as lenient as the step
+        self._lines[row, 1] = num_valid(proposal, proposal.num_drafts, table.vocab_size)
         chain = torch.arange(k, dtype=torch.int32, device=rows.device).expand(len(rows), k)
         parents = chain if proposal.parents is None else proposal.parents
         for column, values in enumerate((proposal.drafts, proposal.source, parents)):

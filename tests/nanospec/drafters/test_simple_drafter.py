@@ -139,14 +139,47 @@ def test_a_careless_drafter_changes_no_output(mode: str) -> None:
     assert engine.metrics.spec.num_accepted > 40
 
 
-@pytest.mark.parametrize("width", [3, None])
-def test_a_proposal_of_another_shape_is_refused(model: Model, width: int | None) -> None:
-    class Other(Drafter):
-        def propose(self, table: Table, rows: Tensor, k: int) -> Any:
-            return width and guesses(rows[:, None].repeat(1, width), rows)
+BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nothing": (lambda made: None, "gave None; it must be a Proposal"),
+    "raises": (lambda made: 1 // 0, "failed: integer division or modulo by zero"),
+    "device": (
+        lambda made: made._replace(source=made.source.to("meta")),
+        "source of .* meta .* must be .* cpu",
+    ),
+    "width": (lambda made: made._replace(drafts=made.drafts[:, :3]), r"drafts of .*1, 3.* must be .*1, 4"),
+    "floats": (lambda made: made._replace(drafts=made.drafts + 0.5), "drafts of .*float32; .*int32"),
+    "sparse": (lambda made: made._replace(drafts=made.drafts.to_sparse()), "drafts of .* torch.sparse_coo"),
+    "list": (lambda made: made._replace(num_drafts=[4]), "num_drafts of list; it must be Tensor"),
+    "numpy": (lambda made: made._replace(match_len=made.match_len.numpy()), "match_len of ndarray"),
+    "no-drafter": (lambda made: made._replace(drafter=None), "drafter of NoneType"),
+    "int": (lambda made: made._replace(parents=3), "parents of int"),
+    "logits": (lambda made: made._replace(logits=torch.zeros(1, 4, 63)), "1, 4, 63.* must be .*1, 4, 64"),
+    "sampled": (lambda made: made._replace(sampled=made.num_drafts), "sampled of .*int32; .*bool"),
+}
 
-    with pytest.raises((TypeError, ValueError), match=r"Other.propose gave .*; (it|they) must"):
+
+@pytest.mark.parametrize(("change", "what"), BAD.values(), ids=BAD)
+def test_a_bad_proposal_gives_a_sentence(model: Model, change: Callable[[Proposal], Any], what: str) -> None:
+    class Other(Echo):
+        def propose(self, table: Table, rows: Tensor, k: int) -> Any:
+            return change(super().propose(table, rows, k))
+
+    with pytest.raises((ArithmeticError, TypeError, ValueError), match=f"Other.propose .*{what}"):
         run(make_engine(model, 4, drafter=Other()), [JOB])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_of_nobody_are_counted_as_their_drafters(mode: str) -> None:
+    class Late(Drafter):
+        def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+            last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1]
+            drafts = (last[:, None] + torch.arange(1, k + 1)) % table.vocab_size
+            return guesses(drafts, torch.zeros_like(rows))._replace(num_drafts=room(table, rows, k))
+
+    ways: list[Guessers] = [Late(), [Late(), "ngram"], ["ngram", Late()]]
+    for drafter in ways:
+        [request] = run(make_engine(cycle_model(), 4, drafter=drafter, **MODES[mode]), [JOB])
+        assert request.stats.by_drafter == {"Late": [4, 16, 16]}
 
 
 def test_tensors_of_a_proposal_have_the_documented_types() -> None:
@@ -252,6 +285,12 @@ def test_the_time_of_calls_without_drafts_counts_to_those_with_some() -> None:
     assert times(4, 4) == pytest.approx(2.0 * 12 / 3)
 
 
+def having(**attributes: Any) -> Drafter:
+    drafter = Echo()
+    vars(drafter).update(attributes)
+    return drafter
+
+
 def test_who_guesses_is_checked(model: Model) -> None:
     guessers: Any
     plain, none, tree = SpecConfig(), SpecConfig(method="none"), SpecConfig(tree_width=2)
@@ -264,6 +303,8 @@ def test_who_guesses_is_checked(model: Model) -> None:
         (plain, ["ngram", "draft"], r"'draft' has weights of its own, so only method=\.\.\. loads it"),
         (none, Learner(), "method='none' do not go together"),
         (tree, Learner(), "tree_width=2 is of no use to Learner"),
+        (plain, having(max_drafts="4"), "Echo.max_drafts='4' must be an integer of at least 0"),
+        (plain, having(memory=5), "Echo.memory=5 must be a Memory"),
     ):
         with pytest.raises(ValueError, match=what):
             who_guesses(spec, guessers)
@@ -273,3 +314,5 @@ def test_who_guesses_is_checked(model: Model) -> None:
             make_engine(model, 4, drafter=guessers, enforce_eager=False)
     with pytest.raises(NotImplementedError, match=r"SimpleDrafter must define guess\(self, tokens, k\)"):
         run(make_engine(model, 4, drafter=SimpleDrafter()), [JOB])
+    with pytest.raises(NotImplementedError, match="Drafter must define propose"):
+        run(make_engine(model, 4, drafter=Drafter()), [JOB])

@@ -195,3 +195,17 @@ def test_a_drafter_may_count_in_int64_as_without_a_trace(model: Model) -> None:
     plain, request = (run(make_engine(model, 3, drafter=Again(), trace=t), [job])[0] for t in (False, True))
     assert outcome(request) == outcome(plain)
     check(request)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_that_a_step_drops_are_not_in_a_trace(model: Model, mode: str) -> None:
+    class Wild(Drafter):
+        def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+            return guesses(
+                rows.new_tensor([5, 6, -1, 7][:k]).repeat(len(rows), 1), rows.new_full((len(rows),), k + 2)
+            )
+
+    job = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
+    [request] = run(make_engine(model, 4, drafter=Wild(), trace=True, **MODES[mode]), [job])
+    assert {(*step.drafts,) for step in record_of(request).steps} <= {(5, 6), ()}
+    check(request)
