@@ -176,6 +176,8 @@ def _residual_add(
     wait_for_previous(PDL)
     token, T = tl.program_id(0), tl.num_programs(0)
     at = token.to(tl.int64) * H + i
+    if ADD:  # before the reduction: one wait for memory, and triton 3.6 spills on sm_100 if it comes after
+        residual = tl.load(new.residual + at, i < H, other=0.0)
     h = tl.load(parts + at, i < H, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         h += tl.load(parts + part * T.to(tl.int64) * H + at, i < H, other=0.0).to(tl.float32)
@@ -185,7 +187,7 @@ def _residual_add(
         weight = tl.load(own.weight + i, i < H, other=0.0).to(tl.float32)
         value = h * tl.rsqrt(tl.sum(h * h) / H + own.eps) * weight
     if ADD:
-        value += tl.load(new.residual + at, i < H, other=0.0).to(tl.float32)
+        value += residual.to(tl.float32)
     value = value.to(new.x.dtype.element_ty)
     tl.store(new.x + at, value, i < H)
     wide = value.to(tl.float32)
