@@ -132,7 +132,7 @@ def test_a_draft_model_catches_up_with_what_others_drafted_or_nobody(model: Mode
     """Steps without drafts, and steps that n-gram lookup drafted for, leave its cache behind."""
     engine = make_engine(model, 4, guess=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
     choose, rng = engine.policy.choose, random.Random(0)
-    engine.policy.choose = lambda *asked: choose(*asked) if rng.random() < 0.4 else 0  # type: ignore
+    engine.policy.choose = lambda *asked: choose(*asked) if rng.random() < 0.4 else (4, 0)  # type: ignore
     run_as_alone(engine, model, plain_jobs(2, 9, temperature=0.7))
     by = engine.metrics.spec.by_drafter
     assert by["draft"][1] == by["draft"][2] > 30
@@ -406,7 +406,7 @@ def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
             target, 2, guess=WAYS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,
             max_model_len=48,
         )  # fmt: skip
-        choose, steps = engine.policy.choose, iter([0] * 5)
+        choose, steps = engine.policy.choose, iter([(2, 0)] * 5)
         engine.policy.choose = lambda *asked: next(steps, choose(*asked))  # type: ignore
         [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))])
     assert request.stats.num_drafted == request.stats.num_accepted > 0

@@ -119,8 +119,8 @@ def test_a_step_without_guesses_does_not_show_those_of_the_one_before(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(cycle_model(), 2, trace=True, **MODES[mode])
-    ks = itertools.cycle((2, 0))
-    monkeypatch.setattr(Policy, "choose", lambda self, limits, context, waiting: next(ks))
+    ks = itertools.cycle(((2, 2), (0, 0)))
+    monkeypatch.setattr(Policy, "choose", lambda *asked: next(ks))
     [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=12))])
     check(request)
     assert [len(step.drafts) for step in record_of(request).steps] == [2, 0] * 3
