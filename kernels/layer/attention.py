@@ -23,7 +23,7 @@ from torch import Tensor
 from ..batch import MAX_QUERIES, Batch
 from ..launch import use_triton
 
-FEW = 16**3  # multiply-adds of a product for which PyTorch has another sum of bf16 and fp16
+FEW = 16**3  # multiply-adds of a product; for fewer PyTorch sums bf16 and fp16 in another order
 SPLIT_ROWS = 8  # from so many rows on, those with one query are computed apart from the others
 TILE = 128  # queries of a prompt that are computed at once
 
@@ -58,8 +58,7 @@ class AttentionMetadata:
         self._parts: list[Part] | None = None
 
     def parts(self, q: Tensor, cache: Tensor) -> list[Part]:
-        """Return what `naive` computes at once: together all tokens but padding. Derived once for all
-        layers."""
+        """Split all tokens but padding into what `naive` computes at once. Derived once for all layers."""
         if self._parts is None:
             self._parts = [self._part(tokens, b, q, cache) for tokens, b in _split(self.batch)]
         return self._parts
@@ -147,9 +146,9 @@ def _visible(batch: Batch, width: int, window: int | None) -> Tensor:
 
 
 def _split(batch: Batch) -> Iterator[tuple[Tensor | slice, Batch]]:
-    """Pieces of prompts tile by tile, each as a few queries of a row are: so prefill has the bits of
-    decoding, in chunks of any size. Of packed chains, rows with one query and rows with several apart, so
-    that one row's drafts do not pad all others. Anything else whole."""
+    """Pieces of prompts tile by tile, each computed as a decoding row: so prefill has the bits of decoding,
+    in chunks of any size. Of packed chains, rows with one query and rows with several apart, so that drafts
+    of a row do not pad all others. Anything else whole."""
     if batch.prefill:
         for b, (start, n) in enumerate(zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True)):
             for first in range(0, n, TILE):

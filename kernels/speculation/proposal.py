@@ -43,8 +43,7 @@ class Proposal(NamedTuple):
     drafter: Tensor
     parents: Tensor | None = None  # [B, K] int32, trees only: the place (0 .. K) that each draft follows
     logits: Tensor | None = None  # [B, K, V], just what the drafts were drawn from, if a model drew them
-    # [B] bool, whether a row's drafts were drawn from `logits` at all, as a chain; None: all were, if there
-    # are logits and no trees.
+    # [B] bool, whether a row's chain was drawn from `logits`; None: all, if there are logits without parents.
     sampled: Tensor | None = None
 
 

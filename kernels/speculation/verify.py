@@ -54,12 +54,12 @@ def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
 
 
 def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
-    x, Q = targets.tolist(), batch.max_q_len
+    drawn, Q = targets.tolist(), batch.max_q_len
     given = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
     lines, num_emitted, paths = [], [], []
     for row, drafter, match_len, source in zip(rows_of(batch), *given, strict=True):
-        path = list(row.walk(x))
-        run = [x[row.start + place] for place in path]
+        path = list(row.walk(drawn))
+        run = [drawn[row.start + place] for place in path]
         kept, code = _append(table, row.request, run)
         counts = [kept, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
         # Token i of the run was drafted at place path[i + 1]; the last one, not at all.

@@ -26,7 +26,7 @@ from ..kernels.transfer import upload
 from .extension import Extension
 from .step import StepResult
 
-MAX_STEP_TOKENS = 1024  # of a bucket; longer steps are bound by computing, which a graph does not help
+MAX_STEP_TOKENS = 1024  # per bucket; in larger steps the time of launches does not matter
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # captured, as far as the largest K of the engine allows
 PADDING = -1
 
@@ -52,10 +52,10 @@ class EagerCapture:
 
 
 class CudaCapture:
-    """Captures the step as a CUDA graph, whose memory is of a `pool` that lives as long as its captures."""
+    """Captures the step as a CUDA graph, in memory of a `pool` that must outlive it."""
 
     def __init__(self, step: Callable[[], StepResult], pool: Any = None) -> None:
-        # Compile and allocate before capture: on this stream, since all engines share the kernels' tickets.
+        # Compile and allocate before capture: on this stream, since engines share `launch.tickets`.
         for _ in range(2):
             step()
         self.graph = torch.cuda.CUDAGraph()
@@ -87,7 +87,7 @@ class StepGraphs:
         self.ks, self.batches = sorted({0, *ks}), batch_sizes(max_batch)
         self.captures: dict[Bucket, EagerCapture | CudaCapture] = {}
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
-        self._sent: list[int] = []  # what `rows` begins with, as far as is known
+        self._sent: list[int] = []  # the rows sent last, [] if unknown
         self.replays: Counter[tuple[int, int]] = Counter()
         self.max_tokens = max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None

@@ -63,7 +63,7 @@ class StepOrder(NamedTuple):
         rows: [B].
         logprobs: [B] how many of the likeliest tokens to report, -1 for no log-probabilities.
         drafting: rows for which drafters make drafts.
-        k, last_k: the most drafts of a row, and of the last drafter, which may run a model.
+        k, last_k: the most drafts of a row, and from the last drafter, which may run a model.
         grown: rows that got further pages.
         extra: the value of `plan` of each extension.
     """

@@ -4,7 +4,7 @@
 
 It reads and writes the request rows (`kernels/table.py`), the KV cache and what a drafter remembers. A row
 gets a run of tokens: its last committed one and its drafts. One forward pass scores them all; at each of
-them the target draws its own token, and a draft is accepted iff it equals what the target drew before it.
+them the target draws its own token, and drafts are accepted while they equal the draw one place earlier.
 So what is emitted is what decoding without drafts would have emitted, whatever the drafter did.
 
 A step has two layouts. *Padded*, every row has K + 1 tokens and all shapes are known beforehand: the step

@@ -43,8 +43,8 @@ class Worker:
         num_blocks, max_model_len: as the memory allows.
         max_k: the largest K of any step, 0 without a drafter.
         methods: the names of what makes drafts, by `RowReport.drafter`.
-        model_code: the index in `methods` of the drafter that runs a model, if steps are packed: the policy
-            then chooses beforehand how many drafts it makes. Otherwise NOBODY.
+        model_code: of packed steps, the index in `methods` of the drafter that runs a model, else NOBODY: the
+            policy chooses beforehand how many drafts it makes.
         graphs: the captured steps; None where steps are not captured, and may wait for the device.
         stages: the time of steps by `orders.STAGES`.
         memory: the bytes that each device of the model keeps, by what they are for.

@@ -23,7 +23,7 @@ from ..kernels.speculation.report import RowReport
 from .estimates import Estimator, Offer, RowAccounts, StepCosts
 
 Limits = Mapping[int, int]  # the most drafts by request row
-SHARE = 0.005  # of the time, that may go into probes, and that a row may lose to drafts of others
+SHARE = 0.005  # of the time, for probes, and that others' drafts may cost a row
 
 
 class Policy:
@@ -41,8 +41,8 @@ class Policy:
     def choose(self, limits: Limits, drafting: Limits, context: int, waiting: bool) -> tuple[int, int]:
         """Return K of the next step, and the most drafts of the last drafter, which may run a model.
 
-        `limits`: the most drafts of each request row of the step; `drafting`: of drafters, 0 for rows whose
-        drafts an extension makes. The rows' texts have `context` tokens together. `waiting`: whether requests
+        `limits`: the most drafts of each request row of the step; `drafting`: likewise, but 0 where drafters
+        make none. The rows' texts have `context` tokens together. `waiting`: whether requests
         wait for a row.
         """
         return max(limits.values()), max(drafting.values())

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the hash of a full block, of its tokens behind the block of hash `parent` (b"" or a salt at
-    first). The tokens have a fixed length, so hashing them before the parent is unambiguous."""
+    """Return the hash of a full block, of its tokens and the previous block's hash (b"" or a salt at first).
+    The tokens have a fixed length, so hashing them before the parent is unambiguous."""
     return hashlib.blake2b(array("q", tokens).tobytes() + parent, digest_size=16).digest()
 
 

@@ -159,7 +159,7 @@ class Engine:
         except Exception as error:
             if not ran_out(error) or self.worker.failure is not None:
                 raise
-            ended = self.scheduler.unwritten(plan)
+            ended = self.scheduler.forget_unwritten(plan)
             for request in ended:
                 self.abort(request, f"Memory ran out for the prompt; {in_a_step(self.config)}.")
             return ended

@@ -104,7 +104,7 @@ class Scheduler:
             self.pool.register(request.blocks[i], request.hashes(self.block_size)[i])
             request.num_registered = i + 1
 
-    def unwritten(self, plan: Plan) -> list[Request]:
+    def forget_unwritten(self, plan: Plan) -> list[Request]:
         """Forget the blocks that a failed prefill was to fill. Return the requests that have some of them."""
         lost = {block for r, start, _ in plan.prefill for block in r.blocks[start // self.block_size :]}
         self.pool.forget(lost)
@@ -113,8 +113,8 @@ class Scheduler:
     def _next(self, plan: Plan) -> tuple[Request, list[int]] | None:
         """Return the first waiting request and its cached blocks, if there are a row and blocks for it.
 
-        Requests whose next block a running prompt will compute in a later step are skipped: waiting lets them
-        share it. None in a step that preempted, which frees blocks for others.
+        Requests whose next block a running prompt will compute are skipped: they wait and share it. None
+        after a preemption, which frees blocks for running requests.
         """
         if not self.waiting or not self._free_rows or plan.preempted:
             return None
@@ -127,11 +127,11 @@ class Scheduler:
                 return (request, cached) if missing <= self.pool.num_available(cached) else None
         return None
 
-    def _will_share(self, request: Request, block: int, other: Request) -> bool:
-        """Whether this block of a request, full and not its last, is one of the other's."""
+    def _will_share(self, request: Request, i: int, other: Request) -> bool:
+        """Return whether both prompts have the same full block `i`, and it is not the request's last."""
         own, others = request.hashes(self.block_size), other.hashes(self.block_size)
-        in_both = block < min(len(others), (request.num_tokens - 1) // self.block_size)
-        return in_both and own[block] == others[block]
+        in_both = i < min(len(others), (request.num_tokens - 1) // self.block_size)
+        return in_both and own[i] == others[i]
 
     def _admit(self, request: Request, cached: list[int]) -> None:
         """Give a waiting request a row and its blocks, the `cached` ones first."""

@@ -68,12 +68,12 @@ class Layer:
         addition also computes what the next RMSNorm needs, so each layer is given the next one's `norm`.
         """
         c = self.config
-        qkv = self.qkv.of_norm(stream)  # [T, (Hq + 2 Hkv) * D]: all q heads, then all k heads, then v
-        q = rope_cache(qkv, cache, metadata.batch, angles, self.qk_norms)  # [T, Hq, D]
+        qkv = self.qkv.of_norm(stream)  # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D], all q heads, all k heads, v
+        q = rope_cache(qkv, cache, metadata.batch, angles, self.qk_norms)  # [T, Hq, D]; k, v go to the cache
         out = attention(q, cache, metadata, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
-        stream = self.o.add_to(stream, out, self.post_norm, self.o_norm)
-        h = self.gate_up.gated(stream, c.gate)  # [T, I]
-        return self.down.add_to(stream, h, norm, self.down_norm)
+        stream = self.o.add_to(stream, out, self.post_norm, self.o_norm)  # x + o_norm(out @ W.T)
+        h = self.gate_up.gated(stream, c.gate)  # silu(gate) * up of norm(x) @ W.T: [T, I]
+        return self.down.add_to(stream, h, norm, self.down_norm)  # x + down_norm(h @ W.T)
 
 
 class Model:

@@ -349,7 +349,7 @@ def test_a_piece_that_could_not_be_computed_loses_its_names_and_no_other() -> No
     simulation.step()
     plan = simulation.scheduler.schedule()
     assert plan.prefill == [(request, 8, 8)]
-    assert simulation.scheduler.unwritten(plan) == [request]
+    assert simulation.scheduler.forget_unwritten(plan) == [request]
     assert simulation.pool.match(request.hashes(SIZE)) == request.blocks[:2]
 
 
