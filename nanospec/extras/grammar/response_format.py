@@ -14,30 +14,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, islice
+from typing import Any
 
+from ...config import SamplingParams
 from ...text import shown
-
-if TYPE_CHECKING:
-    from ...config import SamplingParams
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
 BARE = ("text", "json_object")  # that have no field of their own
 FIELDS = ("name", "description", "strict", "schema")  # of a "json_schema"
 MAX_BYTES, MAX_DEPTH = 64 << 10, 64  # of a grammar
+TOO_LARGE = f"response_format must be at most {MAX_DEPTH} levels deep and {MAX_BYTES:,} bytes long as JSON."
 MAX_PATTERNS = 12  # that a schema may combine: each doubles what compiling takes, which is 8 GB for 30
 LEAST = -9 * 10**18  # of the numbers in a schema
+BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # of JSON, and texts, whose own do not count
 
 
 def checked(asked: Any) -> dict[str, Any] | None:
     """Return a copy of a `response_format`, None for any text. Raises ValueError with a sentence."""
+    asked = _plain(asked)  # first, as messages show what was asked
     if asked is None:
         return None
-    if isinstance(asked, Mapping):
-        _check_size(asked)  # first, as messages show what was asked
-    if not isinstance(asked, Mapping) or asked.get("type") not in TYPES:
+    if not isinstance(asked, dict) or asked.get("type") not in TYPES:
         types = ", ".join(map(repr, TYPES))
         raise ValueError(f"response_format={shown(asked)} must be an object whose 'type' is one of {types}.")
     kind = asked["type"]
@@ -45,18 +44,18 @@ def checked(asked: Any) -> dict[str, Any] | None:
     if found.keys() != ({"type"} if kind in BARE else {"type", kind}):
         needs = "nothing" if kind in BARE else f"{kind!r} and nothing else"
         raise ValueError(f"response_format={shown(asked)} must hold {needs} beside its type {kind!r}.")
-    value = found.get(kind)
+    value: Any = found.get(kind)
     if kind == "json_schema":
         _check_schema(value)
     elif kind in ("regex", "grammar") and (not isinstance(value, str) or not value.strip()):
         raise ValueError(f"response_format: {kind!r} must be a text that is not empty.")
     elif kind == "choice" and not (
-        isinstance(value, list | tuple) and value and all(isinstance(text, str) and text for text in value)
+        isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
     ):
         raise ValueError("response_format: 'choice' must be a list of texts that are not empty.")
     elif kind == "grammar":
         _check_parts(_schemas_in(value))
-    return None if kind == "text" else json.loads(json.dumps(found))
+    return None if kind == "text" else found
 
 
 def check_together(params: SamplingParams) -> None:
@@ -73,7 +72,7 @@ def check_together(params: SamplingParams) -> None:
 
 def _check_schema(given: Any) -> None:
     """Check OpenAI's `json_schema`. The output matches the schema, whatever "strict" says."""
-    if not isinstance(given, Mapping) or not isinstance(given.get("schema"), Mapping):
+    if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
         raise ValueError("response_format: 'json_schema' must be an object with a 'schema', an object too.")
     if unknown := [name for name in given if name not in FIELDS]:
         known = ", ".join(map(repr, FIELDS))
@@ -87,11 +86,11 @@ def _check_parts(parts: list[Any]) -> None:
     found, combines = set[str](), False
     while parts:
         part: Any = parts.pop()
-        if isinstance(part, Mapping):
+        if isinstance(part, dict):
             combines |= "allOf" in part or ("$ref" in part and len(part) > 1)
             found |= {each for name in ("pattern", "format") if isinstance(each := part.get(name), str)}
             parts += part.values()
-        elif isinstance(part, list | tuple):
+        elif isinstance(part, list):
             parts += part
         elif isinstance(part, int | float) and part < LEAST:
             raise ValueError(f"response_format: a schema holds {shown(part)}; the least number is {LEAST}.")
@@ -102,7 +101,7 @@ def _check_parts(parts: list[Any]) -> None:
         )
 
 
-def _schemas_in(grammar: Any) -> list[Any]:
+def _schemas_in(grammar: str) -> list[Any]:
     """Return the schemas in a grammar, where `%json` begins one."""
     found = []
     for match in re.finditer(r"%json\s*", grammar):
@@ -111,22 +110,19 @@ def _schemas_in(grammar: Any) -> list[Any]:
     return found
 
 
-def _check_size(found: Mapping[str, Any]) -> None:
-    """Refuse a value that is not plain data, too long or too deep."""
-    level: list[Any] = [found]
-    for _ in range(MAX_DEPTH):
-        inner = [part for one in level for part in (one.values() if isinstance(one, Mapping) else one)]
-        level = [part for part in inner if isinstance(part, Mapping | list | tuple)][: MAX_BYTES + 1]
-        if len(level) > MAX_BYTES:
-            break  # what is the same at several places counts at each, as in JSON
-    if level:
-        limits = f"{MAX_DEPTH} levels deep and {MAX_BYTES:,} bytes long"
-        raise ValueError(f"response_format must be at most {limits} as JSON.")
+def _plain(value: Any) -> Any:
+    """Return a copy of plain data. Raises ValueError for anything else, and what is too long or too deep."""
+    parts = json.JSONEncoder(ensure_ascii=False, allow_nan=False).iterencode(value)
     try:
-        size = len(json.dumps(found, ensure_ascii=False, allow_nan=False).encode())
+        text = "".join(islice(parts, MAX_BYTES + 1))  # each part has a character or more
+        size = len(text.encode())
+    except RecursionError:
+        raise ValueError(TOO_LARGE) from None
     except (TypeError, ValueError):  # UnicodeEncodeError is one of the latter
         raise ValueError(
             "response_format must be plain data, as JSON has it: objects, lists, texts and finite numbers."
         ) from None
-    if size > MAX_BYTES:
-        raise ValueError(f"response_format takes {size:,} bytes as JSON; the limit is {MAX_BYTES:,}.")
+    levels = accumulate((part in "[{") - (part in "]}") for part in BRACKETS.findall(text))
+    if size > MAX_BYTES or max(levels, default=0) > MAX_DEPTH:
+        raise ValueError(TOO_LARGE)
+    return json.loads(text)

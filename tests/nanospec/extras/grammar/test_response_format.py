@@ -32,7 +32,7 @@ BAD: list[tuple[Any, str]] = [
     ({"type": "regex"}, "must hold 'regex' and nothing else beside its type 'regex'."),
     ({**ANY_JSON, "x": 1}, "must hold nothing beside its type 'json_object'."),
     ({"type": "regex", "regex": " "}, "'regex' must be a text that is not empty."),
-    ({"type": "regex", "regex": "a" * 65536}, "bytes as JSON; the limit is 65,536."),
+    ({"type": "regex", "regex": "a" * 65536}, "64 levels deep and 65,536 bytes long as JSON."),
     ({"type": "choice", "choice": ["a", ""]}, "a list of texts that are not empty."),
     ({"type": "choice", "choice": "ab"}, "a list of texts that are not empty."),
     ({"type": "choice", "choice": ["\ud800"]}, "must be plain data, as JSON has it"),
