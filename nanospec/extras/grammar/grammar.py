@@ -19,22 +19,19 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import cycle, islice, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ...config import SamplingParams
 from ...kernels import GUESSED
 from ...text import reason
+from ...text.tokenizer import Tokenizer
 from .response_format import check_together, checked
-
-if TYPE_CHECKING:
-    from ...config import SamplingParams
-    from ...text.tokenizer import Tokenizer
 
 FORCED = 64  # length of the "match" of tokens that the grammar forces: longer than any, as they are right
 LIMITS: Any = {"verbose_errors": False}  # beside llguidance's own
 CACHED = 32  # compiled grammars that are kept
 # Fixed separators: endless white space is what models fall for, and what is fixed can be guessed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")  # in a regular expression
 POINTER = re.compile(r"\s*(\^+|\d+ \|.*|<non-verbose/>)\s*")
 MISSING = "response_format needs the library llguidance: pip install 'nanospec[grammar]'."
 
@@ -80,26 +77,21 @@ class Guide:
     def advance(self, tokens: Sequence[int]) -> int:
         """Take committed tokens, the end itself not among them; returns how many belong to the output: none
         behind the one that ends it."""
-        for taken, token in enumerate(tokens, 1):
-            self._tokens.append(token)
-            if self._matcher.try_consume_tokens([token]) != 1:
-                return self._fail(taken)
-            if self._matcher.is_stopped():
-                self.ended = True
-                return taken
-        self._allowed = self._matcher.compute_bitmask()
-        return self._fail(len(tokens)) if self._matcher.is_error() else len(tokens)
-
-    def _fail(self, taken: int) -> int:
-        reason = _said(self._matcher.get_error()) or "a token that it does not allow"
-        self.error = f"response_format could not be followed beyond {len(self._tokens)} tokens: {reason}."
+        matcher, taken = self._matcher, self._matcher.try_consume_tokens(list(tokens))
+        if taken == len(tokens) and not matcher.is_stopped():
+            self._allowed = matcher.compute_bitmask()
+        self.ended = matcher.is_stopped() and not matcher.is_error()
+        if not self.ended and (taken < len(tokens) or matcher.is_error()):
+            taken = min(taken + 1, len(tokens))
+            why, count = matcher.get_error() or "a token that it does not allow", len(self._tokens) + taken
+            self.error = f"response_format could not be followed beyond {count} tokens: {_said(why)}."
+        self._tokens += tokens[:taken]
         return taken
 
     def plan(self, text: list[int], most: int, min_n: int, max_n: int, end: float = math.inf) -> Draft:
         """Return at most `most` drafts after the request's text (prompt and output), and all masks. Lookup
         takes the last `min_n` to `max_n` tokens; no draft is added after the time `end` (`perf_counter`)."""
-        drafts: list[int] = []
-        sources: list[int] = []
+        drafts, sources = list[int](), list[int]()
         masks, match_len = [self._allowed], 0
         while len(drafts) < most and not self._matcher.is_stopped():
             before = len(drafts)
@@ -173,6 +165,7 @@ class Grammars:
         tokens, asked = self._tokens, json.loads(text)
         from llguidance import LLMatcher, LLParserLimits
 
+        this = f"response_format: this {asked['type']}"
         try:
             grammar = _grammar_of(asked)
             matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -180,11 +173,9 @@ class Grammars:
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # of several kinds; a panic in Rust is no Exception
-            said = f"response_format: this {asked['type']} is no grammar: {reason(error)}."
-            raise ValueError(said) from None
+            raise ValueError(f"{this} is no grammar: {reason(error)}.") from None
         if matcher.is_error():
-            said = _said(matcher.get_error())
-            raise ValueError(f"response_format: this {asked['type']} cannot be followed: {said}.")
+            raise ValueError(f"{this} cannot be followed: {_said(matcher.get_error())}.")
         return Compiled(matcher, first, frozenset(self._tokenizer.eos_token_ids))
 
 
@@ -201,7 +192,7 @@ def _grammar_of(asked: Mapping[str, Any]) -> str:
         return LLMatcher.grammar_from_regex(asked[kind])
     if kind == "choice":
         texts = dict.fromkeys(asked[kind])  # as a regular expression, since the parser keeps 1,000 apart
-        return LLMatcher.grammar_from_regex("|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
+        return LLMatcher.grammar_from_regex("|".join(map(re.escape, texts)))
     return LLMatcher.grammar_from_lark(any_to_lark(asked[kind]))
 
 

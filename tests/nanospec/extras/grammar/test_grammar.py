@@ -173,6 +173,17 @@ def test_nothing_follows_the_end(grammars: Grammars, tokenizer: Tokenizer) -> No
     assert guide.ended
 
 
+def test_a_token_that_is_not_allowed_ends_the_output_with_a_sentence(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    guide = grammars.guide({"type": "regex", "regex": "<<[a-z]{3,20}>>"})
+    tokens = tokenizer.encode("<<gr;", add_special_tokens=False)
+    assert guide.advance([*tokens, 1]) == len(tokens)
+    assert not guide.ended
+    assert guide.error is not None
+    assert guide.error.endswith(f"beyond {len(tokens)} tokens: a token that it does not allow.")
+
+
 def test_what_is_too_much_ahead_harms_nothing_and_too_much_at_hand_is_an_error(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
