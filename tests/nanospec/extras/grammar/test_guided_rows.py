@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,17 +31,23 @@ def ints(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+class Fake(SimpleNamespace):
+    """A worker, to which, unlike to its base, there may be weak references."""
+
+
 @pytest.fixture(params=[None, 12], ids=["packed", "recorded"])
-def guided(request: pytest.FixtureRequest) -> Grammar:
+def guided(request: pytest.FixtureRequest) -> Iterator[Grammar]:
     """Of four request rows, 1 and 3 have grammars: of row 3 more is guessed than a step may verify."""
     graphs = SimpleNamespace(max_tokens=request.param) if request.param else None
     methods = ("ngram", "draft", "grammar")
     rows = Grammar(None)
-    rows.attach(SimpleNamespace(table=TABLE, max_k=5, graphs=graphs, methods=methods))
+    worker = Fake(table=TABLE, max_k=5, graphs=graphs, methods=methods)
+    rows.attach(worker)
     long = Draft([7, 8, 9, 7, 8], [GUESSED, 1, 2, 3, 4], 64, [line(7), line(8), line(9), *[line(1)] * 3])
     drafts = [(3, long), (1, Draft([], [], 0, [line(0, 35)]))]
     rows.send(drafts, 3)
-    return rows
+    yield rows
+    del worker  # to which there is a weak reference
 
 
 @pytest.mark.parametrize("tree", [False, True])
