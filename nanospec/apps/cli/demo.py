@@ -53,8 +53,11 @@ class Answers:
 
     def trace(self) -> Trace:
         """Return the page's content: the outputs with drafts beside the measured times without."""
-        spec, plain = ([output.outputs[0] for output in outputs] for outputs in (self.spec, self.plain))
-        return Trace.of(spec[: len(plain)], self.names, plain)
+        trace = Trace.of([output.outputs[0] for output in self.spec[: len(self.plain)]])
+        for lane, name, plain in zip(trace.lanes, self.names, self.plain):
+            lane.name, lane.start = name, 0.0  # each is compared from its own beginning on
+            lane.plain_seconds, lane.plain_is_measured = plain.seconds, True
+        return trace
 
 
 def run_demo(llm: LLM, console: Console, answers: Answers) -> None:

@@ -12,39 +12,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
 
 from ...device.devices import compute_info, current
 from ...device.extension import Extension
+from ...device.orders import RowResult
+from ...device.worker import Worker
+from ...engine.engine import Engine, Queued
+from ...engine.request import Request
 from ...kernels.speculation.proposal import Proposal, num_valid
 from ...kernels.table import Table
 from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED
 from .trace import Record, StepRecord, Trace
 
-if TYPE_CHECKING:
-    from ...device.orders import RowResult
-    from ...device.worker import Worker
-    from ...engine.engine import Engine, Queued
-    from ...engine.request import Request
-
 MAX_REQUESTS = 64  # the latest, of which the recorder itself can tell
-
-State = tuple[float | None, Callable[[], list[list[int]]]]
-"""Of a queued step: `Policy.promised`, and a wait for the lines."""
-
-
-class Guesses(NamedTuple):
-    """What was proposed for a row; see `Proposal`. In a chain, the parent of a draft is the place before it:
-    0, 1, ..."""
-
-    drafts: list[int]
-    sources: list[int]
-    parents: list[int]
 
 
 class Recorder(Extension):
@@ -63,7 +50,7 @@ class Recorder(Extension):
         self.num_requests = 0
 
     def attach(self, worker: Worker) -> None:
-        self._worker = worker
+        self._worker: Worker = proxy(worker)  # captured steps, which outlive it, refer to their extensions
         shape = worker.table.num_rows + 1, 2 + 3 * worker.max_k  # the last line is for padding
         self._lines = torch.zeros(shape, dtype=torch.int32, device=worker.device)
 
@@ -76,9 +63,8 @@ class Recorder(Extension):
         self._lines[row, 1] = num_valid(proposal, proposal.num_drafts, table.vocab_size)
         chain = torch.arange(k, dtype=torch.int32, device=rows.device).expand(len(rows), k)
         parents = chain if proposal.parents is None else proposal.parents
-        for column, values in enumerate((proposal.drafts, proposal.source, parents)):
-            first = 2 + column * self._worker.max_k
-            self._lines[row, first : first + k] = values.int()
+        made = torch.stack((proposal.drafts, proposal.source, parents), 1)  # [B, 3, k]
+        self._lines[:, 2:].unflatten(1, (3, -1))[row, :, :k] = made.int()
         return proposal
 
     def start(self, engine: Engine) -> None:
@@ -95,51 +81,53 @@ class Recorder(Extension):
         return Trace.of(outputs, num_omitted=self.num_requests - len(outputs))
 
     def new(self, request: Request) -> None:
-        prompt, arrival = request.prompt_ids, request.arrival_time
-        request.extension_data = Record(self._tokenizer, self._about, request.id, prompt, arrival)
+        of_request = request.id, request.prompt_ids, request.arrival_time, request.num_tokens
+        request.extension_data = Record(self._tokenizer, self._about, *of_request)
         self.requests.append(request)
         self.num_requests += 1
 
-    def queued(self, rows: Sequence[int]) -> State:
-        """Start copying the lines of rows to the host."""
+    def queued(self, rows: Sequence[int]) -> Any:
+        """Start copying the lines of rows to the host; return `Policy.promised`, and a wait for the lines."""
         with current(self._worker.device):
             return self._policy.promised, to_host(self._lines[: max(rows) + 1])
 
-    def collected(self, step: Queued, results: Sequence[RowResult], state: State) -> None:
+    def collected(self, step: Queued, results: Sequence[RowResult], state: Any) -> None:
         promised, lines = state[0], state[1]()
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
         plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * self._plain_share(step, results)
         for request, row, result in zip(step.requests, step.rows, results, strict=True):
-            record: Record | None = request.extension_data
-            if record is None or request.num_tokens == record.num_tokens:
+            record: Record = request.extension_data
+            if request.num_tokens == record.num_tokens:
                 continue  # it had ended before
-            report, made = result.report, self._guesses(lines[row], record.num_tokens)
+            report, verified = result.report, result.report.num_drafted
+            drafts, sources, parents = self._proposed(lines[row], record.num_tokens)
             tokens = request.tokens[record.num_tokens :]
-            record.add(
+            record.steps.append(
                 StepRecord(
                     at=now - record.arrival,
                     ms=ms,
                     batch=len(step.rows),
                     tokens=tokens,
-                    method=self._worker.methods[report.drafter] if made.drafts else "",
-                    match_len=report.match_len if made.drafts else 0,
-                    drafts=made.drafts,
-                    sources=made.sources,
-                    parents=made.parents,
-                    verified=report.num_drafted,
-                    accepted=walk(tokens, made, report.num_drafted),
-                    reason=self._reason(request, made, report.num_drafted, step.k, promised),
+                    method=self._worker.methods[report.drafter] if drafts else "",
+                    match_len=report.match_len if drafts else 0,
+                    drafts=drafts,
+                    sources=sources,
+                    parents=parents,
+                    verified=verified,
+                    accepted=walk(tokens, drafts[:verified], parents),
+                    reason=self._reason(request, len(drafts), verified, step.k, promised),
                     promised=promised,
                     plain_ms=plain_ms,
                 )
             )
+            record.num_tokens = request.num_tokens
 
-    def _guesses(self, line: list[int], length: int) -> Guesses:
-        """Return what a step proposed for a text of so many tokens, from the line of its row."""
+    def _proposed(self, line: list[int], length: int) -> list[list[int]]:
+        """Return the drafts, sources and parents of a row with a text of so many tokens, from its line."""
         width, count = self._worker.max_k, line[1] if line[0] == length else 0  # else it had no proposal
-        return Guesses(*(line[2 + i * width : 2 + i * width + count] for i in range(3)))
+        return [line[first : first + count] for first in (2, 2 + width, 2 + 2 * width)]
 
     def _plain_share(self, step: Queued, results: Sequence[RowResult]) -> float:
         """Return the share of a step's time that it would take without drafts, as steps were timed."""
@@ -148,12 +136,12 @@ class Recorder(Extension):
         tokens = B * (1 + step.k) if captured else B + sum(result.report.num_drafted for result in results)
         return self._costs.cost(B, B, context) / self._costs.cost(B, tokens, context)
 
-    def _reason(self, request: Request, made: Guesses, verified: int, k: int, promised: float | None) -> str:
+    def _reason(self, request: Request, made: int, verified: int, k: int, promised: float | None) -> str:
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
         if request.max_len - request.extension_data.num_tokens <= 1:
             return "end"
-        if not made.drafts:
+        if not made:
             return "does not pay" if k == 0 else "no match"
         if promised is None:
             return "fixed"
@@ -170,14 +158,12 @@ def recorder_of(extensions: Sequence[Extension]) -> Recorder:
     raise ValueError(NOT_TRACED)
 
 
-def walk(tokens: list[int], made: Guesses, verified: int) -> list[int]:
+def walk(tokens: list[int], drafts: list[int], parents: list[int]) -> list[int]:
     """Return the places of the drafts among `tokens`: from each to the child that has the next token."""
-    places: list[int] = []
-    node = 0
+    places, node = list[int](), 0
     for token in tokens:
-        children = (i + 1 for i in range(verified) if made.parents[i] == node and made.drafts[i] == token)
-        node = next(children, -1)
-        if node < 0:
+        children = (place for place, made in enumerate(zip(drafts, parents), 1) if made == (token, node))
+        if (node := next(children, -1)) < 0:
             break
         places.append(node)
     return places

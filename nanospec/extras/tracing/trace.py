@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...outputs import NOT_TRACED, Completion
-from ...text.tokenizer import Detokenizer, Tokenizer
+from ...text.tokenizer import Detokenizer
 
 DIGITS = 4  # of measured numbers, in what is written
 SCRIPTS = ("data", "text", "steps", "tree", "arrows", "race", "lanes", "main")  # of `page/`, in this order
@@ -66,19 +66,13 @@ class StepRecord:
 class Record:
     """A request's steps, and what a `Lane` needs beside its completion."""
 
-    tokenizer: Tokenizer | None  # needed for a trace only
+    tokenizer: Any  # a `Tokenizer`, needed for a trace only
     about: dict[str, str]  # of the engine, to be shown
     id: str
     prompt_ids: list[int]
     arrival: float
+    num_tokens: int  # of the prompt and all steps
     steps: list[StepRecord] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt_ids)  # and those of all steps
-
-    def add(self, step: StepRecord) -> None:
-        self.steps.append(step)
-        self.num_tokens += len(step.tokens)
 
     def trace(self, outputs: Sequence[Completion]) -> Trace:
         """Return the trace of outputs of this record's engine, which all have records."""
@@ -133,30 +127,15 @@ class Trace:
     num_omitted: int = 0
 
     @classmethod
-    def of(
-        cls,
-        outputs: Sequence[Completion],
-        names: Sequence[str] = (),
-        plain: Sequence[Completion] = (),
-        num_omitted: int = 0,
-    ) -> Trace:
-        """Return the trace of outputs of one engine. `plain`: the same outputs without drafts, from runs of
-        their own. Raises ValueError for outputs of an engine without `trace=True`."""
-        records = [record for output in outputs if (record := output.extension_data) is not None]
+    def of(cls, outputs: Sequence[Completion], num_omitted: int = 0) -> Trace:
+        """Return the trace of outputs of one engine. Raises ValueError if it had no `trace=True`."""
         if not outputs:
             return cls()
-        if len(records) < len(outputs):
+        records: list[Any] = [output.extension_data for output in outputs]
+        if None in records:
             raise ValueError(NOT_TRACED)
         tokenizer, first = records[0].tokenizer, min(record.arrival for record in records)
-        lanes = []
-        for i, (output, record) in enumerate(zip(outputs, records)):
-            lane = _lane(output, record, names[i] if names else record.id)
-            if plain:  # all of them are compared from their own beginning on
-                lane.plain_seconds, lane.plain_is_measured = plain[i].seconds, True
-            else:
-                lane.start = record.arrival - first
-            lanes.append(lane)
-        assert tokenizer is not None
+        lanes = [_lane(*each, first) for each in zip(outputs, records)]
         ids = {i for record in records for step in record.steps for i in (*step.tokens, *step.drafts)}
         return cls(records[0].about, lanes, {i: tokenizer.text_of(i) for i in sorted(ids)}, num_omitted)
 
@@ -168,12 +147,13 @@ class Trace:
 
     def html(self) -> str:
         """The page."""
-        page = resources.files(__package__) / "page"
-        scripts = "\n".join((page / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-        text = (page / "page.html").read_text(encoding="utf-8")
-        # The data last: nothing in it is taken for a place to fill.
-        text = text.replace("/* page.css */", (page / "page.css").read_text(encoding="utf-8"))
-        return text.replace("/* scripts */", scripts).replace("{data}", embedded(self.to_dict()))
+
+        def part(name: str) -> str:
+            return (resources.files(__package__) / "page" / name).read_text(encoding="utf-8")
+
+        scripts = "\n".join(part(f"{name}.js") for name in SCRIPTS)
+        page = part("page.html").replace("/* page.css */", part("page.css")).replace("/* scripts */", scripts)
+        return page.replace("{data}", embedded(self.to_dict()))  # last: it has no places to fill
 
     def save(self, path: str | Path) -> None:
         """Write the page to a file, whole or not at all. Raises ValueError or OSError, see `check_target`."""
@@ -201,13 +181,10 @@ def check_target(path: str | Path) -> None:
         raise ValueError(f"There is no folder {path.parent} for the trace {path.name}; make or name one.")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written; name another file for the trace.")
-    if path.is_file() and path.stat().st_size and not _is_page(path):
-        raise ValueError(f"{path} exists and is no HTML page; name another file for the trace.")
-
-
-def _is_page(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(256).lstrip().lower().startswith((b"<!doctype html", b"<html"))
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            if not file.read(256).lstrip().lower().startswith((b"<!doctype html", b"<html")):
+                raise ValueError(f"{path} exists and is no HTML page; name another file for the trace.")
 
 
 def embedded(data: object) -> str:
@@ -216,9 +193,8 @@ def embedded(data: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _lane(output: Completion, record: Record, name: str) -> Lane:
-    """Return the lane of an output."""
-    assert record.tokenizer is not None
+def _lane(output: Completion, record: Record, begin: float) -> Lane:
+    """Return the lane of an output in a trace whose first request arrived at `begin`."""
     steps, detokenizer = record.steps, Detokenizer(record.tokenizer, skip_special_tokens=False)
     prompt = [detokenizer.push([token]) for token in record.prompt_ids]
     prompt[-1:] = [text + detokenizer.flush() for text in prompt[-1:]]
@@ -226,13 +202,13 @@ def _lane(output: Completion, record: Record, name: str) -> Lane:
     later = sum(len(step.tokens) * step.plain_ms for step in steps)
     later -= steps[0].plain_ms if steps else 0.0  # the first token takes as long
     return Lane(
-        name=name,
+        name=record.id,
         prompt=prompt,
         prompt_ids=record.prompt_ids,
         output=[piece.text for piece in output.pieces[: len(token_ids)]],
         token_ids=token_ids,
         steps=steps,
-        start=0.0,
+        start=record.arrival - begin,
         seconds=output.seconds,
         first_token_seconds=output.first_token_seconds,
         finish_reason=output.finish_reason,
