@@ -123,16 +123,16 @@ def split_engine(
 ) -> Iterator[Split]:
     """An engine over so many ranks; `drafter` makes one for each."""
     groups, workers = groups_of(size), dict[int, Rank]()
-    job = Job((), HashStore(), PATIENCE)
+    job = Job([], HashStore(), PATIENCE)
 
-    def parts(rank: int) -> tuple[EngineConfig, Model, Sequence[Drafter], Group]:
+    def parts(rank: int) -> tuple[Any, ...]:
         model = part_of(config, weights, groups[rank])
         made = load_drafters(options.spec, Target(model)) if drafter is None else drafter(model, groups[rank])
-        return options, model, made, groups[rank]
+        return options, model, made, wanted(options)
 
     def be(rank: int) -> None:
         try:
-            workers[rank] = Rank(*parts(rank), wanted(options))
+            workers[rank] = Rank(groups[rank], None, *parts(rank))
             workers[rank].follow()
         except Exception as error:
             report_failure(job.store, rank, error)
@@ -142,7 +142,7 @@ def split_engine(
     for thread in threads:
         thread.start()
     with job.command("start"):
-        job.group, leader = groups[0], Rank(*parts(0), wanted(options), job)
+        job.group, leader = groups[0], Rank(groups[0], job, *parts(0))
     try:
         yield Split(Engine(options, leader), groups, workers)
     finally:

@@ -10,14 +10,15 @@ from ..device.extension import Extension
 from ..device.worker import Worker
 from ..drafters.methods import Guessers, load_parts
 from ..text.tokenizer import Tokenizer
+from .grammar.extension import Grammar
 
 
 def load_worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
     """Return the worker of the model in a folder, or of its first part if several processes share it."""
     if config.tensor_parallel_size > 1:
-        from .tensor_parallel.launch import Parts, lead
+        from .tensor_parallel.launch import lead
 
-        return lead(Parts(config, folder, drafter), tokenizer)
+        return lead(config, folder, drafter, tokenizer)
     device = resolve_device(config.device)
     if device.type == "cpu":
         use_threads(config.threads)
@@ -31,8 +32,6 @@ def load_worker(config: EngineConfig, folder: Path, drafter: Guessers | None, to
 def wanted(config: EngineConfig, tokenizer: Tokenizer | None = None) -> list[Extension]:
     """Return the extensions of an engine, which every rank creates alike. Only the process with the engine
     needs the tokenizer."""
-    from .grammar.extension import Grammar
-
     found: list[Extension] = [Grammar(tokenizer)]
     if config.trace:
         from .tracing.recorder import Recorder

@@ -6,12 +6,13 @@ ranks compute the same bits, whatever the size of a message.
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,40 @@ _SEND, _RECEIVE = BroadcastOptions(), BroadcastOptions()
 _RECEIVE.timeout = timedelta(days=3650)  # the leader may be idle
 
 
+class Place(NamedTuple):
+    """The place of a rank.
+
+    Attributes:
+        local, neighbours: its number among the ranks of its machine, and how many these are.
+        path: the file in which ranks meet that the leader has started; torchrun has a store for it.
+    """
+
+    rank: int
+    size: int
+    local: int
+    neighbours: int
+    path: str = ""
+
+    @property
+    def gpu(self) -> int:
+        """The number of the rank's GPU. A launcher may show each process its own alone."""
+        return 0 if os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0 else self.local
+
+    def store(self) -> dist.Store:
+        if self.path:
+            return dist.FileStore(self.path, self.size)
+        return next(dist.rendezvous("env://"))[0]
+
+
+def torchrun_place() -> Place | None:
+    """Return the place of this process if torchrun started it."""
+    if not {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    rank, size, local, neighbours = (int(os.environ[name]) for name in names)
+    return Place(rank, size, local, neighbours)
+
+
 class Group:
     """The connections of one rank: gloo for commands, and for tensors gloo on CPUs, NCCL on GPUs.
 
@@ -35,20 +70,14 @@ class Group:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        rank: int,
-        size: int,
-        store: dist.Store,
-        seconds: float,
-        host: str = "",
-        check: Callable[[], None] = lambda: None,
+        self, device: torch.device, place: Place, seconds: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Meet the other ranks at `store`, unless `check` raises an error meanwhile, and connect to them, on
-        the interface of `host` if it is given. A collective of more than `seconds` raises RuntimeError.
+        """Meet the other ranks, unless `check` raises an error meanwhile, and connect to them. A collective
+        that takes more than `seconds` raises RuntimeError.
 
         NCCL allocates its buffers here, so the free memory may be measured afterwards.
         """
+        rank, size, store = place.rank, place.size, place.store()
         self.device, self.rank, self.size = device, rank, size
         self._closing = threading.Lock()
         deadline = time.monotonic() + START
@@ -61,9 +90,9 @@ class Group:
         timeout = timedelta(seconds=seconds)
         gloo: Any = dist.ProcessGroupGloo  # types of torch know only some of its attributes
         options: Any = timeout
-        if host:
+        if place.path:
             options = gloo._Options()
-            options._devices, options._timeout = [gloo.create_device(hostname=host)], timeout
+            options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
         self._gloo: Any = gloo(dist.PrefixStore("nanospec/gloo", store), rank, size, options)
         self._tensors: Any = self._gloo
         if device.type == "cuda":

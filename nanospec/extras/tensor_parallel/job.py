@@ -13,12 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from torch.distributed import Store
 
-from ...device.graphs import StepGraphs
 from .group import Group
 
 CLOSED = "This model has been closed; make a new LLM."
@@ -35,18 +34,17 @@ class Job:
     """The followers.
 
     Attributes:
-        group, graphs: the leader's, once it has them.
+        group: the leader's, once it has it.
         failure: why the job is over, None while it is not.
     """
 
     def __init__(
-        self, processes: Sequence[subprocess.Popen[bytes]], store: Store, seconds: float, path: str = ""
+        self, processes: list[subprocess.Popen[bytes]], store: Store, seconds: float, path: str = ""
     ) -> None:
         """`processes` are the ranks from 1 on, none under torchrun, which ends them itself. A command that
         takes longer than `seconds` has failed. The folder of `path` is removed in the end."""
         self.processes, self.store, self.seconds, self.path = processes, store, seconds, path
         self.group: Group | None = None
-        self.graphs: StepGraphs | None = None
         self.failure: str | None = None
         self._cause: Exception | None = None
         self._process = os.getpid()
@@ -57,15 +55,11 @@ class Job:
 
     def check(self) -> None:
         """Raise an error unless all ranks can take a command."""
-        if self.is_forked:
+        if os.getpid() != self._process:
             raise RankFailed("A forked process cannot use the ranks of its parent; make an LLM of its own.")
         if self.failure is not None:
             kind = RuntimeError if self.failure == CLOSED else RankFailed
             raise kind(self.failure) from self._cause
-
-    @property
-    def is_forked(self) -> bool:
-        return os.getpid() != self._process
 
     @contextmanager
     def command(self, name: str, seconds: float | None = None) -> Iterator[None]:
@@ -76,21 +70,18 @@ class Job:
         self._deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
         try:
             yield
-            self.check()  # without a rank, what was computed is wrong
-        except RankFailed:
-            raise
         except Exception as error:
             self._cause = error
             patience = time.monotonic() + 2  # it may be what the failure of another rank leads to
             while self.failure is None and time.monotonic() < patience:
                 time.sleep(LOOK / 10)
             self.end(_told(0, error))
-            self.check()
         except BaseException:
             self.end(f"{name!r} was interrupted, and with it all ranks.")
             raise
         finally:
             self._deadline = -math.inf
+        self.check()  # without a rank, what was computed is wrong
 
     def end(self, sentence: str) -> None:
         """End the job, and kill what is left of it."""
@@ -110,7 +101,7 @@ class Job:
             with suppress(RuntimeError):
                 if self.failure is None:
                     self.group.send(None)
-            disconnect(self.group, self.graphs)
+            self.group.close()
         deadline = time.monotonic() + (GRACE if self.failure is None else 0)
         with suppress(subprocess.TimeoutExpired):
             for process in self.processes:
@@ -119,19 +110,18 @@ class Job:
 
     def _look(self) -> None:
         """End the job when a rank has failed, and the leader's process if it does not notice."""
-        while not self._closed.wait(LOOK):
-            if (found := self._problem()) is None:
-                continue
-            self.end(found)
-            if self.group is not None:
-                self.group.close()  # frees a leader that waits for its device
-            patience = time.monotonic() + GRACE
-            while self._deadline > 0 and time.monotonic() < patience:
-                time.sleep(LOOK)
-            if self._deadline > 0:
-                print(found, file=sys.stderr, flush=True)
-                os._exit(1)
-            return
+        while (found := self._problem()) is None:
+            if self._closed.wait(LOOK):
+                return
+        self.end(found)
+        if self.group is not None:
+            self.group.close()  # frees a leader that waits for its device
+        patience = time.monotonic() + GRACE
+        while self._deadline > 0 and time.monotonic() < patience:
+            time.sleep(LOOK)
+        if self._deadline > 0:
+            print(found, file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _problem(self) -> str | None:
         """Return why the job cannot go on, None if it can."""
@@ -148,13 +138,6 @@ class Job:
                 "that distributed_timeout sets; all of them are ended."
             )
         return None
-
-
-def disconnect(group: Group, graphs: StepGraphs | None) -> None:
-    """Leave the group. NCCL waits for its kernels that are captured, so these go first."""
-    if graphs is not None:
-        graphs.captures.clear()
-    group.close()
 
 
 def report_failure(store: Store, rank: int, error: Exception) -> None:

@@ -44,20 +44,19 @@ class Summed(Linear):
         self.part, self.group = part, group
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-        return residual_add(self._parts(self.part(x)), stream.x, norm, own)
-
-    def _parts(self, product: Tensor) -> Tensor:
-        """From this rank's summand [T, H]: those of all ranks [ranks, T, H], or their sum [1, T, H]. Added in
-        order in float32 and rounded, they are the same.
+        """Add this rank's summand [T, H] and the others', in order in float32, and round.
 
         Gathered, a rank receives ranks - 1 summands. Where that takes longer, each rank adds some rows for
-        all, and receives 2 (ranks - 1) / ranks, as in a ring, in two exchanges.
+        all, and receives 2 (ranks - 1) / ranks, as in a ring, in two exchanges. The bits are the same.
         """
-        (T, H), n = product.shape, self.group.size
+        product, n = self.part(x), self.group.size
+        T, H = product.shape
         if product.nbytes * (n - 1) * (n - 2) <= n * EXCHANGE:
-            return self.group.gather(product)
-        slices = F.pad(product, (0, 0, 0, -T % n)).view(n, -1, H)
-        return self.group.gather(total(self.group.exchange(slices))).view(1, -1, H)[:, :T]
+            summands = self.group.gather(product)  # [ranks, T, H]
+        else:
+            slices = F.pad(product, (0, 0, 0, -T % n)).view(n, -1, H)
+            summands = self.group.gather(total(self.group.exchange(slices))).view(1, -1, H)[:, :T]
+        return residual_add(summands, stream.x, norm, own)
 
 
 class Vocabulary(Linear):
@@ -102,37 +101,29 @@ class Shard:
         size, rank = group.size, group.rank
         check_split(whole, size)
         self.group, self.vocab_size, self.num_tokens = group, whole.vocab_size, _tokens(whole, size)
-        shared = whole.num_heads // whole.num_kv_heads  # heads of queries that read one of keys and values
-        if size <= whole.num_kv_heads:
-            kv = _share(whole.num_kv_heads, size)
-            heads, first_kv, first = kv * shared, rank * kv, rank * kv * shared
-        else:  # ranks with the same head of keys and values share its queries in their order
-            copies = size // whole.num_kv_heads
-            kv, heads, first_kv = 1, whole.num_heads // size, rank // copies
-            first = first_kv * shared + rank % copies * heads
+        copies = max(size // whole.num_kv_heads, 1)  # ranks with the same head of keys and values
+        kv = _share(whole.num_kv_heads, size)
+        heads = kv * (whole.num_heads // whole.num_kv_heads) // copies
         inner = _share(whole.intermediate_size, size, UNIT)
         self.config = replace(whole, num_heads=heads, num_kv_heads=kv, intermediate_size=inner)
         d = whole.head_dim
-        queries, keys, mlp = (first * d, heads * d), (first_kv * d, kv * d), (rank * inner, inner)
-        tokens = rank * self.num_tokens, self.num_tokens
-        self._rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": mlp, "up_proj": mlp}
-        self._rows |= {"embed_tokens": tokens, "lm_head": tokens}
-        self._columns = {"o_proj": queries, "down_proj": mlp}
+        queries, keys = (rank * heads * d, heads * d), (rank // copies * kv * d, kv * d)
+        mlp, tokens = (rank * inner, inner), (rank * self.num_tokens, self.num_tokens)
+        # By module: the dimension that is divided, where the rank's part of it begins, and its size.
+        self._parts = {"q_proj": (0, *queries), "k_proj": (0, *keys), "v_proj": (0, *keys)}
+        self._parts |= {"gate_proj": (0, *mlp), "up_proj": (0, *mlp), "down_proj": (1, *mlp)}
+        self._parts |= {"embed_tokens": (0, *tokens), "lm_head": (0, *tokens), "o_proj": (1, *queries)}
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """Return the rank's part of a tensor of `ModelConfig.parameter_shapes`, with zeros where it reaches
         beyond the tensor."""
-        module, kind = name.split(".")[-2:]
-        if module in self._rows:
-            dim, (first, size) = 0, self._rows[module]
-        elif module in self._columns and kind == "weight":
-            dim, (first, size) = 1, self._columns[module]
-        else:  # a norm, or a bias that one rank adds
-            return torch.zeros_like(tensor) if module in self._columns and self.group.rank else tensor
-        part = tensor[first : first + size] if dim == 0 else tensor[:, first : first + size]
-        behind = (0, 0) * (part.dim() - 1 - dim)
-        missing = size - part.shape[dim]
-        return F.pad(part, (*behind, 0, missing)) if missing else part
+        dim, first, size = self._parts.get(name.split(".")[-2], (0, 0, len(tensor)))  # all of a norm
+        if dim == tensor.dim():  # the bias of columns, which one rank adds
+            return torch.zeros_like(tensor) if self.group.rank else tensor
+        part = tensor.transpose(0, dim)[first : first + size]
+        if missing := size - len(part):
+            part = torch.cat((part, part.new_zeros(missing, *part.shape[1:])))
+        return part.transpose(0, dim)
 
     def joined(self, model: Model) -> Model:
         """Return the model of this rank's weights, connected with the others'."""

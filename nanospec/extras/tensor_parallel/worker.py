@@ -11,8 +11,9 @@ ranks verify the same drafts.
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,19 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import EngineConfig
-from ...device.extension import Extension
+from ...device.graphs import StepGraphs
 from ...device.orders import Admission, Flight, RowResult, StepOrder
 from ...device.step import Cut
 from ...device.timing import Meet
 from ...device.worker import Worker
 from ...drafters import Drafter
 from ...drafters.estimates import StepCosts
-from ...drafters.methods import Guessers
 from ...kernels.batch import Chunk
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
-from ...models.decoder import Model
 from .group import Group
 from .job import Job
 
@@ -44,22 +42,15 @@ class Rank(Worker):
         job: the followers, if this is the leader.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: Model,
-        drafters: Sequence[Drafter],
-        group: Group,
-        extensions: Sequence[Extension] = (),
-        job: Job | None = None,
-    ) -> None:
+    def __init__(self, group: Group, job: Job | None, *of_worker: Any) -> None:
+        """`of_worker`: the arguments of `Worker`."""
         self.group, self.job = group, job
-        super().__init__(config, model, drafters, extensions)
+        super().__init__(*of_worker)
         self.memory *= group.size  # shapes are equal on all ranks
-        share_proposals(self.drafters, group)
-        if job is not None:
-            job.graphs = self.graphs
-            self._end = weakref.finalize(self, _end, job)
+        for drafter in self.drafters:
+            if drafter.reads_on_host:  # all ranks use what the leader's proposes
+                drafter.propose = partial(_propose, group, drafter.propose)  # type: ignore[method-assign]
+        self._end = weakref.finalize(self, _end, os.getpid(), group, job, self.graphs)
 
     def _plan_cache(self) -> tuple[int, int]:
         """(number of KV blocks, max_model_len) that fit on every rank."""
@@ -76,6 +67,7 @@ class Rank(Worker):
         while (message := self.group.receive()) is not None:
             verb, *args = message
             getattr(self, verb)(*args)
+        self._end()
 
     @contextmanager
     def _all(self, *message: Any) -> Iterator[None]:
@@ -121,16 +113,18 @@ class Rank(Worker):
             return super().measure(lambda: self.group.gather(torch.zeros(1, device=self.device)))
 
     def close(self) -> None:
-        if self.job is not None:
-            self._end()
+        self._end()
 
 
-def _end(job: Job) -> None:
-    """End the job when the leader is closed, collected, or left to the end of the interpreter."""
-    if job.is_forked:  # the destructor would wait for threads that only the parent has, so leak the group
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(job.group))
-    else:
-        job.close()
+def _end(process: int, group: Group, job: Job | None, graphs: StepGraphs | None) -> None:
+    """Leave the group when the worker is closed, collected, or left to the end of the interpreter; the leader
+    ends the job. A forked process leaks the group, whose destructor would wait for threads of the parent."""
+    if os.getpid() != process:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        return
+    if graphs is not None:
+        graphs.captures.clear()  # first, as NCCL waits for its kernels in them
+    (job or group).close()
 
 
 class Remote(Drafter):
@@ -143,20 +137,11 @@ class Remote(Drafter):
         self.makes_trees, self.memory = drafter.makes_trees, drafter.memory
 
 
-def for_followers(given: Guessers | None) -> Guessers | None:
+def for_followers(given: Any) -> Any:
     """Return the `drafter` argument of the user with stand-ins for drafters of the host."""
-    if isinstance(given, Drafter):
-        return Remote(given) if given.reads_on_host else given
-    if given is None or isinstance(given, str):
-        return given
-    return [for_followers(each) for each in given]  # type: ignore[misc]
-
-
-def share_proposals(drafters: Iterable[Drafter], group: Group) -> None:
-    """Have all ranks use what the leader's drafters of the host propose."""
-    for drafter in drafters:
-        if drafter.reads_on_host:
-            drafter.propose = partial(_propose, group, drafter.propose)  # type: ignore[method-assign]
+    if isinstance(given, list | tuple):
+        return [for_followers(each) for each in given]
+    return Remote(given) if isinstance(given, Drafter) and given.reads_on_host else given
 
 
 def _propose(group: Group, own: Callable[..., Proposal], table: Table, rows: Tensor, k: int) -> Proposal:

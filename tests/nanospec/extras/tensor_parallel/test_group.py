@@ -13,14 +13,28 @@ import torch
 import torch.distributed as dist
 
 from nanospec.extras.tensor_parallel import group as module
-from nanospec.extras.tensor_parallel.group import Group
+from nanospec.extras.tensor_parallel.group import Group, Place
 
 SIZE, CPU = 3, torch.device("cpu")
 COMMANDS = [("admit", ["x" * 10_000]), None]
 
 
-def exchanged(rank: int, store: dist.Store) -> dict[str, Any]:
-    group = Group(CPU, rank, SIZE, store, 30, "127.0.0.1")
+class Here(Place):
+    """A place in this process."""
+
+    def store(self) -> dist.Store:
+        return STORES[self.path]
+
+
+STORES = {name: dist.HashStore() for name in ("together", "alone", "waiting")}
+
+
+def place(rank: int, size: int, name: str) -> Place:
+    return Here(rank, size, rank, size, name)
+
+
+def exchanged(rank: int) -> dict[str, Any]:
+    group = Group(CPU, place(rank, SIZE, "together"), 30)
     x = torch.arange(12).view(SIZE, 2, 2) + 100 * rank
     found: dict[str, Any] = {"numbers": group.gather(torch.tensor([rank, 7])).tolist()}
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
@@ -40,7 +54,7 @@ def exchanged(rank: int, store: dist.Store) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(exchanged, range(SIZE), [dist.HashStore()] * SIZE))
+        return list(pool.map(exchanged, range(SIZE)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
@@ -65,7 +79,7 @@ def test_numbers_other_shapes_and_commands(results: list[dict[str, Any]]) -> Non
 def test_ranks_that_do_not_come_are_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START", 0.1)
     with pytest.raises(ConnectionError, match="Some of 2 ranks have not started within 0.1 seconds"):
-        Group(CPU, 0, 2, dist.HashStore(), 30)
+        Group(CPU, place(0, 2, "waiting"), 30)
 
 
 class Held:
@@ -78,7 +92,7 @@ class Held:
 
 def test_closing_destroys_the_group() -> None:
     """Otherwise its destructor could run while the interpreter is finalized, which aborts the process."""
-    group = Group(CPU, 0, 1, dist.HashStore(), 30)
+    group = Group(CPU, place(0, 1, "alone"), 30)
     group._gloo = group._tensors = held = Held()
     destroyed = held.destroyed
     del held

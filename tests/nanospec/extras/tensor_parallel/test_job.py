@@ -34,7 +34,7 @@ class Connection:
 @pytest.fixture
 def job() -> Iterator[Any]:
     """One without processes of its own, in which a command may take 0.3 seconds."""
-    job: Any = Job((), HashStore(), 0.3)
+    job: Any = Job([], HashStore(), 0.3)
     job.group = Connection()
     yield job
     job.close()

@@ -23,8 +23,8 @@ from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.drafters import Drafter
 from nanospec.extras.tensor_parallel import launch
+from nanospec.extras.tensor_parallel.group import Place, torchrun_place
 from nanospec.extras.tensor_parallel.job import RankFailed
-from nanospec.extras.tensor_parallel.launch import Place, torchrun_place
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.llm import Prompt
@@ -228,6 +228,21 @@ def test_ranks_that_cannot_start_are_told_of(folder: Path, monkeypatch: pytest.M
     with pytest.raises(RankFailed, match="Rank 1 failed, .*: This drafter is for one"):
         LLM(folder, drafter=Unequal(), device="cpu", tensor_parallel_size=2)
     assert set(children()) == before
+
+
+def test_ranks_end_if_others_cannot_be_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(subprocess.Popen(*args, **options))
+        return started[0]
+
+    monkeypatch.setattr(launch, "Popen", popen)
+    with pytest.raises(BlockingIOError, match="Resource temporarily unavailable"):
+        make(folder, 4)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Sequence
@@ -11,12 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.drafters import Drafter, SimpleDrafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.methods import NgramDrafter
+from nanospec.engine.engine import Engine
+from nanospec.extras import loading
+from nanospec.extras.tensor_parallel import job as ranks
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.extras.tensor_parallel.worker import Rank
@@ -228,6 +233,19 @@ def test_steps_are_captured_before_requests_ask(monkeypatch: pytest.MonkeyPatch)
     assert left == [0]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_that_is_dropped_ends_its_job(mode: str) -> None:
+    """What the end of the job needs, such as the captured steps, must not keep the worker."""
+    of, [group], job = whole(), groups_of(1), ranks.Job([], HashStore(), 30)
+    options, job.group = options_of(1, of, "ngram", 3, trace=True, **MODES[mode]), group
+    engine = Engine(options, Rank(group, job, options, of.model, (), loading.wanted(options)))
+    run(engine, [Job([1, 2, 1, 2], SamplingParams(max_tokens=5))])
+    assert job.failure is None
+    del engine
+    gc.collect()
+    assert job.failure == ranks.CLOSED
+
+
 def test_a_logit_that_is_no_number_ends_its_request_alone() -> None:
     of = whole()
     broken = {**of.weights, "model.embed_tokens.weight": of.weights["model.embed_tokens.weight"].clone()}
@@ -267,7 +285,7 @@ def test_ranks_with_less_memory_decide_for_all() -> None:
         local = Shard(of.config, group).config.kv_bytes_per_token(torch.float32)
         memory = 16 * local * given[group.rank]
         options = EngineConfig(spec=make_spec(None), kv_cache_memory=memory, max_num_seqs=4)
-        worker = Rank(options, part_of(of.config, of.weights, group), (), group)
+        worker = Rank(group, None, options, part_of(of.config, of.weights, group))
         return worker.num_blocks, worker.max_model_len
 
     assert together(2, plan) == [(20, 320)] * 2
