@@ -179,7 +179,10 @@ def check_target(path: str | Path) -> None:
         raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'trace.html'}.")
     if not path.parent.is_dir():
         raise ValueError(f"There is no folder {path.parent} for the trace {path.name}; make or name one.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    needed = [path] if path.exists() else []
+    if not needed or path.is_file():  # a new file takes its place in the folder
+        needed.append(Path(os.path.realpath(path)).parent)
+    if not all(os.access(each, os.W_OK) for each in needed):
         raise ValueError(f"{path} cannot be written; name another file for the trace.")
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as file:

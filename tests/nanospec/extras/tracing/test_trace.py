@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,18 @@ def test_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=what):
             example().save(path)
     assert notes.read_text() == "mine"
+
+
+def test_a_page_needs_a_folder_in_which_it_can_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "trace.html"
+    example().save(page)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    for path in (page, tmp_path / "new.html"):
+        with pytest.raises(ValueError, match=f"{path} cannot be written; name another file for the trace"):
+            check_target(path)
+    check_target("/dev/null")
 
 
 def test_a_page_that_cannot_be_made_leaves_the_old_one(
