@@ -125,6 +125,14 @@ class Group:
         size = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
         return pickle.loads(self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().data)
 
+    def share(self, compute: Callable[[], Any]) -> Any:
+        """Return on all ranks what the leader computes."""
+        if self.rank:
+            return self.receive()
+        value = compute()
+        self.send(value)
+        return value
+
     def _broadcast(self, x: Tensor) -> Tensor:
         self._gloo.broadcast([x], _RECEIVE if self.rank else _SEND).wait()
         return x

@@ -87,16 +87,9 @@ class Rank(Worker):
         with self._all("prefill", chunks):
             super().prefill(chunks)
 
-    def step(self, order: StepOrder, cut: Cut | None = None) -> Flight:
-        def agreed(*columns: Any) -> list[int]:
-            if cut is None:  # of a follower
-                return list(self.group.receive())
-            kept = cut(*columns)
-            self.group.send(kept)
-            return kept
-
+    def step(self, order: StepOrder, cut: Cut = lambda offers: []) -> Flight:
         with self._all("step", order):
-            return super().step(order, agreed)
+            return super().step(order, lambda offers: self.group.share(lambda: cut(offers)))
 
     def fetch(self, flight: Flight) -> list[RowResult]:
         assert self.job is not None  # followers need no results
@@ -145,9 +138,5 @@ def for_followers(given: Any) -> Any:
 
 
 def _propose(group: Group, own: Callable[..., Proposal], table: Table, rows: Tensor, k: int) -> Proposal:
-    if group.rank:
-        parts: Any = group.receive()
-        return Proposal._make(part if part is None else part.to(group.device) for part in parts)
-    proposal = own(table, rows, k)
-    group.send([part if part is None else part.cpu() for part in proposal])
-    return proposal
+    parts = group.share(lambda: [part if part is None else part.cpu() for part in own(table, rows, k)])
+    return Proposal._make(part if part is None else part.to(group.device) for part in parts)
