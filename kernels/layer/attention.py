@@ -128,7 +128,7 @@ def _attend_part(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: fl
 def _visible(batch: Batch, width: int, window: int | None) -> Tensor:
     """Return which of the first `width` cache entries of its row each query sees: [B, Q, width] bool."""
     j = torch.arange(width, device=batch.q_start.device)
-    own = (j - batch.base_len[:, None])[:, None]  # [B, 1, width]: which of the step's own tokens of the row
+    own = (j - batch.base_len[:, None])[:, None]  # [B, 1, width]: index in the step, < 0 if cached
     if batch.ancestors is None:
         visible = own <= torch.arange(batch.max_q_len, device=j.device)[:, None]
     else:

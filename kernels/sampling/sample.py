@@ -35,13 +35,13 @@ def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
 
 
 def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
-    """With `lazy`, draw only the targets that verification will read, up to the first wrong draft: `walk` is
-    a generator that reads targets[place] after it was drawn here. The others stay the plain argmax."""
+    """With `lazy`, draw only the targets that verification will read, up to the first wrong draft: `walk`
+    yields a place, then reads its target. The others stay the plain argmax."""
     targets = argmax(logits)
     draws = ((table.temperature > 0) | table.penalized).tolist()
     for row in rows_of(batch):
         if row.request < 0 or not draws[row.request]:
-            continue  # the argmax was all
+            continue  # argmax is enough
         for place in row.walk(targets) if lazy else range(len(row.ids)):
             scores, position = scores_of(logits, table, batch, row, place)
             targets[row.start + place] = draw(scores, row.request, position, table)

@@ -9,7 +9,7 @@ and when copying runs into the end of the text it goes on copying from the match
 A row gets as many drafts as it has `room` for where a match was found, else none. Beyond the drafts, tokens
 are 0 and sources -1; without drafts the length of the match is 0.
 
-Trees: up to `width` of the table matches are used, best first, each with another next token, so that all
+Trees: up to `Table.width` matches are used, best first, each with another next token, so that all
 chains begin at the root. Each gets half of the drafts that are left (rounded up), the last one all of them:
 a tree accepts at least as many tokens as a chain of half its drafts. A match longer than LONG_MATCH is
 mostly right and stays alone: a branch would take drafts from its chain. A chain is a tree of width 1.

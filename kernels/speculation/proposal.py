@@ -5,12 +5,12 @@ a chain each draft follows the one before. A tree says for each draft which plac
 come before their children, so the first n drafts of a tree are a tree too, and siblings differ.
 
 `lay_out` gives every row K + 1 tokens, in the padded layout of `batch.py`. It does not trust the drafter:
-drafts beyond the request's `max_len` are dropped, and so are all from the first on that is not in the
-vocabulary or does not follow an earlier place. Rows that are padding (-1) or
-whose request has ended get q_len 0, slots of -1 and a request row of -1, so that nothing after this needs to
-know why they take no part. Drafts that form trees get the positions of their depth, and each the mask of its
-ancestors. `lay_out_text` is `Batch.of_grid` in one launch: tokens of the rows' own texts, for a drafter that
-writes ahead. Kernel: one program per row and 1024 pages.
+drafts beyond the request's `max_len` are dropped, and so are all from the first outside the vocabulary or
+without an earlier parent. Rows that are padding (-1) or whose request has ended get q_len 0, slots of -1 and
+a request row of -1, so that nothing after this needs to know why they take no part. Drafts that form trees
+get the positions of their depth, and each the mask of its ancestors. `lay_out_text` is `Batch.of_grid` in
+one launch: tokens of the rows' own texts, for a drafter that writes ahead. Kernel: one program per row and
+1024 pages.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
     targets      [T] int32            the target's token after each scored token (`sample`), NAN_TOKEN if none
     report       [B, 6 + 2 Q] int32   a line per row for the host, see `report.py`
-    num_emitted  [B] int32            tokens the step yields: accepted drafts + 1, 0 for rows of length 0
+    num_emitted  [B] int32            accepted drafts + 1, before the cut below; 0 for rows of length 0
     path         [B, Q] int32         place in its row of the query that drew each emitted token, so that
                                       the KV of accepted tree nodes can be moved into place; 0 beyond
 
@@ -62,7 +62,7 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
         run = [drawn[row.start + place] for place in path]
         kept, code = _append(table, row.request, run)
         counts = [kept, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
-        # Token i of the run was drafted at place path[i + 1]; the last one, not at all.
+        # Token i of the run was the draft at place path[i + 1]; the last was none.
         drafted = [source[place - 1] for place in path[1:]]
         lines.append(counts + run + [-1] * (Q - len(run)) + drafted + [OWN] * (Q - len(drafted)))
         num_emitted.append(len(run))

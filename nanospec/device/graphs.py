@@ -123,7 +123,7 @@ class StepGraphs:
     def run(self, rows: list[int], bucket: Bucket) -> StepResult:
         """Replay the step of a bucket for at most as many `rows`. The result's tensors are overwritten by its
         next replay."""
-        capture = self.captures.get(bucket) or self.capture(bucket)  # lazily, or extensions of a request
+        capture = self.captures.get(bucket) or self.capture(bucket)  # first use: lazy, or with extensions
         self.replays[bucket.batch, bucket.k] += 1
         self.send(rows + [PADDING] * (bucket.batch - len(rows)))
         capture.replay()

@@ -42,7 +42,7 @@ class Worker:
         table, kv_cache: see `kernels/table.py` and `models/decoder.py`.
         num_blocks, max_model_len: as the memory allows.
         max_k: the largest K of any step, 0 without a drafter.
-        methods: the names of what makes drafts, by `RowReport.drafter`.
+        methods: the names of drafters, by `RowReport.drafter`.
         model_code: of packed steps, the index in `methods` of the drafter that runs a model, else NOBODY: the
             policy chooses beforehand how many drafts it makes.
         graphs: the captured steps; None where steps are not captured, and may wait for the device.
@@ -112,7 +112,7 @@ class Worker:
 
     def _take_pages(self, row: int, num_tokens: int, blocks: list[int], num_kept: int) -> None:
         """Give a row its pages, of which those from `num_kept` on are new to it. The block table repeats the
-        last one to its end, so that what reads there and masks the result reads nothing of other requests."""
+        last one to its end, so that masked reads there touch no other request."""
         write(self.table.block_table, row, blocks, end=self.table.max_blocks)
         self.model.zero_blocks(self.kv_cache, blocks[num_kept:])
         for drafter in self.drafters:
@@ -135,19 +135,18 @@ class Worker:
         rows, logprobs = order.rows, order.logprobs
         values = zip(self.extensions, order.extra, strict=True)
         asked = {extension: value for extension, value in values if value is not None}
-        if self.graphs is None:
-            for extension, value in asked.items():
-                extension.send(value, order.k)
+        graphs = self.graphs
+        bucket = None if graphs is None else graphs.bucket_for(len(rows), order.k, tuple(asked))
+        for extension, value in asked.items():
+            extension.send(value, bucket.k if bucket else order.k)
+        if graphs is None or bucket is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
             result = self._step(on_device, order.k, tuple(asked), cut, order.last_k)
         else:
-            bucket = self.graphs.bucket_for(len(rows), order.k, tuple(asked))
-            for extension, value in asked.items():
-                extension.send(value, bucket.k)
             with self.stages["propose"]:
                 for drafter in self.drafters:
                     drafter.catch_up(order.drafting)
-            result = self.graphs.run(rows, bucket)
+            result = graphs.run(rows, bucket)
         found = kept_logprobs(*result, logprobs) if max(logprobs) >= 0 else None
         return Flight(to_host(result.report), found, logprobs)
 

@@ -22,7 +22,7 @@ from ..kernels import NOBODY
 from ..kernels.speculation.report import RowReport
 from .estimates import Estimator, Offer, RowAccounts, StepCosts
 
-Limits = Mapping[int, int]  # the most drafts by request row
+ByRow = Mapping[int, int]  # numbers of drafts by request row
 SHARE = 0.005  # of the time, for probes, and that others' drafts may cost a row
 
 
@@ -38,14 +38,14 @@ class Policy:
     costs: StepCosts | None = None
     promised: float | None = None
 
-    def choose(self, limits: Limits, drafting: Limits, context: int, waiting: bool) -> tuple[int, int]:
+    def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
         """Return K of the next step, and the most drafts of the last drafter, which may run a model.
 
-        `limits`: the most drafts of each request row of the step; `drafting`: likewise, but 0 where drafters
-        make none. The rows' texts have `context` tokens together. `waiting`: whether requests
+        `limits`: the most drafts of each request row of the step; `of_drafters`: likewise, but 0 where
+        drafters make none. The rows' texts have `context` tokens together. `waiting`: whether requests
         wait for a row.
         """
-        return max(limits.values()), max(drafting.values())
+        return max(limits.values()), max(of_drafters.values())
 
     def cut(self, offers: Sequence[Offer]) -> list[int]:
         """Return how many drafts of each row to verify in a packed step."""
@@ -68,14 +68,14 @@ class AutoPolicy(Policy):
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
         self._credit, self._turn = 0.0, 0  # ms that may go into probes; which row gets the next one
 
-    def choose(self, limits: Limits, drafting: Limits, context: int, waiting: bool) -> tuple[int, int]:
+    def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
         B, most = len(limits), max(limits.values())
         self._context, self._waiting, self._probing, self.promised = context, waiting, False, 1.0
         plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + SHARE * plain, plain)
         if self.costs.packed and self._model == NOBODY:
             return most, most
-        weighed = drafting if self.costs.packed else limits
+        weighed = of_drafters if self.costs.packed else limits
         ms = self.costs.by_k(B, max(weighed.values()), context)
         tokens = self.estimator.tokens(weighed, self._model, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}

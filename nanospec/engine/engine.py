@@ -124,14 +124,15 @@ class Engine:
         meanwhile are dropped.
         """
         with self.worker.stages["host"]:
-            # A constrained request takes part in a step only after its step before has been collected.
+            # A constrained request takes part in a step only after its previous step was collected.
             held = {r for queued in self._queue for r in queued.requests if r.constraint is not None}
             plan = self.scheduler.schedule(held)
             self._admit(plan)
         touched = self._prefill(plan) if plan.prefill else []
         if plan.decode:
             self._queue.append(self._launch(plan))
-        while len(self._queue) > (self.lag if plan.decode else 0):  # all, if nothing was queued
+        lag = self.lag if plan.decode else 0  # nothing was queued: collect all
+        while len(self._queue) > lag:
             queued = self._queue.popleft()
             results = self.worker.fetch(queued.flight)
             with self.worker.stages["host"]:
@@ -171,13 +172,13 @@ class Engine:
         requests, most = plan.decode, self.worker.max_k
         own = [r.params.num_speculative_tokens for r in requests]
         limits = {r.row: most if n is None else min(n, most) for r, n in zip(requests, own)}
-        drafting = {r.row: 0 if r.constraint is not None else limits[r.row] for r in requests}
+        of_drafters = {r.row: 0 if r.constraint is not None else limits[r.row] for r in requests}
         context = sum(request.num_tokens for request in requests)
-        k, last_k = self.policy.choose(limits, drafting, context, bool(self.scheduler.waiting))
+        k, last_k = self.policy.choose(limits, of_drafters, context, bool(self.scheduler.waiting))
         order = StepOrder(
             rows=[*limits],
             logprobs=[-1 if (n := r.params.logprobs) is None else n for r in requests],
-            drafting=[row for row, limit in drafting.items() if min(limit, k)],
+            drafting=[row for row, limit in of_drafters.items() if min(limit, k)],
             k=k,
             last_k=last_k,
             grown=[Pages(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()],

@@ -56,7 +56,7 @@ class Request:
     num_computed: int = 0
     num_registered: int = 0  # blocks named in the prefix cache
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # what of its parameters ended it
+    stop_reason: str | int | None = None  # the stop string or token that ended it
     error: str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     draft_sources: list[int] = field(default_factory=list)

@@ -81,7 +81,7 @@ class Model:
 
     Attributes:
         num_devices: among how many devices its weights are split.
-        embedding, lm_head: [V, H], or this device's rows; with the same weight on a GPU if they are tied.
+        embedding, lm_head: [V, H], or this device's rows; one tensor on a GPU if they are tied.
         norm: the final one.
         cos_sin: [max_position_embeddings, D] float32, the angles of each RoPE that a layer has.
         weight_bytes: of this device's weights, tied ones once unless one of the two is packed.

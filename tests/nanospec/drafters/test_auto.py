@@ -8,7 +8,7 @@ import pytest
 
 from nanospec.config import SamplingParams
 from nanospec.drafters.estimates import StepCosts
-from nanospec.drafters.policy import AutoPolicy, Limits, Policy
+from nanospec.drafters.policy import AutoPolicy, ByRow, Policy
 from nanospec.engine.locking import SharedEngine
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
@@ -68,7 +68,7 @@ def test_the_policy_is_told_how_long_the_texts_are_and_who_waits(model: Model) -
     asked: list[tuple[int, bool]] = []
 
     class Spy(Policy):
-        def choose(self, limits: Limits, drafting: Limits, context: int, waiting: bool) -> tuple[int, int]:
+        def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
             asked.append((context, waiting))
             return 0, 0
 

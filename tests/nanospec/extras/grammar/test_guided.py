@@ -15,7 +15,7 @@ import torch
 import nanospec.device.graphs as graphs
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.drafters import Drafter, guesses, room
-from nanospec.drafters.policy import Limits, Policy
+from nanospec.drafters.policy import ByRow, Policy
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.extras.grammar.extension import Grammar
@@ -319,9 +319,9 @@ def test_a_model_runs_for_those_that_may_have_its_guesses(make: Callable[..., En
     asked: list[list[int]] = []
 
     class Spy(Policy):
-        def choose(self, limits: Limits, drafting: Limits, context: int, waiting: bool) -> tuple[int, int]:
-            asked.append(sorted(drafting.values()))
-            return super().choose(limits, drafting, context, waiting)
+        def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
+            asked.append(sorted(of_drafters.values()))
+            return super().choose(limits, of_drafters, context, waiting)
 
     draft = tiny_model(3, vocab_size=VOCAB)
     engine = make(3, guess={"method": "draft"}, draft_model=draft, enforce_eager=True)
