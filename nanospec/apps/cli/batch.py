@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ...text.tokenizer import Tokenizer
 
 Check = Callable[[Sequence[int], SamplingParams], None]  # raises ValueError for what cannot run
+Line = tuple[Task, list[int], SamplingParams]  # the prompt as token ids; the parameters have a seed
 LONGEST_HEAD = 64  # bytes, enough for any `head_of`
 
 
@@ -207,38 +208,38 @@ def _identity(args: argparse.Namespace) -> str:
 def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     """Answer the requests without results and return statistics. Raises LineError, before anything runs, for
     a line that the model cannot take, and KeyboardInterrupt with a message."""
-    todo = batch.todo
-    say_how(llm.tokenizer, todo)
-    check, window = llm.engine.check, llm.engine.max_model_len
-    prompts = [prompt_ids(llm.tokenizer, check, window, task, batch.source) for task in todo]
-    params = seeded(batch.tasks, llm.config.seed)
+    lines = lines_of(batch, llm.tokenizer, llm.engine.check, llm.engine.max_model_len, llm.config.seed)
 
     def write(position: int, output: RequestOutput) -> None:
-        line = result_line(todo[position], output, model, llm.tokenizer)
+        line = result_line(lines[position][0], output, model, llm.tokenizer)
         batch.write(line, num_tokens(output))
 
     with batch.running():
-        if todo:
-            llm.generate(prompts, [params[task.index] for task in todo], write)
+        if lines:
+            llm.generate([ids for _, ids, _ in lines], [params for _, _, params in lines], write)
     return batch.figures()
 
 
-def prompt_ids(tokenizer: Tokenizer, check: Check, window: int, task: Task, source: str) -> list[int]:
-    """Return the token ids of a line's prompt. Raises LineError if `check` refuses the request or the prompt
-    is too long for `window` tokens."""
-    messages, prompt = task.messages, task.prompt
-    if isinstance(prompt, str) and not task.raw and tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": prompt}]
-    try:
-        if messages is not None:
-            text = tokenizer.apply_chat_template(messages)
-            ids = tokenizer.encode_prompt(text, window, add_special_tokens=False)
-        else:
-            ids = tokenizer.encode_prompt(prompt, window) if isinstance(prompt, str) else prompt or []
-        check(ids, task.params)
-    except ValueError as error:
-        raise refused(source, task.index, str(error)) from None
-    return ids
+def lines_of(batch: Batch, tokenizer: Tokenizer, check: Check, window: int, seed: int) -> list[Line]:
+    """Return the requests without results, with the seeds that an engine of this `seed` gives them. Raises
+    LineError if `check` refuses one or its prompt is too long for `window` tokens."""
+    say_how(tokenizer, batch.todo)
+    lines, params = list[Line](), seeded(batch.tasks, seed)
+    for task in batch.todo:
+        messages, prompt = task.messages, task.prompt
+        if isinstance(prompt, str) and not task.raw and tokenizer.has_chat_template:
+            messages = [{"role": "user", "content": prompt}]
+        try:
+            if messages is not None:
+                text = tokenizer.apply_chat_template(messages)
+                ids = tokenizer.encode_prompt(text, window, add_special_tokens=False)
+            else:
+                ids = tokenizer.encode_prompt(prompt, window) if isinstance(prompt, str) else prompt or []
+            check(ids, task.params)
+        except ValueError as error:
+            raise refused(batch.source, task.index, str(error)) from None
+        lines.append((task, ids, params[task.index]))
+    return lines
 
 
 def refused(source: str, index: int, why: str) -> LineError:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count
 from typing import Any, BinaryIO
@@ -56,16 +56,13 @@ class Defaults:
     model: str = ""  # fingerprint of the model and of the options that change results
 
 
-@contextmanager
-def opened(source: str) -> Iterator[BinaryIO]:
+def opened(source: str) -> AbstractContextManager[BinaryIO]:
     """Open a file to read, or standard input for "-". Raises ValueError if that is closed."""
     if source != "-":
-        with open(source, "rb") as file:
-            yield file
-    elif sys.stdin is None:
+        return open(source, "rb")
+    if sys.stdin is None:
         raise ValueError("standard input is closed.")
-    else:
-        yield sys.stdin.buffer
+    return nullcontext(sys.stdin.buffer)
 
 
 def place(source: str, number: int) -> str:

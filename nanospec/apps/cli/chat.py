@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from ...config import SamplingParams
 from ...llm import LLM
@@ -13,8 +14,6 @@ from ...outputs import RequestOutput
 from .batch_lines import with_system
 from .console import DIM, Console
 from .options import did_you_mean, in_flags
-
-Message = dict[str, str]
 
 PROMPT, CONTINUED = "> ", ". "
 COMMANDS = ("/help", "/reset", "/undo", "/system", "/exit")
@@ -29,23 +28,21 @@ Enter sends; a backslash and Enter begin a new line. Ctrl-C ends an answer.
 A message that begins with a slash needs a blank before it."""
 
 
+@dataclass
 class Chat:
-    """A conversation with a model."""
+    """A conversation with a model; `on_answer` is called with each whole answer. Raises ValueError for a
+    model that cannot chat."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        console: Console,
-        system: str | None = None,
-        on_answer: Callable[[RequestOutput], None] | None = None,
-    ) -> None:
-        """`on_answer` is called with each whole answer. Raises ValueError for a model that cannot chat."""
-        if not llm.tokenizer.has_chat_template:
+    llm: LLM
+    params: SamplingParams
+    console: Console
+    system: str | None = None
+    on_answer: Callable[[RequestOutput], None] | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)  # questions and answers in turn
+
+    def __post_init__(self) -> None:
+        if not self.llm.tokenizer.has_chat_template:
             raise ValueError("the model has no chat template, so it is no model to chat with; use --prompt.")
-        self.llm, self.params, self.console, self.system = llm, params, console, system
-        self.on_answer = on_answer
-        self.messages: list[Message] = []  # questions and answers in turn
 
     def run(self, messages: Iterable[str]) -> None:
         """Answer messages and run commands until there are no more."""

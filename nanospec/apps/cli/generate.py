@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...config import EngineConfig, SamplingParams
+from ...config import EngineConfig, SamplingParams, SpecConfig
 from ...device.devices import compute_info
 from ...extras.tracing.recorder import recorder_of
 from ...extras.tracing.trace import Trace, check_target
@@ -22,13 +22,13 @@ from .console import DIM, Console
 from .demo import Answers, run_demo
 from .explain import explain
 from .main import announce_ranks
-from .options import given, spec_config
+from .options import given
 
 
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = None) -> None:
     """Do what the options say. Raises ValueError, TypeError or OSError for what cannot be done."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
-    spec, options = spec_config(args), given(args, "EngineConfig")
+    spec, options = SpecConfig(**given(args, "SpecConfig")), given(args, "EngineConfig")
     if args.trace is not None:
         check_target(args.trace)  # before a model is loaded
         options["trace"] = True
@@ -52,8 +52,7 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = 
         elif batch is not None:
             figures = run_batch(llm, batch, args.model)
             Console(sys.stderr).line(batch_summary(figures))
-            if args.json:
-                report(llm, args, console, batch=figures)
+            report(llm, args, console, batch=figures)
         elif args.chat:
             after = None if args.json else lambda output: console.line(summary(output), DIM)
             Chat(llm, params, console, args.system, after).run(typed_messages(console))

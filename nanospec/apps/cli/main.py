@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from codecs import BOM_UTF8
 from collections.abc import Sequence
 from contextlib import ExitStack
 from errno import ENOSPC
@@ -17,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...config import SamplingParams
 from ...models import program, resolve_model
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def _run(argv: list[str]) -> int:
     except (BrokenPipeError, ModuleNotFoundError):
         raise
     except (ValueError, TypeError, ImportError, OSError, MemoryError) as error:  # bad input, missing files
-        text = in_flags(str(error))
-        if isinstance(error, LineError | OSError):  # about files, whose names may look like settings
-            text = str(error)
+        about_files = isinstance(error, LineError | OSError)  # whose names may look like settings
+        text = str(error) if about_files else in_flags(str(error))
         if isinstance(error, OSError) and error.strerror:
             if error.errno == ENOSPC and not error.filename:
                 raise  # of standard output; files have names
@@ -76,10 +75,10 @@ def _run(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     """Run without a command: answer a prompt, a chat or a batch, show the demo, or explain."""
-    from .options import parse, sampling_params
+    from .options import DEFAULTS, given, parse
 
     args = parse(argv, COMMANDS)
-    params = sampling_params(args)
+    params = SamplingParams(**{**DEFAULTS, **given(args, "SamplingParams")})
     if args.prompt == "-":
         args.prompt = _standard_input()
     args.folder = resolve_model(args.model)
@@ -108,7 +107,7 @@ def _standard_input() -> str:
     if len(data) > MAX_LINE:
         raise ValueError(f"standard input is longer than {MAX_LINE >> 20} MB, the limit of a prompt.")
     try:
-        return data.removeprefix(BOM_UTF8).decode().removesuffix("\n").removesuffix("\r")
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is no text in UTF-8, at byte {error.start}.") from None
 

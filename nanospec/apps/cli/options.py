@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from functools import cache
@@ -116,7 +116,6 @@ def typed(read: Callable[[str], Any], wanted: str, metavar: str) -> dict[str, An
 
 
 NUMBER = typed(int, "a whole number", "N")
-NUMBERS = typed(lambda text: tuple(map(int, text.split(","))), "whole numbers with commas", "N,N")
 OBJECT = typed(json.loads, "a JSON object", "JSON")
 READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type -> arguments for argparse
     ("bool", {"action": argparse.BooleanOptionalAction}),
@@ -124,8 +123,7 @@ READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type ->
     ("Mapping", OBJECT),
     ("dict", OBJECT),
     ("Sequence[str]", {"action": "append", "metavar": "TEXT"}),
-    ("Sequence[int]", NUMBERS),
-    ("tuple[int", NUMBERS),
+    ("Sequence[int]", typed(lambda text: [*map(int, text.split(","))], "whole numbers with commas", "N,N")),
     ("int | None", typed(lambda text: None if text == "none" else int(text), "a whole number", "N")),
     ("int", NUMBER),
     ("float", typed(float, "a number", "X")),
@@ -140,8 +138,11 @@ def descriptions(settings: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 
-def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, full: bool) -> None:
-    """Add the fields of a class of settings as options."""
+def add_settings(
+    parser: Parser, settings: type, title: str, full: bool, defaults: Mapping[str, Any] = DEFAULTS
+) -> None:
+    """Add the fields of a class of settings as options. `defaults`, where they are not those of the class,
+    are told in the help."""
     group = parser.add_argument_group(title)
     for field in fields(settings):
         name, flag = field.name, flag_of(field.name)
@@ -150,7 +151,7 @@ def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, fu
         how = next(how for kind, how in READ_AS if kind in str(field.type))
         if "read" in field.metadata:
             how = typed(field.metadata["read"], "", field.metadata["metavar"])
-        text = descriptions(settings).get(name, "").replace("`", "") + _default(field)
+        text = descriptions(settings).get(name, "").replace("`", "") + _default(field, defaults)
         text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
         flags = (flag, SHORT[name]) if name in SHORT else (flag,)
         dest = f"{settings.__name__}.{name}"
@@ -159,10 +160,8 @@ def add_settings(parser: argparse.ArgumentParser, settings: type, title: str, fu
         action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
 
 
-def _default(field: Field[Any]) -> str:
-    value = DEFAULTS.get(field.name, field.default)
-    if isinstance(value, tuple):
-        value = ",".join(map(str, value)) or None
+def _default(field: Field[Any], defaults: Mapping[str, Any]) -> str:
+    value = defaults.get(field.name, field.default)
     return "" if value in (None, MISSING, ()) else f" (default: {value})"
 
 
@@ -170,16 +169,6 @@ def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
     """Return the fields of a class of settings that are on the command line."""
     prefix = settings + "."
     return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}
-
-
-def spec_config(args: argparse.Namespace) -> SpecConfig:
-    """Return the speculation. Raises ValueError for options that do not fit together."""
-    return SpecConfig(**given(args, "SpecConfig"))
-
-
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return the parameters of requests that set none."""
-    return SamplingParams(**{**DEFAULTS, **given(args, "SamplingParams")})
 
 
 def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespace:
@@ -216,16 +205,13 @@ def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
 
 def build_parser(full: bool = False) -> Parser:
     """Return the parser. With `full` its help names every option."""
-    parser = Parser(
+    parser = base_parser(
+        full,
         prog=program(),
         usage=f"{program()} [--model MODEL] WHAT-TO-DO [OPTIONS]",
         description=DESCRIPTION.format(program()),
-        epilog="" if full else "--help-all names all options of speculation, sampling and the engine.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--help-all", action="help", help="show every option and exit")
-    model = "a folder, the name of a fetched model, or a hub id"
-    parser.add_argument("--model", default="smollm2-135m-instruct", help=model)
     parser.add_argument("--version", action="version", version=f"nanospec {__version__}")
     add = parser.add_argument_group("what to do").add_argument
     add("--prompt", metavar="TEXT", help="answer one prompt; -: that on standard input")
@@ -243,4 +229,13 @@ def build_parser(full: bool = False) -> Parser:
     add("--show-drafts", action="store_true", help="colour the tokens that were guessed right (terminal)")
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full)
+    return parser
+
+
+def base_parser(full: bool, **options: Any) -> Parser:
+    """Return a parser with --model and --help-all; `full`: the latter was given, and needs no hint."""
+    parser = Parser(epilog="" if full else "--help-all names all options.", **options)
+    parser.add_argument("--help-all", action="help", help="show every option and exit")
+    model = "a folder, the name of a fetched model, or a hub id"
+    parser.add_argument("--model", default="smollm2-135m-instruct", help=model)
     return parser

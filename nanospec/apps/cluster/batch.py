@@ -22,9 +22,9 @@ from ...engine.request import Limits, check_request
 from ...extras.grammar.grammar import Grammars
 from ...llm import LLM
 from ...models.families import read_config
-from ...outputs import Completion, RequestOutput
+from ...outputs import RequestOutput
 from ...text.tokenizer import Tokenizer
-from ..cli.batch import Batch, Check, num_tokens, prompt_ids, refused, result_line, say_how, seeded
+from ..cli.batch import Batch, Line, lines_of, num_tokens, refused, result_line
 from ..cli.batch_lines import Task
 from ..serve.jobs import JobFailed
 from ..serve.loop import EngineLoop
@@ -33,7 +33,6 @@ from .start import Share, last_error, load, need_ray, ray_for
 QUEUED = 2  # lines that a replica has, for each of its rows: the next are there when one ends
 RETRIES = 3  # of a line whose replica died
 RESTARTS = 5  # of a replica
-Line = tuple[Task, list[int], SamplingParams]  # the prompt as token ids; the parameters have a seed
 
 
 def run_on_ray(
@@ -42,12 +41,18 @@ def run_on_ray(
     """Run a batch like `cli.batch.run_batch`, on so many engines. Raises OSError with a sentence if they
     fail."""
     config = EngineConfig(**options)
-    todo, tokenizer = batch.todo, Tokenizer(folder)
-    say_how(tokenizer, todo)
-    window = config.max_model_len or read_config(folder).max_position_embeddings
-    check, params = checks(folder, config, window, tokenizer), seeded(batch.tasks, config.seed)
-    prompts = [prompt_ids(tokenizer, check, window, task, batch.source) for task in todo]
-    lines = [(task, ids, params[task.index]) for task, ids in zip(todo, prompts, strict=True)]
+    tokenizer, shape = Tokenizer(folder), read_config(folder)
+    window = config.max_model_len or shape.max_position_embeddings
+    limits = Limits(config, shape.vocab_size, window, tokenizer)
+    grammars = Grammars(tokenizer, shape.vocab_size)
+
+    def check(ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise what an engine would, without its weights. A replica's window may still be smaller, where
+        memory is short."""
+        check_request(ids, params, limits)
+        grammars.check(params)
+
+    lines = lines_of(batch, tokenizer, check, window, config.seed)
     with batch.running():
         if lines:
             need_ray("ray.util")
@@ -57,20 +62,6 @@ def run_on_ray(
                 for result in answers(lines, settings, share, replicas, QUEUED * config.max_num_seqs):
                     batch.write(*result)
     return {**batch.figures(), "replicas": replicas}
-
-
-def checks(folder: Path, config: EngineConfig, window: int, tokenizer: Tokenizer) -> Check:
-    """Return a function that raises what an engine would, without its weights. A replica may still have a
-    smaller window, where memory is short."""
-    vocab_size = read_config(folder).vocab_size
-    limits = Limits(config, vocab_size, window, tokenizer)
-    grammars = Grammars(tokenizer, vocab_size)
-
-    def check(ids: Sequence[int], params: SamplingParams) -> None:
-        check_request(ids, params, limits)
-        grammars.check(params)
-
-    return check
 
 
 def answers(
@@ -115,11 +106,9 @@ class LineEngine:
         except ValueError as error:
             raise refused(self.source, task.index, str(error)) from None
         self.loop.start()
-        done: list[Completion] = []
+        job = self.loop.submit([ids], params)
         try:
-            async for delta in self.loop.submit([ids], params):
-                if delta is not None and delta.done is not None:
-                    done.append(delta.done)
+            done = [delta.done async for delta in job if delta is not None and delta.done is not None]
         except JobFailed:
             os._exit(1)  # the device is in an unknown state
         done.sort(key=lambda each: each.index)

@@ -18,7 +18,6 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...device.devices import compute_info
 from ...llm import LLM
 from ...text import shown
 from .answers import Answer
@@ -65,11 +64,6 @@ class App:
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys((HTTPException, Exception), _refused))
         app.router.redirect_slashes = False
         return Gate(app, self.config, self.answered, {route.path for route in routes})
-
-    def runs(self) -> dict[str, Any]:
-        """Return how answers are computed."""
-        spec, model = self.llm.config.spec, self.llm.engine.worker.model
-        return {**compute_info(model), "spec": spec.method, "k": spec.num_speculative_tokens}
 
     async def answer(self, request: Request) -> Any:
         """Answer completions and chats."""

@@ -11,10 +11,10 @@ from typing import Any
 from ...config import EngineConfig, SpecConfig
 from ...models import program, resolve_model
 from ...text import shown
-from ..cli.options import Parser, add_settings, given, in_flags, spec_config
+from ..cli.options import Parser, add_settings, base_parser, given, in_flags
 from .settings import ServeConfig
 
-CHUNK = 512  # default of --max-num-batched-tokens: how long a prompt holds up the others
+DEFAULTS = {"max_num_batched_tokens": 512}  # how long a prompt holds up the others
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "h11")
 SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig, "engine"))
 
@@ -38,31 +38,20 @@ def main(argv: Sequence[str]) -> int:
         needs = f"serving needs {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
         raise ValueError(needs) from None
     except (ValueError, TypeError, MemoryError) as error:
-        raise ValueError(in_flags(str(error), [each for each, _ in SETTINGS])) from None
+        raise ValueError(in_flags(str(error), dict(SETTINGS))) from None
 
 
 def build_parser(full: bool = False) -> Parser:
     """The parser; `full`: its help names the options of the engine too."""
-    name = f"{program()} serve"
-    parser = Parser(
-        prog=name,
-        description="Answer OpenAI's requests over HTTP (/v1/chat/completions, ...), with a page to try it.",
-        epilog="" if full else "--help-all names all options of speculation and the engine.",
-    )
-    parser.add_argument("--help-all", action="help", help="show every option and exit")
-    parser.add_argument(
-        "--model", default="smollm2-135m-instruct", help="a folder, the name of a fetched model, or a hub id"
-    )
+    text = "Answer OpenAI's requests over HTTP (/v1/chat/completions, ...), with a page to try it."
+    parser = base_parser(full, prog=f"{program()} serve", description=text)
     parser.add_argument("positional", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)  # as vLLM has it
     parser.add_argument(
         "--replicas", type=replicas, metavar="N|MIN:MAX", help="so many engines, by Ray, or as are needed"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     for settings, title in SETTINGS:
-        add_settings(parser, settings, title, full or settings is ServeConfig)
-    if full:
-        chunk = parser._option_string_actions["--max-num-batched-tokens"]
-        chunk.help = str(chunk.help).replace(f"{EngineConfig.max_num_batched_tokens})", f"{CHUNK})")
+        add_settings(parser, settings, title, full or settings is ServeConfig, DEFAULTS)
     return parser
 
 
@@ -83,7 +72,7 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     from .server import listen, run
 
     log_to(level=args.log_level)
-    options = {"spec": spec_config(args), "max_num_batched_tokens": CHUNK, **given(args, "EngineConfig")}
+    options = {"spec": SpecConfig(**given(args, "SpecConfig")), **DEFAULTS, **given(args, "EngineConfig")}
     if args.replicas is not None:
         from ..cluster.start import need_ray
 

@@ -36,7 +36,7 @@ class ServerMetrics:
     def __init__(self, engine: EngineLoop, model: str, answered: Mapping[tuple[str, int], int]) -> None:
         prometheus.disable_created_metrics()
         self._loop, self._model, self._answered = engine, model, answered
-        self.registry = prometheus.CollectorRegistry(auto_describe=True)
+        self.registry = prometheus.CollectorRegistry()
         names: Any = {"labelnames": ["model_name"], "registry": self.registry}
         self._histograms = {
             name: prometheus.Histogram(f"nanospec:{name}", text, buckets=buckets, **names).labels(model)
@@ -71,9 +71,6 @@ class ServerMetrics:
     def text(self) -> tuple[bytes, str]:
         """Return all of it, and its media type. Waits for a step to end, so not for the event loop."""
         return prometheus.generate_latest(self.registry), CONTENT_TYPE_LATEST
-
-    def describe(self) -> list[Metric]:
-        return []  # or registering would collect
 
     def collect(self) -> Iterator[Metric]:
         with self._loop.llm.shared.turn():

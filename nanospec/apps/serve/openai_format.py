@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
+from ...outputs import SpecStats
 from ...text import shown
 
 if TYPE_CHECKING:
@@ -146,18 +147,16 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
     outputs; what the others share with the first one is no find in the cache."""
     cached = sum(done.num_cached_tokens for done in outputs if done.index % n == 0)
     names = ("num_steps", "num_tokens", "num_drafted", "num_accepted")
-    steps, tokens, drafted, accepted = (sum(getattr(done.stats, name) for done in outputs) for name in names)
-    guesses = {"num_steps": steps, "num_drafted": drafted, "num_accepted": accepted}
-    guesses |= {"tokens_per_step": round(tokens / max(steps, 1), 4)}
-    guesses |= {"acceptance_rate": round(accepted / max(drafted, 1), 4)}
+    spec = SpecStats(**{name: sum(getattr(done.stats, name) for done in outputs) for name in names})
+    told = ("num_steps", "num_drafted", "num_accepted", "tokens_per_step", "acceptance_rate")
     return {
         **counts(num_prompt, sum(len(done.token_ids) for done in outputs)),
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
+            "accepted_prediction_tokens": spec.num_accepted,
+            "rejected_prediction_tokens": spec.num_drafted - spec.num_accepted,
         },
-        "speculation": guesses,
+        "speculation": {name: value for name, value in spec.to_dict().items() if name in told},
     }
 
 

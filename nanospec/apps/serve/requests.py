@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +43,7 @@ class Asked:
 def read_json(data: bytes) -> dict[str, Any]:
     """Return the JSON object that a body is. Raises HTTPError."""
     try:
-        body = strict_json(data.removeprefix(BOM_UTF8))
+        body = strict_json(data)
     except ValueError as error:
         raise HTTPError(400, f"The body is no JSON: {error}.") from None
     if not isinstance(body, dict):

@@ -13,6 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ...device.devices import compute_info
 from .app import App
 from .logs import log
 from .settings import ServeConfig
@@ -110,10 +111,12 @@ def listen(config: ServeConfig) -> socket.socket:
 
 async def run(app: App, listener: socket.socket) -> int:
     """Serve until told to end, or as long as there is an engine; return the exit status."""
-    server, engine = Server(app), app.engine
+    server, engine, spec = Server(app), app.engine, app.llm.config.spec
     engine.start()
     try:
-        say_ready(app.config, listener.getsockname(), app.model, app.runs())
+        runs = {**compute_info(app.llm.engine.worker.model), "spec": spec.method}
+        runs["k"] = spec.num_speculative_tokens
+        say_ready(app.config, listener.getsockname(), app.model, runs)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.handle_exit, 0, None)
         await server.serve(sockets=[listener])

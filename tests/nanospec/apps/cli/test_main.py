@@ -223,19 +223,18 @@ def test_the_settings_are_what_the_options_say() -> None:
     given += " --top-k 3 --ignore-eos --seed 7 --stop-token-ids 5,6 --logit-bias"
     engine = "--no-enable-prefix-caching --device cpu --kv-cache-memory 4G"
     args = options.parse([*given.split(), '{"3": 1}', "--demo", *engine.split()])
-    assert options.spec_config(args) == SpecConfig(
+    assert SpecConfig(**options.given(args, "SpecConfig")) == SpecConfig(
         method="ngram+medusa", heads="FILE", tree_width=2, acceptance="typical", prompt_lookup_min=2,
         prompt_lookup_max=3,
     )  # fmt: skip
-    assert options.sampling_params(args) == SamplingParams(
-        temperature=0.0, max_tokens=256, stop=("a", "b"), top_k=3, ignore_eos=True, seed=7,
-        stop_token_ids=(5, 6), logit_bias={3: 1},
-    )  # fmt: skip
+    assert SamplingParams(**options.given(args, "SamplingParams")) == SamplingParams(
+        stop=("a", "b"), top_k=3, ignore_eos=True, seed=7, stop_token_ids=(5, 6), logit_bias={3: 1}
+    )
     asked = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
     assert options.given(args, "EngineConfig") == asked
     plain = options.parse(["--demo", "--max-tokens", "none"])
-    assert (options.spec_config(plain), options.given(plain, "EngineConfig")) == (SpecConfig(), {})
-    assert options.sampling_params(plain) == SamplingParams(temperature=0.0, max_tokens=None)
+    assert (options.given(plain, "SpecConfig"), options.given(plain, "EngineConfig")) == ({}, {})
+    assert options.given(plain, "SamplingParams") == {"max_tokens": None}
 
 
 def test_the_version_is_said_alone_and_among_other_options(capsys: pytest.CaptureFixture[str]) -> None:

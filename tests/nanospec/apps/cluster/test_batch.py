@@ -25,12 +25,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.apps.cli.batch import open_batch, result_line, run_batch, seeded
+from nanospec.apps.cli.batch import Line, open_batch, result_line, run_batch, seeded
 from nanospec.apps.cli.batch_lines import LineError, Task
 from nanospec.apps.cli.main import main
-from nanospec.apps.cli.options import parse, sampling_params
+from nanospec.apps.cli.options import DEFAULTS, parse
 from nanospec.apps.cluster import start
-from nanospec.apps.cluster.batch import Line, LineEngine
+from nanospec.apps.cluster.batch import LineEngine
 from nanospec.apps.cluster.start import Share, load
 from tests.nanospec.test_llm import after, folder, make
 
@@ -145,7 +145,7 @@ def one_engine(folder: Path, where: Path, lines: Sequence[Mapping[str, Any]]) ->
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     args = parse(["--input", str(source), "--output", str(target), *SAME])
     args.folder = folder
-    with open_batch(args, sampling_params(args)) as batch:
+    with open_batch(args, SamplingParams(**DEFAULTS)) as batch:
         run_batch(make(folder, max_model_len=512), batch, "alphabet")
     return target
 
