@@ -132,10 +132,8 @@ class Worker:
         """Queue a step. One that is not captured asks `cut` how many of each row's drafts to verify."""
         for pages in order.grown:
             self._take_pages(*pages)
-        rows, logprobs = order.rows, order.logprobs
-        values = zip(self.extensions, order.extra, strict=True)
-        asked = {extension: value for extension, value in values if value is not None}
-        graphs = self.graphs
+        rows, logprobs, graphs = order.rows, order.logprobs, self.graphs
+        asked = {each: v for each, v in zip(self.extensions, order.extra, strict=True) if v is not None}
         bucket = None if graphs is None else graphs.bucket_for(len(rows), order.k, tuple(asked))
         for extension, value in asked.items():
             extension.send(value, bucket.k if bucket else order.k)
