@@ -21,10 +21,10 @@ def strict_json(text: bytes) -> Any:
     except RecursionError:
         raise ValueError(too_deep) from None
     level = [found]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         nested = (part for part in level if isinstance(part, dict | list))
         level = [each for part in nested for each in (part.values() if isinstance(part, dict) else part)]
-    if level:
+    if any(isinstance(part, dict | list) for part in level):
         raise ValueError(too_deep)
     return found
 

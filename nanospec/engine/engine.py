@@ -4,7 +4,7 @@
     engine.step()                       -> requests that got tokens or ended
     engine.abort(request)
 
-The engine has token ids in and out (text is `llm.py`'s) and owns no tensor: the device is behind `worker.py`.
+Prompts are token ids. Each request decodes its own text, as stop strings end it; no tensor is owned here.
 """
 
 from __future__ import annotations

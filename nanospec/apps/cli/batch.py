@@ -247,16 +247,14 @@ def refused(source: str, index: int, why: str) -> LineError:
     return LineError(f"{place(source, index + 1)}: {in_flags(why, (EngineConfig,))}")
 
 
-def seeded(tasks: Sequence[Task], seed: int) -> list[SamplingParams]:
-    """Return the parameters of each task. A task without a seed gets the one that an engine of this `seed`
-    gives it when it runs all tasks in order, so the results of a resumed batch are the same."""
+def seeded(tasks: Sequence[Task], seed: int) -> dict[int, SamplingParams]:
+    """Return the parameters of each task by its index. A task without a seed gets the one that an engine of
+    this `seed` gives it when it runs all tasks in order, so the results of a resumed batch are the same."""
     from ...engine.request import seed_of  # imports torch
 
     first = accumulate((task.params.n for task in tasks), initial=seed + 1)
-    return [
-        task.params if task.params.seed is not None else replace(task.params, seed=seed_of(None, 0, number))
-        for task, number in zip(tasks, first)
-    ]
+    seeds = {task.index: seed_of(task.params.seed, 0, number) for task, number in zip(tasks, first)}
+    return {task.index: replace(task.params, seed=seeds[task.index]) for task in tasks}
 
 
 def say_how(tokenizer: Tokenizer, todo: Sequence[Task]) -> None:

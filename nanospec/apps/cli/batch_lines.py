@@ -125,9 +125,10 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
 
 
 def _from_openai(line: Mapping[str, Any], defaults: Defaults) -> Task:
-    url, body = line.get("url"), line.get("body")
-    if url not in [CHAT, COMPLETIONS] or line.get("method", "POST") != "POST":
-        raise ValueError(f'"url" must be "{CHAT}" or "{COMPLETIONS}" and "method" "POST", not {shown(url)}.')
+    url, method, body = line.get("url"), line.get("method", "POST"), line.get("body")
+    if url not in [CHAT, COMPLETIONS] or method != "POST":
+        asked = f"{shown(url)} with {shown(method)}"
+        raise ValueError(f'"url" must be "{CHAT}" or "{COMPLETIONS}" and "method" "POST", not {asked}.')
     if not isinstance(body, dict):
         raise ValueError('"body" must be a JSON object, as is sent to the "url".')
     if unknown := sorted(line.keys() - {*NAMES, "method", "url", "body"}):

@@ -43,6 +43,7 @@ class Chat:
     def __post_init__(self) -> None:
         if not self.llm.tokenizer.has_chat_template:
             raise ValueError("the model has no chat template, so it is no model to chat with; use --prompt.")
+        self.llm.engine.check([0], self.params)
 
     def run(self, messages: Iterable[str]) -> None:
         """Answer messages and run commands until there are no more."""
@@ -58,7 +59,7 @@ class Chat:
     def command(self, name: str, text: str) -> None:
         """Run a command and print its effect."""
         said = ""
-        if name in ("help", "?"):
+        if name == "help":
             said = HELP
         elif name in ("reset", "clear"):
             self.messages, said = [], "The conversation is forgotten."

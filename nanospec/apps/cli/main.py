@@ -34,6 +34,9 @@ EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
 def main(argv: Sequence[str]) -> int:
     """Run a command line and return its exit status. A bad option ends the process, as in argparse."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         try:
             return _run(list(argv))

@@ -9,7 +9,6 @@ a name gets it (`--seed` is sampling's). An option that is not given keeps the d
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -21,6 +20,7 @@ from ... import __version__
 from ...config import EngineConfig, SamplingParams, SpecConfig
 from ...models import program
 from ...text import shown
+from ..json_input import strict_json
 
 DESCRIPTION = """\
 nanospec on the command line: a prompt, a chat, a batch of requests, or a demo.
@@ -116,7 +116,7 @@ def typed(read: Callable[[str], Any], wanted: str, metavar: str) -> dict[str, An
 
 
 NUMBER = typed(int, "a whole number", "N")
-OBJECT = typed(json.loads, "a JSON object", "JSON")
+OBJECT = typed(lambda text: strict_json(text.encode()), "a JSON object", "JSON")
 READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type -> arguments for argparse
     ("bool", {"action": argparse.BooleanOptionalAction}),
     ("auto", typed(lambda text: text if text == "auto" else int(text), "a whole number or 'auto'", "N|auto")),
@@ -194,6 +194,7 @@ def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
         (bool(args.input) != bool(args.output), "--input and --output go together; - is the standard stream"),
         (args.output == "-" and args.json, "--output - and --json both write to standard output"),
         (args.raw and args.chat, "--raw is of no use with --chat"),
+        (args.chat and given(args, "SamplingParams").get("n", 1) > 1, "--chat gives one answer: no --n"),
         (args.raw and bool(args.system), "--raw is of no use with --system"),
         (traces and args.explain, "--trace shows answers, and --explain gives none"),
         (traces and args.trace in (args.input, args.output), f"--trace {args.trace} is a file of the batch"),

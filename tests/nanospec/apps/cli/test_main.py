@@ -95,6 +95,9 @@ def test_a_prompt_may_come_from_standard_input(run: Run, monkeypatch: pytest.Mon
             assert json.loads(found[1])["outputs"][0]["token_ids"] == wanted
     monkeypatch.setattr("sys.stdin", None)
     assert "standard input is closed." in run(*asked, "-")[2]
+    for closed in ("sys.stdout", "sys.stderr"):
+        monkeypatch.setattr(closed, None)
+    assert run("--max-tokens", "1", "--prompt", "x")[0] == 0
 
 
 def test_names_of_files_stay_as_they_are(run: Run) -> None:
@@ -284,8 +287,11 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
         (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is a file of the batch"),
         (["--prompt", "x", "--raw", "--system", "y"], "--raw is of no use with --system"),
+        (["--chat", "--n", "2"], "--chat gives one answer: no --n"),
+        (["--prompt", "x", "--logit-bias", '{"1": 1, "1": 2}'], "must be a JSON object"),
+        (["--prompt", "x", "--response-format", "[" * 2000], "must be a JSON object"),
     ],
-    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+    ids=lambda value: "_".join(value)[:80] if isinstance(value, list) else "",
 )
 def test_a_bad_command_line_gets_one_sentence(
     args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]

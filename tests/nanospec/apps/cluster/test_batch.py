@@ -120,7 +120,7 @@ def test_seeds_are_those_of_an_engine_that_runs_all_lines(counts: list[int], see
     own = {1: 77}  # asked for
     tasks = [Task(i, SamplingParams(n=n, seed=own.get(i)), "x") for i, n in enumerate(counts)]
     number = 0
-    for task, params in zip(tasks, seeded(tasks, seed), strict=True):
+    for task, params in zip(tasks, seeded(tasks, seed).values(), strict=True):
         for index in range(task.params.n):
             expected = seed_of(task.params.seed, index, seed + 1 + number)
             assert seed_of(params.seed, index, 10**9) == expected
@@ -142,7 +142,7 @@ def test_lines_without_a_seed_are_the_same_in_a_batch_that_was_interrupted(
 def one_engine(folder: Path, where: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
     """Results of one engine; what is there already is not answered again."""
     source, target = where / "one.jsonl", where / "by-one.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source.write_text("\n".join(json.dumps(line) + "\n" for line in lines))  # with blank lines between
     args = parse(["--input", str(source), "--output", str(target), *SAME])
     args.folder = folder
     with open_batch(args, SamplingParams(**DEFAULTS)) as batch:
