@@ -116,7 +116,8 @@ class Job:
         self.end(found)
         if self.group is not None:
             self.group.close()  # frees a leader that waits for its device
-        patience = time.monotonic() + GRACE
+        # A leader that starts may be loading weights.
+        patience = time.monotonic() + (GRACE if self._deadline < math.inf else self.seconds)
         while self._deadline > 0 and time.monotonic() < patience:
             time.sleep(LOOK)
         if self._deadline > 0:
