@@ -84,7 +84,7 @@ class LLM:
             pending = {request: i for i, (_, group) in enumerate(groups) for request in group}
             with tqdm(total=len(groups), unit="prompt", disable=not use_tqdm) as bar:
                 while pending:
-                    for request in self.shared.wait(pending):
+                    for request in self.shared.wait(pending):  # runs a step if none has ended
                         i = pending.pop(request)
                         if pending.keys().isdisjoint(groups[i][1]):
                             outputs[i] = output_of(*groups[i])

@@ -75,7 +75,7 @@ def matches(text: Tensor, min_n: int, max_n: int) -> tuple[Tensor, int]:
     for i, token in enumerate(suffix):
         alive &= (after > i) & (text[after - 1 - i] == token)
         length += alive
-    order = (length * L + after)[length >= min_n].sort(descending=True).values
+    order = (length * L + after)[length >= min_n].sort(descending=True).values  # longest, then latest
     return order % max(L, 1), int(order[0]) // L if len(order) else 0
 
 
