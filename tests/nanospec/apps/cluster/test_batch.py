@@ -127,22 +127,23 @@ def test_seeds_are_those_of_an_engine_that_runs_all_lines(counts: list[int], see
             number += 1
 
 
+@pytest.mark.parametrize("between", ["", "\n"], ids=["no-blank-lines", "blank-lines"])
 def test_lines_without_a_seed_are_the_same_in_a_batch_that_was_interrupted(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, between: str
 ) -> None:
     lines = [{"prompt": after("a"), "temperature": 100, "max_tokens": 30}] * 4
-    target = one_engine(folder, tmp_path, lines)
+    target = one_engine(folder, tmp_path, lines, between)
     whole = texts(target)
     target.write_text("".join(target.read_text().splitlines(keepends=True)[2:]))
     assert len(texts(target)) == 2
-    assert texts(one_engine(folder, tmp_path, lines)) == whole
+    assert texts(one_engine(folder, tmp_path, lines, between)) == whole
     assert len(set(whole.values())) == 4
 
 
-def one_engine(folder: Path, where: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
+def one_engine(folder: Path, where: Path, lines: Sequence[Mapping[str, Any]], between: str = "") -> Path:
     """Results of one engine; what is there already is not answered again."""
     source, target = where / "one.jsonl", where / "by-one.jsonl"
-    source.write_text("\n".join(json.dumps(line) + "\n" for line in lines))  # with blank lines between
+    source.write_text(between.join(json.dumps(line) + "\n" for line in lines))
     args = parse(["--input", str(source), "--output", str(target), *SAME])
     args.folder = folder
     with open_batch(args, SamplingParams(**DEFAULTS)) as batch:
