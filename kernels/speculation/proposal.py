@@ -6,9 +6,9 @@ come before their children, so the first n drafts of a tree are a tree too, and 
 
 `lay_out` gives every row K + 1 tokens, in the padded layout of `batch.py`. It does not trust the drafter:
 drafts beyond the request's `max_len` are dropped, and so are all from the first outside the vocabulary or
-without an earlier parent. Rows that are padding (-1) or whose request has ended get q_len 0, slots of -1 and
-a request row of -1, so that nothing after this needs to know why they take no part. Drafts that form trees
-get the positions of their depth, and each the mask of its ancestors. `lay_out_text` is `Batch.of_grid` in
+without an earlier parent. Padding rows (-1) and rows whose request has ended get q_len 0, slots of -1 and a
+request row of -1, so that later operations skip them without knowing why. Drafts that form trees get the
+positions of their depth, and each the mask of its ancestors. `lay_out_text` is `Batch.of_grid` in
 one launch: tokens of the rows' own texts, for a drafter that writes ahead. Kernel: one program per row and
 1024 pages.
 """

@@ -12,8 +12,8 @@ MAX_DEPTH = 128  # levels of nesting
 
 
 def strict_json(text: bytes) -> Any:
-    """Return the value of a JSON text from a user. Raises ValueError, whose text follows "... is no JSON: ",
-    also for NaN, infinity, deep nesting, and a name that is twice in one object."""
+    """Parse JSON from a user. Raises ValueError with the reason, also for NaN, infinity, more than MAX_DEPTH
+    levels of nesting, and a name that occurs twice in one object."""
     decoded = text.decode("utf-8-sig")  # UnicodeDecodeError is a ValueError
     too_deep = f"it is nested more than {MAX_DEPTH} levels deep"
     try:

@@ -43,8 +43,8 @@ class Worker:
         num_blocks, max_model_len: as the memory allows.
         max_k: the largest K of any step, 0 without a drafter.
         methods: the names of drafters, by `RowReport.drafter`.
-        model_code: of packed steps, the index in `methods` of the drafter that runs a model, else NOBODY: the
-            policy chooses beforehand how many drafts it makes.
+        model_code: in packed steps, the index in `methods` of the drafter that runs a model, for which the
+            policy chooses the number of drafts beforehand; otherwise NOBODY.
         graphs: the captured steps; None where steps are not captured, and may wait for the device.
         stages: the time of steps by `orders.STAGES`.
         memory: the bytes that each device of the model keeps, by what they are for.

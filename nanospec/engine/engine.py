@@ -4,7 +4,7 @@
     engine.step()                       -> requests that got tokens or ended
     engine.abort(request)
 
-Prompts are token ids. Each request decodes its own text, as stop strings end it; no tensor is owned here.
+Prompts are token ids. Each request decodes its own text, to find stop strings. The engine owns no tensor.
 """
 
 from __future__ import annotations

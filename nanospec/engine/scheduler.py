@@ -77,7 +77,7 @@ class Scheduler:
         while budget > 0 and (found := self._next(plan)) is not None:
             request, cached = found
             self._admit(request, cached)
-            self.waiting.remove(request)  # last, so that it is in a queue whatever interrupts this
+            self.waiting.remove(request)  # after `_admit`: an interrupt must not lose it
             plan.admitted[request] = len(cached)
             if not request.is_prefilled:
                 budget -= self._chunk(request, budget, self._next(plan) is not None, plan)
@@ -113,8 +113,8 @@ class Scheduler:
     def _next(self, plan: Plan) -> tuple[Request, list[int]] | None:
         """Return the first waiting request and its cached blocks, if there are a row and blocks for it.
 
-        Requests whose next block a running prompt will compute are skipped: they wait and share it. None
-        after a preemption, which frees blocks for running requests.
+        A request whose next block a running prompt will compute is skipped until it can share that block.
+        Returns None after a preemption, as its blocks are for running requests.
         """
         if not self.waiting or not self._free_rows or plan.preempted:
             return None

@@ -1,5 +1,5 @@
-"""What users give. Here: checks of settings and files; a bad value raises an exception whose message is
-one sentence. Beside it: prompts and conversations (`chat.py`), and their tokens (`tokenizer.py`).
+"""Input from users. This module checks settings and files; a bad value raises an exception whose message
+is one sentence. `chat.py` has prompts and conversations, `tokenizer.py` their tokens.
 
 The limit of a setting stands beside its field (`config.py`), declared by `limited`.
 """

@@ -66,7 +66,7 @@ def _run(argv: list[str]) -> int:
     except (BrokenPipeError, ModuleNotFoundError):
         raise
     except (ValueError, TypeError, ImportError, OSError, MemoryError) as error:  # bad input, missing files
-        about_files = isinstance(error, LineError | OSError)  # whose names may look like settings
+        about_files = isinstance(error, LineError | OSError)  # file names may look like settings
         text = str(error) if about_files else in_flags(str(error))
         if isinstance(error, OSError) and error.strerror:
             if error.errno == ENOSPC and not error.filename:

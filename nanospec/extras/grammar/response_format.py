@@ -28,7 +28,7 @@ MAX_BYTES, MAX_DEPTH = 64 << 10, 64  # of a grammar
 TOO_LARGE = f"response_format must be at most {MAX_DEPTH} levels deep and {MAX_BYTES:,} bytes long as JSON."
 MAX_PATTERNS = 12  # that a schema may combine: each doubles what compiling takes, which is 8 GB for 30
 LEAST = -9 * 10**18  # of the numbers in a schema
-BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # of JSON, and texts, whose own do not count
+BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # of JSON; strings match too, to skip brackets in them
 
 
 def checked(asked: Any) -> dict[str, Any] | None:

@@ -125,8 +125,8 @@ def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:
 
 
 def begin(leader: int, place: Place) -> NoReturn:
-    """Run the process of a follower that the leader has started. It ends when the leader's process has ended,
-    whatever it waits for."""
+    """Run a follower process that the leader has started. It exits when the leader's process has ended, even
+    while it is blocked."""
 
     def watch() -> None:
         while os.getppid() == leader:

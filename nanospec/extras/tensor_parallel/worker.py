@@ -111,7 +111,7 @@ class Rank(Worker):
 
 def _end(process: int, group: Group, job: Job | None, graphs: StepGraphs | None) -> None:
     """Leave the group when the worker is closed, collected, or left to the end of the interpreter; the leader
-    ends the job. A forked process leaks the group, whose destructor would wait for threads of the parent."""
+    ends the job. A forked process leaks the group: its destructor would wait for the parent's threads."""
     if os.getpid() != process:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return

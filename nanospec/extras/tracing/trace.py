@@ -197,7 +197,7 @@ def embedded(data: object) -> str:
 
 
 def _lane(output: Completion, record: Record, begin: float) -> Lane:
-    """Return the lane of an output in a trace whose first request arrived at `begin`."""
+    """Return the trace lane of an output; `begin` is when the first request of the trace arrived."""
     steps, detokenizer = record.steps, Detokenizer(record.tokenizer, skip_special_tokens=False)
     prompt = [detokenizer.push([token]) for token in record.prompt_ids]
     prompt[-1:] = [text + detokenizer.flush() for text in prompt[-1:]]
