@@ -31,8 +31,8 @@ from .step import Step
 # Beyond, it goes on as between the last two: they have a jump between them.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 # What a draft costs a step is a small difference of the times of short passes, whose sign noise of 5 % would
-# turn. Passes of LONG tokens are repeated less, as are all after PATIENCE seconds, on a slow machine.
-LONG, REPEATS, FEW_REPEATS, PATIENCE = 64, 9, 3, 2.0
+# turn. Passes of LONG tokens get FEW_REPEATS, and after PATIENCE seconds every pass gets LATE_REPEATS in all.
+LONG, REPEATS, FEW_REPEATS, LATE_REPEATS, PATIENCE = 64, 9, 3, 2, 2.0
 # Of the passes that show what attention takes: rows, and tokens of each; bytes of keys and values, too many
 # for a processor's cache to keep them while the weights are read.
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
@@ -110,15 +110,15 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     so that no busy moment of the machine falls on one alone."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    end = time.perf_counter() + PATIENCE
-    repeats = REPEATS if model.num_devices == 1 else FEW_REPEATS  # all devices must do the same
-    for i, (key, batch) in product(range(repeats), batches.items()):
-        start = time.perf_counter()
-        if i >= FEW_REPEATS and (batch.num_tokens >= LONG or start > end):
+    start, alone = time.perf_counter(), model.num_devices == 1  # several devices must do the same
+    for i, (key, batch) in product(range(REPEATS), batches.items()):
+        began = time.perf_counter()
+        repeats = FEW_REPEATS if batch.num_tokens >= LONG or not alone else REPEATS
+        if i >= (LATE_REPEATS if alone and began > start + PATIENCE else repeats):
             continue
         sample(model.logits(model.forward(batch, kv_cache)), table, batch)
         synchronize(model.device)
-        times[key] = min((time.perf_counter() - start) * 1e3, times[key])
+        times[key] = min((time.perf_counter() - began) * 1e3, times[key])
     return times
 
 

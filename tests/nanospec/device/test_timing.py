@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import count
+
 import pytest
 import torch
 
 from nanospec.device.timing import SIZES, attention_ms, forward_ms
+from nanospec.kernels.batch import Batch
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from tests.drive import make_engine
@@ -23,6 +27,28 @@ def test_sizes_are_measured_up_to_the_largest_step(model: Model, most: int, size
     found = forward_ms(model, worker.kv_cache, worker.table, most)
     assert tuple(found) == SIZES[:sizes]
     assert min(found.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_pass", "devices", "short", "long"), [(0.0, 1, 9, 3), (3.0, 1, 2, 2), (3.0, 2, 3, 3)]
+)
+def test_slow_passes_are_repeated_less_unless_devices_must_agree(
+    monkeypatch: pytest.MonkeyPatch, seconds_per_pass: float, devices: int, short: int, long: int
+) -> None:
+    model, passes, forward = tiny_model(), Counter[int](), Model.forward
+    clock = count(step=seconds_per_pass / 2)
+
+    def counting(self: Model, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
+        passes[batch.num_tokens] += 1
+        return forward(self, batch, kv_cache)
+
+    worker = make_engine(model, 0, max_num_seqs=1, enforce_eager=True).worker
+    model.num_devices = devices
+    monkeypatch.setattr(Model, "forward", counting)
+    monkeypatch.setattr("nanospec.device.timing.time.perf_counter", lambda: next(clock))
+    forward_ms(model, worker.kv_cache, worker.table, 64)
+    assert passes[1] == short
+    assert passes[64] == long
 
 
 def test_measuring_leaves_cache_and_rows_as_they_are(model: Model) -> None:
