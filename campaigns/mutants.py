@@ -41,11 +41,15 @@ ROOT = Path(__file__).parent.parent
 REASONS = Path(__file__).parent / "mutants.json"
 CEILING = 12 << 30  # bytes of addresses of a run: a mutant may want all memory there is
 
-SPECULATION, SAMPLING = "tests/kernels/speculation/", "tests/kernels/sampling/"
 SIMULATED = "tests/test_simulate.py::test_seeds_pass_and_reach_what_they_are_for"
-HOST = ["tests/nanospec/engine/test_engine.py", "tests/nanospec/engine/test_engine_edges.py"]
+LAYER, SAMPLING = (f"tests/kernels/{name}/test_" for name in ("layer", "sampling"))
+SPECULATION = "tests/kernels/speculation/test_"
+ENGINE, DEVICE, DRAFTERS = (f"tests/nanospec/{name}/test_" for name in ("engine", "device", "drafters"))
+GRAMMAR, SPLIT = (f"tests/nanospec/extras/{name}/test_" for name in ("grammar", "tensor_parallel"))
+BATCH, SERVE = "tests/nanospec/apps/cli/test_batch", "tests/nanospec/apps/serve/test_"
+HOST = [ENGINE + "engine_edges.py", ENGINE + "engine.py"]
 GUIDED = [
-    "tests/nanospec/extras/grammar/test_guided.py::test_" + name
+    GRAMMAR + "guided.py::test_" + name
     for name in (
         "no_more_is_guessed_than_there_is_room_for_or_asked",
         "a_model_runs_for_those_that_may_have_its_guesses",
@@ -53,38 +57,55 @@ GUIDED = [
         "a_trace_shows_the_guesses",
     )
 ]  # fmt: skip
-POLICY = [f"tests/nanospec/drafters/test_{name}.py" for name in ("policy", "auto")]
-PARAMS = ["tests/nanospec/test_sampling_params.py"]
+POLICY = [DRAFTERS + "policy.py", DRAFTERS + "auto.py"]
+MEMORY, LOGPROBS = "campaigns/faults/test_memory.py", "tests/nanospec/test_logprobs.py"
 # Which tests a file belongs to, the quickest first.
 TESTS: dict[str, list[str]] = {
-    "kernels/speculation/verify.py": [SPECULATION + "test_verify.py"],
-    "kernels/speculation/proposal.py": [SPECULATION + "test_proposal.py", "tests/kernels/test_batch.py"],
-    "kernels/speculation/ngram": [SPECULATION + "test_ngram.py"],
-    "kernels/sampling/accept.py": [SAMPLING + "test_accept.py"],
-    "kernels/speculation/report.py": [SPECULATION + "test_report.py"],
-    "kernels/sampling/noise.py": [SAMPLING + "test_noise.py", SAMPLING + "test_sample.py"],
-    "kernels/sampling/": [SAMPLING + f"test_{name}.py" for name in ("sample", "logprobs")],
-    "nanospec/engine/blocks.py": [
-        "tests/nanospec/engine/test_blocks.py",
-        "tests/nanospec/engine/test_scheduler.py",
+    "kernels/layer/attention.py": [LAYER + "attention.py"],
+    "kernels/layer/paged_tree.py": [LAYER + "attention.py"],
+    "kernels/layer/product.py": [LAYER + "parts.py", LAYER + "linear.py"],
+    "kernels/speculation/verify.py": [SPECULATION + "verify.py"],
+    "kernels/speculation/proposal.py": [SPECULATION + "proposal.py", "tests/kernels/test_batch.py"],
+    "kernels/speculation/ngram": [SPECULATION + "ngram.py"],
+    "kernels/speculation/report.py": [SPECULATION + "report.py"],
+    "kernels/sampling/accept.py": [SAMPLING + "accept.py"],
+    "kernels/sampling/noise.py": [SAMPLING + "noise.py", SAMPLING + "sample.py"],
+    "kernels/sampling/": [SAMPLING + "sample.py", LOGPROBS],
+    "nanospec/engine/blocks.py": [ENGINE + "blocks.py", ENGINE + "scheduler.py"],
+    "nanospec/engine/scheduler.py": [ENGINE + "scheduler.py", HOST[0]],
+    "nanospec/engine/request.py": [
+        ENGINE + "request.py",
+        "tests/nanospec/test_sampling_params.py",
+        HOST[0],
     ],
-    "nanospec/engine/scheduler.py": ["tests/nanospec/engine/test_scheduler.py", HOST[1]],
-    "nanospec/engine/request.py": ["tests/nanospec/engine/test_request.py", *PARAMS, HOST[1]],
+    "nanospec/engine/engine.py": [*GUIDED, SIMULATED, MEMORY, *HOST, POLICY[1], DRAFTERS + "acceptance.py"],
+    "nanospec/device/step.py": [DEVICE + "step.py", DEVICE + "compiled_step.py", *GUIDED[:2], HOST[0]],
+    "nanospec/device/worker.py": [
+        DEVICE + "step.py",
+        DEVICE + "devices.py",
+        HOST[0],
+        MEMORY,
+        DRAFTERS + "drafters.py",
+        DEVICE + "waiting.py",
+    ],
+    "nanospec/device/orders.py": [ENGINE + "request.py", HOST[0], LOGPROBS, SIMULATED],
+    "nanospec/device/timing.py": [DEVICE + "timing.py", POLICY[1], DRAFTERS + "drafters.py"],
+    "nanospec/device/graphs.py": [HOST[0], DEVICE + "step.py", DEVICE + "graphs.py"],
     "nanospec/drafters/policy.py": POLICY,
     "nanospec/drafters/estimates.py": POLICY,
-    "nanospec/device/graphs.py": ["tests/nanospec/device/test_graphs.py"],
-    "nanospec/extras/tensor_parallel/shard.py": [
-        "tests/kernels/layer/test_parts.py",
-        "tests/nanospec/extras/tensor_parallel/test_shard.py",
+    "nanospec/drafters/medusa.py": [DRAFTERS + "heads.py", DRAFTERS + "drafters.py"],
+    "nanospec/drafters/": [DRAFTERS + "simple_drafter.py", DRAFTERS + "drafters.py", *POLICY],
+    "nanospec/extras/grammar/": [
+        GRAMMAR + f"{name}.py" for name in ("response_format", "mask", "grammar", "guided_rows", "guided")
     ],
-    "nanospec/engine/engine.py": [
-        *GUIDED,
-        SIMULATED,
-        "campaigns/faults/test_memory.py",
-        *HOST,
-        "tests/nanospec/drafters/test_auto.py",
-        "tests/nanospec/drafters/test_acceptance.py",
+    "nanospec/extras/tensor_parallel/shard.py": [LAYER + "parts.py", SPLIT + "shard.py"],
+    "nanospec/extras/tensor_parallel/": [
+        SPLIT + f"{name}.py" for name in ("group", "job", "worker", "launch", "program")
     ],
+    "nanospec/apps/json_input.py": ["tests/nanospec/apps/test_json_input.py"],
+    "nanospec/apps/cli/batch": [BATCH + ".py", BATCH + "_openai.py"],
+    "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "faults.py", SERVE + "nobody_waits.py"],
+    "nanospec/apps/serve/requests.py": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py"],
 }
 
 
