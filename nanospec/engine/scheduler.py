@@ -45,7 +45,7 @@ class Scheduler:
     """Owns the queues, the rows and the blocks of all requests."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, lookahead: int, lag: int = 0
+        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, lookahead: int, lag: int
     ) -> None:
         """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead; `lag`: steps
         that are queued before their results are known, each of which may add K + 1 tokens."""

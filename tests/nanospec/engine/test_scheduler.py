@@ -345,12 +345,12 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
 
 def test_a_piece_that_could_not_be_computed_loses_its_names_and_no_other() -> None:
     simulation = Simulation(window=64, extra_blocks=50, num_rows=2, max_tokens=8, k=0)
-    request = simulation.add(list(range(21)), 2)
+    other, request = simulation.add([7] * 2, 9), simulation.add(list(range(21)), 2)
     simulation.step()
     plan = simulation.scheduler.schedule()
-    assert plan.prefill == [(request, 8, 8)]
+    assert (plan.prefill, plan.decode) == ([(request, 7, 7)], [other])
     assert simulation.scheduler.forget_unwritten(plan) == [request]
-    assert simulation.pool.match(request.hashes(SIZE)) == request.blocks[:2]
+    assert simulation.pool.match(request.hashes(SIZE)) == request.blocks[:1]
 
 
 def test_nothing_is_kept_for_a_prompt_that_has_no_room() -> None:
@@ -381,3 +381,12 @@ def test_nobody_waits_for_the_block_of_a_last_token() -> None:
     plan = simulation.step()
     assert list(plan.admitted.items()) == [(short, 2)]
     assert chunks(plan) == [4, 3]
+
+
+def test_nobody_waits_for_a_block_that_decoding_will_fill() -> None:
+    """A prompt waits only for prompts."""
+    simulation = Simulation(window=64, extra_blocks=50, num_rows=2, max_tokens=32, k=0)
+    simulation.add(list(range(8)), 20)
+    simulation.step()
+    longer = simulation.add(list(range(10)), 2)
+    assert list(simulation.step().admitted.items()) == [(longer, 1)]
