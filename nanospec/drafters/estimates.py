@@ -29,8 +29,8 @@ class StepCosts:
         captured: ms by captured batch size and K, ascending; empty if steps are packed. Every batch size
             has K = 0; larger K may be missing.
         packed: ms by number of tokens scored, ascending; empty if steps are captured.
-        propose: (rows, drafts of each) -> ms that a model takes to draft in a packed step. None if drafts
-            are looked up, which takes next to nothing. A captured step includes it.
+        propose: (rows, drafts of each) -> ms that a model takes to draft in a packed step; lookup takes next
+            to nothing. A captured step includes it.
         attention: what a packed step takes beyond that for each cached position of a row: ms, and ms for
             each token that is scored there.
     """
@@ -39,7 +39,7 @@ class StepCosts:
         self,
         captured: Mapping[int, Mapping[int, float]] | None = None,
         packed: Mapping[int, float] | None = None,
-        propose: Callable[[int, int], float] | None = None,
+        propose: Callable[[int, int], float] = lambda rows, drafts: 0.0,
         attention: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.captured = {size: _rising(by_k) for size, by_k in sorted((captured or {}).items())}
@@ -47,28 +47,27 @@ class StepCosts:
         self._tokens, self._ms = [*self.packed], [*self.packed.values()]
         self._slopes = [(b - a) / (n - m) for (m, a), (n, b) in pairwise(self.packed.items())]
 
-    def cost(self, batch: int, tokens: float, context: int = 0) -> float:
-        """Return the ms of a step that scores so many tokens of so many rows, which have `context` cached
+    def cost(self, B: int, tokens: float, context: int = 0) -> float:
+        """Return the ms of a step that scores so many tokens of B rows, which have `context` cached
         positions together, without `propose`. Captured: of the next larger batch and K."""
         if self.captured:
-            return next(ms for k, ms in self._bucket(batch).items() if batch * (k + 1) >= tokens)
+            return next(ms for k, ms in self._bucket(B).items() if B * (k + 1) >= tokens)
         i, (row, query) = self._segment(tokens), self.attention
         ms = self._ms[i] + (tokens - self._tokens[i]) * self._slopes[i]
-        return ms + context * (row + query * tokens / batch)
+        return ms + context * (row + query * tokens / B)
 
-    def by_k(self, batch: int, most: int, context: int = 0) -> dict[int, float]:
+    def by_k(self, B: int, most: int, context: int = 0) -> dict[int, float]:
         """Return ms by K, up to `most`, if every row has K drafts."""
         if self.captured:
-            return {k: ms for k, ms in self._bucket(batch).items() if k <= most}
-        model = self.propose or (lambda rows, drafts: 0.0)
-        return {k: self.cost(batch, batch * (k + 1), context) + model(batch, k) for k in range(most + 1)}
+            return {k: ms for k, ms in self._bucket(B).items() if k <= most}
+        return {k: self.cost(B, B * (k + 1), context) + self.propose(B, k) for k in range(most + 1)}
 
-    def least_slope(self, batch: int, context: int = 0) -> float:
+    def least_slope(self, B: int, context: int) -> float:
         """Return the ms that a further token adds at least to a packed step, whatever else it scores."""
-        return min(self._slopes[self._segment(batch + 1) :]) + context * self.attention[1] / batch
+        return min(self._slopes[self._segment(B + 1) :]) + context * self.attention[1] / B
 
-    def _bucket(self, batch: int) -> dict[int, float]:
-        return next(by_k for size, by_k in self.captured.items() if size >= batch)
+    def _bucket(self, B: int) -> dict[int, float]:
+        return next(by_k for size, by_k in self.captured.items() if size >= B)
 
     def _segment(self, tokens: float) -> int:
         return min(max(bisect_left(self._tokens, tokens) - 1, 0), len(self._slopes) - 1)
@@ -177,7 +176,7 @@ class Rate:
         return self.right / self.expected
 
 
-Key = tuple[int, int]  # drafter or row, and length of the match
+Key = tuple[int, int]  # drafter, and length of the match
 
 
 class Estimator:
@@ -197,7 +196,7 @@ class Estimator:
     def __init__(self) -> None:
         self._first: dict[Key, Rate] = {}  # by drafter
         self._next: dict[Key, Rate] = {}
-        self._factor: dict[Key, Rate] = {}  # by row, for all lengths from 1 on together
+        self._factor: dict[int, dict[int, Rate]] = {}  # by row, for all lengths from 1 on together
         self._state: dict[int, int] = {}  # MISS or FULL, by row
 
     def gains(self, offer: Offer, least: float = 0) -> list[float]:
@@ -235,8 +234,7 @@ class Estimator:
     def reset(self, row: int) -> None:
         """Forget the text of a row."""
         self._state.pop(row, None)
-        for state in (FULL, MISS, 1):
-            self._factor.pop((row, state), None)
+        self._factor.pop(row, None)
 
     def _chance(self, row: int, drafter: int, state: int) -> float:
         """Return the chance that the row's first draft is right."""
@@ -246,7 +244,7 @@ class Estimator:
         return rates.setdefault((drafter, state), Rate(start[min(state, 8)], PRIOR))
 
     def _of_row(self, row: int, state: int) -> Rate:
-        return self._factor.setdefault((row, min(state, 1)), Rate(1.0, ROW_PRIOR))
+        return self._factor.setdefault(row, {}).setdefault(min(state, 1), Rate(1.0, ROW_PRIOR))
 
 
 @lru_cache(maxsize=1 << 16)
