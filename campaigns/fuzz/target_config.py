@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanospec.models.config import frequencies
-from nanospec.models.families import FAMILIES, family_of, read_config
+from nanospec.models.families import FAMILIES, read_config
 
 from .mutation import mutate_json as mutate
 from .refusal import answer
@@ -62,9 +62,9 @@ def one(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "config.json").write_bytes(data)
-        config = answer(read_config, folder)
-    if config is not None:
-        family = family_of(json.loads(data))
+        found = answer(read_config, folder)
+    if found is not None:
+        family, config = found
         assert len(family.stored_shapes(config)) <= len(family.places(config))
         assert config.attention_scale > 0
         for rope in (config.rope, config.local_rope):

@@ -41,7 +41,7 @@ from ..kernels.table import Table
 from ..models import program, resolve_model, weights_folders
 from ..models.decoder import Model
 from ..models.families import read_config
-from ..models.weights import load_model, resolve_dtype
+from ..models.weights import load_model
 from ..text import check_fields, limited
 from ..text.chat import check_conversation
 from ..text.tokenizer import Tokenizer
@@ -266,12 +266,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out = args.out or there / "heads" / f"{folder.name}.safetensors"
     if out.suffix != ".safetensors":
         raise ValueError(f"--out {out} must end in .safetensors.")
-    config, device = read_config(folder), resolve_device(args.device)
+    (_, config), device = read_config(folder), resolve_device(args.device)
     texts = read_texts(args.text, Tokenizer(folder), min(WINDOW, config.max_position_embeddings))
     training = [ids for i, ids in enumerate(texts) if i % HELD_OUT]
     if not training:
         raise ValueError(f"{args.text} has {len(texts)} texts, too few to train on and to measure with.")
-    model = load_model(folder, resolve_dtype("auto", config, device), device)
+    model = load_model(folder, "auto", device)
     data = compute_data(model, training), compute_data(model, texts[::HELD_OUT])
     return {"model": folder.name, **train(model, settings, data, out), "file": str(out)}
 

@@ -28,8 +28,7 @@ from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.config import ModelConfig
 from ..models.decoder import Model
-from ..models.families import read_config
-from ..models.weights import Split, load_model, resolve_dtype
+from ..models.weights import Split, load_model
 from ..text import check_number, shown
 from ..text.tokenizer import Tokenizer
 from . import Drafter, Memory, Target, nothing
@@ -148,8 +147,7 @@ def load_parts(
 ) -> tuple[Model, tuple[Drafter, ...]]:
     """Return the model in a folder, or this device's part of it if it is `split`, and the drafters: `given`,
     or those of `config.spec`."""
-    dtype = resolve_dtype(config.dtype, read_config(folder), device)
-    model = load_model(folder, dtype, device, config.max_model_len, split)
+    model = load_model(folder, config.dtype, device, config.max_model_len, split)
     return model, load_drafters(config.spec, Target(model, folder, tokenizer), given)
 
 

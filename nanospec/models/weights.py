@@ -1,7 +1,6 @@
 """Load a `Model` from a folder of safetensors.
 
-    dtype = resolve_dtype("auto", read_config(path), device)
-    model = load_model(path, dtype, device)
+    model = load_model(path, "auto", device)
 
 The files are memory-mapped and copied tensor by tensor, so loading takes little more memory than the weights.
 Names, shapes and dtypes of all tensors are checked before the first copy; one error names every mismatch.
@@ -24,7 +23,7 @@ from ..text import read_json, reason, shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
 from .decoder import Model
-from .families import family_of, read_config
+from .families import read_config
 
 STORED = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors named per kind of mismatch
@@ -70,23 +69,23 @@ def fast_in_bfloat16() -> bool:
 
 def load_model(
     path: str | Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     device: torch.device | str,
     max_len: int | None = None,
     split: Callable[[ModelConfig], Split] | None = None,
 ) -> Model:
     """Load the checkpoint in the folder `path`, for texts of up to `max_len` tokens if that is given, and
-    only this device's part of it if the model is `split`.
+    only this device's part of it if the model is `split`. `dtype` may be a name, as in `resolve_dtype`.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is corrupt, the config is not supported, or tensors do not fit it.
     """
     folder = Path(path)
-    config = read_config(folder)
+    family, config = read_config(folder)
+    dtype = dtype if isinstance(dtype, torch.dtype) else resolve_dtype(dtype, config, device)
     if max_len is not None and max_len < config.max_position_embeddings:
         config = replace(config, max_position_embeddings=max_len)
-    family = family_of(read_json(folder / "config.json"))
     with ExitStack() as stack:
         places = family.places(config)
         source = {n: file for n, file in _opened(folder, stack).items() if not family.is_ignored(n, config)}

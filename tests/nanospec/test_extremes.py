@@ -153,7 +153,7 @@ def test_angles_of_far_positions(tmp_path: Path, variant: str) -> None:
 
     far, places = 1 << 17, torch.tensor([[0, 1, 8191, 65535, (1 << 17) - 1]])
     folder = checkpoint(tmp_path, variant, max_position_embeddings=far)
-    config = read_config(folder)
+    _, config = read_config(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     cos, sin = (part[0].double() for part in model.model.rotary_emb(torch.zeros(1, 5, 1), places))
     own = cos_sin_table(config.rope, config.head_dim, far, "cpu")[places[0]].double()

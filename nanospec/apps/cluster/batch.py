@@ -41,7 +41,7 @@ def run_on_ray(
     """Run a batch like `cli.batch.run_batch`, on so many engines. Raises OSError with a sentence if they
     fail."""
     config = EngineConfig(**options)
-    tokenizer, shape = Tokenizer(folder), read_config(folder)
+    tokenizer, (_, shape) = Tokenizer(folder), read_config(folder)
     window = config.max_model_len or shape.max_position_embeddings
     limits = Limits(config, shape.vocab_size, window, tokenizer)
     grammars = Grammars(tokenizer, shape.vocab_size)

@@ -48,7 +48,7 @@ def lead(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer
     Raises ValueError if the model cannot be split so, RankFailed if a rank does not start.
     """
     size, place = config.tensor_parallel_size, torchrun_place()
-    check_split(read_config(folder), size)
+    check_split(read_config(folder)[1], size)
     _check_devices(config, size if place is None else place.gpu + 1)
     others = config, folder, for_followers(drafter)
     if place is None:

@@ -113,14 +113,14 @@ def config_of(raw: Raw) -> ModelConfig:
     return family_of(raw).config(raw)
 
 
-def read_config(folder: str | Path) -> ModelConfig:
+def read_config(folder: str | Path) -> tuple[Family, ModelConfig]:
     """Read `config.json` in `folder`. Raises FileNotFoundError, or ValueError for what is not supported."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; a model folder needs a config.json.")
     raw = read_json(path)
     try:
-        return config_of(raw)
+        return family_of(raw), config_of(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

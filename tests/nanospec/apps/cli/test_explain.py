@@ -18,7 +18,7 @@ from tests.tiny import num_parameters
 
 
 def test_a_step_reads_the_weights_and_the_cache_once(smollm2: Path) -> None:
-    config = read_config(smollm2)
+    _, config = read_config(smollm2)
     for tie in (True, False):
         shape = replace(config, tie_word_embeddings=tie)
         read = 2 * (num_parameters(shape) - (0 if tie else config.vocab_size * config.hidden_size))
