@@ -167,13 +167,11 @@ def _carries_on(shared: SharedEngine) -> list[Request]:
     return shared.engine.step()
 
 
-def _cut_short(ended: bool, request: Request, *args: Any) -> bool | None:
+def _cut_short(_: int, request: Request, *args: Any) -> None:
     """Outputs of five tokens are aborted as if memory had run out."""
-    if ended or len(request.output_ids) < 5:
-        return None
-    request.error = "Memory ran out."
-    request.finish("abort")
-    return True
+    if not request.is_finished and len(request.output_ids) >= 5:
+        request.error = "Memory ran out."
+        request.finish("abort")
 
 
 def _out_of_memory(_: Any, engine: Engine) -> None:

@@ -43,6 +43,7 @@ class Admission(NamedTuple):
     seed: int
     stop_ids: tuple[int, ...]
     params: SamplingParams
+    max_k: int  # the most drafts that it gets in a step
     constrained: bool = False
 
 
@@ -128,14 +129,14 @@ class Stopwatch:
 
 def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
     """Write everything about a request into its row, but its pages."""
-    r, params, own = request.row, request.params, request.params.num_speculative_tokens
+    r, params = request.row, request.params
     write(table.tokens, r, request.tokens)
     write(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
     for column, value in (
         (table.num_tokens, len(request.tokens)),
         (table.max_len, request.max_len),
         (table.finished, RUNNING),
-        (table.limit, 0 if request.constrained else spec.max_k if own is None else min(own, spec.max_k)),
+        (table.limit, 0 if request.constrained else request.max_k),
         (table.min_n, spec.prompt_lookup_min),
         (table.max_n, spec.prompt_lookup_max),
         (table.width, min(params.tree_width or spec.tree_width, spec.tree_width)),

@@ -22,8 +22,8 @@ from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
-from ..text.tokenizer import Tokenizer
-from .request import Limits, Request, check_request, new_request
+from ..text.tokenizer import OutputText, Tokenizer
+from .request import Limits, Request, check_request, seed_of
 from .scheduler import Plan, Scheduler
 
 
@@ -86,7 +86,19 @@ class Engine:
     ) -> Request:
         """Return one output of a prompt that has passed `check`, for `scheduler.add`. `index` is its number
         among `params.n`. Only requests of equal `salt` share cached blocks, none without prefix caching."""
-        request = new_request(next(self._ids), prompt_ids, params, index, salt, self.limits)
+        config, number, k = self.config, next(self._ids), params.num_speculative_tokens
+        request = Request(
+            id=f"request-{number}",
+            prompt_ids=list(prompt_ids),
+            params=params,
+            seed=seed_of(params.seed, index, config.seed + 1 + number),
+            max_len=min(len(prompt_ids) + (params.max_tokens or self.max_model_len), self.max_model_len),
+            max_k=self.worker.max_k if k is None else min(k, self.worker.max_k),
+            stop_ids=self.limits.stop_ids(params),
+            salt=salt if config.enable_prefix_caching else f"{number}".encode(),
+            output=OutputText(self.tokenizer, params.stop, params.min_tokens),
+            stats=SpecStats(params.acceptance or config.spec.acceptance),
+        )
         for extension in self.extensions:
             extension.new(request)
         return request
@@ -169,10 +181,9 @@ class Engine:
 
     def _launch(self, plan: Plan) -> Queued:
         """Queue a step of the requests that decode."""
-        requests, most = plan.decode, self.worker.max_k
-        own = [r.params.num_speculative_tokens for r in requests]
-        limits = {r.row: most if n is None else min(n, most) for r, n in zip(requests, own)}
-        of_drafters = {r.row: 0 if r.constraint is not None else limits[r.row] for r in requests}
+        requests = plan.decode
+        limits = {r.row: r.max_k for r in requests}
+        of_drafters = {r.row: 0 if r.constraint is not None else r.max_k for r in requests}
         context = sum(request.num_tokens for request in requests)
         k, last_k = self.policy.choose(limits, of_drafters, context, bool(self.scheduler.waiting))
         order = StepOrder(
@@ -197,16 +208,15 @@ class Engine:
                 continue  # by the host, after this step was queued
             touched.append(request)
             report = result.report
-            if queued.k and request.params.num_speculative_tokens != 0:
+            if queued.k and request.max_k:
                 self.policy.observe(row, report)
-            before = request.num_tokens
+            kept = request.append(report, result.logprobs)
             method = self.worker.methods[report.drafter] if report.num_drafted else ""
-            ended = request.append(report, method, result.logprobs)
-            kept = request.num_tokens - before
-            self.metrics.spec.record(report.num_drafted, min(report.num_accepted, kept), kept, method)
+            for stats in (request.stats, self.metrics.spec):
+                stats.record(report.num_drafted, min(report.num_accepted, kept), kept, method)
             if request.row >= 0:  # not preempted since
                 self.scheduler.register(request)
-            if ended:
+            if request.finish_reason is not None:
                 if request.error is not None:  # what it computed may be NaN
                     self.scheduler.pool.forget(request.blocks)
                 self._release(request)

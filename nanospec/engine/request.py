@@ -34,6 +34,7 @@ class Request:
 
     Attributes:
         max_len: the length of prompt + output at which it ends.
+        max_k: the most drafts that it gets in a step.
         stop_ids: tokens that end it.
         salt: the root of its block hashes; requests share cached blocks iff their salts are equal.
         output: the text of its output.
@@ -46,6 +47,7 @@ class Request:
     params: SamplingParams
     seed: int
     max_len: int
+    max_k: int = 0
     stop_ids: tuple[int, ...] = ()
     salt: bytes = b""
     output: OutputText = field(default_factory=lambda: OutputText(None))
@@ -102,6 +104,7 @@ class Request:
             seed=self.seed,
             stop_ids=self.stop_ids,
             params=self.params,
+            max_k=self.max_k,
             constrained=self.constraint is not None,
         )
 
@@ -112,12 +115,10 @@ class Request:
             self._hashes.append(block_hash(parent, self.tokens[i * block_size : (i + 1) * block_size]))
         return self._hashes
 
-    def append(
-        self, step: RowReport, method: str = "", logprobs: list[dict[int, Logprob]] | None = None
-    ) -> bool:
-        """Take a step's tokens, cut at the end of its constraint and at the first stop string; return
-        whether that ended the request. `method` names the drafter. A stop string comes before all that
-        follows it, a constraint before what the device has found."""
+    def append(self, step: RowReport, logprobs: list[dict[int, Logprob]] | None = None) -> int:
+        """Take a step's tokens, cut at the end of its constraint and at the first stop string, which ends the
+        request; return their number. A stop string comes before all that follows it, a constraint before
+        what the device has found."""
         tokens, reason, error = step.tokens, FINISH[step.finished], None
         if (constraint := self.constraint) is not None:
             ends = step.finished == STOPPED  # by a token that the constraint does not see
@@ -133,7 +134,6 @@ class Request:
             at_string = self.output.push(self.tokens[-1], is_text=not is_stop_token)
         if count and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
-        self.stats.record(step.num_drafted, min(step.num_accepted, count), count, method)
         self.draft_sources += step.sources[:count]
         if logprobs is not None:
             self.logprobs += map(self._with_texts, logprobs[:count])
@@ -145,7 +145,7 @@ class Request:
         self.error = error
         if reason is not None:
             self.finish(reason)
-        return reason is not None
+        return count
 
     def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
         if (tokenizer := self.output.tokenizer) is None:
@@ -260,22 +260,3 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
         )
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one.")
-
-
-def new_request(
-    number: int, prompt_ids: Sequence[int], params: SamplingParams, index: int, salt: bytes, limits: Limits
-) -> Request:
-    """Return output `index` of a prompt that has passed `check_request`; `number` is the request's own."""
-    config, most = limits.config, params.max_tokens or limits.max_model_len
-    request = Request(
-        id=f"request-{number}",
-        prompt_ids=list(prompt_ids),
-        params=params,
-        seed=seed_of(params.seed, index, config.seed + 1 + number),
-        max_len=min(len(prompt_ids) + most, limits.max_model_len),
-        stop_ids=limits.stop_ids(params),
-        salt=salt if config.enable_prefix_caching else f"{number}".encode(),
-        output=OutputText(limits.tokenizer, params.stop, params.min_tokens),
-    )
-    request.stats.acceptance = params.acceptance or config.spec.acceptance
-    return request

@@ -87,7 +87,7 @@ def test_admission_and_prefill_go_on_while_the_device_is_busy() -> None:
     """Also what no check of torch notices: everything is queued while the device works on something else."""
     engine = make("ngram", max_num_seqs=4, max_model_len=128)
     worker = engine.worker
-    request = Admission(0, list(range(40)), 40, 100, [1, 2, 3], 0, 3, (1,), PENALIZED)
+    request = Admission(0, list(range(40)), 40, 100, [1, 2, 3], 0, 3, (1,), PENALIZED, 4)
     for busy in (False, True):  # first, whatever is compiled and allocated once
         torch.cuda.synchronize()
         if busy:
@@ -105,7 +105,7 @@ def test_admission_and_prefill_go_on_while_the_device_is_busy() -> None:
 def test_rows_arrive() -> None:
     """Of requests with and without penalties, released and admitted anew."""
     requests = [
-        Admission(row, list(range(3, 3 + n)), n - 2, 100, list(range(1, 2 + n // 16)), 0, -n, (7, 9), params)
+        Admission(row, [*range(3, 3 + n)], n - 2, 100, [*range(1, 2 + n // 16)], 0, -n, (7, 9), params, 4)
         for row, n, params in ((2, 40, PENALIZED), (0, 3, PARAMS[2]), (2, 90, PARAMS[1]))
     ]
     tables = [Table.empty(4, 128, 16, 300, device) for device in ("cpu", "cuda")]

@@ -59,7 +59,7 @@ def test_one_of_several_stop_strings_ends_the_text_and_so_does_one_it_begins_wit
 ) -> None:
     vocab = bytes_only.backend.get_vocab()
     request = request_for(bytes_only, stop=stop)
-    assert request.append(step([vocab[piece] for piece in "aab"]))
+    assert request.append(step([vocab[piece] for piece in "aab"])) == len(request.output_ids)
     assert (request.text, request.stop_reason, request.finish_reason) == (text, found, "stop")
     assert "".join(request.output.token_texts) == text
 

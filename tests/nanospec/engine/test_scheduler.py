@@ -124,11 +124,11 @@ class Simulation:
                 continue
             if step.tokens and self.rng.random() < 0.03:
                 step = step._replace(tokens=step.tokens[: self.rng.randint(1, 9)], finished=STOPPED)
-            ended = request.append(step)
+            request.append(step)
             if request.row >= 0:
                 self.scheduler.register(request)
             self.remember_names(request)
-            if ended:
+            if request.finish_reason is not None:
                 self.scheduler.finish(request)
 
     def abort(self, request: Request) -> None:
