@@ -121,6 +121,6 @@ class Step:
 
 def _cut(rows: Tensor, proposal: Proposal, cut: Cut) -> Proposal:
     """Return the proposal with as many drafts of each row as the policy takes."""
-    columns = rows, proposal.drafter.clamp(min=0), proposal.num_drafts, proposal.match_len
+    columns = rows, proposal.drafter.clamp(min=0), proposal.num_drafts, proposal.match_len.clamp(min=0)
     kept = cut(list(map(Offer, *(column.tolist() for column in columns))))
     return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))

@@ -21,6 +21,7 @@ from ..device.orders import Flight, Pages, RowResult, StepOrder
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels.batch import Chunk
+from ..kernels.speculation.report import RowReport
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import OutputText, Tokenizer
 from .request import Limits, Request, check_request, seed_of
@@ -208,10 +209,10 @@ class Engine:
                 continue  # by the host, after this step was queued
             touched.append(request)
             report = result.report
+            method = self._method_of(report)
             if queued.k and request.max_k:
                 self.policy.observe(row, report)
             kept = request.append(report, result.logprobs)
-            method = self.worker.methods[report.drafter] if report.num_drafted else ""
             for stats in (request.stats, self.metrics.spec):
                 stats.record(report.num_drafted, min(report.num_accepted, kept), kept, method)
             if request.row >= 0:  # not preempted since
@@ -222,3 +223,13 @@ class Engine:
                 self._release(request)
                 self.metrics.num_finished += 1
         return touched
+
+    def _method_of(self, report: RowReport) -> str:
+        """Return the name of the drafter of a row's drafts, "" without any. Raises ValueError if it is out of
+        range, as is a `match_len` below 0; on a GPU, `propose` cannot check them without waiting."""
+        methods, drafter, match_len = self.worker.methods, report.drafter, report.match_len
+        if drafter > max(len(methods) - 1, 0) or match_len < 0:
+            name = methods[drafter if drafter < len(methods) else 0]  # others' are numbered by `propose`
+            said = f"{name}.propose gave drafter {drafter} and match_len {match_len}"
+            raise ValueError(f"{said}; the first must be 0 or NOBODY, the second at least 0.")
+        return methods[drafter] if report.num_drafted else ""

@@ -22,7 +22,7 @@ from nanospec.drafters.methods import Guessers, who_guesses
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from tests.drive import MODES, Job, cycle, cycle_model, finish, make_engine, random_jobs, run, run_as_alone
+from tests.drive import MODES, Job, K, cycle, cycle_model, finish, make_engine, random_jobs, run, run_as_alone
 from tests.tiny import tiny_model
 
 JOB = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
@@ -166,6 +166,30 @@ def test_a_bad_proposal_gives_a_sentence(model: Model, change: Callable[[Proposa
 
     with pytest.raises((ArithmeticError, TypeError, ValueError), match=f"Other.propose .*{what}"):
         run(make_engine(model, 4, drafter=Other()), [JOB])
+
+
+OUT_OF_RANGE: dict[str, tuple[dict[str, int], str]] = {
+    "drafter": ({"drafter": 7}, "drafter 7 and match_len 0"),
+    "match": ({"match_len": -5}, "drafter 0 and match_len -5"),
+    "both": ({"drafter": 1 << 30, "match_len": -1}, "drafter 1073741824 and match_len -1"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("behind", [(), ("ngram",)], ids=["alone", "first"])
+@pytest.mark.parametrize(("change", "what"), OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
+def test_indices_out_of_range_give_a_sentence(
+    model: Model, change: dict[str, int], what: str, behind: tuple[str, ...], mode: str
+) -> None:
+    class Other(Drafter):
+        def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+            made = guesses(torch.ones(len(rows), k).int(), room(table, rows, k))
+            return made._replace(**{name: torch.full_like(rows, value) for name, value in change.items()})
+
+    k: K = "auto" if mode == "plain" else 4  # there the policy reads them before the engine does
+    engine = make_engine(model, k, drafter=[Other(), *behind], trace=True, **MODES[mode])
+    with pytest.raises(ValueError, match=f"^Other.propose gave {what}; "):
+        run(engine, [JOB])
 
 
 @pytest.mark.parametrize("mode", MODES)
