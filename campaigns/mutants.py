@@ -93,7 +93,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "nanospec/engine/engine.py": [*GUIDED, SIMULATED, MEMORY, *HOST, POLICY[1], DRAFTERS + "acceptance.py"],
     "nanospec/device/step.py": [DEVICE + "step.py", DEVICE + "compiled_step.py", *GUIDED[:2]],
-    "nanospec/device/worker.py": [DEVICE + "devices.py", DEVICE + "waiting.py", MEMORY, HOST[0]],
+    "nanospec/device/worker.py": [DEVICE + "resources.py", DEVICE + "waiting.py", MEMORY, HOST[0]],
     "nanospec/device/orders.py": [ENGINE + "request.py", LOGPROBS, HOST[0]],
     "nanospec/device/timing.py": [DEVICE + "timing.py", *GRAPHS],
     "nanospec/device/graphs.py": [*GRAPHS, DEVICE + "step.py"],

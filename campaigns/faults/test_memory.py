@@ -13,8 +13,8 @@ import nanospec.device.graphs
 import nanospec.extras.loading
 from campaigns.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
 from nanospec import SamplingParams
-from nanospec.device.devices import OutOfMemory, ran_out
 from nanospec.device.graphs import EagerCapture
+from nanospec.device.resources import OutOfMemory, ran_out
 from nanospec.device.step import StepResult
 from tests.drive import Job, finish
 from tests.nanospec.test_llm import folder, make

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from ..device.devices import resolve_device
+from ..device.resources import resolve_device
 from ..drafters.medusa import TOKEN_MAP, Heads, lm_head_rows
 from ..kernels.batch import Batch, Chunk
 from ..kernels.table import Table

@@ -27,10 +27,10 @@ from ..kernels.speculation.report import kept_logprobs
 from ..kernels.table import Table
 from ..kernels.transfer import to_host, write
 from ..models.decoder import Model
-from .devices import most_drafts, on_own_device, plan_cache, used_memory
 from .extension import Extension
 from .graphs import KS, StepGraphs
 from .orders import Admission, Flight, RowResult, StepOrder, write_row
+from .resources import most_drafts, on_own_device, plan_cache, used_memory
 from .step import Cut, Step
 from .timing import Meet, step_costs
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..device.devices import compute_info, explained, in_a_step, ran_out
+from ..device.resources import compute_info, explained, in_a_step, ran_out
 from ..text import shown
 from .engine import Engine
 from .request import Request

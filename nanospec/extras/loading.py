@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..device.devices import current, explained, in_a_step, resolve_device, use_threads
 from ..device.extension import Extension
+from ..device.resources import current, explained, in_a_step, resolve_device, use_threads
 from ..device.worker import Worker
 from ..drafters.methods import Guessers, load_parts
 from ..text.tokenizer import Tokenizer

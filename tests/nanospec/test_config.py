@@ -14,7 +14,7 @@ import torch
 
 from nanospec import LLM
 from nanospec.config import EngineConfig, SpecConfig, check_names
-from nanospec.device.devices import resolve_device
+from nanospec.device.resources import resolve_device
 from nanospec.drafters.methods import who_guesses
 
 BAD_SPEC = [

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...config import EngineConfig, SamplingParams, SpecConfig
-from ...device.devices import compute_info
+from ...device.resources import compute_info
 from ...extras.tracing.recorder import recorder_of
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput

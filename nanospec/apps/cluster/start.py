@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...config import EngineConfig
-from ...device.devices import cpu_quota, resolve_device, spare_memory
+from ...device.resources import cpu_quota, resolve_device, spare_memory
 from ...llm import LLM
 from ...models import resolve_model
 from ...text import shown

@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 
 from ...config import EngineConfig
-from ...device.devices import current, resolve_device, use_threads
+from ...device.resources import current, resolve_device, use_threads
 from ...drafters.methods import Guessers, load_parts, who_guesses
 from ...models.families import read_config
 from ...text import shown

@@ -19,9 +19,9 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from ...device.devices import compute_info, current
 from ...device.extension import Extension
 from ...device.orders import RowResult
+from ...device.resources import compute_info, current
 from ...device.worker import Worker
 from ...engine.engine import Engine, Queued
 from ...engine.request import Request

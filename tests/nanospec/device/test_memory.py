@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
-from nanospec.device import devices
-from nanospec.device.devices import plan_cache, step_bytes
+from nanospec.device import resources
 from nanospec.device.graphs import KS, StepGraphs
+from nanospec.device.resources import plan_cache, step_bytes
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.native.packed import zeros_on_demand
 from tests.drive import finish, make_engine
@@ -89,7 +89,7 @@ def test_what_is_measured_holds_all_captured_steps_and_prefills(
             run()
         return counted.peak
 
-    monkeypatch.setattr(devices, "peak_bytes", peak_bytes)
+    monkeypatch.setattr(resources, "peak_bytes", peak_bytes)
     model = meta_model(tiny_config(**MODELS[name]))
     spec = SpecConfig(num_speculative_tokens=k, acceptance="typical") if k else SpecConfig(method="none")
     step, config = dry_step(model, spec, rows), EngineConfig(spec=spec, max_num_seqs=rows)
@@ -108,7 +108,7 @@ def test_what_is_measured_holds_all_captured_steps_and_prefills(
         with DryRun() as run:
             model.forward(replace(prompt, prefill=True), step.kv_cache)
         prefill = max(prefill, run.peak)
-    needed = devices.row_bytes(step.table) + step._logits.nbytes + largest + max(largest, prefill)
+    needed = resources.row_bytes(step.table) + step._logits.nbytes + largest + max(largest, prefill)
     measured = step_bytes(config, model, step.drafters, model.config.max_position_embeddings)
     assert needed <= measured <= 5 * needed
 
@@ -117,8 +117,8 @@ def test_the_cache_leaves_on_a_gpu_what_steps_need(monkeypatch: pytest.MonkeyPat
     config = EngineConfig(spec=SpecConfig(method="none"), max_num_seqs=64)
     model, needed, spare = tiny_model(), 1 << 20, 8 << 20
     model.device = torch.device("cuda")
-    monkeypatch.setattr(devices, "step_bytes", lambda *_: needed)
-    monkeypatch.setattr(devices, "spare_memory", lambda device, sharing: spare)
+    monkeypatch.setattr(resources, "step_bytes", lambda *_: needed)
+    monkeypatch.setattr(resources, "spare_memory", lambda device, sharing: spare)
     per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
     assert plan_cache(config, model) == ((spare - needed) // per_block, 512)
     with pytest.raises(ValueError, match=r"kv_cache_memory of 16,384 bytes holds the K/V of 32 tokens"):

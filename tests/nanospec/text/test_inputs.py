@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
 from nanospec.apps.serve.settings import ServeConfig
 from nanospec.config import check_names
-from nanospec.device.devices import plan_cache
+from nanospec.device.resources import plan_cache
 from nanospec.drafters.methods import who_guesses
 from nanospec.text import shown
 from nanospec.text.tokenizer import Tokenizer

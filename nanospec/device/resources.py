@@ -1,4 +1,4 @@
-"""The device of an engine: which one, on how many CPU threads, and how much of its memory becomes KV cache.
+"""The resources of an engine: its device, CPU threads and memory (for the KV cache; errors when it runs out).
 
 The number of CPU threads is set before a model is loaded and does not change afterwards, because in bf16 it
 shows in the last bit of PyTorch's sums.

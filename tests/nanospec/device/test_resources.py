@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanospec import SamplingParams
-from nanospec.device import devices
-from nanospec.device.devices import cpu_quota, current, resolve_device, use_threads
+from nanospec.device import resources
+from nanospec.device.resources import cpu_quota, current, resolve_device, use_threads
 from tests.drive import Job, make_engine, run
 from tests.tiny import tiny_model
 
@@ -25,7 +25,7 @@ class Entered:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices: list[torch.device] = []
         self.depth = 0
-        monkeypatch.setattr(devices, "current", self._current)
+        monkeypatch.setattr(resources, "current", self._current)
 
     @contextmanager
     def _current(self, device: torch.device) -> Iterator[None]:
@@ -104,12 +104,12 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are() 
 
 def test_the_number_of_threads_is_the_users_or_what_a_quota_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     def used(wanted: Any, quota: float) -> int:
-        monkeypatch.setattr(devices, "cpu_quota", lambda: quota)
+        monkeypatch.setattr(resources, "cpu_quota", lambda: quota)
         use_threads(wanted)
         return torch.get_num_threads()
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
+    monkeypatch.setattr(resources, "DEFAULT_THREADS", 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
         assert [used("auto", quota) for quota in (0.5, 1.2, 7.0, math.inf)] == [1, 2, 2, 2]
