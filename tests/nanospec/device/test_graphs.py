@@ -150,6 +150,7 @@ def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int)
     replay = recording.replay
 
     def spy() -> None:
+        assert (table.stop_ids[:2] == -1).all()
         replay()
         steps.append(int(recording.result.report[:, 1].sum()))  # drafts of both rows
 

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 import torch
+from torch import Tensor
 
 from nanospec.device.timing import SIZES, attention_ms, forward_ms
 from nanospec.kernels.batch import Batch
@@ -38,7 +39,7 @@ def test_slow_passes_are_repeated_less_unless_devices_must_agree(
     model, passes, forward = tiny_model(), Counter[int](), Model.forward
     clock = count(step=seconds_per_pass / 2)
 
-    def counting(self: Model, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
+    def counting(self: Model, batch: Batch, kv_cache: Tensor) -> Tensor:
         passes[batch.num_tokens] += 1
         return forward(self, batch, kv_cache)
 
@@ -46,7 +47,8 @@ def test_slow_passes_are_repeated_less_unless_devices_must_agree(
     model.num_devices = devices
     monkeypatch.setattr(Model, "forward", counting)
     monkeypatch.setattr("nanospec.device.timing.time.perf_counter", lambda: next(clock))
-    forward_ms(model, worker.kv_cache, worker.table, 64)
+    times = forward_ms(model, worker.kv_cache, worker.table, 64)
+    assert set(times.values()) == {seconds_per_pass / 2 * 1000}
     assert passes[1] == short
     assert passes[64] == long
 
@@ -54,10 +56,10 @@ def test_slow_passes_are_repeated_less_unless_devices_must_agree(
 def test_measuring_leaves_cache_and_rows_as_they_are(model: Model) -> None:
     worker = make_engine(model, "auto", max_num_seqs=3, enforce_eager=True).worker
     worker.kv_cache.fill_(7)
-    before = [column.clone() for column in worker.table if isinstance(column, torch.Tensor)]
+    before = [column.clone() for column in worker.table if isinstance(column, Tensor)]
     costs = worker.measure()
     assert (worker.kv_cache == 7).all()
-    after = (column for column in worker.table if isinstance(column, torch.Tensor))
+    after = (column for column in worker.table if isinstance(column, Tensor))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert costs.packed
     assert max(costs.packed) >= 3 * (worker.max_k + 1)
@@ -68,3 +70,16 @@ def test_a_window_too_short_for_a_context_has_no_attention_to_time(model: Model)
     vocab_size = model.config.vocab_size
     assert attention_ms(model, Table.empty(2, 4, 16, vocab_size, "cpu"), {1: 1.0, 2: 2.0}) == (0, 0)
     attention_ms(model, Table.empty(2, 5, 16, vocab_size, "cpu"), {1: 1.0, 2: 2.0})
+
+
+def test_attention_takes_what_passes_take_beyond_those_without_a_context(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here 1 ms for each token, and for each of 64 positions of two rows what is to be found."""
+
+    def times(model: Model, kv_cache: Tensor, table: Table, batches: dict[int, Batch]) -> dict[int, float]:
+        return {q: batch.num_tokens + 2 * 64 * (0.003 + 0.001 * q) for q, batch in batches.items()}
+
+    monkeypatch.setattr("nanospec.device.timing._least_ms", times)
+    table = Table.empty(2, 64 + 4, 16, model.config.vocab_size, "cpu")
+    assert attention_ms(model, table, {1: 1.0, 2: 2.0}) == pytest.approx((0.003, 0.001))
