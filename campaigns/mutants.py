@@ -113,7 +113,11 @@ TESTS: dict[str, list[str]] = {
         SPLIT + f"{name}.py" for name in ("group", "job", "launch", "worker", "program")
     ],
     "nanospec/apps/json_input.py": ["tests/nanospec/apps/test_json_input.py"],
-    "nanospec/apps/cli/batch": [BATCH + ".py", BATCH + "_openai.py"],
+    "nanospec/apps/cli/batch": [
+        BATCH + ".py",
+        BATCH + "_openai.py",
+        "tests/nanospec/apps/cli/test_main.py::test_a_prompt_may_come_from_standard_input",
+    ],
     "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "faults.py", SERVE + "nobody_waits.py"],
     "nanospec/apps/serve/requests.py": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py"],
 }

@@ -91,10 +91,13 @@ def test_bad_lines_are_named(tmp_path: Path, line: bytes, sentence: str) -> None
     assert len(str(caught.value)) < 1000
 
 
-def test_a_line_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanospec.apps.cli.batch_lines.MAX_LINE", 1 << 20)
     with pytest.raises(LineError, match=r"/dev/zero line 1 is longer than 1 MB, the limit of a request\."):
         tasks("/dev/zero")
+    longest = tmp_path / "requests.jsonl"
+    longest.write_bytes(b'{"prompt": "x"}'.ljust(1 << 20))
+    assert len(tasks(longest)) == 1
 
 
 def test_of_a_large_file_without_results_only_the_beginning_is_read(tmp_path: Path) -> None:
