@@ -94,7 +94,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/engine/engine.py": [*GUIDED, SIMULATED, MEMORY, *HOST, POLICY[1], DRAFTERS + "acceptance.py"],
     "nanospec/device/step.py": [DEVICE + "step.py", DEVICE + "compiled_step.py", *GUIDED[:2]],
     "nanospec/device/worker.py": [DEVICE + "resources.py", DEVICE + "waiting.py", MEMORY, HOST[0]],
-    "nanospec/device/orders.py": [ENGINE + "request.py", LOGPROBS, HOST[0]],
+    "nanospec/device/orders.py": [DEVICE + "orders.py", ENGINE + "request.py", LOGPROBS, HOST[0]],
     "nanospec/device/timing.py": [DEVICE + "timing.py", *GRAPHS],
     "nanospec/device/graphs.py": [*GRAPHS, DEVICE + "step.py"],
     "nanospec/drafters/policy.py": POLICY,
@@ -105,13 +105,14 @@ TESTS: dict[str, list[str]] = {
     ],
     "nanospec/drafters/medusa.py": [DRAFTERS + "heads.py", DRAFTERS + "drafters.py"],
     "nanospec/drafters/": [DRAFTERS + "simple_drafter.py", DRAFTERS + "drafters.py"],
-    "nanospec/extras/grammar/": [
-        GRAMMAR + f"{name}.py" for name in ("response_format", "mask", "grammar", "guided_rows", "guided")
-    ],
+    "nanospec/extras/grammar/response_format.py": [GRAMMAR + "response_format.py", GUIDED[2]],
+    "nanospec/extras/grammar/grammar.py": [GRAMMAR + "grammar.py", GRAMMAR + "guided_rows.py"],
+    "nanospec/extras/grammar/extension.py": [GRAMMAR + "mask.py", *GUIDED, GRAMMAR + "guided_rows.py"],
     "nanospec/extras/tensor_parallel/shard.py": [LAYER + "parts.py", SPLIT + "shard.py"],
-    "nanospec/extras/tensor_parallel/": [
-        SPLIT + f"{name}.py" for name in ("group", "job", "launch", "worker", "program")
-    ],
+    "nanospec/extras/tensor_parallel/group.py": [SPLIT + "group.py", SPLIT + "worker.py"],
+    "nanospec/extras/tensor_parallel/job.py": [SPLIT + "job.py", SPLIT + "launch.py"],
+    "nanospec/extras/tensor_parallel/launch.py": [SPLIT + "launch.py"],
+    "nanospec/extras/tensor_parallel/worker.py": [SPLIT + "worker.py", SPLIT + "program.py"],
     "nanospec/apps/json_input.py": ["tests/nanospec/apps/test_json_input.py"],
     "nanospec/apps/cli/batch": [
         BATCH + ".py",

@@ -1,0 +1,66 @@
+"""What is written into the row of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec.config import GREEDY_BELOW, SamplingParams, SpecConfig
+from nanospec.device.orders import Admission, write_row
+from nanospec.kernels import EXACT, MAX_STOP_IDS, RULES
+from nanospec.kernels.table import Table
+
+VOCABULARY = 16
+BRANCHING = SpecConfig(num_speculative_tokens=4, tree_width=3, acceptance="rejection")
+
+
+def row_of(params: SamplingParams, constrained: bool = False) -> Table:
+    """A table of one row, filled with junk before: a request of two prompt tokens that has given three."""
+    table = Table.empty(1, 32, 16, VOCABULARY, "cpu")
+    for column in table[:-5]:
+        column.fill_(1)
+    request = Admission(0, [5, 6, 7, 7, 8], 2, 20, [0], 0, 99, (3, 4), params, constrained)
+    write_row(table, request, BRANCHING)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("column", "asked", "expected"),
+    [
+        ("num_tokens", {}, 5),
+        ("max_len", {}, 20),
+        ("limit", {}, 4),
+        ("limit", {"num_speculative_tokens": 0}, 0),
+        ("limit", {"num_speculative_tokens": 9}, 4),
+        ("limit", {"constrained": True}, 0),
+        ("width", {}, 3),
+        ("width", {"tree_width": 2}, 2),
+        ("width", {"tree_width": 5}, 3),
+        ("rule", {}, RULES.index("rejection")),
+        ("rule", {"acceptance": "typical"}, RULES.index("typical")),
+        ("rule", {"constrained": True}, EXACT),
+        ("temperature", {"temperature": GREEDY_BELOW / 2}, 0),
+        ("temperature", {"temperature": GREEDY_BELOW}, pytest.approx(GREEDY_BELOW)),
+        ("top_k", {"top_k": 7}, 7),
+        ("top_k", {"top_k": -1}, 0),
+        ("min_len", {"min_tokens": 4}, 6),
+        ("min_len", {"min_tokens": 99, "max_tokens": None}, 20),
+        ("penalized", {}, False),
+        ("penalized", {"frequency_penalty": 0.5}, True),
+    ],
+)
+def test_a_row_has_what_its_request_asks_for(column: str, asked: dict[str, Any], expected: Any) -> None:
+    constrained = asked.get("constrained", False)
+    params = SamplingParams(**{name: v for name, v in asked.items() if name != "constrained"})
+    assert getattr(row_of(params, constrained), column).item() == expected
+
+
+def test_a_row_has_its_tokens_and_what_they_count_for() -> None:
+    table = row_of(SamplingParams(logit_bias={2: 1.5}))
+    assert table.tokens[0, :5].tolist() == [5, 6, 7, 7, 8]
+    assert table.stop_ids[0].tolist() == [3, 4] + [-1] * (MAX_STOP_IDS - 2)
+    assert table.in_prompt[0].nonzero().flatten().tolist() == [5, 6]
+    assert table.output_counts[0].tolist() == [0] * 7 + [2, 1] + [0] * (VOCABULARY - 9)
+    assert torch.equal(table.bias[0], 1.5 * (torch.arange(VOCABULARY) == 2))
