@@ -75,5 +75,5 @@ def test_a_format_is_copied_and_text_asks_for_nothing() -> None:
         wide = [wide, wide]
     with pytest.raises(ValueError, match="at most 64 levels deep and 65,536 bytes"):
         checked({"type": "unknown", "wide": wide})
-    assert checked({"type": "text"}) is None
+    assert checked({"type": "text"}) is checked(None) is None
     assert checked({**ANY_JSON, "json_schema": None}) == ANY_JSON
