@@ -18,7 +18,7 @@ from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.drafters.methods import Guessers, who_guesses
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
-from nanospec.extras import loading
+from nanospec.extras import create_extensions
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig
@@ -83,7 +83,7 @@ def make_engine(
     if heads is not None:
         ready["medusa"] = MedusaDrafter(spec, heads, model)
     made = drafters_of(spec, Target(model), ready, drafter)
-    return Engine(config, Worker(config, model, made, loading.wanted(config, tokenizer)), tokenizer)
+    return Engine(config, Worker(config, model, made, create_extensions(config, tokenizer)), tokenizer)
 
 
 def drafters_of(

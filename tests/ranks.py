@@ -22,7 +22,7 @@ from nanospec.config import EngineConfig
 from nanospec.drafters import Drafter, Target
 from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
-from nanospec.extras.loading import wanted
+from nanospec.extras import create_extensions
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.job import Job, report_failure
 from nanospec.extras.tensor_parallel.shard import Shard
@@ -128,7 +128,7 @@ def split_engine(
     def parts(rank: int) -> tuple[Any, ...]:
         model = part_of(config, weights, groups[rank])
         made = load_drafters(options.spec, Target(model)) if drafter is None else drafter(model, groups[rank])
-        return options, model, made, wanted(options)
+        return options, model, made, create_extensions(options)
 
     def be(rank: int) -> None:
         try:

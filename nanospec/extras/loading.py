@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..device.extension import Extension
 from ..device.resources import current, explained, in_a_step, resolve_device, use_threads
 from ..device.worker import Worker
 from ..drafters.methods import Guessers, load_parts
 from ..text.tokenizer import Tokenizer
-from .grammar.extension import Grammar
+from . import create_extensions
 
 
 def load_worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
@@ -26,15 +25,4 @@ def load_worker(config: EngineConfig, folder: Path, drafter: Guessers | None, to
     with current(device), explained(f"the weights on {device}", smaller):
         model, drafters = load_parts(config, folder, drafter, tokenizer, device)
     with explained(f"the engine beside the weights on {device}", in_a_step(config)):
-        return Worker(config, model, drafters, wanted(config, tokenizer))
-
-
-def wanted(config: EngineConfig, tokenizer: Tokenizer | None = None) -> list[Extension]:
-    """Return the extensions of an engine, which every rank creates alike. Only the process with the engine
-    needs the tokenizer."""
-    found: list[Extension] = [Grammar(tokenizer)]
-    if config.trace:
-        from .tracing.recorder import Recorder
-
-        found.append(Recorder())  # last, so that it sees all drafts
-    return found
+        return Worker(config, model, drafters, create_extensions(config, tokenizer))

@@ -29,7 +29,7 @@ from ...drafters.methods import Guessers, load_parts, who_guesses
 from ...models.families import read_config
 from ...text import shown
 from ...text.tokenizer import Tokenizer
-from ..loading import wanted
+from .. import create_extensions
 from .group import Group, Place, torchrun_place
 from .job import LOOK, Job, RankFailed, report_failure
 from .shard import Shard, check_split
@@ -178,4 +178,5 @@ def _worker(arguments: Arguments, tokenizer: Tokenizer, group: Group, job: Job |
     config, split = arguments[0], partial(Shard, group=group)
     with current(group.device):
         model, drafters = load_parts(*arguments, tokenizer, group.device, split)
-    return Rank(group, job, config, model, drafters, wanted(config, tokenizer if job else None))
+    extensions = create_extensions(config, tokenizer if job else None)
+    return Rank(group, job, config, model, drafters, extensions)

@@ -20,7 +20,7 @@ from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.methods import NgramDrafter
 from nanospec.engine.engine import Engine
-from nanospec.extras import loading
+from nanospec.extras import create_extensions
 from nanospec.extras.tensor_parallel import job as ranks
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.shard import Shard
@@ -238,7 +238,7 @@ def test_an_engine_that_is_dropped_ends_its_job(mode: str) -> None:
     """What the end of the job needs, such as the captured steps, must not keep the worker."""
     of, [group], job = whole(), groups_of(1), ranks.Job([], HashStore(), 30)
     options, job.group = options_of(1, of, "ngram", 3, trace=True, **MODES[mode]), group
-    engine = Engine(options, Rank(group, job, options, of.model, (), loading.wanted(options)))
+    engine = Engine(options, Rank(group, job, options, of.model, (), create_extensions(options)))
     run(engine, [Job([1, 2, 1, 2], SamplingParams(max_tokens=5))])
     assert job.failure is None
     del engine
