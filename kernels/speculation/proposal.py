@@ -7,14 +7,13 @@ come before their children, so the first n drafts of a tree are a tree too, and 
 `lay_out` gives every row K + 1 tokens, in the padded layout of `batch.py`. It does not trust the drafter:
 drafts beyond the request's `max_len` are dropped, and so are all from the first outside the vocabulary or
 without an earlier parent. Padding rows (-1) and rows whose request has ended get q_len 0, slots of -1 and a
-request row of -1, so that later operations skip them without knowing why. Drafts that form trees get the
-positions of their depth, and each the mask of its ancestors. `lay_out_text` is `Batch.of_grid` in
-one launch: tokens of the rows' own texts, for a drafter that writes ahead. Kernel: one program per row and
-1024 pages.
+request row of -1, so that later operations skip them. Drafts that form trees get the positions of their
+depth, and each the mask of its ancestors. `lay_out_text` is `Batch.of_grid` in one launch: tokens of the
+rows' own texts, for a drafter that writes ahead. Kernel: one program per row and 1024 pages.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,19 +37,42 @@ class Proposal(NamedTuple):
     num_drafts: Tensor  # [B] int32
     source: Tensor  # [B, K] int32, index in the row's history that each draft was copied from, else GUESSED
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 where there is none
-    # [B] int32, the index of the row's drafter in the method ("ngram+draft": 0, 1); without drafts it means
-    # nothing, and may be NOBODY.
-    drafter: Tensor
+    drafter: Tensor  # [B] int32, its index in the method ("ngram+draft": 0, 1); without drafts anything
     parents: Tensor | None = None  # [B, K] int32, trees only: the place (0 .. K) that each draft follows
     logits: Tensor | None = None  # [B, K, V], just what the drafts were drawn from, if a model drew them
-    # [B] bool, whether a row's chain was drawn from `logits`; None: all, if there are logits without parents.
-    sampled: Tensor | None = None
+    sampled: Tensor | None = None  # [B] bool, the rows drawn from `logits`; None: all, without parents
 
 
 def empty_proposal(rows: Tensor, k: int, tree: bool = False) -> Proposal:
     """Return memory for a proposal of `rows` [B]."""
     B = len(rows)
     return Proposal(*map(rows.new_empty, [(B, k), (B,), (B, k), (B,), (B,), *[(B, k)] * tree]))
+
+
+def merge(in_first: Tensor, first: Proposal, second: Proposal) -> Proposal:
+    """Return the rows of `first` where `in_first` [B] is true, else those of `second`. The logits are those
+    of `second` if it has some; drafts that were drawn from others count as not drawn."""
+
+    def choose(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(in_first if one.dim() == 1 else in_first[:, None], one, other)
+
+    def drawn(given: Proposal) -> Any:  # from `logits`: [B] bool, or a bool for all rows
+        return given.logits is logits and (given.parents is None if given.sampled is None else given.sampled)
+
+    is_tree = first.parents is not None or second.parents is not None
+    parents = choose(parents_of(first), parents_of(second)) if is_tree else None
+    logits = first.logits if second.logits is None else second.logits
+    sampled = None if logits is None else torch.where(in_first, drawn(first), drawn(second))
+    rows = Proposal(*map(choose, first[:5], second[:5]))
+    return rows._replace(parents=parents, logits=logits, sampled=sampled)
+
+
+def parents_of(proposal: Proposal) -> Tensor:
+    """Return the parents [B, K] of a proposal; a chain is a tree as well."""
+    if proposal.parents is not None:
+        return proposal.parents
+    B, k = proposal.drafts.shape
+    return torch.arange(k, dtype=torch.int32, device=proposal.drafts.device).expand(B, k)
 
 
 def room(table: Table, rows: Tensor, k: int) -> Tensor:

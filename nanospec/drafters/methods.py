@@ -23,7 +23,7 @@ from ..config import EngineConfig, SpecConfig
 from ..kernels import NOBODY
 from ..kernels.batch import Batch
 from ..kernels.speculation import ngram
-from ..kernels.speculation.proposal import Proposal, room
+from ..kernels.speculation.proposal import Proposal, merge, room
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.config import ModelConfig
@@ -176,12 +176,14 @@ def propose(
         else:
             made = _timed(drafter, table, left, most, times)
         if most < k:
-            made = made._replace(**{
-                name: F.pad(part, (0, k - most))
-                for name in ("drafts", "source", "parents")
-                if (part := getattr(made, name)) is not None
-            })  # fmt: skip
-        found = made if found is None else _merged(found, made, code)
+            pad = 0, k - most
+            drafts, source = F.pad(made.drafts, pad), F.pad(made.source, pad)
+            parents = None if made.parents is None else F.pad(made.parents, pad)
+            made = made._replace(drafts=drafts, source=source, parents=parents)
+        if found is not None:
+            codes = torch.where(made.num_drafts > 0, code, nothing(rows, 1).drafter)
+            made = merge(found.num_drafts > 0, found, made._replace(drafter=codes))
+        found = made
     return nothing(rows, k) if found is None else found
 
 
@@ -234,27 +236,3 @@ def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
             raise ValueError(f"{drafter.name}.propose gave {name} of {given}; it must be {wanted}.")
     parts = zip(made._fields[:6], made)
     return made._replace(**{name: part.int().contiguous() for name, part in parts if part is not None})
-
-
-def _merged(first: Proposal, second: Proposal, code: int) -> Proposal:
-    """Return the drafts of `first` where it has some, else those of `second`, the drafter `code`."""
-    done = first.num_drafts > 0
-
-    def chosen(one: Tensor, other: Tensor) -> Tensor:
-        return torch.where(done if one.dim() == 1 else done[:, None], one, other)
-
-    second = second._replace(drafter=torch.where(second.num_drafts > 0, code, nothing(done, 1).drafter))
-    parents = None
-    if first.parents is not None or second.parents is not None:
-        parents = chosen(_parents(first), _parents(second))
-    logits, sampled = (first.logits, done) if second.logits is None else (second.logits, ~done)
-    merged = Proposal(*map(chosen, first[:5], second[:5]))
-    return merged._replace(parents=parents, logits=logits, sampled=sampled)
-
-
-def _parents(proposal: Proposal) -> Tensor:
-    """Return the parents of a proposal; a chain is a tree as well."""
-    if proposal.parents is not None:
-        return proposal.parents
-    B, k = proposal.drafts.shape
-    return torch.arange(k, dtype=torch.int32, device=proposal.drafts.device).expand(B, k)

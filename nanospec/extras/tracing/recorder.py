@@ -25,7 +25,7 @@ from ...device.resources import compute_info, current
 from ...device.worker import Worker
 from ...engine.engine import Engine, Queued
 from ...engine.request import Request
-from ...kernels.speculation.proposal import Proposal, num_valid
+from ...kernels.speculation.proposal import Proposal, num_valid, parents_of
 from ...kernels.table import Table
 from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED
@@ -61,9 +61,7 @@ class Recorder(Extension):
         k, row = proposal.drafts.shape[1], torch.where(rows >= 0, rows, table.num_rows)
         self._lines[row, 0] = table.num_tokens[rows.clamp(min=0)]
         self._lines[row, 1] = num_valid(proposal, proposal.num_drafts, table.vocab_size)
-        chain = torch.arange(k, dtype=torch.int32, device=rows.device).expand(len(rows), k)
-        parents = chain if proposal.parents is None else proposal.parents
-        made = torch.stack((proposal.drafts, proposal.source, parents), 1)  # [B, 3, k]
+        made = torch.stack((proposal.drafts, proposal.source, parents_of(proposal)), 1)  # [B, 3, k]
         self._lines[:, 2:].unflatten(1, (3, -1))[row, :, :k] = made.int()
         return proposal
 

@@ -9,7 +9,16 @@ from torch import Tensor
 from nanospec.kernels import STOPPED
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import Backend, forced
-from nanospec.kernels.speculation.proposal import Proposal, launch, lay_out, lay_out_text, naive, native
+from nanospec.kernels.speculation.proposal import (
+    Proposal,
+    launch,
+    lay_out,
+    lay_out_text,
+    merge,
+    naive,
+    native,
+    parents_of,
+)
 from tests.kernels.batches import compiled, ints, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -148,3 +157,29 @@ def test_a_tree_is_laid_out_by_depth_and_packed_without_its_padding() -> None:
     assert batch.parents.tolist() == [0, 0, 1, 0, 3, 0, 0]
     assert batch.q_start.tolist() == [0, 5]
     assert (batch.max_q_len, batch.max_kv_len, batch.padded) == (5, 19, False)
+
+
+def sampled(proposal: Proposal) -> list[bool]:
+    assert proposal.sampled is not None
+    assert proposal.sampled.dtype == torch.bool
+    return proposal.sampled.tolist()
+
+
+def test_merged_rows_were_drawn_from_the_logits_that_are_kept() -> None:
+    """Of three proposals only the second is drawn; the third is for the row that the others left."""
+    plain, logits = random_proposal(3, 2), torch.randn(3, 2, 9)
+    both = merge(ints(1, 0, 0).bool(), plain, plain._replace(logits=logits))
+    assert sampled(both) == [False, True, True]
+    three = merge(ints(1, 1, 0).bool(), both, plain)
+    assert three.logits is logits
+    assert sampled(three) == [False, True, False]
+    last = merge(ints(0, 1, 1).bool(), three, plain._replace(logits=logits + 1))
+    assert sampled(last) == [True, False, False]
+
+
+def test_a_tree_merged_with_a_chain_is_a_tree() -> None:
+    chain, tree = random_proposal(2, 3), random_proposal(2, 3, tree=True)
+    merged = merge(ints(1, 0).bool(), chain, tree._replace(logits=torch.randn(2, 3, 9)))
+    assert merged.drafts.tolist() == [chain.drafts[0].tolist(), tree.drafts[1].tolist()]
+    assert parents_of(merged).tolist() == [[0, 1, 2], parents_of(tree)[1].tolist()]
+    assert sampled(merged) == [False, False]
