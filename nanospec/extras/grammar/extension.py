@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 import torch
@@ -25,11 +25,13 @@ from ...kernels import NOBODY
 from ...kernels.batch import Batch
 from ...kernels.launch import use_native
 from ...kernels.native import call
-from ...kernels.speculation.proposal import Proposal
+from ...kernels.speculation.proposal import Proposal, merge
 from ...kernels.table import Table
 from ...kernels.transfer import upload, write
 from ...text.tokenizer import Tokenizer
-from .grammar import Draft, Grammars, Guide
+
+if TYPE_CHECKING:  # else imported by the first request with a `response_format`
+    from .grammar import Draft, Grammars
 
 PLAN_SECONDS = 0.02  # of a step, after which no more drafts are made in it: some masks take milliseconds
 
@@ -44,10 +46,10 @@ class Grammar(Extension):
             when a request first has a grammar.
     """
 
-    method = "grammar"  # in statistics
+    method = "grammar"
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: None in a process that has no engine."""
+        """`tokenizer`: None in a process without an engine."""
         self._tokenizer = tokenizer
 
     def attach(self, worker: Any) -> None:
@@ -60,6 +62,8 @@ class Grammar(Extension):
     def _grammars(self) -> Grammars:
         if self._tokenizer is None:
             raise ValueError("response_format needs a tokenizer, which has the texts of tokens; load one.")
+        from .grammar import Grammars
+
         return Grammars(self._tokenizer, self._worker.model.config.vocab_size)
 
     def admit(self, row: int) -> None:
@@ -89,35 +93,22 @@ class Grammar(Extension):
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
         k, lines = proposal.drafts.shape[1], self.lines[rows.clamp(min=0)]
         first, count, match_len = lines[:, :3].unbind(1)
-        mine = (rows >= 0) & (first >= 0)
         tokens, sources = (part[:, :k] for part in lines[:, 3:].chunk(2, 1))
         code = self._worker.methods.index(self.method)
-        chain = torch.arange(k, dtype=torch.int32, device=rows.device)
-        sampled = proposal.sampled
-        if proposal.logits is not None:  # none of these drafts was drawn from them
-            drawn = torch.full_like(mine, proposal.parents is None) if sampled is None else sampled
-            sampled = drawn & ~mine
-        return Proposal(
-            torch.where(mine[:, None], tokens, proposal.drafts),
-            torch.where(mine, count, proposal.num_drafts),
-            torch.where(mine[:, None], sources, proposal.source),
-            torch.where(mine, match_len, proposal.match_len),
-            torch.where(mine, torch.where(count > 0, code, NOBODY), proposal.drafter).int(),
-            None if proposal.parents is None else torch.where(mine[:, None], chain, proposal.parents),
-            proposal.logits,
-            sampled,
-        )
+        drafter = torch.full_like(count, code).masked_fill(count <= 0, NOBODY)
+        drafts = Proposal(tokens, count, sources, match_len, drafter)
+        return merge((rows >= 0) & (first >= 0), drafts, proposal)
 
     def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
         """Leave out guided rows, whose logits are not the model's."""
-        mine = self._first_of(batch.rows) >= 0
-        drafter = proposal.drafter.masked_fill(mine, NOBODY)
-        return proposal._replace(drafter=drafter), replace(batch, rows=batch.rows.masked_fill(mine, -1))
+        guided = self._first_of(batch.rows) >= 0
+        drafter = proposal.drafter.masked_fill(guided, NOBODY)
+        return proposal._replace(drafter=drafter), replace(batch, rows=batch.rows.masked_fill(guided, -1))
 
     def change(self, logits: Tensor, batch: Batch) -> None:
-        place = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
-        b = torch.searchsorted(batch.q_start, place, right=True) - 1  # the batch row of each token
-        i, first = place - batch.q_start[b], self._first_of(batch.rows)[b]
+        token = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        b = torch.searchsorted(batch.q_start, token, right=True) - 1  # the batch row of each token
+        i, first = token - batch.q_start[b], self._first_of(batch.rows)[b]
         mask(logits, self.allowed, torch.where((first >= 0) & (i < batch.q_len[b]), first + i, -1).int())
 
     def check(self, params: SamplingParams) -> None:
@@ -125,18 +116,19 @@ class Grammar(Extension):
             self._grammars.check(params)
 
     def new(self, request: Request) -> None:
-        if (asked := request.params.response_format) is not None and asked["type"] != "text":
-            request.constraint, request.stats.acceptance = self._grammars.guide(asked), "exact"
+        if (given := request.params.response_format) is not None and given["type"] != "text":
+            request.constraint, request.stats.acceptance = self._grammars.guide(given), "exact"
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, Draft]] | None:
-        end, spec, found = time.perf_counter() + PLAN_SECONDS, self._worker.config.spec, []
+        end, spec, drafts = time.perf_counter() + PLAN_SECONDS, self._worker.config.spec, []
         lengths = spec.prompt_lookup_min, spec.prompt_lookup_max
         with self._worker.stages["propose"]:
             for request, limit in zip(requests, limits, strict=True):
-                if isinstance(guide := request.constraint, Guide):
+                if request.constraint is not None:
+                    guide: Any = request.constraint  # a `Guide`, of `new`
                     most = max(min(limit, request.max_len - request.num_tokens - 1), 0)
-                    found.append((request.row, guide.plan(request.tokens, most, *lengths, end)))
-        return found or None
+                    drafts.append((request.row, guide.plan(request.tokens, most, *lengths, end)))
+        return drafts or None
 
 
 def mask(logits: Tensor, allowed: Tensor, at: Tensor) -> None:
@@ -149,10 +141,10 @@ def mask(logits: Tensor, allowed: Tensor, at: Tensor) -> None:
     """
     V, words = logits.shape[1], allowed.shape[1]
     if use_native(logits, torch.bfloat16, torch.float32):
-        given = logits, logits.stride(0), logits.dtype == torch.bfloat16, *logits.shape
-        call("nanospec_mask", *given, allowed, allowed.stride(0), words, at, torch.get_num_threads())
+        matrix = logits, logits.stride(0), logits.dtype == torch.bfloat16, *logits.shape
+        call("nanospec_mask", *matrix, allowed, allowed.stride(0), words, at, torch.get_num_threads())
         return
-    own = F.pad(allowed[at.clamp(min=0).long()], (0, max(-(-V // 32) - words, 0))).view(torch.uint8)
+    masks = F.pad(allowed[at.clamp(min=0).long()], (0, max(-(-V // 32) - words, 0))).view(torch.uint8)
     bit = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    barred = (own[..., None] >> bit & 1 == 0).flatten(1)[:, :V]
-    logits.masked_fill_(barred & (at >= 0)[:, None], float("-inf"))
+    forbidden = (masks[..., None] >> bit & 1 == 0).flatten(1)[:, :V]
+    logits.masked_fill_(forbidden & (at >= 0)[:, None], float("-inf"))

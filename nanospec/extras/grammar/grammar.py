@@ -1,12 +1,12 @@
 """Constraints on an output as masks of tokens: grammars, compiled and followed by llguidance (an extra).
 
-    Grammars    compiles what `SamplingParams(response_format=...)` asks, for one tokenizer
+    Grammars    compiles the grammars of `SamplingParams(response_format=...)`, for one tokenizer
     Guide       follows the output of one request: which tokens may come next, and drafts
 
-A guide sees committed tokens only. Drafts are made here, on the host, as each must be followed to know the
-mask after it: tokens that the grammar forces, and those that a lookup in the request's own text finds, up to
-where the grammar would break. A mask depends on the tokens before it only, so the output is the same with
-drafts and without.
+A guide sees committed tokens only. Drafts are made here, on the host, as the matcher must consume each to
+give the mask after it: tokens that the grammar forces, and those that a lookup in the request's own text
+finds, up to the first that the grammar does not allow. A mask depends on the tokens before it only, so the
+output is the same with drafts and without.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ...text import reason
 from ...text.tokenizer import Tokenizer
 from .response_format import check_together, checked
 
-FORCED = 64  # length of the "match" of tokens that the grammar forces: longer than any, as they are right
+FORCED = 64  # `match_len` of tokens that the grammar forces: longer than any, as they are always accepted
 LIMITS: Any = {"verbose_errors": False}  # beside llguidance's own
 CACHED = 32  # compiled grammars that are kept
-# Fixed separators: endless white space is what models fall for, and what is fixed can be guessed.
+# Fixed separators: models tend to endless white space, and fixed separators can be guessed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 POINTER = re.compile(r"\s*(\^+|\d+ \|.*|<non-verbose/>)\s*")
 MISSING = "response_format needs the library llguidance: pip install 'nanospec[grammar]'."
 
 
 class Draft(NamedTuple):
-    """What is guessed for a request, and what may come.
+    """The drafts for a request, and the masks of its step.
 
     Attributes:
         tokens, sources, match_len: see `Proposal`.
-        masks: at the last committed token and at each guess, which tokens may follow: a bit each.
+        masks: after the last committed token and after each draft, which tokens may follow: a bit each.
     """
 
     tokens: list[int]
@@ -51,7 +51,8 @@ class Draft(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A grammar at its beginning: llguidance's matcher, never advanced; the first mask; tokens that end."""
+    """A grammar at its beginning: llguidance's matcher, never advanced; the first mask; the tokens that end
+    an output."""
 
     matcher: Any
     first: bytes
@@ -59,32 +60,27 @@ class Compiled(NamedTuple):
 
 
 class Guide:
-    """Follows one output.
-
-    Attributes:
-        ended: nothing may follow but the end.
-        error: why it can follow no further, a sentence.
-    """
+    """Follows one output, as `device.extension.Constraint`."""
 
     ended = False
     error: str | None = None
 
     def __init__(self, grammar: Compiled) -> None:
         self._grammar, self._matcher = grammar, grammar.matcher.deep_copy()
-        self._allowed = grammar.first  # what may come next
+        self._allowed = grammar.first  # the mask of the next token
         self._tokens: list[int] = []
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take committed tokens, the end itself not among them; returns how many belong to the output: none
-        behind the one that ends it."""
+        """Consume committed tokens, without the token that ends the text; return how many belong to the
+        output: none after the one that completes the grammar."""
         matcher, taken = self._matcher, self._matcher.try_consume_tokens(list(tokens))
         if taken == len(tokens) and not matcher.is_stopped():
             self._allowed = matcher.compute_bitmask()
         self.ended = matcher.is_stopped() and not matcher.is_error()
         if not self.ended and (taken < len(tokens) or matcher.is_error()):
             taken = min(taken + 1, len(tokens))
-            why, count = matcher.get_error() or "a token that it does not allow", len(self._tokens) + taken
-            self.error = f"response_format could not be followed beyond {count} tokens: {_said(why)}."
+            error, count = matcher.get_error() or "a token that it does not allow", len(self._tokens) + taken
+            self.error = f"response_format could not be followed beyond {count} tokens: {_message(error)}."
         self._tokens += tokens[:taken]
         return taken
 
@@ -95,7 +91,7 @@ class Guide:
         masks, match_len = [self._allowed], 0
         while len(drafts) < most and not self._matcher.is_stopped():
             before = len(drafts)
-            found, run = self._run(text + drafts, min_n, max_n)
+            length, run = self._run(text + drafts, min_n, max_n)
             for token, source in islice(run, most - before):
                 late = time.perf_counter() > end
                 if late or (mask := self._mask_behind(token, masks[-1])) is None:
@@ -105,9 +101,9 @@ class Guide:
                 masks.append(mask)
             if len(drafts) == before:
                 break
-            match_len = match_len or found
+            match_len = match_len or length
         if not self._matcher.rollback(len(drafts)) or self._matcher.is_error():
-            self._matcher = self._grammar.matcher.deep_copy()  # looking ahead was too much for it
+            self._matcher = self._grammar.matcher.deep_copy()  # looking ahead exceeded its limits
             self._matcher.try_consume_tokens(self._tokens)
         return Draft(drafts, sources, match_len, masks)
 
@@ -140,17 +136,17 @@ class Grammars:
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError with a sentence if the `response_format` is malformed, does not go with the other
         parameters or cannot be compiled."""
-        if (asked := checked(params.response_format)) is not None:
+        if (response_format := checked(params.response_format)) is not None:
             check_together(params)
-            self._compiled(json.dumps(asked))
+            self._compiled(json.dumps(response_format))
 
-    def guide(self, asked: Mapping[str, Any]) -> Guide:
-        """Return the guide of one output; `asked` has passed `check`."""
-        return Guide(self._compiled(json.dumps(checked(asked))))
+    def guide(self, response_format: Mapping[str, Any]) -> Guide:
+        """Return the guide of one output, for a `response_format` that has passed `check`."""
+        return Guide(self._compiled(json.dumps(checked(response_format))))
 
     @cached_property
     def _tokens(self) -> Any:
-        """The tokenizer, as llguidance has it: half a second."""
+        """Convert the tokenizer for llguidance, which takes half a second."""
         if not self._tokenizer.eos_token_ids:
             raise ValueError("response_format needs a model with a token that ends its texts.")
         try:
@@ -162,52 +158,52 @@ class Grammars:
         return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
 
     def _compile(self, text: str) -> Compiled:
-        tokens, asked = self._tokens, json.loads(text)
+        tokens, response_format = self._tokens, json.loads(text)
         from llguidance import LLMatcher, LLParserLimits
 
-        this = f"response_format: this {asked['type']}"
+        what = f"response_format: this {response_format['type']}"
         try:
-            grammar = _grammar_of(asked)
+            grammar = _grammar_of(response_format)
             matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
             first = b"" if matcher.is_error() else matcher.compute_bitmask()
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # of several kinds; a panic in Rust is no Exception
-            raise ValueError(f"{this} is no grammar: {reason(error)}.") from None
+            raise ValueError(f"{what} is no grammar: {reason(error)}.") from None
         if matcher.is_error():
-            raise ValueError(f"{this} cannot be followed: {_said(matcher.get_error())}.")
+            raise ValueError(f"{what} cannot be followed: {_message(matcher.get_error())}.")
         return Compiled(matcher, first, frozenset(self._tokenizer.eos_token_ids))
 
 
-def _grammar_of(asked: Mapping[str, Any]) -> str:
-    """In llguidance's words."""
+def _grammar_of(response_format: Mapping[str, Any]) -> str:
+    """Return the grammar in llguidance's format."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
-    kind = asked["type"]
+    kind = response_format["type"]
     if kind in ("json_object", "json_schema"):
-        schema = {"type": "object"} if kind == "json_object" else asked[kind]["schema"]
+        schema = {"type": "object"} if kind == "json_object" else response_format[kind]["schema"]
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_STYLE)
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(asked[kind])
+        return LLMatcher.grammar_from_regex(response_format[kind])
     if kind == "choice":
-        texts = dict.fromkeys(asked[kind])  # as a regular expression, since the parser keeps 1,000 apart
+        texts = dict.fromkeys(response_format[kind])  # as one regex: the parser takes 1,000 alternatives
         return LLMatcher.grammar_from_regex("|".join(map(re.escape, texts)))
-    return LLMatcher.grammar_from_lark(any_to_lark(asked[kind]))
+    return LLMatcher.grammar_from_lark(any_to_lark(response_format[kind]))
 
 
 def look_up(text: Sequence[int], min_n: int, max_n: int) -> tuple[int, int]:
     """Return the first of `kernels.speculation.ngram.matches` for a list, or (-1, 0): the index of the token
     that followed it, and its length."""
-    found = array("I", text).tobytes().decode("utf-32-le", "surrogatepass")  # a character for each token
-    for n in range(min(max_n, len(found) - 1), min_n - 1, -1):
-        if (at := found.rfind(found[-n:], 0, -1)) >= 0:
+    characters = array("I", text).tobytes().decode("utf-32-le", "surrogatepass")  # one for each token
+    for n in range(min(max_n, len(text) - 1), min_n - 1, -1):
+        if (at := characters.rfind(characters[-n:], 0, -1)) >= 0:
             return at + n, n
     return -1, 0
 
 
-def _said(error: str) -> str:
-    """A message of llguidance as part of a sentence, without the lines that point into the grammar."""
+def _message(error: str) -> str:
+    """Return an error of llguidance as part of a sentence, without the lines that point into the grammar."""
     if error.startswith("NoExtension"):
         return "it allows no text"
     lines = [line.strip() for line in error.splitlines() if not POINTER.fullmatch(line)]

@@ -31,20 +31,20 @@ LEAST = -9 * 10**18  # of the numbers in a schema
 BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # of JSON; strings match too, to skip brackets in them
 
 
-def checked(asked: Any) -> dict[str, Any] | None:
+def checked(given: Any) -> dict[str, Any] | None:
     """Return a copy of a `response_format`, None for any text. Raises ValueError with a sentence."""
-    asked = _plain(asked)  # first, as messages show what was asked
-    if asked is None:
+    given = _plain(given)  # first, as messages show it
+    if given is None:
         return None
-    if not isinstance(asked, dict) or asked.get("type") not in TYPES:
+    if not isinstance(given, dict) or given.get("type") not in TYPES:
         types = ", ".join(map(repr, TYPES))
-        raise ValueError(f"response_format={shown(asked)} must be an object whose 'type' is one of {types}.")
-    kind = asked["type"]
-    found = {name: value for name, value in asked.items() if value is not None or name == kind}
-    if found.keys() != ({"type"} if kind in BARE else {"type", kind}):
+        raise ValueError(f"response_format={shown(given)} must be an object whose 'type' is one of {types}.")
+    kind = given["type"]
+    fields = {name: value for name, value in given.items() if value is not None or name == kind}
+    if fields.keys() != ({"type"} if kind in BARE else {"type", kind}):
         needs = "nothing" if kind in BARE else f"{kind!r} and nothing else"
-        raise ValueError(f"response_format={shown(asked)} must hold {needs} beside its type {kind!r}.")
-    value: Any = found.get(kind)
+        raise ValueError(f"response_format={shown(given)} must hold {needs} beside its type {kind!r}.")
+    value: Any = fields.get(kind)
     if kind == "json_schema":
         _check_schema(value)
     elif kind in ("regex", "grammar") and (not isinstance(value, str) or not value.strip()):
@@ -55,17 +55,17 @@ def checked(asked: Any) -> dict[str, Any] | None:
         raise ValueError("response_format: 'choice' must be a list of texts that are not empty.")
     elif kind == "grammar":
         _check_parts(_schemas_in(value))
-    return None if kind == "text" else found
+    return None if kind == "text" else fields
 
 
 def check_together(params: SamplingParams) -> None:
-    """Raise ValueError for other parameters that a grammar excludes."""
-    for name, asks, why in (
+    """Raise ValueError for parameters that do not go with a grammar."""
+    for name, is_set, why in (
         ("ignore_eos", params.ignore_eos, "where a grammar ends, so does the output"),
         ("min_tokens", params.min_tokens > 0, "where a grammar ends, so does the output"),
         ("acceptance", params.acceptance not in (None, "exact"), "what a grammar allows is drawn exactly"),
     ):
-        if asks:
+        if is_set:
             value = getattr(params, name)
             raise ValueError(f"{name}={shown(value)} does not go with response_format: {why}; leave one out.")
 
@@ -83,31 +83,31 @@ def _check_schema(given: Any) -> None:
 def _check_parts(parts: list[Any]) -> None:
     """Refuse schemas with which llguidance 1.9.1 ends the process: one text that has to match too many
     regular expressions at once, or a number too close to the least of 64 bits."""
-    found, combines = set[str](), False
+    patterns, combines = set[str](), False
     while parts:
         part: Any = parts.pop()
         if isinstance(part, dict):
             combines |= "allOf" in part or ("$ref" in part and len(part) > 1)
-            found |= {each for name in ("pattern", "format") if isinstance(each := part.get(name), str)}
+            patterns |= {each for name in ("pattern", "format") if isinstance(each := part.get(name), str)}
             parts += part.values()
         elif isinstance(part, list):
             parts += part
         elif isinstance(part, int | float) and part < LEAST:
             raise ValueError(f"response_format: a schema holds {shown(part)}; the least number is {LEAST}.")
-    if combines and len(found) > MAX_PATTERNS:
+    if combines and len(patterns) > MAX_PATTERNS:
         raise ValueError(
             f"response_format: a schema with 'allOf', or with anything beside '$ref', may have at most "
-            f"{MAX_PATTERNS} different patterns and formats, not {len(found)}."
+            f"{MAX_PATTERNS} different patterns and formats, not {len(patterns)}."
         )
 
 
 def _schemas_in(grammar: str) -> list[Any]:
     """Return the schemas in a grammar, where `%json` begins one."""
-    found = []
+    schemas = []
     for match in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError, RecursionError):  # llguidance reports these
-            found.append(json.JSONDecoder().raw_decode(grammar, match.end())[0])
-    return found
+            schemas.append(json.JSONDecoder().raw_decode(grammar, match.end())[0])
+    return schemas
 
 
 def _plain(value: Any) -> Any:

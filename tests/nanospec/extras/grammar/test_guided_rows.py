@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -92,3 +94,9 @@ def test_a_row_that_is_another_request_forgets(guided: Grammar) -> None:
     wanted = logits.clone()
     guided.change(logits, Batch.of_grid(TABLE, ints(3), ints(0), ints(1), 1))
     assert torch.equal(logits, wanted)
+
+
+def test_grammars_are_imported_by_the_first_request_that_has_one() -> None:
+    program = "import sys, nanospec.extras.grammar.extension as _; "
+    program += "sys.exit('nanospec.extras.grammar.grammar' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
