@@ -59,7 +59,8 @@ METHODS = {  # the class of each, imported when it is used
 }
 NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
 USED_BY = {"draft_model": "draft", "heads": "medusa"}  # fields of `SpecConfig`
-KINDS = [*zip((2, 1, 2, 1, 1, 2, 3, 1), (torch.int32,) * 6 + (torch.float32, torch.bool))]  # dims, dtypes
+PER_ROW = ("num_drafts", "match_len", "drafter", "sampled")  # parts of a `Proposal` of shape [B]
+DTYPES = {"logits": torch.float32, "sampled": torch.bool}  # of the other parts: int32
 
 Guessers = Drafter | str | Sequence[Drafter | str]
 """Who guesses: a drafter or the name of a method, or several, first come first."""
@@ -226,13 +227,14 @@ def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
         raise
     if not isinstance(made, Proposal):
         raise TypeError(f"{drafter.name}.propose gave {shown(made)}; it must be a Proposal, see `guesses`.")
-    whole = len(rows), k, table.vocab_size
-    for name, part, (dims, dtype) in zip(made._fields, made, KINDS, strict=True):
+    for name, part in made._asdict().items():
+        dims, dtype = 1 if name in PER_ROW else 3 if name == "logits" else 2, DTYPES.get(name, torch.int32)
+        shape = torch.Size((len(rows), k, table.vocab_size)[:dims])
         kind: list[Any] = [getattr(part, what, None) for what in ("shape", "device", "layout", "dtype")]
-        fits = kind[:3] == [whole[:dims], rows.device, rows.layout] and torch.can_cast(kind[3], dtype)
+        fits = kind[:3] == [shape, rows.device, rows.layout] and torch.can_cast(kind[3], dtype)
         if not fits and not (part is None and name in made._field_defaults):
             given = " ".join(str(each) for each in (type(part).__name__, *kind) if each is not None)
-            wanted = f"Tensor {torch.Size(whole[:dims])} {rows.device} {rows.layout} {dtype}"
+            wanted = f"Tensor {shape} {rows.device} {rows.layout} {dtype}"
             raise ValueError(f"{drafter.name}.propose gave {name} of {given}; it must be {wanted}.")
     parts = zip(made._fields[:6], made)
     return made._replace(**{name: part.int().contiguous() for name, part in parts if part is not None})
