@@ -37,12 +37,12 @@ HEADS = tl.constexpr(8)  # per program: few fill the machine with one token, man
 Norms = tuple[Norm, Norm] | None  # of q and of k
 
 
-def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms = None) -> Tensor:
+def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms) -> Tensor:
     """Rotate q and k, after their `norms` if there are any, write k and v to the cache, return q."""
     return (launch if use_triton(qkv) else naive)(qkv, cache, batch, angles, norms)
 
 
-def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms = None) -> Tensor:
+def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -117,7 +117,7 @@ def finite(x, dtype: tl.constexpr):
     return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
 
 
-def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms = None) -> Tensor:
+def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
     (q_norm, eps), (k_norm, _) = norms or ((None, 0.0), (None, 0.0))
     T, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads

@@ -71,7 +71,7 @@ class Stream(NamedTuple):
         squares = torch.empty(triton.cdiv(H, GROUP.value), T, dtype=torch.float32, device=like.device)
         return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares)
 
-    def written(self, residual: Tensor | None = None) -> Written:
+    def written(self, residual: Tensor | None) -> Written:
         """Return the tensors that a kernel writes."""
         return Written(self.x, residual, self.norm.weight, self.scaled, self.squares)
 

@@ -43,7 +43,7 @@ class Proposal(NamedTuple):
     sampled: Tensor | None = None  # [B] bool, the rows drawn from `logits`; None: all, without parents
 
 
-def empty_proposal(rows: Tensor, k: int, tree: bool = False) -> Proposal:
+def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
     """Return memory for a proposal of `rows` [B]."""
     B = len(rows)
     return Proposal(*map(rows.new_empty, [(B, k), (B,), (B, k), (B,), (B,), *[(B, k)] * tree]))

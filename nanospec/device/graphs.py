@@ -54,7 +54,7 @@ class EagerCapture:
 class CudaCapture:
     """Captures the step as a CUDA graph, in memory of a `pool` that must outlive it."""
 
-    def __init__(self, step: Callable[[], StepResult], pool: Any = None) -> None:
+    def __init__(self, step: Callable[[], StepResult], pool: Any) -> None:
         # Compile and allocate before capture: on this stream, since engines share `launch.tickets`.
         for _ in range(2):
             step()

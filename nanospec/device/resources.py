@@ -209,7 +209,7 @@ def most_drafts(drafters: Sequence[Drafter]) -> int:
     return max((drafter.max_drafts for drafter in drafters), default=0)
 
 
-def spare_memory(device: torch.device, sharing: int = 1) -> int:
+def spare_memory(device: torch.device, sharing: int) -> int:
     """Return the bytes that the KV cache may take, on a CPU that of one of the processes `sharing` it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what was measured

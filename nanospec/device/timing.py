@@ -64,7 +64,7 @@ def step_costs(
 
 
 @torch.inference_mode()
-def forward_ms(model: Model, kv_cache: Tensor, table: Table, most: int = SIZES[-1]) -> dict[int, float]:
+def forward_ms(model: Model, kv_cache: Tensor, table: Table, most: int) -> dict[int, float]:
     """Return the milliseconds, the least of some, of a pass over so many tokens of the first row of an empty
     table (of copies of it, where its window is shorter) and of choosing the next ones, up to the first size
     of at least `most`. Writes nothing to the cache."""
@@ -135,7 +135,7 @@ def replay_ms(
     return statistics.median(times[1:])
 
 
-def elapsed_ms(run: Callable[[], None], device: torch.device, meet: Meet = tuple) -> float:
+def elapsed_ms(run: Callable[[], None], device: torch.device, meet: Meet) -> float:
     """Return the milliseconds that `run` takes: on a GPU there, not counting how long the host takes to
     launch it."""
     synchronize(device)
