@@ -32,7 +32,7 @@ MAX_QUERIES = MAX_DRAFTS + 1  # of a tree row: one bit each in an int64 ancestor
 
 
 class Chunk(NamedTuple):
-    """A piece of the text of a request row: `num_tokens` tokens from index `start` on."""
+    """A chunk of the text of a request row: `num_tokens` tokens from index `start` on."""
 
     row: int
     start: int
@@ -65,13 +65,13 @@ class Batch:
     ancestors: Tensor | None = None
     # [T] int32, with `ancestors`: the place in its row of the query that each query follows, 0 for the first.
     parents: Tensor | None = None
-    # Whether these are pieces of prompts, chains of any length. Not derived from the lengths, so that a row's
+    # Whether these are chunks of prompts, chains of any length. Not derived from the lengths, so that a row's
     # bits do not depend on how long the rows beside it are.
     prefill: bool = False
 
     @classmethod
     def of_chunks(cls, table: Table, chunks: Sequence[Chunk]) -> Batch:
-        """Pieces of the texts of request rows, packed, for prefill. Never waits for the device: all sizes
+        """Chunks of the texts of request rows, packed, for prefill. Never waits for the device: all sizes
         are known to the host."""
         columns = upload([*zip(*chunks, strict=True)], torch.int32, table.device)
         rows, first, count = map(torch.clone, columns)  # each begins at a multiple of 16 bytes

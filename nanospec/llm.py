@@ -172,15 +172,16 @@ class LLM:
         """Check everything, then queue it; yield the text of each prompt and its n requests. Requests that
         still run when the block ends are aborted."""
         checked = []
-        for prompt, own in zip(prompts, params_of_each(params, len(prompts)), strict=True):
+        for prompt, sampling in zip(prompts, params_of_each(params, len(prompts)), strict=True):
             text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
-            self.engine.check(ids, own)
-            checked.append((text, ids, own))
+            self.engine.check(ids, sampling)
+            checked.append((text, ids, sampling))
         requests: list[Request] = []  # filled within `owning`, as Ctrl-C may come at any time
         with self.shared.owning(requests):
             with self.shared.turn() as engine:
                 groups = [
-                    (text, [engine.new(ids, own, i) for i in range(own.n)]) for text, ids, own in checked
+                    (text, [engine.new(ids, sampling, i) for i in range(sampling.n)])
+                    for text, ids, sampling in checked
                 ]
                 requests += (request for _, group in groups for request in group)
                 for request in requests:

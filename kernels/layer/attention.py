@@ -128,25 +128,25 @@ def _attend_part(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: fl
 def _visible(batch: Batch, width: int, window: int | None) -> Tensor:
     """Return which of the first `width` cache entries of its row each query sees: [B, Q, width] bool."""
     j = torch.arange(width, device=batch.q_start.device)
-    own = (j - batch.base_len[:, None])[:, None]  # [B, 1, width]: index in the step, < 0 if cached
+    index = (j - batch.base_len[:, None])[:, None]  # [B, 1, width]: index in the step, < 0 if cached
     if batch.ancestors is None:
-        visible = own <= torch.arange(batch.max_q_len, device=j.device)[:, None]
+        visible = index <= torch.arange(batch.max_q_len, device=j.device)[:, None]
     else:
         masks = batch.ancestors[batch.grid][..., None]  # [B, Q, 1]
-        bit = (masks >> own.clamp(0, MAX_QUERIES - 1)) & 1
-        visible = (own < 0) | ((bit == 1) & (own < MAX_QUERIES))
+        bit = (masks >> index.clamp(0, MAX_QUERIES - 1)) & 1
+        visible = (index < 0) | ((bit == 1) & (index < MAX_QUERIES))
     if window is not None:
         positions = batch.positions[batch.grid]  # [B, Q]
         at = j.expand(len(positions), 1, -1)  # [B, 1, width]: the position of each entry
         if batch.ancestors is not None:
-            place = own.clamp(0, batch.max_q_len - 1)
-            at = torch.where(own < 0, at, positions[:, None].gather(2, place).to(at.dtype))
+            node = index.clamp(0, batch.max_q_len - 1)
+            at = torch.where(index < 0, at, positions[:, None].gather(2, node).to(at.dtype))
         visible = visible & (at > positions[..., None] - window)
     return visible
 
 
 def _split(batch: Batch) -> Iterator[tuple[Tensor | slice, Batch]]:
-    """Pieces of prompts tile by tile, each computed as a decoding row: so prefill has the bits of decoding,
+    """Chunks of prompts tile by tile, each computed as a decoding row: so prefill has the bits of decoding,
     in chunks of any size. Of packed chains, rows with one query and rows with several apart, so that drafts
     of a row do not pad all others. Anything else whole."""
     if batch.prefill:

@@ -1,4 +1,4 @@
-"""The interface of options: the engine and the worker call each `Extension` at fixed points of a step.
+"""The interface of extensions: the engine and the worker call each `Extension` at fixed points of a step.
 
 The devices of a split model have equal lists of extensions. The host's decisions for a step travel in its
 order, as one plain value per extension (`plan`, `send`), so that all devices do the same.
@@ -34,7 +34,7 @@ class Constraint(Protocol):
 
 
 class Extension:
-    """An option that does nothing; subclasses override the methods that they need.
+    """An extension that does nothing; subclasses override the methods that they need.
 
     Attributes:
         method: the name of the extension's own drafts in statistics.

@@ -94,8 +94,8 @@ class StepGraphs:
 
     def buckets(self) -> list[Bucket]:
         """Return all buckets, the largest first, so that the pool fits those that follow."""
-        found = [Bucket(b, k) for b in self.batches for k in self.ks_for(b)]
-        return sorted(found, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
+        buckets = [Bucket(b, k) for b in self.batches for k in self.ks_for(b)]
+        return sorted(buckets, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
 
     def ks_for(self, batch: int) -> list[int]:
         """Return the speculation lengths captured for a batch: 0, and those of at most MAX_STEP_TOKENS."""
@@ -116,9 +116,9 @@ class StepGraphs:
         """Capture a bucket, of padding rows only, as capturing runs the step."""
         self._sent, rows = [], self.rows[: bucket.batch].fill_(PADDING)
         step = partial(self.step, rows, bucket.k, bucket.extensions)
-        made = EagerCapture(step) if self._pool is None else CudaCapture(step, self._pool)
-        self.captures[bucket] = made
-        return made
+        capture = EagerCapture(step) if self._pool is None else CudaCapture(step, self._pool)
+        self.captures[bucket] = capture
+        return capture
 
     def run(self, rows: list[int], bucket: Bucket) -> StepResult:
         """Replay the step of a bucket for at most as many `rows`. The result's tensors are overwritten by its

@@ -86,11 +86,12 @@ class RowResult(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A step that has been queued. `lines` waits for its report, see `report.decode`."""
+    """A step that has been queued. `lines` waits for its report, see `report.decode`; `num_top` is
+    `StepOrder.logprobs`."""
 
     lines: Callable[[], list[list[int]]]
     logprobs: Logprobs | None
-    wanted: list[int]
+    num_top: list[int]
 
     def results(self) -> list[RowResult]:
         """Wait for the step; return a result for each of its rows."""
@@ -99,20 +100,20 @@ class Flight(NamedTuple):
         entries: Iterator[Any] = zip(*columns, strict=True)
         return [
             RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens])
-            for report, n in zip(reports, self.wanted, strict=True)
+            for report, n in zip(reports, self.num_top, strict=True)
         ]
 
 
 def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_top: int) -> dict[int, Logprob]:
     """Return the log-probability of a token, then the `num_top` likeliest. `entry`: the token's
     log-probability and rank, and the values and ids of the likeliest."""
-    own, rank, top, ids = entry
-    found = {token: Logprob(own, rank)}
+    logprob, rank, top, ids = entry
+    logprobs = {token: Logprob(logprob, rank)}
     for i in range(min(num_top, len(top))):  # of a tiny vocabulary there may be fewer
         if top[i] == float("-inf"):  # left out by a sampling parameter, as are all that follow
             break
-        found.setdefault(ids[i], Logprob(top[i], i + 1))
-    return found
+        logprobs.setdefault(ids[i], Logprob(top[i], i + 1))
+    return logprobs
 
 
 class Stopwatch:

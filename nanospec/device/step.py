@@ -83,15 +83,15 @@ class Step:
         self,
         rows: Tensor,
         k: int,
-        asked: Sequence[Extension] = (),
+        requested: Sequence[Extension] = (),
         cut: Cut | None = None,
         last_k: int = MAX_DRAFTS,
     ) -> StepResult:
         """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each, and with the
-        extensions that take part in every step or are `asked` for. Without `cut` the step is padded. With it
+        extensions that take part in every step or are `requested`. Without `cut` the step is padded. With it
         the step is packed, and the last drafter makes at most `last_k`."""
         table, packed = self.table, cut is not None
-        extensions = [each for each in self.extensions if each.always or each in asked]
+        extensions = [each for each in self.extensions if each.always or each in requested]
         with self.stages["propose"]:
             times = self.draft_times if packed else None
             proposal = methods.propose(self.drafters, table, rows, k, min(k, last_k), times)

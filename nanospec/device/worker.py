@@ -1,7 +1,7 @@
 """The device side: request rows, model, KV caches, drafter and captured steps, behind five verbs.
 
     admit     requests get their rows and pages
-    prefill   the K/V of pieces of prompts are computed
+    prefill   the K/V of chunks of prompts are computed
     step      the speculative step (`step.py`) of some rows is queued, captured or packed
     fetch     what a queued step gave; waits for it
     release   requests have left their rows
@@ -63,8 +63,8 @@ class Worker:
     ) -> None:
         self.config, self.model, self.device = config, model, model.device
         self.drafters, self.extensions = drafters, extensions
-        own = (drafter.name for drafter in drafters)
-        self.methods = *own, *(each.method for each in extensions if each.method is not None)
+        names = (drafter.name for drafter in drafters)
+        self.methods = *names, *(each.method for each in extensions if each.method is not None)
         self._build()
 
     @on_own_device
@@ -121,7 +121,7 @@ class Worker:
     @on_own_device
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Compute the K/V of pieces of the rows' texts."""
+        """Compute the K/V of chunks of the rows' texts."""
         with self.stages["prefill"]:
             batch = Batch.of_chunks(self.table, chunks)
             self.model.write_kv(batch, self.kv_cache)
@@ -132,21 +132,21 @@ class Worker:
         """Queue a step. One that is not captured asks `cut` how many of each row's drafts to verify."""
         for pages in order.grown:
             self._take_pages(*pages)
-        rows, logprobs, graphs = order.rows, order.logprobs, self.graphs
-        asked = {each: v for each, v in zip(self.extensions, order.extra, strict=True) if v is not None}
-        bucket = None if graphs is None else graphs.bucket_for(len(rows), order.k, tuple(asked))
-        for extension, value in asked.items():
+        rows, num_top, graphs = order.rows, order.logprobs, self.graphs
+        requested = {each: v for each, v in zip(self.extensions, order.extra, strict=True) if v is not None}
+        bucket = None if graphs is None else graphs.bucket_for(len(rows), order.k, tuple(requested))
+        for extension, value in requested.items():
             extension.send(value, bucket.k if bucket else order.k)
         if graphs is None or bucket is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
-            result = self._step(on_device, order.k, tuple(asked), cut, order.last_k)
+            result = self._step(on_device, order.k, tuple(requested), cut, order.last_k)
         else:
             with self.stages["propose"]:
                 for drafter in self.drafters:
                     drafter.catch_up(order.drafting)
             result = graphs.run(rows, bucket)
-        found = kept_logprobs(*result, logprobs) if max(logprobs) >= 0 else None
-        return Flight(to_host(result.report), found, logprobs)
+        logprobs = kept_logprobs(*result, num_top) if max(num_top) >= 0 else None
+        return Flight(to_host(result.report), logprobs, num_top)
 
     @on_own_device
     def fetch(self, flight: Flight) -> list[RowResult]:

@@ -95,8 +95,8 @@ class AutoPolicy(Policy):
             sure = self._probing and offer.drafter == self._model  # a model was run for them
             gains[offer.row] = [1.0] * offer.num_drafts if sure else self.estimator.gains(offer, least)
         alone = self.costs.cost(1, 1, self._context // B)
-        allowed = self._accounts.allowed({row: sum(own) for row, own in gains.items()}, plain, alone)
-        likeliest = sorted(((gain, row) for row, own in gains.items() for gain in own), reverse=True)
+        allowed = self._accounts.allowed({row: sum(chances) for row, chances in gains.items()}, plain, alone)
+        likeliest = sorted(((gain, row) for row, chances in gains.items() for gain in chances), reverse=True)
         total, rates = float(B), [B / plain]  # tokens per ms, by the number of drafts
         for n, (gain, _) in enumerate(likeliest, 1):
             total, ms = total + gain, cost(B + n)

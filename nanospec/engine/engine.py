@@ -49,8 +49,8 @@ class Engine:
         self.metrics = Metrics(SpecStats(config.spec.acceptance))
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
-        on_gpu, wanted = worker.device.type == "cuda", config.async_scheduling
-        self.lag = int(worker.graphs is not None and (on_gpu if wanted is None else wanted))
+        on_gpu, is_async = worker.device.type == "cuda", config.async_scheduling
+        self.lag = int(worker.graphs is not None and (on_gpu if is_async is None else is_async))
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.scheduler = Scheduler(
             worker.num_blocks, config.block_size, rows, tokens, lookahead=worker.max_k, lag=self.lag
@@ -167,7 +167,7 @@ class Engine:
         self.metrics.num_preemptions += len(plan.preempted)
 
     def _prefill(self, plan: Plan) -> list[Request]:
-        """Queue pieces of prompts. Return the requests that were ended for lack of memory; others go on."""
+        """Queue chunks of prompts. Return the requests that were ended for lack of memory; others go on."""
         try:
             self.worker.prefill([Chunk(r.row, start, count) for r, start, count in plan.prefill])
         except Exception as error:

@@ -147,10 +147,10 @@ class Request:
             self.finish(reason)
         return count
 
-    def _with_texts(self, place: dict[int, Logprob]) -> dict[int, Logprob]:
+    def _with_texts(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
         if (tokenizer := self.output.tokenizer) is None:
-            return place
-        return {t: at._replace(decoded_token=tokenizer.text_of(t)) for t, at in place.items()}
+            return entry
+        return {t: at._replace(decoded_token=tokenizer.text_of(t)) for t, at in entry.items()}
 
     def finish(self, reason: str) -> None:
         """End the request: "stop", "length" or "abort". Text held back so far may complete a stop string."""

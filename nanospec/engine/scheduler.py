@@ -74,8 +74,8 @@ class Scheduler:
             if budget > 0:
                 more = i < len(prompts) or self._next(plan) is not None
                 budget -= self._chunk(request, budget, more, plan)
-        while budget > 0 and (found := self._next(plan)) is not None:
-            request, cached = found
+        while budget > 0 and (candidate := self._next(plan)) is not None:
+            request, cached = candidate
             self._admit(request, cached)
             self.waiting.remove(request)  # after `_admit`: an interrupt must not lose it
             plan.admitted[request] = len(cached)
@@ -129,9 +129,9 @@ class Scheduler:
 
     def _will_share(self, request: Request, i: int, other: Request) -> bool:
         """Return whether both prompts have the same full block `i`, and it is not the request's last."""
-        own, others = request.hashes(self.block_size), other.hashes(self.block_size)
+        hashes, others = request.hashes(self.block_size), other.hashes(self.block_size)
         in_both = i < min(len(others), (request.num_tokens - 1) // self.block_size)
-        return in_both and own[i] == others[i]
+        return in_both and hashes[i] == others[i]
 
     def _admit(self, request: Request, cached: list[int]) -> None:
         """Give a waiting request a row and its blocks, the `cached` ones first."""
@@ -147,7 +147,7 @@ class Scheduler:
         self.running.append(request)
 
     def _chunk(self, request: Request, budget: int, more: bool, plan: Plan) -> int:
-        """Schedule the next piece of a prompt; return its length. `more`: other prompts follow, so one that
+        """Schedule the next chunk of a prompt; return its length. `more`: other prompts follow, so one that
         does not fit into the budget takes half of it."""
         start = request.num_computed
         count = request.num_tokens - 1 - start

@@ -98,9 +98,9 @@ class Model:
         self.weight_bytes = 0
 
         def tensor(name: str) -> Tensor:
-            found = get(name)
-            self.weight_bytes += found.nbytes
-            return found
+            weight = get(name)
+            self.weight_bytes += weight.nbytes
+            return weight
 
         self.cos_sin = {
             rope: cos_sin_table(rope, config.head_dim, config.max_position_embeddings, self.device)

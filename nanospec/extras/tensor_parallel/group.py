@@ -30,25 +30,26 @@ _RECEIVE.timeout = timedelta(days=3650)  # the leader may be idle
 
 
 class Place(NamedTuple):
-    """The place of a rank.
+    """The place of a rank among all.
 
     Attributes:
-        local, neighbours: its number among the ranks of its machine, and how many these are.
-        path: the file in which ranks meet that the leader has started; torchrun has a store for it.
+        local_rank, local_size: its number among the ranks of its machine, and how many these are.
+        path: the file of the store of ranks that the leader has started; torchrun's have its store.
     """
 
     rank: int
     size: int
-    local: int
-    neighbours: int
+    local_rank: int
+    local_size: int
     path: str = ""
 
     @property
     def gpu(self) -> int:
         """The number of the rank's GPU. A launcher may show each process its own alone."""
-        return 0 if os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0 else self.local
+        return 0 if os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0 else self.local_rank
 
     def store(self) -> dist.Store:
+        """Return a connection to the store by which the ranks find each other."""
         if self.path:
             return dist.FileStore(self.path, self.size)
         return next(dist.rendezvous("env://"))[0]
@@ -59,8 +60,8 @@ def torchrun_place() -> Place | None:
     if not {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    rank, size, local, neighbours = (int(os.environ[name]) for name in names)
-    return Place(rank, size, local, neighbours)
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    return Place(rank, size, local_rank, local_size)
 
 
 class Group:
@@ -146,7 +147,7 @@ class Group:
         with self._closing:
             tensors, self._tensors, self._gloo = self._tensors, None, None
             if tensors is not None and self.device.type == "cuda":
-                # It may wait forever for a GPU whose neighbours are gone.
+                # It may wait forever for GPUs of ranks that are gone.
                 leaving = threading.Thread(target=tensors.abort, daemon=True, name="leaving")
                 leaving.start()
                 leaving.join(CLOSING)
@@ -155,5 +156,5 @@ class Group:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A flat view of bytes, which gloo supports for every dtype."""
+    """Return a flat view as bytes, which gloo moves whatever the dtype is."""
     return x.flatten().view(torch.uint8)

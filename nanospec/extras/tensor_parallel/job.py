@@ -22,7 +22,7 @@ from .group import Group
 
 CLOSED = "This model has been closed; make a new LLM."
 FAILURE = "nanospec/failure"  # the key in the store of why the first rank to fail did
-LOOK = 0.2  # seconds between two looks at the processes and the clock
+POLL = 0.2  # seconds between two checks of the processes and the clock
 GRACE = 10.0  # seconds that the leader has to notice a failure, and processes have to end when told to
 
 
@@ -31,11 +31,11 @@ class RankFailed(ConnectionError):
 
 
 class Job:
-    """The followers.
+    """The followers' processes, and whether all ranks can take commands.
 
     Attributes:
-        group: the leader's, once it has it.
-        failure: why the job is over, None while it is not.
+        group: the leader's group, once it is connected.
+        failure: why the job has ended, a sentence; None before.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Job:
         self._process = os.getpid()
         self._command, self._deadline = "", -math.inf
         self._closed = threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True, name="ranks")
+        self._watch = threading.Thread(target=self._watch_ranks, daemon=True, name="ranks")
         self._watch.start()
 
     def check(self) -> None:
@@ -63,8 +63,8 @@ class Job:
 
     @contextmanager
     def command(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        """Do what all ranks do. An error ends the job, as RankFailed, and so does Ctrl-C, which the engine
-        therefore defers to the end of its turn: a rank that is cut short is out of step with the others."""
+        """Run a command of all ranks. An error ends the job and is raised as RankFailed. Ctrl-C ends it too,
+        so the engine defers it to the end of its turn: an interrupted rank is out of step with the others."""
         self.check()
         self._command = name
         self._deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
@@ -72,10 +72,10 @@ class Job:
             yield
         except Exception as error:
             self._cause = error
-            patience = time.monotonic() + 2  # it may be what the failure of another rank leads to
+            patience = time.monotonic() + 2  # another rank's failure may have caused it
             while self.failure is None and time.monotonic() < patience:
-                time.sleep(LOOK / 10)
-            self.end(_told(0, error))
+                time.sleep(POLL / 10)
+            self.end(_failure(0, error))
         except BaseException:
             self.end(f"{name!r} was interrupted, and with it all ranks.")
             raise
@@ -108,31 +108,31 @@ class Job:
                 process.wait(max(deadline - time.monotonic(), 0))
         self.end(CLOSED)
 
-    def _look(self) -> None:
+    def _watch_ranks(self) -> None:
         """End the job when a rank has failed, and the leader's process if it does not notice."""
-        while (found := self._problem()) is None:
-            if self._closed.wait(LOOK):
+        while (failure := self._find_failure()) is None:
+            if self._closed.wait(POLL):
                 return
-        self.end(found)
+        self.end(failure)
         if self.group is not None:
             self.group.close()  # frees a leader that waits for its device
         # A leader that starts may be loading weights.
         patience = time.monotonic() + (GRACE if self._deadline < math.inf else self.seconds)
         while self._deadline > 0 and time.monotonic() < patience:
-            time.sleep(LOOK)
+            time.sleep(POLL)
         if self._deadline > 0:
-            print(found, file=sys.stderr, flush=True)
+            print(failure, file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _problem(self) -> str | None:
+    def _find_failure(self) -> str | None:
         """Return why the job cannot go on, None if it can."""
         with suppress(RuntimeError):  # torchrun's store may be gone
             if self.store.check([FAILURE]):
                 return self.store.get(FAILURE).decode()
         for rank, process in enumerate(self.processes, 1):
             if (code := process.poll()) is not None:
-                end = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                return f"Rank {rank} {end}, and the others with it."
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+                return f"Rank {rank} {how}, and the others with it."
         if 0 < self._deadline < time.monotonic():
             return (
                 f"A rank has not answered {self._command!r} for {self.seconds:g} seconds, which is the limit "
@@ -144,10 +144,10 @@ class Job:
 def report_failure(store: Store, rank: int, error: Exception) -> None:
     """Tell the leader why a follower ends, unless another one has failed before it."""
     with suppress(RuntimeError):  # the leader, and the store with it, may be gone
-        store.compare_set(FAILURE, "", _told(rank, error))
+        store.compare_set(FAILURE, "", _failure(rank, error))
 
 
-def _told(rank: int, error: Exception) -> str:
-    """Return an error as a sentence: its own, if it is about what the user asked for."""
-    said = str(error) if isinstance(error, ValueError | OSError) else repr(error)
-    return f"Rank {rank} failed, and the others with it: {said}"
+def _failure(rank: int, error: Exception) -> str:
+    """Return an error of a rank as a sentence: without its type, if it is one for the user."""
+    message = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+    return f"Rank {rank} failed, and the others with it: {message}"

@@ -1,8 +1,9 @@
 """Start the ranks: the leader starts the others as processes of its own, or torchrun has started all.
 
-A follower that the leader starts does not run the user's program. It finds the arguments of `LLM` in the
-store; reading them imports the modules of drafters that the program has imported. Under torchrun every
-process, on one machine or several, runs the program, and all but rank 0 stay in `LLM(...)`.
+A follower that the leader starts does not run the user's program, which therefore needs no
+`if __name__ == "__main__"`. It finds the arguments of `LLM` in the store; unpickling them imports the modules
+of the user's drafters. Under torchrun every process, on one machine or several, runs the program, and all but
+rank 0 stay in `LLM(...)`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ...text import shown
 from ...text.tokenizer import Tokenizer
 from .. import create_extensions
 from .group import Group, Place, torchrun_place
-from .job import LOOK, Job, RankFailed, report_failure
+from .job import POLL, Job, RankFailed, report_failure
 from .shard import Shard, check_split
 from .worker import Rank, for_followers
 
-ARGUMENTS = "nanospec/arguments"  # the key in the store of what `LLM` was given, for followers
+ARGUMENTS = "nanospec/arguments"  # the key in the store of the followers' `Arguments`, pickled
 
 Arguments = tuple[EngineConfig, Path, Guessers | None]
 """Those of `LLM` that every rank needs: settings, the folder of the model, the drafter."""
@@ -50,16 +51,16 @@ def lead(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer
     size, place = config.tensor_parallel_size, torchrun_place()
     check_split(read_config(folder)[1], size)
     _check_devices(config, size if place is None else place.gpu + 1)
-    others = config, folder, for_followers(drafter)
+    for_others = config, folder, for_followers(drafter)
     if place is None:
-        pickled = _pickled(others)
+        pickled = _pickled(for_others)
         place = Place(0, size, 0, size, mkdtemp(prefix="nanospec-") + "/store")
     elif place.size != size:
         raise ValueError(
             f"torchrun has started {place.size} processes, but tensor_parallel_size={size}; use as many."
         )
     elif place.rank:
-        raise SystemExit(serve(place, others))
+        raise SystemExit(follow(place, for_others))
     store = place.store()
     if store.add("nanospec/leaders", 1) > 1:
         raise ValueError("Under torchrun a program has one LLM, since the other ranks stay in its first.")
@@ -79,7 +80,7 @@ def lead(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer
 
 
 def _check_devices(config: EngineConfig, count: int) -> None:
-    """Raise ValueError unless this machine has a device for each of so many ranks."""
+    """Raise ValueError unless this machine has `count` GPUs, if ranks use GPUs."""
     size = config.tensor_parallel_size
     if resolve_device(config.device).type != "cuda":
         return
@@ -88,26 +89,26 @@ def _check_devices(config: EngineConfig, count: int) -> None:
             f"device={shown(config.device)} is one GPU, but tensor_parallel_size={size}; use device='cuda', "
             "and CUDA_VISIBLE_DEVICES to choose which."
         )
-    if (there := torch.cuda.device_count()) < count:
+    if (available := torch.cuda.device_count()) < count:
         raise ValueError(
-            f"tensor_parallel_size={size} needs {count} GPUs on this machine, which shows {there}; lower it, "
-            "or use device='cpu'."
+            f"tensor_parallel_size={size} needs {count} GPUs on this machine, which shows {available}; lower "
+            "it, or use device='cpu'."
         )
 
 
 def _pickled(arguments: Arguments) -> bytes:
-    """Return the arguments of followers. Raises ValueError if these could not make the drafter."""
-    config, _, drafter = arguments
-    for each in who_guesses(config.spec, drafter):
-        if type(each).__module__ == "__main__":
+    """Pickle the arguments of followers. Raises ValueError for a drafter that these could not load."""
+    config, _, given = arguments
+    for drafter in who_guesses(config.spec, given):
+        if type(drafter).__module__ == "__main__":
             raise ValueError(
-                f"{type(each).__name__} is defined in the script, which other ranks do not run: define it in "
-                "a module that the script imports."
+                f"{type(drafter).__name__} is defined in the script, which other ranks do not run: define it "
+                "in a module that the script imports."
             )
     try:
         return pickle.dumps(arguments)
     except Exception as error:
-        raise ValueError(f"drafter={shown(drafter)} cannot be sent to other ranks: {error}") from None
+        raise ValueError(f"drafter={shown(given)} cannot be sent to other ranks: {error}") from None
 
 
 def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:
@@ -118,32 +119,32 @@ def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:
     env = {**os.environ, **env, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     for rank in range(1, leader.size):
         program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-        program += f"from {__name__} import Place, begin; "
-        program += f"begin({os.getpid()}, {leader._replace(rank=rank, local=rank)})"
+        program += f"from {__name__} import Place, run_follower; "
+        program += f"run_follower({os.getpid()}, {leader._replace(rank=rank, local_rank=rank)})"
         command = [sys.executable, "-c", program]
         processes.append(Popen(command, env=env, stdin=DEVNULL, stdout=2, start_new_session=True))
 
 
-def begin(leader: int, place: Place) -> NoReturn:
+def run_follower(leader: int, place: Place) -> NoReturn:
     """Run a follower process that the leader has started. It exits when the leader's process has ended, even
     while it is blocked."""
 
     def watch() -> None:
         while os.getppid() == leader:
-            time.sleep(LOOK)
+            time.sleep(POLL)
         shutil.rmtree(os.path.dirname(place.path), ignore_errors=True)  # for a leader that was killed
         os._exit(1)
 
     thread = threading.Thread(target=watch, daemon=True, name="leader")
     thread.start()
-    if serve(place):
+    if follow(place):
         thread.join()  # the leader, which knows why, ends this process
     sys.exit()
 
 
-def serve(place: Place, arguments: Arguments | None = None) -> int:
-    """Be a follower until the leader ends the job; return the exit status. Arguments that are not given are
-    in the store."""
+def follow(place: Place, arguments: Arguments | None = None) -> int:
+    """Run the leader's commands until it ends the job; return the exit status. Without `arguments`, those in
+    the store are used."""
     store, group = place.store(), None
     try:
         arguments = arguments or pickle.loads(store.get(ARGUMENTS))
@@ -166,8 +167,8 @@ def _connect(place: Place, config: EngineConfig, check: Callable[[], None] = lam
         torch.cuda.set_device(device)
     else:  # a fixed number, since all ranks must have the same
         cores = len(os.sched_getaffinity(0))
-        threads = max(cores // place.neighbours, 1) if config.threads == "auto" else config.threads
-        if threads > cores:  # they would wait for each other awake
+        threads = max(cores // place.local_size, 1) if config.threads == "auto" else config.threads
+        if threads > cores:  # ranks that wait for each other keep theirs busy
             raise ValueError(f"threads={threads} of each rank are more than {cores} processors; use fewer.")
         use_threads(threads)
     return Group(device, place, config.distributed_timeout, check)

@@ -29,7 +29,7 @@ from ...models.config import ModelConfig
 from ...models.decoder import Model
 from .group import Group
 
-# What a GPU receives from its neighbours (370 GB/s) in the 20 us or so that slices cost beside their bytes:
+# What a GPU receives from the other ranks (370 GB/s) in the 20 us or so that slices cost beside their bytes:
 # one more exchange (10 us), and starts of kernels that add (one a rank and two or three, 1.3 us each).
 EXCHANGE = 7_400_000  # bytes
 UNIT = 16  # of the MLP's inner numbers, and of tokens: whole vectors of all products
@@ -137,7 +137,7 @@ class Shard:
 
 
 def check_split(whole: ModelConfig, size: int) -> None:
-    """ValueError unless every rank gets heads that others do not have, and tokens."""
+    """Raise ValueError unless every rank gets heads that others do not have, and tokens."""
     if (size - 1) * _tokens(whole, size) >= whole.vocab_size:
         raise ValueError(f"tensor_parallel_size={size} is too much for {whole.vocab_size} tokens; lower it.")
     fits = [n for n in range(1, whole.num_heads + 1) if _all_have_heads(whole, n)]
@@ -149,15 +149,17 @@ def check_split(whole: ModelConfig, size: int) -> None:
 
 
 def _all_have_heads(whole: ModelConfig, size: int) -> bool:
+    """Return whether each of `size` ranks has query heads of its own."""
     if size <= whole.num_kv_heads:
         return (size - 1) * _share(whole.num_kv_heads, size) < whole.num_kv_heads
     return size % whole.num_kv_heads == 0 and whole.num_heads % size == 0
 
 
 def _tokens(whole: ModelConfig, size: int) -> int:
+    """Return how many rows of the vocabulary each of `size` ranks has."""
     return _share(whole.vocab_size, size, UNIT if UNIT * size**2 <= whole.vocab_size else 1)
 
 
 def _share(count: int, size: int, unit: int = 1) -> int:
-    """What each of `size` ranks gets of so many, rounded up to whole units."""
+    """Return how many of `count` each of `size` ranks gets, rounded up to whole units."""
     return -(-count // (size * unit)) * unit

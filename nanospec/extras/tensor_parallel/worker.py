@@ -1,6 +1,6 @@
 """The workers of the ranks: each has a part of the model and all request rows, and takes the same steps.
 
-The engine's worker is the leader's. It sends every verb to the followers before it obeys it itself, so all
+The engine's worker is the leader's. It sends every verb to the followers before it runs it itself, so all
 tables are equal at all times, and so are the logits, of which each rank computes a part and gathers all.
 
 Drafters that propose on the host do so on the leader alone, and the followers receive their proposals. So
@@ -63,7 +63,7 @@ class Rank(Worker):
         return None if self.job is None else self.job.failure
 
     def follow(self) -> None:
-        """Obey the leader until it ends the job."""
+        """Run the leader's commands until it ends the job."""
         while (message := self.group.receive()) is not None:
             verb, *args = message
             getattr(self, verb)(*args)
@@ -71,7 +71,7 @@ class Rank(Worker):
 
     @contextmanager
     def _all(self, *message: Any) -> Iterator[None]:
-        """Do something on all ranks: the leader sends the followers the name of the method, and arguments."""
+        """Run a method on all ranks: the leader sends its name and its arguments to the followers first."""
         if self.job is None:
             yield
         else:
@@ -137,6 +137,7 @@ def for_followers(given: Any) -> Any:
     return Remote(given) if isinstance(given, Drafter) and given.reads_on_host else given
 
 
-def _propose(group: Group, own: Callable[..., Proposal], table: Table, rows: Tensor, k: int) -> Proposal:
-    parts = group.share(lambda: [part if part is None else part.cpu() for part in own(table, rows, k)])
+def _propose(group: Group, propose: Callable[..., Proposal], table: Table, rows: Tensor, k: int) -> Proposal:
+    """Return on all ranks what the leader's drafter proposes."""
+    parts = group.share(lambda: [part if part is None else part.cpu() for part in propose(table, rows, k)])
     return Proposal._make(part if part is None else part.to(group.device) for part in parts)

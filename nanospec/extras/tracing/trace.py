@@ -141,12 +141,12 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, as JSON has it; times and rates are rounded."""
-        data = json.dumps(asdict(self))
-        found: dict[str, Any] = json.loads(data, parse_float=lambda x: float(f"{float(x):.{DIGITS}g}"))
-        return found
+        text = json.dumps(asdict(self))
+        data: dict[str, Any] = json.loads(text, parse_float=lambda x: float(f"{float(x):.{DIGITS}g}"))
+        return data
 
     def html(self) -> str:
-        """The page."""
+        """Return the page."""
 
         def part(name: str) -> str:
             return (resources.files(__package__) / "page" / name).read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ def check_target(path: str | Path) -> None:
 
 
 def embedded(data: object) -> str:
-    """JSON that may stand in a script element: ASCII, and nothing in it that HTML knows."""
+    """Return JSON for a script element: ASCII, without characters that are special in HTML."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -268,7 +268,7 @@ def test_under_torchrun_there_is_one_llm_of_all_processes(
     store = HashStore()
     store.add("nanospec/leaders", 1)
     monkeypatch.setattr(Place, "store", lambda self: store)
-    monkeypatch.setattr(launch, "torchrun_place", lambda: place._replace(rank=0, size=2, local=0))
+    monkeypatch.setattr(launch, "torchrun_place", lambda: place._replace(rank=0, size=2, local_rank=0))
     with pytest.raises(ValueError, match="Under torchrun a program has one LLM"):
         make(folder, 2)
 
@@ -281,7 +281,7 @@ def test_ranks_of_a_machine_share_its_cores_and_gpus(place: Place, monkeypatch: 
     monkeypatch.setattr(Place, "store", lambda self: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
     for local in range(8):
-        launch._connect(place._replace(rank=8 + local, local=local), EngineConfig(device="cpu"))
+        launch._connect(place._replace(rank=8 + local, local_rank=local), EngineConfig(device="cpu"))
     launch._connect(place, EngineConfig(device="cpu", threads=3))
     assert threads == [4] * 8 + [3]
     with pytest.raises(ValueError, match="threads=33 of each rank are more than 32 processors"):
