@@ -46,7 +46,7 @@ LAYER, SAMPLING = (f"tests/kernels/{name}/test_" for name in ("layer", "sampling
 SPECULATION = "tests/kernels/speculation/test_"
 ENGINE, DEVICE, DRAFTERS = (f"tests/nanospec/{name}/test_" for name in ("engine", "device", "drafters"))
 GRAMMAR, SPLIT = (f"tests/nanospec/extras/{name}/test_" for name in ("grammar", "tensor_parallel"))
-BATCH, SERVE = "tests/nanospec/apps/cli/test_batch", "tests/nanospec/apps/serve/test_"
+BATCH, SERVE = "tests/nanospec/apps/batch/test_", "tests/nanospec/apps/serve/test_"
 HOST = [ENGINE + "engine_edges.py", ENGINE + "engine.py"]
 GUIDED = [
     GRAMMAR + "guided.py::test_" + name
@@ -114,9 +114,10 @@ TESTS: dict[str, list[str]] = {
     "nanospec/extras/tensor_parallel/launch.py": [SPLIT + "launch.py"],
     "nanospec/extras/tensor_parallel/worker.py": [SPLIT + "worker.py", SPLIT + "program.py"],
     "nanospec/apps/json_input.py": ["tests/nanospec/apps/test_json_input.py"],
-    "nanospec/apps/cli/batch": [
-        BATCH + ".py",
-        BATCH + "_openai.py",
+    "nanospec/apps/tasks.py": [BATCH + "run.py", BATCH + "openai.py"],
+    "nanospec/apps/batch/": [
+        BATCH + "run.py",
+        BATCH + "openai.py",
         "tests/nanospec/apps/cli/test_main.py::test_a_prompt_may_come_from_standard_input",
     ],
     "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "faults.py", SERVE + "nobody_waits.py"],

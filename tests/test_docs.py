@@ -25,8 +25,8 @@ import pytest
 
 import nanospec
 from nanospec import llm
-from nanospec.apps.cli.options import build_parser, parse
-from nanospec.apps.serve.command import build_parser as build_server_parser
+from nanospec.apps.cli.parser import build_parser, parse
+from nanospec.apps.cli.serve import build_parser as build_server_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("nanospec", "kernels", "bench", "campaigns", "tests", "docs")

@@ -19,7 +19,8 @@ from campaigns.simulate.limit import TooLong, within
 from campaigns.simulate.scenario import Scenario
 from campaigns.simulate.served import simulate_served
 from campaigns.simulate.shrink import failure, place_of, shrink
-from nanospec.apps.serve import answers, openai_format
+from nanospec.apps import openai_format
+from nanospec.apps.serve import answers
 from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 

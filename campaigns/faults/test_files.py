@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanospec.apps.cli.batch import Batch, finished, head_of, results_file
-from nanospec.apps.cli.batch_lines import Task
+from nanospec.apps.batch.run import Batch, finished, head_of, results_file
 from nanospec.apps.cli.main import main
+from nanospec.apps.tasks import Task
 from nanospec.apps.training import HeadsInTraining, Settings
 from nanospec.config import SamplingParams
 from nanospec.extras.tracing.trace import Trace

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from nanospec.apps.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.gate import HTTPError
-from nanospec.apps.serve.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.requests import Asked, read_json, read_request
 from nanospec.config import EngineConfig
 from nanospec.engine.request import Limits, check_request

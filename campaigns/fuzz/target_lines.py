@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nanospec.apps.cli.batch import finished, head_of
-from nanospec.apps.cli.batch_lines import Defaults, LineError, Task, read_tasks
+from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
+from nanospec.apps.batch.run import finished, head_of
+from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
 
 from .mutation import mutate_bytes as mutate

@@ -10,7 +10,7 @@ from random import Random
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from nanospec.apps.serve.openai_format import token_bytes
+from nanospec.apps.openai_format import token_bytes
 from nanospec.text.tokenizer import Detokenizer, Tokenizer
 
 from .mutation import mutate_bytes, mutate_json

@@ -45,9 +45,9 @@ from ..models.weights import load_model
 from ..text import check_fields, limited
 from ..text.chat import check_conversation
 from ..text.tokenizer import Tokenizer
-from .cli.batch_lines import LineError, place, read_lines
-from .cli.options import Parser, add_settings, given, in_flags
+from .batch.lines import LineError, place, read_lines
 from .json_input import strict_json
+from .options import Parser, add_settings, given, in_flags
 
 WINDOW = 1024  # tokens; longer texts are cut
 HELD_OUT = 16  # of so many texts, one is left out of training and measured
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="JSON lines to learn from")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: weights/heads/NAME.safetensors")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add_settings(parser, Settings, "training", full=True)
+    add_settings(parser, Settings, "training", full=True, defaults={})
     args = parser.parse_args(argv)
     try:
         print(json.dumps(run(args)))

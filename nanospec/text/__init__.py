@@ -32,7 +32,7 @@ def shown(value: object, most: int = 100) -> str:
 
 
 def limited(default: Any, low: float, high: float = math.inf, **more: Any) -> Any:
-    """Declare a number in a dataclass of settings with its limits; `more` is for `apps/cli/options.py`."""
+    """Declare a number in a dataclass of settings with its limits; `more` is for `apps/options.py`."""
     return field(default=default, metadata={"limits": (low, high), **more})
 
 

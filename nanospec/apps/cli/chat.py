@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from ...config import SamplingParams
 from ...llm import LLM
 from ...outputs import RequestOutput
-from .batch_lines import with_system
+from ..options import did_you_mean, in_flags
+from ..tasks import with_system
 from .console import DIM, Console
-from .options import did_you_mean, in_flags
 
 PROMPT, CONTINUED = "> ", ". "
 COMMANDS = ("/help", "/reset", "/undo", "/system", "/exit")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ...kernels import OWN
 
 if TYPE_CHECKING:
+    from ...llm import LLM
     from ...outputs import Piece
 
 ACCEPTED = "\x1b[32m"  # green: drafted, and the target agreed
@@ -45,3 +47,18 @@ class Console:
         for n, row in enumerate((header, *rows)):
             cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
             self.line("  ".join(cells).rstrip(), BOLD if n == 0 else "")
+
+
+def announce(name: str, folder: Path) -> None:
+    """Print on a terminal which model is being loaded, and its size."""
+    if sys.stderr.isatty():
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
+
+
+def announce_ranks(llm: LLM) -> None:
+    """Print the memory that each rank of a split model needs."""
+    plans = llm.engine.worker.memory
+    for rank, plan in enumerate(plans if len(plans) > 1 else ()):
+        sizes = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in plan.items())
+        print(f"Rank {rank} takes {sum(plan.values()) / 1e6:,.1f} MB: {sizes}.", file=sys.stderr)

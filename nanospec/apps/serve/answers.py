@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from ...outputs import Completion
 from ...text.tokenizer import Tokenizer
+from ..openai_format import CHAT, choice, counts, logprobs, usage
 from .gate import HTTPError
 from .jobs import Job, JobFailed
-from .openai_format import CHAT, choice, counts, logprobs, usage
 from .requests import Asked
 
 QUIET = b": nothing yet\n\n"  # a comment, so that no proxy takes the connection for dead

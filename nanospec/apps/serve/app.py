@@ -20,11 +20,11 @@ from starlette.types import ASGIApp
 
 from ...llm import LLM
 from ...text import shown
+from ..openai_format import CHAT, COMPLETIONS, conversation
 from .answers import Answer
 from .gate import Gate, HTTPError, read_body
 from .loop import EngineLoop, QueueFull
 from .metrics import ServerMetrics
-from .openai_format import CHAT, COMPLETIONS, conversation
 from .requests import bad_request, chat_prompt, read_json, read_request
 from .settings import ServeConfig
 

@@ -10,10 +10,10 @@ from typing import Any
 from ...config import SamplingParams
 from ...llm import LLM
 from ...text import shown
-from ..cli.batch_lines import ask
 from ..json_input import strict_json
+from ..openai_format import CHAT, IGNORED, RENAMED, in_our_words
+from ..tasks import ask
 from .gate import HTTPError
-from .openai_format import CHAT, IGNORED, RENAMED, in_our_words
 
 MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, and characters of each
 MAX_LOGIT_BIAS = 1024  # tokens

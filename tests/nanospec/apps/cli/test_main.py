@@ -17,7 +17,8 @@ import pytest
 
 import nanospec
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.apps.cli import generate, options
+from nanospec.apps import options
+from nanospec.apps.cli import generate, parser
 from nanospec.apps.cli.main import COMMANDS, main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -225,7 +226,7 @@ def test_the_settings_are_what_the_options_say() -> None:
     given += " --num-speculative-tokens auto --prompt-lookup-min 2 --prompt-lookup-max 3 --stop a --stop b"
     given += " --top-k 3 --ignore-eos --seed 7 --stop-token-ids 5,6 --logit-bias"
     engine = "--no-enable-prefix-caching --device cpu --kv-cache-memory 4G"
-    args = options.parse([*given.split(), '{"3": 1}', "--demo", *engine.split()])
+    args = parser.parse([*given.split(), '{"3": 1}', "--demo", *engine.split()])
     assert SpecConfig(**options.given(args, "SpecConfig")) == SpecConfig(
         method="ngram+medusa", heads="FILE", tree_width=2, acceptance="typical", prompt_lookup_min=2,
         prompt_lookup_max=3,
@@ -235,7 +236,7 @@ def test_the_settings_are_what_the_options_say() -> None:
     )
     asked = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
     assert options.given(args, "EngineConfig") == asked
-    plain = options.parse(["--demo", "--max-tokens", "none"])
+    plain = parser.parse(["--demo", "--max-tokens", "none"])
     assert (options.given(plain, "SpecConfig"), options.given(plain, "EngineConfig")) == ({}, {})
     assert options.given(plain, "SamplingParams") == {"max_tokens": None}
 
@@ -248,7 +249,7 @@ def test_the_version_is_said_alone_and_among_other_options(capsys: pytest.Captur
 
 
 def test_every_field_is_an_option_with_a_description() -> None:
-    shown = " ".join(options.build_parser(full=True).format_help().split())
+    shown = " ".join(parser.build_parser(full=True).format_help().split())
     for settings, _ in options.SETTINGS:
         for field in dataclasses.fields(settings):
             if field.name != "spec":
@@ -258,7 +259,7 @@ def test_every_field_is_an_option_with_a_description() -> None:
 
 def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    short, full = (options.build_parser(full).format_help() for full in (False, True))
+    short, full = (parser.build_parser(full).format_help() for full in (False, True))
     assert max(map(len, (*short.splitlines(), *full.splitlines()))) <= 80
     assert len(short.splitlines()) < 72
     assert "--top-k" in full
@@ -317,7 +318,7 @@ def test_errors_are_in_the_words_of_the_command_line(message: str, words: str) -
     assert options.in_flags(message) == words
 
 
-@pytest.mark.parametrize("module", ["", ".apps.cli.main", ".apps.cli.batch", ".apps.cli.fetch"])
+@pytest.mark.parametrize("module", ["", ".apps.cli.main", ".apps.batch.run", ".apps.cli.fetch"])
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
     code = f"import sys, nanospec{module}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

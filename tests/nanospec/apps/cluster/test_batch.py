@@ -25,13 +25,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.apps.cli.batch import Line, open_batch, result_line, run_batch, seeded
-from nanospec.apps.cli.batch_lines import LineError, Task
+from nanospec.apps.batch.lines import LineError
+from nanospec.apps.batch.run import Line, open_batch, result_line, run_batch, seeded
 from nanospec.apps.cli.main import main
-from nanospec.apps.cli.options import DEFAULTS, parse
+from nanospec.apps.cli.parser import DEFAULTS, parse
 from nanospec.apps.cluster import start
 from nanospec.apps.cluster.batch import LineEngine
 from nanospec.apps.cluster.start import Share, load
+from nanospec.apps.tasks import Task
 from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]

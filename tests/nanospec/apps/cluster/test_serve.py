@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from nanospec import LLM, SamplingParams
+from nanospec.apps.cli.serve import build_parser
 from nanospec.apps.cluster.start import Share
-from nanospec.apps.serve.command import build_parser
 from nanospec.apps.serve.gate import draining
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig

@@ -13,10 +13,10 @@ from typing import Any
 import openai
 import pytest
 
+from nanospec.apps.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve import gate
 from nanospec.apps.serve.gate import OPEN, UNCOUNTED
 from nanospec.apps.serve.logs import Lines
-from nanospec.apps.serve.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.settings import ServeConfig
 from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
 from tests.nanospec.test_llm import after, folder, make

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanospec.extras.grammar.grammar as grammar
-from nanospec.apps.serve.openai_format import BYTES
+from nanospec.apps.openai_format import BYTES
 from nanospec.config import SamplingParams
 from nanospec.extras.grammar.grammar import FORCED, Grammars, Guide, look_up
 from nanospec.kernels import GUESSED

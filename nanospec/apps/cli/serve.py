@@ -11,8 +11,8 @@ from typing import Any
 from ...config import EngineConfig, SpecConfig
 from ...models import program, resolve_model
 from ...text import shown
-from ..cli.options import Parser, add_settings, base_parser, given, in_flags
-from .settings import ServeConfig
+from ..options import Parser, add_settings, base_parser, given, in_flags
+from ..serve.settings import ServeConfig
 
 DEFAULTS = {"max_num_batched_tokens": 512}  # how long a prompt holds up the others
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "h11")
@@ -66,10 +66,10 @@ def replicas(text: str) -> tuple[int, int]:
 
 def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     from ...llm import LLM
-    from ..cli.main import announce, announce_ranks
-    from .app import App
-    from .logs import log_to
-    from .server import listen, run
+    from ..serve.app import App
+    from ..serve.logs import log_to
+    from ..serve.server import listen, run
+    from .console import announce, announce_ranks
 
     log_to(level=args.log_level)
     options = {"spec": SpecConfig(**given(args, "SpecConfig")), **DEFAULTS, **given(args, "EngineConfig")}

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanospec.apps.cli.batch import batch_summary, finished, head_of, open_batch, results_file
-from nanospec.apps.cli.batch_lines import Defaults, LineError, Task, read_tasks
-from nanospec.apps.cli.options import parse
+from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
+from nanospec.apps.batch.run import batch_summary, finished, head_of, open_batch, results_file
+from nanospec.apps.cli.parser import parse
+from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
 
 BREAKS = "a\u2028b\u2029c\x85d"  # where str.splitlines would cut
@@ -92,7 +93,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: bytes, sentence: str) -> None
 
 
 def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanospec.apps.cli.batch_lines.MAX_LINE", 1 << 20)
+    monkeypatch.setattr("nanospec.apps.batch.lines.MAX_LINE", 1 << 20)
     with pytest.raises(LineError, match=r"/dev/zero line 1 is longer than 1 MB, the limit of a request\."):
         tasks("/dev/zero")
     longest = tmp_path / "requests.jsonl"

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
-from ...outputs import SpecStats
-from ...text import shown
+from ..outputs import SpecStats
+from ..text import shown
 
 if TYPE_CHECKING:
-    from ...outputs import Completion, Logprob, Piece
-    from ...text.tokenizer import Tokenizer
+    from ..outputs import Completion, Logprob, Piece
+    from ..text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}

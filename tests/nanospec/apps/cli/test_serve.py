@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nanospec.apps.cli import serve as command
 from nanospec.apps.cli.main import main
-from nanospec.apps.serve import command
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
 from tests.nanospec.test_llm import folder

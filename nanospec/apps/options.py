@@ -1,9 +1,8 @@
-"""Define the options of the command line without a command, and make settings of them.
+"""Make command-line options of classes of settings, and settings of options.
 
-Each field of `SpecConfig`, `SamplingParams` and `EngineConfig` is an option: its name is the field's, its
-parser follows from the field's type, and its help is in the docstring of the class. The first class that has
-a name gets it (`--seed` is sampling's). An option that is not given keeps the default of the class, or of
-`DEFAULTS`.
+Each field of a class is an option: its name is the field's, its parser follows from the field's type, and its
+help is in the docstring of the class. The first class that has a name gets it (`--seed` is sampling's). An
+option that is not given keeps the default of the class, or of the command.
 """
 
 from __future__ import annotations
@@ -16,27 +15,10 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NoReturn
 
-from ... import __version__
-from ...config import EngineConfig, SamplingParams, SpecConfig
-from ...models import program
-from ...text import shown
-from ..json_input import strict_json
+from ..config import EngineConfig, SamplingParams, SpecConfig
+from ..text import shown
+from .json_input import strict_json
 
-DESCRIPTION = """\
-nanospec on the command line: a prompt, a chat, a batch of requests, or a demo.
-
-    {0} --prompt "Why is the sky blue?"
-    {0} --chat --show-drafts
-    {0} --input requests.jsonl --output results.jsonl
-    {0} --demo
-
-Other commands, as in `{0} fetch --help`:
-
-    fetch NAME                    download a model
-    convert FILE.gguf [FOLDER]    make a model folder of a GGUF file
-    train ...                     train Medusa heads for a model
-    serve                         answer OpenAI's requests over HTTP
-"""
 SETTINGS: tuple[tuple[Any, str], ...] = (  # classes of settings with their titles; first come first
     (SpecConfig, "speculation"),
     (SamplingParams, "sampling (defaults for all requests)"),
@@ -44,7 +26,6 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # classes of settings with their titl
 )
 FLAGS = {"method": "--spec"}  # of fields that the option is not named like
 SHORT = {"tensor_parallel_size": "-tp"}
-DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
 COMMON = (  # in --help
     "method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed",
     "tensor_parallel_size",
@@ -138,11 +119,9 @@ def descriptions(settings: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 
-def add_settings(
-    parser: Parser, settings: type, title: str, full: bool, defaults: Mapping[str, Any] = DEFAULTS
-) -> None:
-    """Add the fields of a class of settings as options. `defaults`, where they are not those of the class,
-    are told in the help."""
+def add_settings(parser: Parser, settings: type, title: str, full: bool, defaults: Mapping[str, Any]) -> None:
+    """Add the fields of a class of settings as options. The help shows `defaults` where they are
+    not those of the class."""
     group = parser.add_argument_group(title)
     for field in fields(settings):
         name, flag = field.name, flag_of(field.name)
@@ -169,68 +148,6 @@ def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
     """Return the fields of a class of settings that are on the command line."""
     prefix = settings + "."
     return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}
-
-
-def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespace:
-    """Parse a command line. A bad one ends the process, as in argparse."""
-    parser = build_parser("--help-all" in argv)
-    if argv and not argv[0].startswith("-"):
-        known = [*commands, *parser._option_string_actions]
-        meant = did_you_mean(argv[0], known) or "; a text to answer is given as --prompt TEXT"
-        parser.error(f"there is no command {shown(argv[0])}{meant}")
-    args = parser.parse_args(argv)
-    for is_wrong, said in _conflicts(args):
-        if is_wrong:
-            parser.error(said)
-    return args
-
-
-def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
-    """Return conditions that are errors, each with its message."""
-    tasks = (args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)
-    traces, several = args.trace is not None, args.replicas is not None
-    return (
-        (sum(tasks) != 1, "give one, and only one, of --prompt, --chat, --input, --demo or --explain"),
-        (bool(args.input) != bool(args.output), "--input and --output go together; - is the standard stream"),
-        (args.output == "-" and args.json, "--output - and --json both write to standard output"),
-        (args.raw and args.chat, "--raw is of no use with --chat"),
-        (args.chat and given(args, "SamplingParams").get("n", 1) > 1, "--chat gives one answer: no --n"),
-        (args.raw and bool(args.system), "--raw is of no use with --system"),
-        (traces and args.explain, "--trace shows answers, and --explain gives none"),
-        (traces and args.trace in (args.input, args.output), f"--trace {args.trace} is a file of the batch"),
-        (several and not args.input, "--replicas are of use to --input and to the server"),
-        (several and args.replicas < 1, f"--replicas {args.replicas} must be at least 1"),
-        (several and traces, "--trace shows the steps of one engine; leave out --replicas"),
-    )
-
-
-def build_parser(full: bool = False) -> Parser:
-    """Return the parser. With `full` its help names every option."""
-    parser = base_parser(
-        full,
-        prog=program(),
-        usage=f"{program()} [--model MODEL] WHAT-TO-DO [OPTIONS]",
-        description=DESCRIPTION.format(program()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"nanospec {__version__}")
-    add = parser.add_argument_group("what to do").add_argument
-    add("--prompt", metavar="TEXT", help="answer one prompt; -: that on standard input")
-    add("--chat", action="store_true", help="talk with the model")
-    add("--input", metavar="FILE", help="answer the requests of a file of JSON lines; -: standard input")
-    add("--output", metavar="FILE", help="results, a line each; what it already holds is not done again")
-    add("--demo", action="store_true", help="three requests with and without speculation")
-    add("--explain", action="store_true", help="what a step costs by the number of tokens, and why")
-    add = parser.add_argument_group("how").add_argument
-    add("--replicas", **NUMBER, help="answer --input with so many engines, by Ray")
-    add("--raw", action="store_true", help="continue the text of a prompt instead of chatting about it")
-    add("--system", metavar="TEXT", help="the system message of chats that have none")
-    add("--json", action="store_true", help="print statistics as JSON on standard output")
-    add("--trace", metavar="FILE.html", help="write a page that shows each step and each guess")
-    add("--show-drafts", action="store_true", help="colour the tokens that were guessed right (terminal)")
-    for settings, title in SETTINGS:
-        add_settings(parser, settings, title, full)
-    return parser
 
 
 def base_parser(full: bool, **options: Any) -> Parser:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nanospec.apps.cli.batch import result_line
-from nanospec.apps.cli.batch_lines import LineError
+from nanospec.apps.batch.lines import LineError
+from nanospec.apps.batch.run import result_line
 from nanospec.config import SamplingParams
 from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats
 from nanospec.text.tokenizer import Tokenizer
-from tests.nanospec.apps.cli.test_batch import of_lines
+from tests.nanospec.apps.batch.test_run import of_lines
 from tests.tiny import tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]

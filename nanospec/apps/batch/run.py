@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from ...config import EngineConfig, SamplingParams
-from ..serve.openai_format import CHAT, choice, usage
-from .batch_lines import Defaults, LineError, Task, place, read_tasks
-from .options import given, in_flags
+from ..openai_format import CHAT, choice, usage
+from ..options import given, in_flags
+from ..tasks import Task
+from .lines import Defaults, LineError, place, read_tasks
 
 if TYPE_CHECKING:
     from ...llm import LLM
