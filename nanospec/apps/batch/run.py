@@ -137,10 +137,11 @@ def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokeniz
 @contextmanager
 def results_file(target: str) -> Iterator[BinaryIO]:
     """Open the file `target`, or standard output for "-", to append to. Raises LineError while another
-    process has it."""
+    process has it. If the block raises before anything is written, a file that was new is removed."""
     if target == "-":
         yield sys.stdout.buffer
         return
+    is_new = not os.path.lexists(target)
     with open(target, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +149,12 @@ def results_file(target: str) -> Iterator[BinaryIO]:
             raise LineError(f"another process writes {target}; wait for it or name another output.") from None
         except OSError:
             pass  # a file system without locks
-        yield file
+        try:
+            yield file
+        except BaseException:
+            if is_new and not os.fstat(file.fileno()).st_size:
+                os.unlink(target)
+            raise
 
 
 def finished(path: Path, tasks: Sequence[Task]) -> set[int]:

@@ -224,6 +224,26 @@ def test_an_output_that_another_process_writes_is_refused(tmp_path: Path) -> Non
         assert (batch.todo, batch.done) == ([], {0})
 
 
+@pytest.mark.parametrize("before", [None, b""], ids=["new", "there"])
+@pytest.mark.parametrize("written", [b"", b"x"], ids=["nothing", "a-result"])
+def test_a_batch_that_fails_before_its_first_result_leaves_no_new_file(
+    tmp_path: Path, before: bytes | None, written: bytes
+) -> None:
+    args = asked(tmp_path)
+    target = Path(args.output)
+    if before is not None:
+        target.write_bytes(before)
+
+    def run() -> None:
+        with open_batch(args, GREEDY) as batch:
+            batch.file.write(written)
+            raise LineError("refused by the model")
+
+    with pytest.raises(LineError, match="refused"):
+        run()
+    assert (target.read_bytes() if target.exists() else None) == (written or before)
+
+
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError("No locks available")
