@@ -258,9 +258,9 @@ def schedule(steps: int, step: int) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Read, compute and train; return the figures."""
-    settings, folder = Settings(**given(args, "Settings")), resolve_model(args.model)
+def run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """Read the text, compute hidden states and train heads; return the figures."""
+    folder = resolve_model(args.model)
     folders = weights_folders()  # where heads are looked for: take the first that exists
     there = next((folder for folder in folders if folder.is_dir()), folders[-1])
     out = args.out or there / "heads" / f"{folder.name}.safetensors"
@@ -276,8 +276,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": folder.name, **train(model, settings, data, out), "file": str(out)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+def main(argv: Sequence[str]) -> int:
+    """Run `nanospec train`. Raises ValueError or OSError with a sentence."""
     text = "Train Medusa heads, which predict several of a model's next tokens at once."
     parser = Parser(prog=f"{program()} train", description=text)
     parser.add_argument("--model", required=True, help="a folder, a name below weights/, or a hub id")
@@ -287,9 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_settings(parser, Settings, "training", full=True, defaults={})
     args = parser.parse_args(argv)
     try:
-        print(json.dumps(run(args)))
-    except (ValueError, OSError) as error:
-        why = str(error) if isinstance(error, OSError) else in_flags(str(error), (Settings,))
-        print(f"Cannot train heads for {args.model}: {why}", file=sys.stderr)
-        return 1
+        settings = Settings(**given(args, "Settings"))
+    except ValueError as error:
+        raise ValueError(in_flags(str(error), (Settings,))) from None
+    print(json.dumps(run(args, settings)))
     return 0
