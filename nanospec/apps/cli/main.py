@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from errno import ENOSPC
 from importlib import import_module
 
@@ -73,6 +73,7 @@ def _run(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     """Run without a command: answer a prompt, a chat or a batch, show the demo, or explain."""
+    from ..batch.run import open_batch
     from ..options import given
     from .console import announce
     from .parser import DEFAULTS, parse
@@ -82,15 +83,10 @@ def _generate(argv: list[str]) -> int:
     if args.prompt == "-":
         args.prompt = _standard_input()
     args.folder = resolve_model(args.model)
-    with ExitStack() as files:
-        batch = None
-        if args.input:
-            from ..batch.run import open_batch
-
-            batch = files.enter_context(open_batch(args, params))
-            if not batch.todo and not args.json:
-                print("All requests were done before; nothing has run.", file=sys.stderr)
-                return 0
+    with open_batch(args, params) if args.input else nullcontext() as batch:
+        if batch is not None and not batch.todo and not args.json:
+            print("All requests were done before; nothing has run.", file=sys.stderr)
+            return 0
         announce(args.model, args.folder)
         from .generate import run
 

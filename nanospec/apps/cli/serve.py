@@ -67,11 +67,11 @@ def replicas(text: str) -> tuple[int, int]:
 def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
     from ...llm import LLM
     from ..serve.app import App
-    from ..serve.logs import log_to
+    from ..serve.logs import log_to_stderr
     from ..serve.server import listen, run
     from .console import announce, announce_ranks
 
-    log_to(level=args.log_level)
+    log_to_stderr(args.log_level)
     options = {"spec": SpecConfig(**given(args, "SpecConfig")), **DEFAULTS, **given(args, "EngineConfig")}
     if args.replicas is not None:
         from ..cluster.start import need_ray

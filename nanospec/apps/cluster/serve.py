@@ -32,7 +32,7 @@ from starlette.types import Message, Scope
 from ...config import EngineConfig
 from ...llm import LLM
 from ..serve.app import App
-from ..serve.logs import log, log_to
+from ..serve.logs import log, log_to_stderr
 from ..serve.server import listen, say_ready
 from ..serve.settings import ServeConfig
 from .front import LINGER, Front, Sender
@@ -51,7 +51,7 @@ class ServingEngine:
     """One replica: the server of `serve/app.py` without its sockets."""
 
     def __init__(self, load: Callable[..., LLM], config: ServeConfig) -> None:
-        log_to(level="warning")  # the ingress logs requests
+        log_to_stderr("warning")  # the ingress logs requests
         self._name = serve.get_replica_context().replica_id.unique_id
         llm = load(seed=random.getrandbits(28))  # no two replicas draw the same
         self._app = App(llm, config, str(config.served_model_name))
@@ -110,7 +110,7 @@ class Ingress(Front):
     """The deployment that the proxies pass requests to."""
 
     def __init__(self, engines: Any, config: ServeConfig, level: str, stamp: str) -> None:
-        log_to(level=level)
+        log_to_stderr(level)
         self._stamp = stamp
         ask = engines.ask.options(stream=True)
 

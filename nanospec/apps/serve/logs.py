@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 import time
-from typing import TextIO
 
 log = logging.getLogger("nanospec.apps.serve")
 
@@ -27,9 +25,9 @@ def _is_news(record: logging.LogRecord) -> bool:  # not that the server's end ha
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-def log_to(stream: TextIO | None = None, level: str = "info") -> None:
-    """Have the server and uvicorn write their lines to a stream (default: standard error)."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+def log_to_stderr(level: str) -> None:
+    """Have the server and uvicorn write their lines to standard error."""
+    handler = logging.StreamHandler()
     handler.setFormatter(Lines())
     handler.addFilter(_is_news)
     for name, least in (("nanospec.apps.serve", level.upper()), ("uvicorn", "WARNING")):

@@ -26,7 +26,7 @@ import pytest
 
 from nanospec.apps.serve import jobs
 from nanospec.apps.serve.app import App
-from nanospec.apps.serve.logs import log_to
+from nanospec.apps.serve.logs import log_to_stderr
 from nanospec.apps.serve.server import Server, listen, run
 from nanospec.apps.serve.settings import ServeConfig
 from tests.drive import MODES
@@ -305,10 +305,10 @@ SCRIPT = """
 import asyncio, signal, sys, time
 from nanospec import LLM
 from nanospec.apps.serve.app import App
-from nanospec.apps.serve.logs import log_to
+from nanospec.apps.serve.logs import log_to_stderr
 from nanospec.apps.serve.server import listen, run
 from nanospec.apps.serve.settings import ServeConfig
-log_to(level="error")
+log_to_stderr("error")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_model_len=128)
 step = llm.engine.step
@@ -417,7 +417,8 @@ def test_a_server_without_an_engine_ends(
     monkeypatch.setattr(Server, "on_tick", later)
     asking = threading.Thread(target=end)
     asking.start()
-    log_to(lines)
+    monkeypatch.setattr(sys, "stderr", lines)
+    log_to_stderr("info")
     assert asyncio.run(run(app, listener)) == 1
     asking.join()
     failed = "500: The engine failed in the middle of this request, which may be sent again."
