@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanospec.apps.batch.run import Batch, finished, head_of, results_file
+from nanospec.apps.batch.run import Batch, indices_done, result_prefix, results_file
 from nanospec.apps.cli.main import main
 from nanospec.apps.tasks import Task
 from nanospec.apps.training import HeadsInTraining, Settings
@@ -42,11 +42,11 @@ def room_for(size: int) -> Iterator[None]:
 def write_results(path: Path) -> None:
     """As a batch does whose tasks end in another order."""
     with results_file(str(path)) as file:
-        done = finished(path, TASKS)
+        done = indices_done(path, TASKS)
         batch = Batch("input", str(path), TASKS, done, file)
         with batch.running():
             for task in reversed([task for task in TASKS if task.index not in done]):
-                batch.write(head_of(task) + b'"text": "\xe2\x80\xa8"}\n', 1)
+                batch.write(result_prefix(task) + b'"text": "\xe2\x80\xa8"}\n', 1)
 
 
 def test_a_batch_goes_on_after_a_full_disk(tmp_path: Path) -> None:

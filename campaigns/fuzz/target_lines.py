@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
-from nanospec.apps.batch.run import finished, head_of
+from nanospec.apps.batch.run import indices_done, result_prefix
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
 
@@ -50,10 +50,10 @@ def one(data: bytes) -> None:
         for task in tasks:
             assert isinstance(task.prompt, str | list) != bool(task.messages)
         try:
-            finished(target, tasks)
+            indices_done(target, tasks)
         except LineError:
             assert target.read_bytes() == data
         else:
             assert data.startswith(target.read_bytes())
-        target.write_bytes(b"".join(head_of(task) + b'"a": 1}\n' for task in tasks))
-        assert finished(target, tasks) == {task.index for task in tasks}
+        target.write_bytes(b"".join(result_prefix(task) + b'"a": 1}\n' for task in tasks))
+        assert indices_done(target, tasks) == {task.index for task in tasks}

@@ -6,6 +6,7 @@ of `IGNORED` are dropped.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ IGNORED = frozenset({  # they change no text; the model is the one that is loade
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction",
 })  # fmt: skip
-ONLY: dict[str, tuple[Any, ...]] = {  # what is not there, and the values that do not ask for it
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # fields, and their values that do not need what is not there
     "stream": (False,), "stream_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
     "functions": ([],), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
@@ -35,31 +36,31 @@ OTHERS = [byte for byte in range(256) if byte not in LETTERS]
 BYTES = {chr(byte): byte for byte in LETTERS} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
-def in_our_words(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is asked by the names of `SamplingParams`, with "messages" or "prompt". Raises ValueError
-    or TypeError for what is not there."""
+def translate_request(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request by the names of `SamplingParams`, with "messages" or "prompt". Raises ValueError or
+    TypeError for features that are not there."""
     request: dict[str, Any] = {}
     for theirs, ours in RENAMED.items():
         if body.get(theirs) is not None and body.get(ours) not in (None, body[theirs]):
             raise ValueError(f'"{theirs}" and "{ours}" are two words for one; give one of them.')
     for name, value in body.items():
-        if value is None or name in IGNORED or (name in ONLY and value in ONLY[name]):
+        if value is None or name in IGNORED or (name in UNSUPPORTED and value in UNSUPPORTED[name]):
             continue
-        if name in ONLY:
+        if name in UNSUPPORTED:
             quoted = f": {shown(value)}" if isinstance(value, str | int | float) else ""
             raise ValueError(f'"{name}" asks for what nanospec does not do{quoted}.')
         request[RENAMED.get(name) or name] = value
     if url == CHAT:
         request.update(_chat_logprobs(request))
-        request["messages"] = conversation(request.get("messages"))
+        request["messages"] = normalize_messages(request.get("messages"))
     elif "messages" in request:
         raise ValueError(f'"messages" belong to {CHAT}.')
-    elif isinstance(several := request.get("prompt"), list) and len(several) == 1:
-        request["prompt"] = several if isinstance(several[0], int) else several[0]
+    elif isinstance(prompts := request.get("prompt"), list) and len(prompts) == 1:
+        request["prompt"] = prompts if isinstance(prompts[0], int) else prompts[0]
     return request
 
 
-def conversation(messages: Any) -> list[dict[str, Any]]:
+def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     """Return messages whose contents are texts, also if they were given in parts, or as null. Raises
     ValueError."""
     if not isinstance(messages, list) or not messages:
@@ -82,52 +83,58 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
-    """Ours is the number of likeliest tokens, theirs a flag and that number."""
-    wanted, top = request.pop("logprobs", False), request.pop("top_logprobs", 0)
-    if not isinstance(wanted, bool) or (top and not wanted):
+    """Replace OpenAI's flag and number of likeliest tokens by that number alone."""
+    enabled, top = request.pop("logprobs", False), request.pop("top_logprobs", 0)
+    if not isinstance(enabled, bool) or (top and not enabled):
         raise ValueError('"logprobs" must be true or false in a chat, and true with "top_logprobs".')
-    return {"logprobs": top} if wanted else {}
+    return {"logprobs": top} if enabled else {}
+
+
+def response_header(url: str, request_id: str, model: str, chunk: bool = False) -> dict[str, Any]:
+    """Return the fields that begin a response, or with `chunk` an event of a stream."""
+    kind = "chat.completion" + ".chunk" * chunk if url == CHAT else "text_completion"
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def choice(url: str, done: Completion, number: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return an output; `number`: of likeliest tokens to report, None for no log-probabilities."""
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
-    places = (done.logprobs or [])[: done.num_text_tokens]
-    found = logprobs(url, places, done.pieces, number, tokenizer)
+    positions = (done.logprobs or [])[: done.num_text_tokens]
+    entries = logprobs(url, positions, done.pieces, number, tokenizer)
     reasons = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
-    return {"index": done.index, **text, "logprobs": found, **reasons}
+    return {"index": done.index, **text, "logprobs": entries, **reasons}
 
 
 def logprobs(
     url: str,
-    places: Sequence[Mapping[int, Logprob]],
+    positions: Sequence[Mapping[int, Logprob]],
     pieces: Sequence[Piece],
     number: int | None,
     tokenizer: Tokenizer,
     offset: int = 0,
 ) -> dict[str, Any] | None:
-    """Return those of the tokens of `places`, which come first there, and of the `number` likeliest; None if
-    `number` is. The text of `pieces`, the same tokens, begins at `offset` in the output."""
+    """Return the log-probabilities of the tokens at `positions`, which come first there, and of the `number`
+    likeliest; None if `number` is. The text of `pieces`, the same tokens, begins at `offset`."""
     if number is None:
         return None
 
-    def entry(token: int, found: Logprob) -> dict[str, Any]:
-        text = found.decoded_token or ""
-        return {"token": text, "logprob": found.logprob, "bytes": list(token_bytes(tokenizer, token, text))}
+    def entry(token: int, logprob: Logprob) -> dict[str, Any]:
+        text = logprob.decoded_token or ""
+        return {"token": text, "logprob": logprob.logprob, "bytes": list(token_bytes(tokenizer, token, text))}
 
-    own, top = [], []
-    for at in places:
-        own.append(entry(*next(iter(at.items()))))
-        likeliest = sorted((item for item in at.items() if item[1].rank <= number), key=lambda i: i[1].rank)
-        top.append([entry(*item) for item in likeliest])
+    chosen, top = [], []
+    for position in positions:
+        chosen.append(entry(*next(iter(position.items()))))
+        ranked = sorted(position.items(), key=lambda item: item[1].rank)
+        top.append([entry(*item) for item in ranked if item[1].rank <= number])
     if url == CHAT:
-        return {"content": [{**place, "top_logprobs": best} for place, best in zip(own, top)]}
+        return {"content": [{**token, "top_logprobs": best} for token, best in zip(chosen, top)]}
     offsets = accumulate((len(piece.text) for piece in pieces), initial=offset)
     return {
-        "tokens": [place["token"] for place in own],
-        "token_logprobs": [place["logprob"] for place in own],
+        "tokens": [token["token"] for token in chosen],
+        "token_logprobs": [token["logprob"] for token in chosen],
         "top_logprobs": [{t["token"]: t["logprob"] for t in best} for best in top] if number else None,
-        "text_offset": list(islice(offsets, len(own))),
+        "text_offset": list(islice(offsets, len(chosen))),
     }
 
 
@@ -148,7 +155,7 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
     cached = sum(done.num_cached_tokens for done in outputs if done.index % n == 0)
     names = ("num_steps", "num_tokens", "num_drafted", "num_accepted")
     spec = SpecStats(**{name: sum(getattr(done.stats, name) for done in outputs) for name in names})
-    told = ("num_steps", "num_drafted", "num_accepted", "tokens_per_step", "acceptance_rate")
+    reported = ("num_steps", "num_drafted", "num_accepted", "tokens_per_step", "acceptance_rate")
     return {
         **counts(num_prompt, sum(len(done.token_ids) for done in outputs)),
         "prompt_tokens_details": {"cached_tokens": cached},
@@ -156,7 +163,7 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
             "accepted_prediction_tokens": spec.num_accepted,
             "rejected_prediction_tokens": spec.num_drafted - spec.num_accepted,
         },
-        "speculation": {name: value for name, value in spec.to_dict().items() if name in told},
+        "speculation": {name: value for name, value in spec.to_dict().items() if name in reported},
     }
 
 

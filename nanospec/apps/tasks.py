@@ -9,7 +9,7 @@ from typing import Any
 from ..config import SamplingParams
 from ..extras.grammar.response_format import checked
 from ..text import shown
-from .openai_format import conversation
+from .openai_format import normalize_messages
 from .options import did_you_mean
 
 ONE_OF = 'a request is a JSON object with either "prompt" or "messages"'
@@ -29,7 +29,7 @@ class Task:
     key: str = ""  # fingerprint of the line, its parameters and the model
 
 
-def ask(
+def parse_task(
     request: Mapping[str, Any],
     params: SamplingParams,
     system: str | None = None,
@@ -40,17 +40,17 @@ def ask(
     ValueError, which may suggest one of `known` for an unknown field."""
     if ("prompt" in request) == ("messages" in request):
         raise ValueError(ONE_OF + (f"; this has {shown(list(request))}." if request else "."))
-    options = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
+    sampling = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
     parameters = {field.name for field in fields(SamplingParams)}
-    if unknown := sorted(options.keys() - parameters):
+    if unknown := sorted(sampling.keys() - parameters):
         names = {"prompt", "messages", *known, *parameters}
-        said = did_you_mean(unknown[0], names) or f"; known are {', '.join(sorted(names))}."
-        raise ValueError(f"unknown field {shown(unknown[0])}{said}")
-    if "response_format" in options:
-        options["response_format"] = checked(options["response_format"])
-    task = Task(0, replace(params, **options), request.get("prompt"), raw=raw)
+        hint = did_you_mean(unknown[0], names) or f"; known are {', '.join(sorted(names))}."
+        raise ValueError(f"unknown field {shown(unknown[0])}{hint}")
+    if "response_format" in sampling:
+        sampling["response_format"] = checked(sampling["response_format"])
+    task = Task(0, replace(params, **sampling), request.get("prompt"), raw=raw)
     if "messages" in request:
-        task.messages = with_system(conversation(request["messages"]), system)
+        task.messages = with_system(normalize_messages(request["messages"]), system)
     elif isinstance(prompt := task.prompt, str):
         if any("\ud800" <= c <= "\udfff" for c in prompt):
             raise ValueError('"prompt" holds half of a surrogate pair, not a character; remove it.')

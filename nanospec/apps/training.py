@@ -45,7 +45,7 @@ from ..models.weights import load_model
 from ..text import check_fields, limited
 from ..text.chat import check_conversation
 from ..text.tokenizer import Tokenizer
-from .batch.lines import LineError, place, read_lines
+from .batch.lines import LineError, line_name, read_lines
 from .json_input import strict_json
 from .options import Parser, add_settings, given, in_flags
 
@@ -109,7 +109,7 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
             else:
                 raise ValueError('a line must be {"text": text} or {"messages": [...]}.')
         except ValueError as error:
-            raise LineError(f"{place(str(file), number)}: {error}") from None
+            raise LineError(f"{line_name(str(file), number)}: {error}") from None
         texts.append(ids[:window])
     return [ids for ids in texts if len(ids) > 1]
 

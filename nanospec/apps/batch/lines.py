@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from ...config import SamplingParams
 from ...text import shown
 from ..json_input import strict_json
-from ..openai_format import CHAT, COMPLETIONS, in_our_words
-from ..tasks import ONE_OF, Task, ask
+from ..openai_format import CHAT, COMPLETIONS, translate_request
+from ..tasks import ONE_OF, Task, parse_task
 
 MAX_LINE = 32 << 20  # bytes: a few times what the longest windows hold
 NAMES = ("custom_id", "id")  # the user's own names of a request, copied to its result
@@ -40,7 +40,7 @@ class Defaults:
     model: str = ""  # fingerprint of the model and of the options that change results
 
 
-def opened(source: str) -> AbstractContextManager[BinaryIO]:
+def open_input(source: str) -> AbstractContextManager[BinaryIO]:
     """Open a file to read, or standard input for "-". Raises ValueError if that is closed."""
     if source != "-":
         return open(source, "rb")
@@ -49,7 +49,7 @@ def opened(source: str) -> AbstractContextManager[BinaryIO]:
     return nullcontext(sys.stdin.buffer)
 
 
-def place(source: str, number: int) -> str:
+def line_name(source: str, number: int) -> str:
     """Return the name of a line in messages."""
     return f"{'standard input' if source == '-' else source} line {number}"
 
@@ -57,22 +57,22 @@ def place(source: str, number: int) -> str:
 def read_tasks(source: str, defaults: Defaults) -> list[Task]:
     """Read all requests of a file. Raises LineError."""
     tasks: list[Task] = []
-    named: dict[str, Task] = {}
+    by_custom_id: dict[str, Task] = {}
     for number, line in read_lines(source):
-        where = place(source, number)
+        name = line_name(source, number)
         try:
-            asked = strict_json(line)
+            request = strict_json(line)
         except ValueError as error:
-            raise LineError(f"{where} is no JSON: {error}.") from None
+            raise LineError(f"{name} is no JSON: {error}.") from None
         try:
-            task = _task(number - 1, asked, defaults)
-            name = json.dumps(task.names.get("custom_id"))
-            first = named.setdefault(name, task)  # results in OpenAI's format have no other name
-            if name != "null" and first is not task and (task.url or first.url):
-                said = f"custom_id {name} is that of line {first.index + 1} too"
-                raise ValueError(f"{said}; give each its own.")
+            task = _task(number - 1, request, defaults)
+            custom_id = json.dumps(task.names.get("custom_id"))
+            first = by_custom_id.setdefault(custom_id, task)  # OpenAI's results have no other name
+            if custom_id != "null" and first is not task and (task.url or first.url):
+                other = f"line {first.index + 1}"
+                raise ValueError(f"custom_id {custom_id} is that of {other} too; give each its own.")
         except (ValueError, TypeError) as error:
-            raise LineError(f"{where}: {error}") from None
+            raise LineError(f"{name}: {error}") from None
         tasks.append(task)
     return tasks
 
@@ -80,14 +80,14 @@ def read_tasks(source: str, defaults: Defaults) -> list[Task]:
 def read_lines(source: str) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file that are not blank with their numbers, from 1, without a byte-order mark.
     Raises LineError for a line above `MAX_LINE` before all of it is read."""
-    with opened(source) as file:
+    with open_input(source) as file:
         for number in count(1):
             line = file.readline(MAX_LINE + 1)
             if not line:
                 return
             if len(line) > MAX_LINE:
-                what = f"is longer than {MAX_LINE >> 20} MB, the limit of a request"
-                raise LineError(f"{place(source, number)} {what}.")
+                limit = f"{MAX_LINE >> 20} MB, the limit of a request"
+                raise LineError(f"{line_name(source, number)} is longer than {limit}.")
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip(b" \t\r\n"):
                 yield number, line.removesuffix(b"\n")
@@ -101,25 +101,25 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
         task = _from_openai(line, defaults)
     else:
         request = {name: value for name, value in line.items() if name not in NAMES}
-        task = ask(request, defaults.params, defaults.system, defaults.raw, NAMES)
+        task = parse_task(request, defaults.params, defaults.system, defaults.raw, NAMES)
     task.index, task.names = index, names
-    asked = [defaults.model, index, names, task.raw, task.prompt, task.messages, asdict(task.params)]
-    task.key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    content = [defaults.model, index, names, task.raw, task.prompt, task.messages, asdict(task.params)]
+    task.key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return task
 
 
 def _from_openai(line: Mapping[str, Any], defaults: Defaults) -> Task:
     url, method, body = line.get("url"), line.get("method", "POST"), line.get("body")
     if url not in [CHAT, COMPLETIONS] or method != "POST":
-        asked = f"{shown(url)} with {shown(method)}"
-        raise ValueError(f'"url" must be "{CHAT}" or "{COMPLETIONS}" and "method" "POST", not {asked}.')
+        wrong = f"{shown(url)} with {shown(method)}"
+        raise ValueError(f'"url" must be "{CHAT}" or "{COMPLETIONS}" and "method" "POST", not {wrong}.')
     if not isinstance(body, dict):
         raise ValueError('"body" must be a JSON object, as is sent to the "url".')
     if unknown := sorted(line.keys() - {*NAMES, "method", "url", "body"}):
         raise ValueError(f'unknown field {shown(unknown[0])}; what is asked stands in "body".')
     try:
-        request = in_our_words(url, body)
+        request = translate_request(url, body)
     except ValueError as error:
         raise ValueError(f'in "body": {error}') from None
     params = SamplingParams(**{**({"max_tokens": None} if url == CHAT else {}), **defaults.given})
-    return replace(ask(request, params, defaults.system, raw=True, known=NAMES), url=url)
+    return replace(parse_task(request, params, defaults.system, raw=True, known=NAMES), url=url)

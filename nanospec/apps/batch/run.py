@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from ...config import EngineConfig, SamplingParams
-from ..openai_format import CHAT, choice, usage
+from ..openai_format import choice, response_header, usage
 from ..options import given, in_flags
 from ..tasks import Task
-from .lines import Defaults, LineError, place, read_tasks
+from .lines import Defaults, LineError, line_name, read_tasks
 
 if TYPE_CHECKING:
     from ...llm import LLM
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Check = Callable[[Sequence[int], SamplingParams], None]  # raises ValueError for what cannot run
 Line = tuple[Task, list[int], SamplingParams]  # the prompt as token ids; the parameters have a seed
-LONGEST_HEAD = 64  # bytes, enough for any `head_of`
+MAX_PREFIX = 64  # bytes, enough for any `result_prefix`
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Batch:
     """The requests of a batch and the file of their results."""
 
     source: str
-    target: str
+    output: str
     tasks: list[Task]
     done: set[int]  # indices of the tasks that an earlier run has answered
     file: BinaryIO
@@ -65,9 +65,9 @@ class Batch:
             try:
                 yield
             except KeyboardInterrupt:
-                again = "" if self.target == "-" else "; the same command goes on from there"
+                hint = "" if self.output == "-" else "; the same command goes on from there"
                 done = len(self.done) + self.written
-                raise KeyboardInterrupt(f"{done} of {len(self.tasks)} requests are done{again}") from None
+                raise KeyboardInterrupt(f"{done} of {len(self.tasks)} requests are done{hint}") from None
             finally:
                 self.seconds = time.perf_counter() - start
 
@@ -79,10 +79,10 @@ class Batch:
                 rest = rest[self.file.write(rest) :]
             self.file.flush()
         except OSError as error:
-            if self.target == "-":
+            if self.output == "-":
                 raise
-            said = f"{error.strerror}; the same command goes on where this one ended"
-            raise OSError(error.errno, said, self.target) from None
+            message = f"{error.strerror}; the same command goes on where this one ended"
+            raise OSError(error.errno, message, self.output) from None
         self.written, self.tokens = self.written + 1, self.tokens + tokens
         self._bar.update()
 
@@ -97,10 +97,11 @@ class Batch:
         }
 
 
-def head_of(task: Task) -> bytes:
+def result_prefix(task: Task) -> bytes:
     """Return the beginning of the result of a task, up to the first `", `."""
-    ours = f'{{"index": {task.index}, "key": "{task.key}", '
-    return (f'{{"id": "batch_req_{task.key}", ' if task.url else ours).encode()
+    if task.url:
+        return f'{{"id": "batch_req_{task.key}", '.encode()
+    return f'{{"index": {task.index}, "key": "{task.key}", '.encode()
 
 
 def result_line(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> bytes:
@@ -118,10 +119,7 @@ def result_line(task: Task, output: RequestOutput, model: str, tokenizer: Tokeni
 def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
     error = next((done.error for done in output.outputs if done.error), None)
     body = {
-        "id": output.request_id,
-        "object": "chat.completion" if task.url == CHAT else "text_completion",
-        "created": int(time.time()),
-        "model": model,
+        **response_header(task.url, output.request_id, model),
         "choices": [choice(task.url, done, task.params.logprobs, tokenizer) for done in output.outputs],
         "usage": usage(len(output.prompt_token_ids), output.outputs, len(output.outputs)),
     }
@@ -135,48 +133,48 @@ def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokeniz
 
 
 @contextmanager
-def results_file(target: str) -> Iterator[BinaryIO]:
-    """Open the file `target`, or standard output for "-", to append to. Raises LineError while another
+def results_file(output: str) -> Iterator[BinaryIO]:
+    """Open the file `output`, or standard output for "-", to append to. Raises LineError while another
     process has it. If the block raises before anything is written, a file that was new is removed."""
-    if target == "-":
+    if output == "-":
         yield sys.stdout.buffer
         return
-    is_new = not os.path.lexists(target)
-    with open(target, "ab", buffering=0) as file:
+    is_new = not os.path.lexists(output)
+    with open(output, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LineError(f"another process writes {target}; wait for it or name another output.") from None
+            raise LineError(f"another process writes {output}; wait for it or name another output.") from None
         except OSError:
             pass  # a file system without locks
         try:
             yield file
         except BaseException:
             if is_new and not os.fstat(file.fileno()).st_size:
-                os.unlink(target)
+                os.unlink(output)
             raise
 
 
-def finished(path: Path, tasks: Sequence[Task]) -> set[int]:
+def indices_done(path: Path, tasks: Sequence[Task]) -> set[int]:
     """Return the indices of the tasks whose results the file holds, and cut off a torn last result. Raises
     LineError, and leaves the file as it is, if it holds anything else."""
-    by_head = {head_of(task): task.index for task in tasks}
+    by_prefix = {result_prefix(task): task.index for task in tasks}
     done: set[int] = set()
     if not path.is_file():  # a pipe, for example
         return done
     with path.open("rb") as file:
         for number in count(1):
-            line = file.readline(LONGEST_HEAD)  # a large file that is not a batch's is not read whole
-            index = by_head.get(b"".join(line.partition(b'", ')[:2]))
+            line = file.readline(MAX_PREFIX)  # a large file that is not a batch's is not read whole
+            index = by_prefix.get(b"".join(line.partition(b'", ')[:2]))
             if index is not None and not line.endswith(b"\n"):
                 line += file.readline()
-            if not line.endswith(b"\n") and (index is not None or len(line) < LONGEST_HEAD):
+            if not line.endswith(b"\n") and (index is not None or len(line) < MAX_PREFIX):
                 break
             if index is None or index in done or not line.endswith(b"}\n"):
-                what = "is a second result" if index in done else "is no result of this input, model, options"
-                raise LineError(f"{path} line {number} {what}; name another output.")
+                reason = "a second result" if index in done else "no result of this input, model, options"
+                raise LineError(f"{path} line {number} is {reason}; name another output.")
             done.add(index)
-    if line and not any(line.startswith(head) or head.startswith(line) for head in by_head):
+    if line and not any(line.startswith(prefix) or prefix.startswith(line) for prefix in by_prefix):
         raise LineError(f"{path} ends with what is no result of this input; name another output.")
     if line:
         os.truncate(path, path.stat().st_size - len(line))
@@ -188,17 +186,17 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     """Read the requests and open the results, without a model. Raises ValueError or OSError, and changes
     nothing, for a bad line, and for an output that cannot be written, that another process writes, or that
     holds anything but results of these requests."""
-    source, target = args.input, args.output
-    if os.path.isfile(target) and os.path.isfile(source) and os.path.samefile(source, target):
-        raise LineError(f"--input {source} and --output {target} are the same file; name another output.")
+    source, output = args.input, args.output
+    if os.path.isfile(output) and os.path.isfile(source) and os.path.samefile(source, output):
+        raise LineError(f"--input {source} and --output {output} are the same file; name another output.")
     sampling = given(args, "SamplingParams")
-    tasks = read_tasks(source, Defaults(params, sampling, args.system, args.raw, _identity(args)))
-    with results_file(target) as file:
-        done = set() if target == "-" else finished(Path(target), tasks)
-        yield Batch(source, target, tasks, done, file)
+    tasks = read_tasks(source, Defaults(params, sampling, args.system, args.raw, _fingerprint(args)))
+    with results_file(output) as file:
+        done = set() if output == "-" else indices_done(Path(output), tasks)
+        yield Batch(source, output, tasks, done, file)
 
 
-def _identity(args: argparse.Namespace) -> str:
+def _fingerprint(args: argparse.Namespace) -> str:
     """Return a fingerprint of the options and the model files that change results; of weights the sizes."""
     spec, engine = given(args, "SpecConfig"), given(args, "EngineConfig")
     lossy = sorted(spec.items()) if spec.get("acceptance", "exact") != "exact" else []
@@ -215,7 +213,7 @@ def _identity(args: argparse.Namespace) -> str:
 def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     """Answer the requests without results and return statistics. Raises LineError, before anything runs, for
     a line that the model cannot take, and KeyboardInterrupt with a message."""
-    lines = lines_of(batch, llm.tokenizer, llm.engine.check, llm.engine.max_model_len, llm.config.seed)
+    lines = prepare_lines(batch, llm.tokenizer, llm.engine.check, llm.engine.max_model_len, llm.config.seed)
 
     def write(position: int, output: RequestOutput) -> None:
         line = result_line(lines[position][0], output, model, llm.tokenizer)
@@ -227,11 +225,11 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     return batch.figures()
 
 
-def lines_of(batch: Batch, tokenizer: Tokenizer, check: Check, window: int, seed: int) -> list[Line]:
+def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int, seed: int) -> list[Line]:
     """Return the requests without results, with the seeds that an engine of this `seed` gives them. Raises
     LineError if `check` refuses one or its prompt is too long for `window` tokens."""
-    say_how(tokenizer, batch.todo)
-    lines, params = list[Line](), seeded(batch.tasks, seed)
+    print_prompt_mode(tokenizer, batch.todo)
+    lines, params = list[Line](), seeded_params(batch.tasks, seed)
     for task in batch.todo:
         messages, prompt = task.messages, task.prompt
         if isinstance(prompt, str) and not task.raw and tokenizer.has_chat_template:
@@ -244,17 +242,17 @@ def lines_of(batch: Batch, tokenizer: Tokenizer, check: Check, window: int, seed
                 ids = tokenizer.encode_prompt(prompt, window) if isinstance(prompt, str) else prompt or []
             check(ids, task.params)
         except ValueError as error:
-            raise refused(batch.source, task.index, str(error)) from None
+            raise line_error(batch.source, task.index, str(error)) from None
         lines.append((task, ids, params[task.index]))
     return lines
 
 
-def refused(source: str, index: int, why: str) -> LineError:
+def line_error(source: str, index: int, reason: str) -> LineError:
     """Return the error for a line that the model cannot take."""
-    return LineError(f"{place(source, index + 1)}: {in_flags(why, (EngineConfig,))}")
+    return LineError(f"{line_name(source, index + 1)}: {in_flags(reason, (EngineConfig,))}")
 
 
-def seeded(tasks: Sequence[Task], seed: int) -> dict[int, SamplingParams]:
+def seeded_params(tasks: Sequence[Task], seed: int) -> dict[int, SamplingParams]:
     """Return the parameters of each task by its index. A task without a seed gets the one that an engine of
     this `seed` gives it when it runs all tasks in order, so the results of a resumed batch are the same."""
     from ...engine.request import seed_of  # imports torch
@@ -264,7 +262,7 @@ def seeded(tasks: Sequence[Task], seed: int) -> dict[int, SamplingParams]:
     return {task.index: replace(task.params, seed=seeds[task.index]) for task in tasks}
 
 
-def say_how(tokenizer: Tokenizer, todo: Sequence[Task]) -> None:
+def print_prompt_mode(tokenizer: Tokenizer, todo: Sequence[Task]) -> None:
     """Print whether the chat template is applied to texts."""
     texts = [task for task in todo if isinstance(task.prompt, str) and not task.url]
     if texts and texts[0].raw:

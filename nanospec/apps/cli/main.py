@@ -96,9 +96,9 @@ def _generate(argv: list[str]) -> int:
 
 def _standard_input() -> str:
     """Return standard input without its last line break. Raises ValueError if it is no text."""
-    from ..batch.lines import MAX_LINE, opened
+    from ..batch.lines import MAX_LINE, open_input
 
-    with opened("-") as file:
+    with open_input("-") as file:
         data = file.read(MAX_LINE + 1)
     if len(data) > MAX_LINE:
         raise ValueError(f"standard input is longer than {MAX_LINE >> 20} MB, the limit of a prompt.")

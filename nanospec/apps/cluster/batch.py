@@ -24,7 +24,7 @@ from ...llm import LLM
 from ...models.families import read_config
 from ...outputs import RequestOutput
 from ...text.tokenizer import Tokenizer
-from ..batch.run import Batch, Line, lines_of, num_tokens, refused, result_line
+from ..batch.run import Batch, Line, line_error, num_tokens, prepare_lines, result_line
 from ..serve.jobs import JobFailed
 from ..serve.loop import EngineLoop
 from ..tasks import Task
@@ -52,7 +52,7 @@ def run_on_ray(
         check_request(ids, params, limits)
         grammars.check(params)
 
-    lines = lines_of(batch, tokenizer, check, window, config.seed)
+    lines = prepare_lines(batch, tokenizer, check, window, config.seed)
     with batch.running():
         if lines:
             need_ray("ray.util")
@@ -104,7 +104,7 @@ class LineEngine:
         try:
             self.llm.engine.check(ids, params)
         except ValueError as error:
-            raise refused(self.source, task.index, str(error)) from None
+            raise line_error(self.source, task.index, str(error)) from None
         self.loop.start()
         job = self.loop.submit([ids], params)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...outputs import Completion
 from ...text.tokenizer import Tokenizer
-from ..openai_format import CHAT, choice, counts, logprobs, usage
+from ..openai_format import CHAT, choice, counts, logprobs, response_header, usage
 from .gate import HTTPError
 from .jobs import Job, JobFailed
 from .requests import Asked
@@ -40,11 +39,9 @@ class Answer:
     done: list[Completion] = field(default_factory=list)  # the outputs that have ended
 
     def __post_init__(self) -> None:
-        kind, prefix = "text_completion", "cmpl"
-        if self.asked.url == CHAT:
-            kind, prefix = "chat.completion" + ".chunk" * self.asked.streams, "chatcmpl"
-        self._head: dict[str, Any] = {"id": f"{prefix}-{self.request_id}", "object": kind}
-        self._head |= {"created": int(time.time()), "model": self.model}
+        url, streams = self.asked.url, self.asked.streams
+        answer_id = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{self.request_id}"
+        self._head = response_header(url, answer_id, self.model, streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         write = self._stream if self.asked.streams else self._whole

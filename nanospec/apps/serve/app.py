@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from ...llm import LLM
 from ...text import shown
-from ..openai_format import CHAT, COMPLETIONS, conversation
+from ..openai_format import CHAT, COMPLETIONS, normalize_messages
 from .answers import Answer
 from .gate import Gate, HTTPError, read_body
 from .loop import EngineLoop, QueueFull
@@ -111,7 +111,9 @@ class App:
             if isinstance(prompt, str):
                 ids = self.llm.tokenizer.encode(prompt)
             else:
-                ids = chat_prompt(self.llm, conversation(messages), body.get("chat_template_kwargs") or {})
+                ids = chat_prompt(
+                    self.llm, normalize_messages(messages), body.get("chat_template_kwargs") or {}
+                )
             found = {"tokens": ids, "count": len(ids), "max_model_len": self.llm.engine.max_model_len}
             return JSONResponse(found)
 

@@ -11,8 +11,8 @@ from ...config import SamplingParams
 from ...llm import LLM
 from ...text import shown
 from ..json_input import strict_json
-from ..openai_format import CHAT, IGNORED, RENAMED, in_our_words
-from ..tasks import ask
+from ..openai_format import CHAT, IGNORED, RENAMED, translate_request
+from ..tasks import parse_task
 from .gate import HTTPError
 
 MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, and characters of each
@@ -55,14 +55,14 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
     """Return a request of one of the two kinds. Takes too long for the event loop. Raises HTTPError."""
     try:
         own = {name: body[name] for name in OWN if body.get(name) is not None}
-        rest = in_our_words(url, {name: value for name, value in body.items() if name not in OWN})
+        rest = translate_request(url, {name: value for name, value in body.items() if name not in OWN})
         if url != CHAT and "chat_template_kwargs" in own:
             raise ValueError("chat_template_kwargs is for chats, and this is none.")
         base = SamplingParams(max_tokens=None) if url == CHAT else SamplingParams()
         given = rest.get("prompt")  # one, or a list of texts or of lists of ids
         several = given if isinstance(given, list) and given and not isinstance(given[0], int) else None
         bodies = [rest] if several is None else [{**rest, "prompt": prompt} for prompt in several]
-        tasks = [ask(each, base, known=KNOWN) for each in bodies]
+        tasks = [parse_task(each, base, known=KNOWN) for each in bodies]
         params = tasks[0].params
         if len(params.stop) > MAX_STOP or any(len(stop) > MAX_STOP_LENGTH for stop in params.stop):
             raise ValueError(f"stop may hold {MAX_STOP} strings of {MAX_STOP_LENGTH} characters at most.")

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
-from nanospec.apps.batch.run import batch_summary, finished, head_of, open_batch, results_file
+from nanospec.apps.batch.run import batch_summary, indices_done, open_batch, result_prefix, results_file
 from nanospec.apps.cli.parser import parse
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
@@ -43,7 +43,11 @@ def numbered(count: int) -> list[Task]:
 
 def result(task: Task) -> str:
     """A line as the program writes it."""
-    return head_of(task).decode() + json.dumps({"text": BREAKS, "stats": {}}, ensure_ascii=False)[1:] + "\n"
+    return (
+        result_prefix(task).decode()
+        + json.dumps({"text": BREAKS, "stats": {}}, ensure_ascii=False)[1:]
+        + "\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,7 @@ def test_of_a_large_file_without_results_only_the_beginning_is_read(tmp_path: Pa
     with path.open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(LineError, match=r"image line 1 is no result of this input"):
-        finished(path, numbered(3))
+        indices_done(path, numbered(3))
     assert path.stat().st_size == 1 << 40
 
 
@@ -159,7 +163,7 @@ def test_a_torn_result_is_cut_off(tmp_path_factory: pytest.TempPathFactory, leng
     whole = result(every[4]) + result(every[5])
     rest = result(every[torn])[:-1].encode()[:length]
     path.write_bytes(whole.encode() + rest)
-    assert finished(path, every) == {4, 5}
+    assert indices_done(path, every) == {4, 5}
     assert path.read_text(encoding="utf-8") == whole
 
 
@@ -170,7 +174,7 @@ NO_RESULTS = {
     "text-after-results": result(numbered(1)[0]) + "my notes",
     "blank-line": result(numbered(1)[0]) + "\n",
     "same-twice": result(numbered(1)[0]) * 2,
-    "not-whole": head_of(numbered(1)[0]).decode() + "\n",
+    "not-whole": result_prefix(numbered(1)[0]).decode() + "\n",
     "no-key": '{"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}\n',
     "another-key": result(Task(0, GREEDY, key="f" * 16)),
     "another-index": result(Task(7, GREEDY, key=f"{0:016x}")),
@@ -183,7 +187,7 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: str) ->
     path = tmp_path / "notes"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(LineError, match=r"notes (line \d+ is|ends with what is) .*name another output\."):
-        finished(path, numbered(3))
+        indices_done(path, numbered(3))
     assert path.read_text(encoding="utf-8") == content
 
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.apps.batch.lines import LineError
-from nanospec.apps.batch.run import Line, open_batch, result_line, run_batch, seeded
+from nanospec.apps.batch.run import Line, open_batch, result_line, run_batch, seeded_params
 from nanospec.apps.cli.main import main
 from nanospec.apps.cli.parser import DEFAULTS, parse
 from nanospec.apps.cluster import start
@@ -121,7 +121,7 @@ def test_seeds_are_those_of_an_engine_that_runs_all_lines(counts: list[int], see
     own = {1: 77}  # asked for
     tasks = [Task(i, SamplingParams(n=n, seed=own.get(i)), "x") for i, n in enumerate(counts)]
     number = 0
-    for task, params in zip(tasks, seeded(tasks, seed).values(), strict=True):
+    for task, params in zip(tasks, seeded_params(tasks, seed).values(), strict=True):
         for index in range(task.params.n):
             expected = seed_of(task.params.seed, index, seed + 1 + number)
             assert seed_of(params.seed, index, 10**9) == expected
