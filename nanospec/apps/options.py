@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from functools import cache
 from typing import Any, NoReturn
 
 from ..config import EngineConfig, SamplingParams, SpecConfig
@@ -24,7 +23,7 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # classes of settings with their titl
     (SamplingParams, "sampling (defaults for all requests)"),
     (EngineConfig, "engine"),
 )
-FLAGS = {"method": "--spec"}  # of fields that the option is not named like
+FLAGS = {"method": "--spec"}  # options that are not named like their fields
 SHORT = {"tensor_parallel_size": "-tp"}
 COMMON = (  # in --help
     "method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed",
@@ -35,19 +34,19 @@ COMMON = (  # in --help
 class Parser(argparse.ArgumentParser):
     """argparse's parser without abbreviations; an error is one sentence and exit status 2."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options})
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=", 1)[0]
             if not name.startswith("-"):
                 self.error(f"{shown(unknown[0])} belongs to no option; a text with blanks needs quotes")
             self.error(f"there is no option {name}{did_you_mean(name, self._option_string_actions)}")
-        return found
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument ([^:]+): ", r"\1 ", message)
@@ -82,18 +81,18 @@ def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> s
     return re.sub(rf"(?<![-/.\w])({longest_first})\b(?![-/]|\.\w)(=?)", flag, message)  # no parts of paths
 
 
-def typed(read: Callable[[str], Any], wanted: str, metavar: str) -> dict[str, Any]:
+def typed(read: Callable[[str], Any], expected: str, metavar: str) -> dict[str, Any]:
     """Return argparse's arguments for an option that `read` parses. A ValueError becomes a message with what
-    is `wanted`, or, if that is "", with the text behind "name=" in the error."""
+    is `expected`, or, if that is "", with the text behind "name=" in the error."""
 
-    def value(text: str) -> Any:
+    def parse(text: str) -> Any:
         try:
             return read(text)
         except ValueError as error:
-            said = f"{shown(text)} must be {wanted}" if wanted else str(error).partition("=")[2]
-            raise argparse.ArgumentTypeError(said) from None
+            message = f"{shown(text)} must be {expected}" if expected else str(error).partition("=")[2]
+            raise argparse.ArgumentTypeError(message) from None
 
-    return {"type": value, "metavar": metavar}
+    return {"type": parse, "metavar": metavar}
 
 
 NUMBER = typed(int, "a whole number", "N")
@@ -112,7 +111,6 @@ READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type ->
 )
 
 
-@cache
 def descriptions(settings: type) -> dict[str, str]:
     """Return what the docstring of a class of settings says of each field."""
     entries = re.findall(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", settings.__doc__ or "", re.MULTILINE)
@@ -120,28 +118,25 @@ def descriptions(settings: type) -> dict[str, str]:
 
 
 def add_settings(parser: Parser, settings: type, title: str, full: bool, defaults: Mapping[str, Any]) -> None:
-    """Add the fields of a class of settings as options. The help shows `defaults` where they are
-    not those of the class."""
-    group = parser.add_argument_group(title)
+    """Add the fields of a class of settings as options. The help shows `defaults` where they are not those of
+    the class."""
+    group, help_texts = parser.add_argument_group(title), descriptions(settings)
     for field in fields(settings):
         name, flag = field.name, flag_of(field.name)
         if flag in parser._option_string_actions:
             continue
-        how = next(how for kind, how in READ_AS if kind in str(field.type))
+        arguments = next(arguments for kind, arguments in READ_AS if kind in str(field.type))
         if "read" in field.metadata:
-            how = typed(field.metadata["read"], "", field.metadata["metavar"])
-        text = descriptions(settings).get(name, "").replace("`", "") + _default(field, defaults)
+            arguments = typed(field.metadata["read"], "", field.metadata["metavar"])
+        default = defaults.get(name, field.default)
+        text = help_texts.get(name, "").replace("`", "")
+        text += "" if default in (None, MISSING, ()) else f" (default: {default})"
         text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
         flags = (flag, SHORT[name]) if name in SHORT else (flag,)
         dest = f"{settings.__name__}.{name}"
-        action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **how)
+        action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **arguments)
         # Not as an argument: Python 3.10 and 3.11 add a default to the help of an option with a --no- form.
         action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
-
-
-def _default(field: Field[Any], defaults: Mapping[str, Any]) -> str:
-    value = defaults.get(field.name, field.default)
-    return "" if value in (None, MISSING, ()) else f" (default: {value})"
 
 
 def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:

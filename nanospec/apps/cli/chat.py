@@ -58,33 +58,32 @@ class Chat:
 
     def command(self, name: str, text: str) -> None:
         """Run a command and print its effect."""
-        said = ""
         if name == "help":
-            said = HELP
+            reply = HELP
         elif name in ("reset", "clear"):
-            self.messages, said = [], "The conversation is forgotten."
+            self.messages, reply = [], "The conversation is forgotten."
         elif name == "undo":
             last = self.messages[-2]["content"] if self.messages else ""
-            said = f"Taken back: {last}" if last else "There is nothing to take back."
+            reply = f"Taken back: {last}" if last else "There is nothing to take back."
             self.messages = self.messages[:-2]
         elif name == "system":
             self.system = text or self.system
-            said = f"The system message is: {self.system}" if self.system else "There is no system message."
+            reply = f"The system message is: {self.system}" if self.system else "There is no system message."
         else:
-            meant = did_you_mean(f"/{name}", COMMANDS) or "; /help names those that there are."
-            said = f"There is no command /{name}{meant}"
-        self.console.line(said, DIM)
+            hint = did_you_mean(f"/{name}", COMMANDS) or "; /help names those that there are."
+            reply = f"There is no command /{name}{hint}"
+        self.console.line(reply, DIM)
 
     def answer(self, text: str) -> None:
         """Answer a message and keep both. Ctrl-C ends the answer; its text so far is kept."""
         turn = [*self.messages, {"role": "user", "content": text}]
         outputs: list[RequestOutput] = []
-        said: list[str] = []
+        answer: list[str] = []
         try:
             prompt = self.llm.chat_prompt(with_system(turn, self.system))
             for pieces in self.llm.stream_pieces(prompt, self.params, outputs.append):
                 self.console.pieces(pieces)
-                said += [piece.text for piece in pieces]
+                answer += [piece.text for piece in pieces]
         except KeyboardInterrupt:
             self.console.line(" [stopped]", DIM)
         except ValueError as error:  # the conversation has outgrown the window
@@ -92,7 +91,7 @@ class Chat:
             return
         else:
             self.console.line()
-        self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
+        self.messages = [*turn, {"role": "assistant", "content": "".join(answer)}]
         if outputs and self.on_answer is not None:
             self.on_answer(outputs[0])
 

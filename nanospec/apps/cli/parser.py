@@ -35,19 +35,19 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
     parser = build_parser("--help-all" in argv)
     if argv and not argv[0].startswith("-"):
         known = [*commands, *parser._option_string_actions]
-        meant = did_you_mean(argv[0], known) or "; a text to answer is given as --prompt TEXT"
-        parser.error(f"there is no command {shown(argv[0])}{meant}")
+        hint = did_you_mean(argv[0], known) or "; a text to answer is given as --prompt TEXT"
+        parser.error(f"there is no command {shown(argv[0])}{hint}")
     args = parser.parse_args(argv)
-    for is_wrong, said in _conflicts(args):
+    for is_wrong, message in _conflicts(args):
         if is_wrong:
-            parser.error(said)
+            parser.error(message)
     return args
 
 
 def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
     """Return conditions that are errors, each with its message."""
     tasks = (args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)
-    traces, several = args.trace is not None, args.replicas is not None
+    traces, on_ray = args.trace is not None, args.replicas is not None
     return (
         (sum(tasks) != 1, "give one, and only one, of --prompt, --chat, --input, --demo or --explain"),
         (bool(args.input) != bool(args.output), "--input and --output go together; - is the standard stream"),
@@ -57,9 +57,9 @@ def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
         (args.raw and bool(args.system), "--raw is of no use with --system"),
         (traces and args.explain, "--trace shows answers, and --explain gives none"),
         (traces and args.trace in (args.input, args.output), f"--trace {args.trace} is a file of the batch"),
-        (several and not args.input, "--replicas are of use to --input and to the server"),
-        (several and args.replicas < 1, f"--replicas {args.replicas} must be at least 1"),
-        (several and traces, "--trace shows the steps of one engine; leave out --replicas"),
+        (on_ray and not args.input, "--replicas are of use to --input and to the server"),
+        (on_ray and args.replicas < 1, f"--replicas {args.replicas} must be at least 1"),
+        (on_ray and traces, "--trace shows the steps of one engine; leave out --replicas"),
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from ...config import EngineConfig, SpecConfig
 from ...models import program, resolve_model
@@ -15,13 +15,13 @@ from ..options import Parser, add_settings, base_parser, given, in_flags
 from ..serve.settings import ServeConfig
 
 DEFAULTS = {"max_num_batched_tokens": 512}  # how long a prompt holds up the others
-NEEDS = ("starlette", "uvicorn", "prometheus_client", "h11")
+REQUIRED = ("starlette", "uvicorn", "prometheus_client", "h11")
 SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig, "engine"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C; return the exit status. Raises what is wrong, in the words of the
-    command line."""
+    """Serve until SIGTERM or Ctrl-C; return the exit status. Raises ValueError in the words of the command
+    line."""
     parser = build_parser("--help-all" in argv)
     args = parser.parse_args(argv)
     options = given(args, "ServeConfig")
@@ -33,16 +33,16 @@ def main(argv: Sequence[str]) -> int:
         config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
         return _serve(args, config, resolve_model(args.model))
     except ModuleNotFoundError as error:
-        if error.name not in NEEDS:
+        if error.name not in REQUIRED:
             raise
-        needs = f"serving needs {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
-        raise ValueError(needs) from None
+        message = f"serving needs {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
+        raise ValueError(message) from None
     except (ValueError, TypeError, MemoryError) as error:
         raise ValueError(in_flags(str(error), dict(SETTINGS))) from None
 
 
 def build_parser(full: bool = False) -> Parser:
-    """The parser; `full`: its help names the options of the engine too."""
+    """Return the parser. With `full` its help names the options of the engine too."""
     text = "Answer OpenAI's requests over HTTP (/v1/chat/completions, ...), with a page to try it."
     parser = base_parser(full, prog=f"{program()} serve", description=text)
     parser.add_argument("positional", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)  # as vLLM has it
@@ -56,7 +56,7 @@ def build_parser(full: bool = False) -> Parser:
 
 
 def replicas(text: str) -> tuple[int, int]:
-    """(least, most) of "2" or "1:4"."""
+    """Return (least, most) of "2" or "1:4"."""
     least, colon, most = text.partition(":")
     numbers = [int(part) if part.isdecimal() else 0 for part in (least, most if colon else least)]
     if not 1 <= numbers[0] <= numbers[1]:
@@ -64,7 +64,7 @@ def replicas(text: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _serve(args: argparse.Namespace, config: ServeConfig, folder: Any) -> int:
+def _serve(args: argparse.Namespace, config: ServeConfig, folder: Path) -> int:
     from ...llm import LLM
     from ..serve.app import App
     from ..serve.logs import log_to_stderr
