@@ -11,7 +11,7 @@ from typing import Any
 
 from nanospec.apps.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.gate import HTTPError
-from nanospec.apps.serve.requests import Asked, read_json, read_request
+from nanospec.apps.serve.requests import APIRequest, read_json, read_request
 from nanospec.config import EngineConfig
 from nanospec.engine.request import Limits, check_request
 from nanospec.extras.grammar.grammar import Grammars
@@ -68,7 +68,7 @@ def one(data: bytes) -> None:
         assert asked is None or all(0 < len(ids) < WINDOW for ids in asked.prompts)
 
 
-def read(url: str, data: bytes) -> Asked:
+def read(url: str, data: bytes) -> APIRequest:
     """A request; ValueError with what a client is told."""
     try:
         return read_request(model(), url, read_json(data))

@@ -33,7 +33,7 @@ from ...config import EngineConfig
 from ...llm import LLM
 from ..serve.app import App
 from ..serve.logs import log, log_to_stderr
-from ..serve.server import listen, say_ready
+from ..serve.server import listen, log_ready
 from ..serve.settings import ServeConfig
 from .front import LINGER, Front, Sender
 from .routing import Balancer
@@ -76,7 +76,7 @@ class ServingEngine:
         engine = self._app.engine
         engine.start()
         if not engine.is_alive:
-            raise RuntimeError(engine.end or "the engine's steps fail one after the other")
+            raise RuntimeError(engine.fatal_error or "the engine's steps fail one after the other")
 
 
 class ToReplica(RequestRouter):
@@ -175,7 +175,7 @@ def run(
         config, ours = start_serve(replace(config, served_model_name=name))
         own, stamp = partial(load, folder.absolute(), model, share, options), uuid.uuid4().hex
         handle = deployed(application(own, config, share, engine.max_num_seqs, scale, level, stamp), ours)
-        say_ready(config, (config.host, config.port), name, how_many)
+        log_ready(config, (config.host, config.port), name, how_many)
         if told_to_end(handle, stamp):
             with suppress(Exception):  # Ray's, if there is no ingress just now
                 handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)

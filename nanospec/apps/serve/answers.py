@@ -17,7 +17,7 @@ from ...text.tokenizer import Tokenizer
 from ..openai_format import CHAT, choice, counts, logprobs, response_header, usage
 from .gate import HTTPError
 from .jobs import Job, JobFailed
-from .requests import Asked
+from .requests import APIRequest
 
 QUIET = b": nothing yet\n\n"  # a comment, so that no proxy takes the connection for dead
 TOO_SLOW = "The request took longer than the server allows."
@@ -27,9 +27,9 @@ STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cac
 @dataclass(eq=False)
 class Answer:
     """The ASGI app that answers a request. Its outputs end when its client goes away, or after `timeout`
-    seconds. `facts` are what the log is to say of it; never a text."""
+    seconds. `facts` are logged; never a text."""
 
-    asked: Asked
+    request: APIRequest
     job: Job
     request_id: str
     model: str
@@ -39,26 +39,26 @@ class Answer:
     done: list[Completion] = field(default_factory=list)  # the outputs that have ended
 
     def __post_init__(self) -> None:
-        url, streams = self.asked.url, self.asked.streams
+        url, streams = self.request.url, self.request.streams
         answer_id = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{self.request_id}"
         self._head = response_header(url, answer_id, self.model, streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        write = self._stream if self.asked.streams else self._whole
+        write = self._stream if self.request.streams else self._whole
         sending = asyncio.ensure_future(write(scope, receive, send))
-        gone = asyncio.ensure_future(_until_gone(receive))
+        disconnected = asyncio.ensure_future(_disconnected(receive))
         too_slow = asyncio.get_running_loop().call_later(self.timeout, self.job.put, JobFailed(TOO_SLOW, 504))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
             else:
                 self.facts["ended_by"] = "client gone"
         finally:
             self.job.abort()
-            for each in (too_slow, sending, gone):
+            for each in (too_slow, sending, disconnected):
                 each.cancel()
-            self.facts["prompt_tokens"] = self.asked.num_prompt_tokens
+            self.facts["prompt_tokens"] = self.request.num_prompt_tokens
             if self.done:
                 usage, first = self._usage(), min(done.first_token_seconds for done in self.done)
                 self.facts["completion_tokens"] = usage["completion_tokens"]
@@ -66,7 +66,7 @@ class Answer:
                 self.facts["first_token_ms"] = round(first * 1e3, 1)
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self.asked.num_prompt_tokens, self.done, self.asked.params.n)
+        return usage(self.request.num_prompt_tokens, self.done, self.request.params.n)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -81,7 +81,7 @@ class Answer:
 
     def _response(self) -> Response:
         self.done.sort(key=lambda done: done.index)
-        url, number = self.asked.url, self.asked.params.logprobs
+        url, number = self.request.url, self.request.params.logprobs
         choices = [choice(url, done, number, self.tokenizer) for done in self.done]
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
 
@@ -97,14 +97,14 @@ class Answer:
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Yield the stream but for its end, as bytes of server-sent events. Raises JobFailed."""
-        include = self.asked.include
+        include = self.request.include
         num_tokens: Counter[int] = Counter()  # of each output so far
         num_chars: Counter[int] = Counter()
 
         def to_event(choices: list[dict[str, Any]], **more: Any) -> bytes:
             if "include_usage" in include:
                 all_along = "continuous_usage_stats" in include  # as vLLM has it
-                so_far = counts(self.asked.num_prompt_tokens, num_tokens.total())
+                so_far = counts(self.request.num_prompt_tokens, num_tokens.total())
                 more = {"usage": so_far if all_along else None, **more}
             return event({**self._head, "choices": choices, **more})
 
@@ -117,28 +117,29 @@ class Answer:
             role = {} if i in num_tokens else {"role": "assistant"}
             # The last piece may be the rest of a character.
             num_tokens[i] = len(done.token_ids) if done else num_tokens[i] + len(delta.pieces)
-            told: dict[str, Any] = {"index": i, "pieces": delta.pieces, **delta.speculation}
-            told = {"speculation": told} if "include_drafts" in include else {}
+            drafts: dict[str, Any] = {}
+            if "include_drafts" in include:
+                drafts = {"speculation": {"index": i, "pieces": delta.pieces, **delta.speculation}}
             text = "".join(piece.text for piece in delta.pieces)
             if text or delta.logprobs:
-                url, number, offset = self.asked.url, self.asked.params.logprobs, num_chars[i]
-                found = logprobs(url, delta.logprobs, delta.pieces, number, self.tokenizer, offset)
-                yield to_event([self._part(i, {**role, "content": text}, found)], **told)
+                url, number, offset = self.request.url, self.request.params.logprobs, num_chars[i]
+                entries = logprobs(url, delta.logprobs, delta.pieces, number, self.tokenizer, offset)
+                yield to_event([self._choice(i, {**role, "content": text}, entries)], **drafts)
                 num_chars[i] += len(text)
-                told, role = {}, {}
+                drafts, role = {}, {}
             if done is not None:
                 self._end(done)
-                yield to_event([self._part(i, role, done=done)], **told)
+                yield to_event([self._choice(i, role, done=done)], **drafts)
         if "include_usage" in include:
             yield to_event([], usage=self._usage())
 
-    def _part(
-        self, index: int, delta: dict[str, Any], found: Any = None, done: Completion | None = None
+    def _choice(
+        self, index: int, delta: dict[str, Any], entries: Any = None, done: Completion | None = None
     ) -> dict[str, Any]:
-        """Return what an event tells of one output; `found`: its log-probabilities."""
-        content = {"delta": delta} if self.asked.url == CHAT else {"text": delta.get("content", "")}
+        """Return the choice of an event; `entries` are its log-probabilities."""
+        content = {"delta": delta} if self.request.url == CHAT else {"text": delta.get("content", "")}
         reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
-        return {"index": index, **content, "logprobs": found, **reasons}
+        return {"index": index, **content, "logprobs": entries, **reasons}
 
     def _end(self, done: Completion) -> None:
         if done.error is not None:
@@ -156,6 +157,6 @@ def event(data: Any) -> bytes:
     return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -41,19 +41,19 @@ PAGE_HEADERS = {
 
 
 class App:
-    """The server's answers. `answered` counts them by path, one of the routes or "other", and status."""
+    """The routes. `responses` counts what was sent by path, one of the routes or "other", and status."""
 
     def __init__(self, llm: LLM, config: ServeConfig, model: str) -> None:
         self.llm, self.config, self.model = llm, config, model
         self.engine = EngineLoop(llm, llm.config.max_num_seqs + config.max_queue)
-        self.answered: Counter[tuple[str, int]] = Counter()
-        self.metrics = ServerMetrics(self.engine, model, self.answered)
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.metrics = ServerMetrics(self.engine, model, self.responses)
         self.created = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._files = {path.name: path for path in PAGE.iterdir()}
 
     def asgi(self) -> ASGIApp:
-        """Return all of it, behind the gate."""
+        """Return the app behind the gate."""
         posts = {CHAT: self.answer, COMPLETIONS: self.answer}
         posts |= {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
         gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
@@ -61,34 +61,35 @@ class App:
         gets["/v1/models/{name:path}"] = self.models
         routes = [Route(path, function, methods=["POST"]) for path, function in posts.items()]
         routes += [Route(path, function) for path, function in gets.items()]
-        app = Starlette(routes=routes, exception_handlers=dict.fromkeys((HTTPException, Exception), _refused))
+        handlers: Any = dict.fromkeys((HTTPException, Exception), _on_error)
+        app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return Gate(app, self.config, self.answered, {route.path for route in routes})
+        return Gate(app, self.config, self.responses, {route.path for route in routes})
 
     async def answer(self, request: Request) -> Any:
         """Answer completions and chats."""
         try:
             self.engine.check_room()
             body = await self._body(request)
-            asked = await self._read(read_request, self.llm, request.url.path, body)
-            salt = request.state.salt + asked.salt
+            parsed = await self._read(read_request, self.llm, request.url.path, body)
+            salt = request.state.salt + parsed.salt
             salt = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
-            job = self.engine.submit(asked.prompts, asked.params, asked.streams, salt)
+            job = self.engine.submit(parsed.prompts, parsed.params, parsed.streams, salt)
         except QueueFull:
             message = "The queue is full; try again in a second."
             raise HTTPError(429, message, headers={"retry-after": "1"}) from None
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
         tokenizer, timeout, state = self.llm.tokenizer, self.config.request_timeout, request.state
-        return Answer(asked, job, state.id, self.model, tokenizer, timeout, state.facts)
+        return Answer(parsed, job, state.id, self.model, tokenizer, timeout, state.facts)
 
-    async def _body(self, request: Request, only: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the JSON object that was sent, for this model; `only`: all fields that it may have."""
+    async def _body(self, request: Request, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return the JSON object that was sent, for this model; `allowed`: all fields that it may have."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
         data = await read_body(request, self.config)
         body: dict[str, Any] = await self._read(read_json, data)
-        if only and (unknown := sorted(body.keys() - {"model", *only})):
+        if allowed and (unknown := sorted(body.keys() - {"model", *allowed})):
             raise HTTPError(400, f"unknown field {shown(unknown[0])}.", unknown[0], "unknown_field")
         self._check_model(body.get("model") or self.model)
         return body
@@ -111,11 +112,10 @@ class App:
             if isinstance(prompt, str):
                 ids = self.llm.tokenizer.encode(prompt)
             else:
-                ids = chat_prompt(
-                    self.llm, normalize_messages(messages), body.get("chat_template_kwargs") or {}
-                )
-            found = {"tokens": ids, "count": len(ids), "max_model_len": self.llm.engine.max_model_len}
-            return JSONResponse(found)
+                options = body.get("chat_template_kwargs") or {}
+                ids = chat_prompt(self.llm, normalize_messages(messages), options)
+            window = self.llm.engine.max_model_len
+            return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": window})
 
         try:
             return await asyncio.to_thread(read)  # not by a reader: answers wait for these
@@ -161,8 +161,8 @@ class App:
         return FileResponse(path, headers=PAGE_HEADERS)
 
 
-async def _refused(request: Request, error: Any) -> Response:
-    """Answer with an error of ours, of starlette's for a path or method that is not there, or of another."""
+async def _on_error(request: Request, error: Any) -> Response:
+    """Return the response to an error of ours, of starlette's for a path or method, or of another library."""
     if isinstance(error, HTTPError):
         return error.response()
     if not isinstance(error, HTTPException):

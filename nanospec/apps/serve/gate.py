@@ -22,25 +22,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .logs import log
 from .settings import ServeConfig
 
-OPEN = ("/", "/health")  # without a key; so are the files of the page
-UNCOUNTED = ("/health", "/metrics")  # answered however many connections there are
+PUBLIC = ("/", "/health")  # without a key; so are the files of the page
+MONITORING = ("/health", "/metrics")  # answered however many connections there are
 LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # this machine's names
 BAD_KEY = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
 BAD_HOST = "This server answers its own machine alone, as localhost; --host and --api-key open it to others."
-MOST = 1500  # characters of a message, which may repeat what a client sent
-TYPES = {
+MAX_MESSAGE = 1500  # characters of a message, which may repeat what a client sent
+ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
 
 
 class HTTPError(HTTPException):
-    """A request that is refused: its status, one sentence, and the field that is to blame, if one is."""
+    """A request that is refused: the status, one sentence, and the field with the error, if any."""
 
     def __init__(
         self, status: int, message: str, param: str = "", code: str = "", headers: Any = None
     ) -> None:
-        message = message if len(message) <= MOST else message[:MOST] + "..."
+        message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
         super().__init__(status, message, headers)
         # A client's own word may be long, or half of a surrogate pair, which cannot be sent.
         self.param = param[:100].encode(errors="replace").decode() or None
@@ -48,7 +48,7 @@ class HTTPError(HTTPException):
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's shape."""
-        kind = TYPES.get(self.status_code, "invalid_request_error")
+        kind = ERROR_TYPES.get(self.status_code, "invalid_request_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -56,13 +56,13 @@ class HTTPError(HTTPException):
 
 
 def draining(seconds: float) -> HTTPError:
-    """Return what new requests are told while those that run have so many seconds left."""
+    """Return the error of new requests while running ones have `seconds` left to finish."""
     message = "The server is ending; running requests are finished, new ones are not taken."
     return HTTPError(503, message, headers={"retry-after": str(int(seconds) + 1), "connection": "close"})
 
 
 async def read_body(request: Request, config: ServeConfig) -> bytes:
-    """Return what the client sends. Raises HTTPError if it is too much, or takes too long."""
+    """Return the body of a request. Raises HTTPError if it is too large, or takes too long."""
     data, close = bytearray(), {"connection": "close"}
 
     def check(size: int) -> None:
@@ -90,17 +90,17 @@ class Gate:
     what clients may invent."""
 
     def __init__(
-        self, app: ASGIApp, config: ServeConfig, answered: Counter[Any], paths: Collection[str]
+        self, app: ASGIApp, config: ServeConfig, responses: Counter[Any], paths: Collection[str]
     ) -> None:
-        self.app, self.config, self._paths, self._answered = app, config, paths, answered
+        self.app, self.config, self._paths, self._responses = app, config, paths, responses
         self._digests = [_digest(key) for key in config.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no web sockets, and nothing to do at the start and the end
         headers, start, status = Headers(scope=scope), time.perf_counter(), 0
-        asked, path = headers.get("x-request-id", ""), scope["path"]
-        request_id = asked if re.fullmatch(r"[\w.-]{1,64}", asked) else f"req-{uuid.uuid4().hex[:24]}"
+        client_id, path = headers.get("x-request-id", ""), scope["path"]
+        request_id = client_id if re.fullmatch(r"[\w.-]{1,64}", client_id) else f"req-{uuid.uuid4().hex[:24]}"
         facts: dict[str, Any] = {}
         scope.setdefault("state", {}).update(id=request_id, facts=facts, salt=b"")
 
@@ -117,28 +117,28 @@ class Gate:
         except HTTPError as error:
             await error.response()(scope, receive, with_id)
         finally:
-            self._answered[path if path in self._paths else "other", status] += 1
+            self._responses[path if path in self._paths else "other", status] += 1
             ms = round((time.perf_counter() - start) * 1e3, 1)
-            told = {"id": request_id, "method": scope["method"], "path": path, "status": status, "ms": ms}
-            level = logging.DEBUG if path in UNCOUNTED and status == 200 else logging.INFO
-            log.log(level, "request", extra={"facts": {**told, **facts}})
+            line = {"id": request_id, "method": scope["method"], "path": path, "status": status, "ms": ms}
+            level = logging.DEBUG if path in MONITORING and status == 200 else logging.INFO
+            log.log(level, "request", extra={"facts": {**line, **facts}})
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError for a request that does not pass."""
         path, config = scope["path"], self.config
         if config.is_local and not config.api_key and not LOCAL.fullmatch(headers.get("host", "localhost")):
             raise HTTPError(403, BAD_HOST)  # a page elsewhere whose name was made to lead here
-        if len(scope["state"].get("connections", ())) > config.max_connections and path not in UNCOUNTED:
+        if len(scope["state"].get("connections", ())) > config.max_connections and path not in MONITORING:
             message = "There are too many connections; try again in a second."
             raise HTTPError(503, message, headers={"retry-after": "1", "connection": "close"})
-        if not self._digests or path in OPEN or path.startswith("/page/"):
+        if not self._digests or path in PUBLIC or path.startswith("/page/"):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key if scheme.lower() == "bearer" else "")
-        found = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, in the same time
-        if not any(found):
+        digest = _digest(key if scheme.lower() == "bearer" else "")
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, in the same time
+        if not any(matches):
             raise HTTPError(401, BAD_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        scope["state"]["salt"] = given
+        scope["state"]["salt"] = digest
 
 
 def _digest(key: str) -> bytes:

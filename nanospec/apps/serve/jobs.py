@@ -66,13 +66,13 @@ class Job:
 
 @dataclass(eq=False)
 class Live:
-    """An output under way, in the engine's thread, and what of it has been told."""
+    """An output under way, in the engine's thread, and how much of it was sent."""
 
     job: Job
     choice: int
     request: Request
-    pieces: list[Piece] = field(default_factory=list)  # not told yet
-    num_told: int = 0  # tokens whose pieces were
+    pieces: list[Piece] = field(default_factory=list)  # not sent yet
+    num_sent: int = 0  # tokens whose pieces were sent
     num_tokens: int = 0
     num_steps: int = 0
     accepted: int = 0
@@ -86,11 +86,11 @@ class Live:
         if not request.is_finished and not any(piece.text for piece in self.pieces):
             return None
         pieces, self.pieces = self.pieces, []
-        first, self.num_told = self.num_told, min(self.num_told + len(pieces), len(request.output_ids))
+        first, self.num_sent = self.num_sent, min(self.num_sent + len(pieces), len(request.output_ids))
         return Delta(
             self.choice,
             pieces,
-            request.logprobs[first : min(self.num_told, request.output.num_text_tokens)] if streams else [],
+            request.logprobs[first : min(self.num_sent, request.output.num_text_tokens)] if streams else [],
             self._speculation(text_of) if streams else {},
             request.completion(self.choice) if request.is_finished else None,
         )
@@ -100,7 +100,7 @@ class Live:
         drafted = {name: drafted for name, (_, drafted, _) in stats.by_drafter.items()}
         steps = [] if record is None else record.steps[self.num_steps :]
         rejected = [d for s in steps for i, d in enumerate(s.drafts[: s.verified], 1) if i not in s.accepted]
-        found = {
+        figures = {
             "drafted": sum(drafted.values()) - sum(self.drafted.values()),
             "accepted": stats.num_accepted - self.accepted,
             "drafter": next((name for name in drafted if drafted[name] != self.drafted.get(name)), ""),
@@ -108,4 +108,4 @@ class Live:
         }
         self.num_steps += len(steps)
         self.drafted, self.accepted = drafted, stats.num_accepted
-        return found
+        return figures

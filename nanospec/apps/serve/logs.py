@@ -15,10 +15,10 @@ class Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        told = {"time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
-        told |= {"event": record.getMessage(), **getattr(record, "facts", {})}
+        line = {"time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
+        line |= {"event": record.getMessage(), **getattr(record, "facts", {})}
         error = {"error": self.formatException(record.exc_info)} if record.exc_info else {}
-        return json.dumps({**told, **error})
+        return json.dumps({**line, **error})
 
 
 def _is_news(record: logging.LogRecord) -> bool:  # not that the server's end has cancelled a request

@@ -23,7 +23,7 @@ from ...outputs import Completion
 from .jobs import ENDED, FAILED, Delta, Job, JobFailed, Live
 from .logs import log
 
-MOST_FAILURES = 3  # steps in a row, after which the engine is taken for broken
+MAX_FAILURES = 3  # steps in a row, after which the engine is taken for broken
 
 
 class QueueFull(Exception):
@@ -34,7 +34,7 @@ class EngineLoop:
     """Runs the engine of an `LLM`, which nothing else may use meanwhile.
 
     Attributes:
-        num_outputs: accepted and not yet ended; at most `most`.
+        num_outputs: accepted and not yet ended; at most `max_outputs`.
         gap_seconds: between steps while there was work; the host's own part of a step is in the stages.
         failures: steps that raised, since the latest one that did not.
         on_tokens, on_done: called in the engine's thread with the seconds since an output's last tokens and
@@ -44,16 +44,16 @@ class EngineLoop:
     on_tokens: Callable[[float, int], None] = staticmethod(lambda seconds, count: None)
     on_done: Callable[[Completion, Request], None] = staticmethod(lambda done, request: None)
 
-    def __init__(self, llm: LLM, most: int) -> None:
-        self.llm, self.most = llm, most
+    def __init__(self, llm: LLM, max_outputs: int) -> None:
+        self.llm, self.max_outputs = llm, max_outputs
         self.num_outputs, self.failures, self.gap_seconds = 0, 0, 0.0
         self._live: dict[Request, Live] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._do = self._inbox.put  # has the engine's thread do something before its next step
+        self._enqueue = self._inbox.put  # has the engine's thread do something before its next step
         self._closing = False
         self._broken: str | None = None
-        self._jobs: set[Job] = set()  # accepted, and not yet told all
-        self._over: JobFailed | None = None  # what all are told when the thread has ended
+        self._jobs: set[Job] = set()  # accepted, and not ended
+        self._final_error: JobFailed | None = None  # for all jobs when the thread has ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -65,16 +65,16 @@ class EngineLoop:
     async def stop(self) -> None:
         """End what runs, and the thread."""
         self._closing = True
-        self._do(lambda: None)  # wakes the thread
+        self._enqueue(lambda: None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are answered: the thread runs, and not all of its latest steps failed."""
-        return self._thread.is_alive() and self.failures < MOST_FAILURES and self.end is None
+        return self._thread.is_alive() and self.failures < MAX_FAILURES and self.fatal_error is None
 
     @property
-    def end(self) -> str | None:
+    def fatal_error(self) -> str | None:
         """Why nothing will be answered again: a device that the model is split among is gone, or cleaning up
         behind a failure has failed."""
         return self.llm.engine.worker.failure or self._broken
@@ -85,20 +85,21 @@ class EngineLoop:
         """Have prompts answered that have passed `Engine.check`. Jobs of equal `salt` share cached blocks.
         Raises QueueFull, or ValueError if there could never be room."""
         count = len(prompts) * params.n
-        if count > self.most:
-            raise ValueError(f"These are {count} outputs, prompts times n, but the limit is {self.most}.")
+        if count > self.max_outputs:
+            message = f"These are {count} outputs, prompts times n, but the limit is {self.max_outputs}."
+            raise ValueError(message)
         self.check_room(count)
         job = Job(count, streams, self.abort)
         self.num_outputs += count
         self._jobs.add(job)
-        self._do(lambda: self._add(job, prompts, params, salt))
-        if self._over is not None:
-            self._end_with(self._over)
+        self._enqueue(lambda: self._add(job, prompts, params, salt))
+        if self._final_error is not None:
+            self._end_with(self._final_error)
         return job
 
     def check_room(self, count: int = 1) -> None:
         """Raise QueueFull unless there is room for so many outputs."""
-        if self.num_outputs + count > self.most:
+        if self.num_outputs + count > self.max_outputs:
             raise QueueFull
 
     def abort(self, job: Job) -> None:
@@ -107,24 +108,24 @@ class EngineLoop:
             self.num_outputs -= job.left
             job.left = 0
             self._jobs.discard(job)
-            self._do(lambda: self._abort(job))
+            self._enqueue(lambda: self._abort(job))
 
     def end_all(self) -> None:
         """End all jobs, as there is no more time for them."""
-        self._do(lambda: self._fail(JobFailed(ENDED, 503)))
+        self._enqueue(lambda: self._fail(JobFailed(ENDED, 503)))
 
     def _end_with(self, error: JobFailed) -> None:
         """Tell all jobs that nothing is answered any more, also those that are still in the inbox."""
-        self._over = error
+        self._final_error = error
         self._deliver([(job, error) for job in self._jobs])
 
-    def _deliver(self, found: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
+    def _deliver(self, deltas: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
         """Hand over what a step gave to the jobs that were not aborted meanwhile."""
-        for job, delta in found:
+        for job, delta in deltas:
             if job.left:
-                over = job.left if isinstance(delta, JobFailed) else int(delta.done is not None)
-                job.left -= over
-                self.num_outputs -= over
+                ended = job.left if isinstance(delta, JobFailed) else int(delta.done is not None)
+                job.left -= ended
+                self.num_outputs -= ended
                 if not job.left:
                     self._jobs.discard(job)
                 job.put(delta)
@@ -132,16 +133,16 @@ class EngineLoop:
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
-        over = JobFailed(ENDED, 503)
+        error = JobFailed(ENDED, 503)
         try:
-            self._serve()
+            self._run_steps()
         except BaseException:
             log.exception("The engine failed while it cleaned up behind a failure.")
             self._broken = "The engine could not go on behind a failure, which the log has; start it again."
-            over = JobFailed(FAILED)
-        self._loop.call_soon_threadsafe(self._end_with, over)
+            error = JobFailed(FAILED)
+        self._loop.call_soon_threadsafe(self._end_with, error)
 
-    def _serve(self) -> None:
+    def _run_steps(self) -> None:
         ended = time.perf_counter()
         while not self._closing:
             idle = not self.llm.engine.has_work
@@ -162,31 +163,31 @@ class EngineLoop:
         try:
             action()
         except BaseException:  # a panic of a library in Rust is no Exception
-            if self.end is None:  # else the log says why when the server ends
+            if self.fatal_error is None:  # else the log says why when the server ends
                 log.exception("A step failed, and the requests under way with it.")
             self.failures += 1
             self._fail(JobFailed(FAILED))
 
     def _step(self) -> None:
-        touched = self.llm.shared.step()
+        requests = self.llm.shared.step()
         self.failures, now = 0, time.perf_counter()
-        found: list[tuple[Job, Delta | JobFailed]] = []
+        deltas: list[tuple[Job, Delta | JobFailed]] = []
         try:
-            for live in filter(None, map(self._live.get, touched)):
+            for live in filter(None, map(self._live.get, requests)):
                 if live.num_tokens:
                     self.on_tokens(now - live.last, live.request.stats.num_tokens - live.num_tokens)
                 live.last, live.num_tokens = now, live.request.stats.num_tokens
                 if (delta := live.delta(self.llm.tokenizer.text_of)) is not None:
-                    found.append((live.job, delta))
+                    deltas.append((live.job, delta))
                     if delta.done is not None:
                         self.on_done(delta.done, live.request)
                         del self._live[live.request]
-        finally:  # whatever happens to one, the others are told
-            self._tell(found)
+        finally:  # whatever happens to one, the others get theirs
+            self._send(deltas)
 
-    def _tell(self, found: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
-        if found:
-            self._loop.call_soon_threadsafe(self._deliver, found)
+    def _send(self, deltas: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
+        if deltas:
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
 
     def _add(self, job: Job, prompts: Sequence[list[int]], params: SamplingParams, salt: bytes) -> None:
         try:
@@ -198,7 +199,7 @@ class EngineLoop:
                     self.llm.engine.scheduler.add(request)
         except BaseException:  # as in `_guard`
             log.exception("A request could not be queued.")
-            self._tell([(job, JobFailed(FAILED))])
+            self._send([(job, JobFailed(FAILED))])
             self._abort(job)
 
     def _abort(self, job: Job) -> None:
@@ -211,4 +212,4 @@ class EngineLoop:
         jobs = {live.job for live in self._live.values()}
         self.llm.engine.abort_all()  # a failure may have left it inconsistent
         self._live.clear()
-        self._tell([(job, error) for job in jobs])
+        self._send([(job, error) for job in jobs])

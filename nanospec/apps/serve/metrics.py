@@ -30,12 +30,11 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class ServerMetrics:
-    """What requests took, counted here as they end, and the engine's own counters, read when they are asked
-    for."""
+    """Times and sizes of requests, counted as they end, and the engine's own counters, read on a scrape."""
 
-    def __init__(self, engine: EngineLoop, model: str, answered: Mapping[tuple[str, int], int]) -> None:
+    def __init__(self, engine: EngineLoop, model: str, responses: Mapping[tuple[str, int], int]) -> None:
         prometheus.disable_created_metrics()
-        self._loop, self._model, self._answered = engine, model, answered
+        self._loop, self._model, self._responses = engine, model, responses
         self.registry = prometheus.CollectorRegistry()
         names: Any = {"labelnames": ["model_name"], "registry": self.registry}
         self._histograms = {
@@ -56,30 +55,30 @@ class ServerMetrics:
     def done(self, output: Completion, request: Request) -> None:
         """Count an output that has ended."""
         count, arrival, start = len(output.token_ids), request.arrival_time, request.start_time
-        told = {"e2e_request_latency_seconds": output.seconds}
-        told |= {"request_prompt_tokens": len(request.prompt_ids), "request_generation_tokens": count}
+        observed = {"e2e_request_latency_seconds": output.seconds}
+        observed |= {"request_prompt_tokens": len(request.prompt_ids), "request_generation_tokens": count}
         if start is not None:
-            told["request_queue_time_seconds"] = start - arrival
-            told["request_prefill_time_seconds"] = arrival + output.first_token_seconds - start
+            observed["request_queue_time_seconds"] = start - arrival
+            observed["request_prefill_time_seconds"] = arrival + output.first_token_seconds - start
         if count:
-            told["time_to_first_token_seconds"] = output.first_token_seconds
-            told["request_decode_time_seconds"] = output.seconds - output.first_token_seconds
-        for name, value in told.items():
+            observed["time_to_first_token_seconds"] = output.first_token_seconds
+            observed["request_decode_time_seconds"] = output.seconds - output.first_token_seconds
+        for name, value in observed.items():
             self._histograms[name].observe(value)
         self._ended.labels(self._model, output.finish_reason).inc()
 
     def text(self) -> tuple[bytes, str]:
-        """Return all of it, and its media type. Waits for a step to end, so not for the event loop."""
+        """Return the page of metrics and its media type. Waits for a step, so not for the event loop."""
         return prometheus.generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:
         with self._loop.llm.shared.turn():
-            found = list(self.figures())
-        for name, text, values, *labels in found:
+            figures = list(self.figures())
+        for name, text, values, *labels in figures:
             family: Any = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
             metric = family(f"nanospec:{name}", text, labels=["model_name", *labels])
-            for own, value in values.items():
-                metric.add_metric([self._model, *own], value)
+            for label_values, value in values.items():
+                metric.add_metric([self._model, *label_values], value)
             yield metric
 
     def figures(self) -> Iterator[tuple[Any, ...]]:
@@ -104,18 +103,18 @@ class ServerMetrics:
             yield name, text, {(): value}
         used = 1 - len(scheduler.pool.free) / scheduler.pool.num_blocks
         yield "kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1", {(): used}
-        for i, what in enumerate(("drafts", "draft_tokens", "accepted_tokens")):
+        for i, counted in enumerate(("drafts", "draft_tokens", "accepted_tokens")):
             values = {(drafter,): n[i] for drafter, n in spec.by_drafter.items()}
-            yield f"spec_decode_num_{what}_by_drafter", f"{what} by drafter", values, "drafter"
-        places = {(str(place),): n for place, n in enumerate(spec.accepted_by_position)}
-        yield "spec_decode_num_accepted_tokens_per_pos", "Right guesses by place, from 0", places, "position"
+            yield f"spec_decode_num_{counted}_by_drafter", f"{counted} by drafter", values, "drafter"
+        values = {(str(position),): n for position, n in enumerate(spec.accepted_by_position)}
+        yield "spec_decode_num_accepted_tokens_per_pos", "Right guesses by place, from 0", values, "position"
         at_least = [spec.num_steps, *spec.drafted_by_position, 0]  # so many guesses or more
         steps = {(str(k),): at_least[k] - at_least[k + 1] for k in range(len(at_least) - 1)}
         yield "spec_decode_steps_by_k", "Steps of an output by guesses verified", steps, "k"
         stages = {(name,): stage.seconds for name, stage in engine.worker.stages.items()}
         yield "stage_seconds", "Time of the engine by what was done", stages, "stage"
-        answered = {(path, str(status)): n for (path, status), n in self._answered.items()}
-        yield "http_requests", "Requests by path and status", answered, "handler", "status"
+        responses = {(path, str(status)): n for (path, status), n in self._responses.items()}
+        yield "http_requests", "Requests by path and status", responses, "handler", "status"
         if (graphs := engine.worker.graphs) is not None:
             replays = {(str(batch), str(k)): n for (batch, k), n in graphs.replays.items()}
             yield "steps_by_bucket", "Steps by recorded bucket", replays, "batch", "k"

@@ -19,14 +19,14 @@ MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, and characters of each
 MAX_LOGIT_BIAS = 1024  # tokens
 MAX_MESSAGES = 4096
 STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats")
-OWN = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")  # of the server, not of a request
-KNOWN = (*OWN, *RENAMED, *IGNORED, "top_logprobs")  # beside those of `SamplingParams`
+SERVER_FIELDS = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")
+KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, "top_logprobs")  # beside those of `SamplingParams`
 NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
 
 
 @dataclass
-class Asked:
-    """A request."""
+class APIRequest:
+    """A request, checked."""
 
     url: str  # `CHAT` or `COMPLETIONS`
     prompts: list[list[int]]  # token ids
@@ -51,35 +51,35 @@ def read_json(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
-    """Return a request of one of the two kinds. Takes too long for the event loop. Raises HTTPError."""
+def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
+    """Parse and check a chat or a completion. Takes too long for the event loop. Raises HTTPError."""
     try:
-        own = {name: body[name] for name in OWN if body.get(name) is not None}
-        rest = translate_request(url, {name: value for name, value in body.items() if name not in OWN})
-        if url != CHAT and "chat_template_kwargs" in own:
+        server_fields = {name: body[name] for name in SERVER_FIELDS if body.get(name) is not None}
+        fields = translate_request(url, {name: body[name] for name in body if name not in SERVER_FIELDS})
+        if url != CHAT and "chat_template_kwargs" in server_fields:
             raise ValueError("chat_template_kwargs is for chats, and this is none.")
-        base = SamplingParams(max_tokens=None) if url == CHAT else SamplingParams()
-        given = rest.get("prompt")  # one, or a list of texts or of lists of ids
-        several = given if isinstance(given, list) and given and not isinstance(given[0], int) else None
-        bodies = [rest] if several is None else [{**rest, "prompt": prompt} for prompt in several]
-        tasks = [parse_task(each, base, known=KNOWN) for each in bodies]
+        defaults = SamplingParams(max_tokens=None) if url == CHAT else SamplingParams()
+        prompt: Any = fields.get("prompt")  # one, or a list of texts or of lists of ids
+        is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        requests = [{**fields, "prompt": each} for each in prompt] if is_list else [fields]
+        tasks = [parse_task(each, defaults, known=KNOWN) for each in requests]
         params = tasks[0].params
         if len(params.stop) > MAX_STOP or any(len(stop) > MAX_STOP_LENGTH for stop in params.stop):
             raise ValueError(f"stop may hold {MAX_STOP} strings of {MAX_STOP_LENGTH} characters at most.")
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias names {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
-        found = Asked(url, [], params, *_streaming(own), salt=_salt(own))
+        request = APIRequest(url, [], params, *_streaming(server_fields), salt=_salt(server_fields))
         for task in tasks:
             if task.messages is not None:
-                ids = chat_prompt(llm, task.messages, own.get("chat_template_kwargs", {}))
+                ids = chat_prompt(llm, task.messages, server_fields.get("chat_template_kwargs", {}))
             else:
                 text, window = task.prompt, llm.engine.max_model_len
                 ids = llm.tokenizer.encode_prompt(text, window) if isinstance(text, str) else text or []
             llm.engine.check(ids, params)
-            found.prompts.append(ids)
+            request.prompts.append(ids)
     except (ValueError, TypeError, RecursionError) as error:
         raise bad_request(error, body) from None
-    return found
+    return request
 
 
 def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: Any) -> list[int]:
@@ -104,8 +104,8 @@ def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:
     return HTTPError(400, message, param, "unknown_field" if named else "")
 
 
-def _streaming(own: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
-    streams, options = own.get("stream", False), own.get("stream_options", {})
+def _streaming(server_fields: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
+    streams, options = server_fields.get("stream", False), server_fields.get("stream_options", {})
     if not isinstance(streams, bool):
         raise ValueError(f"stream={shown(streams)} must be true or false.")
     if not isinstance(options, dict) or (options and not streams):
@@ -116,8 +116,8 @@ def _streaming(own: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
     return streams, frozenset(name for name, value in options.items() if value)
 
 
-def _salt(own: Mapping[str, Any]) -> bytes:
-    salt = own.get("cache_salt", "")
+def _salt(server_fields: Mapping[str, Any]) -> bytes:
+    salt = server_fields.get("cache_salt", "")
     if not isinstance(salt, str) or len(salt) > 256:
         raise ValueError("cache_salt must be a text of at most 256 characters.")
     return salt.encode("utf-8", "surrogatepass")

@@ -20,7 +20,7 @@ from .settings import ServeConfig
 
 KEEP_ALIVE = 65  # seconds: longer than clients keep unused connections
 LINGER = 5  # seconds to send what is left when the server ends
-FAREWELL = 1.0  # seconds to tell clients that nothing comes any more, where it ends at once
+FAREWELL = 1.0  # seconds to send clients the last error, where it ends at once
 MAX_HEADERS = 32 << 10  # bytes
 
 
@@ -94,18 +94,18 @@ class Server(uvicorn.Server):
         connections: set[Any] = self.server_state.connections
         for each in [each for each in connections if min(each.reading, each.writing) < now]:
             each.transport.abort()
-        return await super().on_tick(counter) or self._app.engine.end is not None
+        return await super().on_tick(counter) or self._app.engine.fatal_error is not None
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return the socket of a server. OSError with a sentence if it cannot be had."""
-    where = f"{config.host}:{config.port}"
+    """Return the socket of a server. Raises OSError with a sentence if the address cannot be had."""
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
+        infos = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = infos[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", error)).partition(" (")[0]
+        where = f"{config.host}:{config.port}"
         raise OSError(f"cannot listen at {where}: {reason}; --host and --port name another.") from None
 
 
@@ -114,9 +114,9 @@ async def run(app: App, listener: socket.socket) -> int:
     server, engine, spec = Server(app), app.engine, app.llm.config.spec
     engine.start()
     try:
-        runs = {**compute_info(app.llm.engine.worker.model), "spec": spec.method}
-        runs["k"] = spec.num_speculative_tokens
-        say_ready(app.config, listener.getsockname(), app.model, runs)
+        facts = {**compute_info(app.llm.engine.worker.model), "spec": spec.method}
+        facts["k"] = spec.num_speculative_tokens
+        log_ready(app.config, listener.getsockname(), app.model, facts)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.handle_exit, 0, None)
         await server.serve(sockets=[listener])
@@ -124,16 +124,16 @@ async def run(app: App, listener: socket.socket) -> int:
         await engine.stop()
         if tasks := server.server_state.tasks:  # whose clients are told, if they read at once
             await asyncio.wait(tasks, timeout=FAREWELL)
-        if engine.end is not None:  # a supervisor can start another one
-            log.error(engine.end)
+        if engine.fatal_error is not None:  # a supervisor can start another one
+            log.error(engine.fatal_error)
         log.info("ended")
-    return 0 if engine.end is None else 1
+    return 0 if engine.fatal_error is None else 1
 
 
-def say_ready(config: ServeConfig, address: Any, model: str, facts: dict[str, Any]) -> None:
-    """Log where the server is, and a warning if anyone may use it."""
-    where = "http://{}:{}".format(f"[{address[0]}]" if ":" in address[0] else address[0], address[1])
-    told = {"page": f"{where}/", "api": f"{where}/v1", "model": model, "keys": len(config.api_key)}
-    log.info("ready", extra={"facts": {**told, **facts}})
+def log_ready(config: ServeConfig, address: Any, model: str, facts: dict[str, Any]) -> None:
+    """Log the server's addresses, and a warning if anyone may use it."""
+    url = "http://{}:{}".format(f"[{address[0]}]" if ":" in address[0] else address[0], address[1])
+    server = {"page": f"{url}/", "api": f"{url}/v1", "model": model, "keys": len(config.api_key)}
+    log.info("ready", extra={"facts": {**server, **facts}})
     if not config.is_local and not config.api_key:
         log.warning("anyone who reaches this address may use it; --api-key asks them for a key")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...text import as_bytes, check_fields, limited
 
 MIN_KEY = 8  # characters; shorter ones are guessed
-LONGEST = 1e7  # seconds: clocks count no further than some powers of ten, and infinity not at all
+MAX_SECONDS = 1e7  # clocks count no further than some powers of ten, and infinity not at all
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class ServeConfig:
     max_queue: int = limited(256, 0)
     max_body: int = limited(4 << 20, 1024, read=as_bytes, metavar="SIZE")
     max_connections: int = limited(1000, 1)
-    request_timeout: float = limited(600.0, 0.1, LONGEST)
-    read_timeout: float = limited(20.0, 0.1, LONGEST)
-    write_timeout: float = limited(60.0, 0.1, LONGEST)
-    drain_timeout: float = limited(30.0, 0, LONGEST)
+    request_timeout: float = limited(600.0, 0.1, MAX_SECONDS)
+    read_timeout: float = limited(20.0, 0.1, MAX_SECONDS)
+    write_timeout: float = limited(60.0, 0.1, MAX_SECONDS)
+    drain_timeout: float = limited(30.0, 0, MAX_SECONDS)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_body", as_bytes(self.max_body, "max_body"))

@@ -57,12 +57,12 @@ def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Pat
 
 def test_a_replica_whose_device_is_gone_is_replaced() -> None:
     serve = pytest.importorskip("nanospec.apps.cluster.serve")
-    engine = SimpleNamespace(end="Rank 1 is gone.", is_alive=False, start=lambda: None)
+    engine = SimpleNamespace(fatal_error="Rank 1 is gone.", is_alive=False, start=lambda: None)
     replica = object.__new__(serve.ServingEngine)
     replica._app = SimpleNamespace(engine=engine)
     with pytest.raises(RuntimeError, match="Rank 1 is gone"):
         asyncio.run(replica.check_health())
-    engine.end = None
+    engine.fatal_error = None
     with pytest.raises(RuntimeError, match="steps fail"):
         asyncio.run(replica.check_health())
     engine.is_alive = True

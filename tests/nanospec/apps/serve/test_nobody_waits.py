@@ -89,7 +89,7 @@ def test_who_comes_in_a_step_that_cannot_be_cleaned_up(held: Any, monkeypatch: p
         return [*await ends_of_two(loop, ids, end), await end_of(loop.submit([ids], PARAMS))]
 
     assert asyncio.run(run()) == [FAILED] * 3
-    assert loop.end is not None
+    assert loop.fatal_error is not None
     assert loop.num_outputs == 0
 
 

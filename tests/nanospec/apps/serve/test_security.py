@@ -15,7 +15,7 @@ import pytest
 
 from nanospec.apps.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve import gate
-from nanospec.apps.serve.gate import OPEN, UNCOUNTED
+from nanospec.apps.serve.gate import MONITORING, PUBLIC
 from nanospec.apps.serve.logs import Lines
 from nanospec.apps.serve.settings import ServeConfig
 from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
@@ -55,14 +55,14 @@ def test_what_needs_no_key(guarded: Served) -> None:
 
 def test_paths_that_clients_invent_are_counted_as_one(guarded: Served, folder: Path) -> None:
     """With and without a key, from hosts that are not served, and where there is such a path below one."""
-    before = len(guarded.app.answered)
+    before = len(guarded.app.responses)
     for path in ("/a", "/b", "/v1/models/c", "/page/d", "/health/e"):
         for headers in ({}, bearer(BOB)):
             guarded.get(path, headers=headers)
             guarded.post(path, {}, headers=headers)
-    assert {path for path, _ in guarded.app.answered} <= {*OPEN, *UNCOUNTED, *ROUTES, "other"}
-    assert len(guarded.app.answered) <= before + 4
-    assert guarded.app.answered["other", 401] >= 6
+    assert {path for path, _ in guarded.app.responses} <= {*PUBLIC, *MONITORING, *ROUTES, "other"}
+    assert len(guarded.app.responses) <= before + 4
+    assert guarded.app.responses["other", 401] >= 6
 
 
 def test_each_key_is_good(guarded: Served) -> None:
