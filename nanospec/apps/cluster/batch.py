@@ -28,7 +28,7 @@ from ..batch.run import Batch, Line, line_error, num_tokens, prepare_lines, resu
 from ..serve.jobs import JobFailed
 from ..serve.loop import EngineLoop
 from ..tasks import Task
-from .start import Share, last_error, load, need_ray, ray_for
+from .start import Bundle, connect_ray, last_error, load, need_ray
 
 QUEUED = 2  # lines that a replica has, for each of its rows: the next are there when one ends
 RETRIES = 3  # of a line whose replica died
@@ -41,10 +41,10 @@ def run_on_ray(
     """Run a batch like `batch.run.run_batch`, on so many engines. Raises OSError with a sentence if they
     fail."""
     config = EngineConfig(**options)
-    tokenizer, (_, shape) = Tokenizer(folder), read_config(folder)
-    window = config.max_model_len or shape.max_position_embeddings
-    limits = Limits(config, shape.vocab_size, window, tokenizer)
-    grammars = Grammars(tokenizer, shape.vocab_size)
+    tokenizer, (_, model_config) = Tokenizer(folder), read_config(folder)
+    window = config.max_model_len or model_config.max_position_embeddings
+    limits = Limits(config, model_config.vocab_size, window, tokenizer)
+    grammars = Grammars(tokenizer, model_config.vocab_size)
 
     def check(ids: Sequence[int], params: SamplingParams) -> None:
         """Raise what an engine would, without its weights. A replica's window may still be smaller, where
@@ -57,15 +57,15 @@ def run_on_ray(
         if lines:
             need_ray("ray.util")
             print(f"Starting Ray and {replicas} replicas ...", file=sys.stderr, flush=True)
-            with redirect_stdout(StringIO()), ray_for(replicas, config) as share:  # Ray prints what it logs
-                settings = partial(load, folder.absolute(), model, share, options), model, batch.source
-                for result in answers(lines, settings, share, replicas, QUEUED * config.max_num_seqs):
+            with redirect_stdout(StringIO()), connect_ray(replicas, config) as bundle:  # Ray prints logs
+                settings = partial(load, folder.absolute(), model, bundle, options), model, batch.source
+                for result in run_lines(lines, settings, bundle, replicas, QUEUED * config.max_num_seqs):
                     batch.write(*result)
     return {**batch.figures(), "replicas": replicas}
 
 
-def answers(
-    lines: Sequence[Line], settings: tuple[Any, ...], share: Share, replicas: int, at_once: int
+def run_lines(
+    lines: Sequence[Line], settings: tuple[Any, ...], bundle: Bundle, replicas: int, at_once: int
 ) -> Iterator[tuple[bytes, int]]:
     """Yield results as lines end, of which each replica has `at_once`. Raises LineError for a line that the
     model cannot take, ValueError if it cannot be loaded, and OSError if replicas die again and again."""
@@ -73,8 +73,8 @@ def answers(
     from ray.util import ActorPool
 
     replica = ray.remote(LineEngine).options(
-        num_cpus=share.cpus,
-        num_gpus=share.gpus,
+        num_cpus=bundle.cpus,
+        num_gpus=bundle.gpus,
         max_restarts=RESTARTS,
         max_task_retries=RETRIES,
         max_concurrency=at_once,
@@ -88,8 +88,8 @@ def answers(
     except ray.exceptions.RayActorError as error:
         if cause := last_error(str(error)):
             raise ValueError(cause) from None
-        died = f"a replica has died {RESTARTS + 1} times, or {RETRIES + 1} with one line; see Ray's logs"
-        raise OSError(f"{died}; the same command goes on from there.") from None
+        reason = f"a replica has died {RESTARTS + 1} times, or {RETRIES + 1} with one line; see Ray's logs"
+        raise OSError(f"{reason}; the same command goes on from there.") from None
 
 
 class LineEngine:

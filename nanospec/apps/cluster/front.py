@@ -28,13 +28,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..serve.answers import event
 from ..serve.gate import Gate, HTTPError, draining, read_body
 from ..serve.settings import ServeConfig
-from .routing import pieces
+from .routing import prefix_hashes
 
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 NO_REPLICA = "No replica answers; try again in some seconds."
 LOST = "The replica ended before it could finish this request, which may be sent again."
 LINGER = 5.0  # seconds that it outlives its replicas, to say so
-LAST = 1.0  # seconds that the last bytes have to reach their clients
+FLUSH = 1.0  # seconds to send the last bytes
 PAUSE = 0.002  # seconds, for each answer under way: 500 lists a second in all, of about 700 that Ray carries
 
 
@@ -42,8 +42,8 @@ class Front:
     """Answers requests; `asgi` is the app.
 
     Args:
-        ask: (scope, body, names of its pieces) -> lists of messages as ASGI sends them, and last of all what
-            is to be logged, under "facts".
+        ask: (scope, body, hashes of its prefixes) -> lists of messages as ASGI sends them, and last of all
+            facts for the log, under "facts".
         figures: () -> the page of metrics of each replica by its name, to be awaited.
     """
 
@@ -64,26 +64,26 @@ class Front:
         self._is_over = True
         for answer in self._answers:
             answer.cancel()
-        await asyncio.sleep(LAST)
+        await asyncio.sleep(FLUSH)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/metrics" and scope["method"] == "GET":
             if not (pages := await self._figures()):
                 raise HTTPError(503, NO_REPLICA)
-            await Response(together(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
+            await Response(merge_metrics(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
         else:
-            await self._pass_on(scope, await read_body(Request(scope, receive), self.config), send)
+            await self._forward(scope, await read_body(Request(scope, receive), self.config), send)
 
-    async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
         state = scope["state"]
-        names = await asyncio.to_thread(pieces, body, state["salt"]) if body else []
+        prefixes = await asyncio.to_thread(prefix_hashes, body, state["salt"]) if body else []
         if self._draining:
             raise draining(self.config.drain_timeout)
         headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
         headers.append((b"x-request-id", state["id"].encode()))  # which the gate has given it
-        plain = {**{name: scope[name] for name in SCOPE if name in scope}, "headers": headers}
+        forwarded = {**{name: scope[name] for name in SCOPE if name in scope}, "headers": headers}
         more: bool | None = None  # to be sent; None: nothing was sent yet
-        answer = self._ask(plain, body, names)
+        answer = self._ask(forwarded, body, prefixes)
         self._answers.add(answer)
         try:
             async for messages in answer:
@@ -94,9 +94,9 @@ class Front:
                     more = message.get("more_body", message["type"] == "http.response.start")
                     await send(message)
         except (Exception, asyncio.CancelledError) as error:
-            gone = isinstance(error, asyncio.CancelledError) and not self._is_over
-            state["facts"]["ended_by"] = "client gone" if gone else type(error).__name__  # of Ray's
-            if gone:
+            client_gone = isinstance(error, asyncio.CancelledError) and not self._is_over
+            state["facts"]["ended_by"] = "client gone" if client_gone else type(error).__name__  # of Ray's
+            if client_gone:
                 raise
             failure = HTTPError(503, LOST, headers={"retry-after": "5"})
             if more is None:
@@ -119,12 +119,12 @@ class Sender:
         """Yield the app's messages in answer to a request. Raises what the app raises. To the app, closing
         the generator is a client that goes away."""
         sent: asyncio.Queue[Message] = asyncio.Queue()  # and last of all an empty one
-        gone, received = asyncio.Event(), iter([{"type": "http.request", "body": body}])
+        disconnected, requests = asyncio.Event(), iter([{"type": "http.request", "body": body}])
 
         async def receive() -> Message:
-            if (request := next(received, None)) is not None:
+            if (request := next(requests, None)) is not None:
                 return request
-            await gone.wait()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         running: asyncio.Future[Any] = asyncio.ensure_future(self._app(scope, receive, sent.put))
@@ -137,23 +137,23 @@ class Sender:
                 while not sent.empty():
                     messages.append(sent.get_nowait())
                 last = messages[-1]
-                if found := [message for message in messages if message]:
-                    yield found
+                if nonempty := [message for message in messages if message]:
+                    yield nonempty
                 if "body" in last:  # no pause before the first token
                     await asyncio.sleep(PAUSE * self._under_way)
             await running
         finally:
             self._under_way -= 1
-            gone.set()  # an app without a client ends by itself
+            disconnected.set()  # an app without a client ends by itself
 
 
-def together(pages: Mapping[str, str]) -> bytes:
+def merge_metrics(pages: Mapping[str, str]) -> bytes:
     """Return pages of metrics, by replica, as one in which every figure has a label `replica`."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for replica, text in pages.items():
         for family in text_string_to_metric_families(text):
-            whole = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged = metrics.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
-                whole.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-    registry: Any = SimpleNamespace(collect=found.values)
+                merged.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    registry: Any = SimpleNamespace(collect=metrics.values)
     return generate_latest(registry)

@@ -37,28 +37,29 @@ from ..serve.server import listen, log_ready
 from ..serve.settings import ServeConfig
 from .front import LINGER, Front, Sender
 from .routing import Balancer
-from .start import Share, last_error, load, ray_for
+from .start import Bundle, connect_ray, last_error, load
 
 APP = "nanospec"
 ROOM = 32  # requests beside those that compute or wait: for models, tokens, pages
 TRIES = 2  # to start a replica
-LOOK = 2.0  # seconds between looks at what is deployed
-FIGURES = 4.0  # seconds that replicas have for their figures
+POLL = 2.0  # seconds between looks at what is deployed
+TIMEOUT = 4.0  # seconds that replicas have for their metrics
+Loader = Callable[..., LLM]  # `load` of a replica, which may add options
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 class ServingEngine:
     """One replica: the server of `serve/app.py` without its sockets."""
 
-    def __init__(self, load: Callable[..., LLM], config: ServeConfig) -> None:
+    def __init__(self, load: Loader, config: ServeConfig) -> None:
         log_to_stderr("warning")  # the ingress logs requests
         self._name = serve.get_replica_context().replica_id.unique_id
         llm = load(seed=random.getrandbits(28))  # no two replicas draw the same
         self._app = App(llm, config, str(config.served_model_name))
         self._sender = Sender(self._app.asgi())
 
-    async def ask(self, scope: Scope, body: bytes, names: Sequence[bytes]) -> AsyncIterator[list[Message]]:
-        """Yield the answer to a request, as ASGI has it, and then what is to be logged. `names` is for the
+    async def ask(self, scope: Scope, body: bytes, prefixes: Sequence[bytes]) -> AsyncIterator[list[Message]]:
+        """Yield the answer to a request, as ASGI has it, and then facts for the log. `prefixes` is for the
         router."""
         self._app.engine.start()
         scope["state"] = {}
@@ -80,8 +81,8 @@ class ServingEngine:
 
 
 class ToReplica(RequestRouter):
-    """Sends a request to the replica that the balancer chooses for its argument `names`; where that is full,
-    to the one with the shortest queue."""
+    """Sends a request to the replica that the balancer chooses for its `prefixes`; where that is full, to the
+    one with the shortest queue."""
 
     def initialize_state(self, slack: int) -> None:
         self.balancer = Balancer(slack)
@@ -93,7 +94,7 @@ class ToReplica(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # all are asked, so then it waits
         replicas, running = {r.replica_id.unique_id: r for r in candidate_replicas}, self.balancer.running
-        chosen = self.balancer.choose(pending_request.kwargs["names"], replicas)
+        chosen = self.balancer.choose(pending_request.kwargs["prefixes"], replicas)
         running[chosen] += 1  # for the requests that are routed before this one is sent
         pending_request.future.add_done_callback(lambda _: running.subtract([chosen]))
         return [[replicas[chosen]], candidate_replicas]
@@ -116,24 +117,24 @@ class Ingress(Front):
 
         async def figures() -> dict[str, str]:
             with suppress(Exception):  # Ray's, if there is no replica or one takes too long
-                found = engines.broadcast("figures").results_async(timeout_s=FIGURES, return_exceptions=True)
-                return dict(each for each in await found if isinstance(each, tuple))
+                pages = engines.broadcast("figures").results_async(timeout_s=TIMEOUT, return_exceptions=True)
+                return dict(each for each in await pages if isinstance(each, tuple))
             return {}
 
-        super().__init__(config, lambda scope, body, names: ask.remote(scope, body, names=names), figures)
+        super().__init__(config, lambda scope, body, names: ask.remote(scope, body, prefixes=names), figures)
 
     __serve_build_asgi_app__ = Front.asgi
 
     async def stamp(self) -> str:
-        """Return what tells the command that has deployed this from others."""
+        """Return the stamp of the command that has deployed this."""
         return self._stamp
 
 
 def application(
-    load: Callable[..., LLM], config: ServeConfig, share: Share, rows: int, scale: tuple[int, int], *own: str
+    load: Loader, config: ServeConfig, bundle: Bundle, rows: int, scale: tuple[int, int], *args: str
 ) -> serve.Application:
-    """Return what is deployed: an ingress, and engines, of which Ray starts more, within `scale` (least,
-    most), when each has more requests than rows. `own`: the ingress's level of logs and stamp."""
+    """Return the application: an ingress, and engines, of which Ray starts more, within `scale` (least,
+    most), when each has more requests than rows. `args`: the ingress's level of logs and stamp."""
     least, most = scale
     bounds = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": rows}
     scaling: dict[str, Any] = {"autoscaling_config": bounds} if least < most else {"num_replicas": least}
@@ -141,7 +142,7 @@ def application(
         ServingEngine,
         **scaling,
         max_ongoing_requests=rows + config.max_queue + ROOM,
-        ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
+        ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
         request_router_config=RequestRouterConfig(
             request_router_class=ToReplica, request_router_kwargs={"slack": max(rows // 4, 1)}
         ),
@@ -156,7 +157,7 @@ def application(
         graceful_shutdown_timeout_s=config.drain_timeout + LINGER,
         logging_config=QUIET,
     )
-    return ingress.bind(engines.bind(load, config), config, *own)
+    return ingress.bind(engines.bind(load, config), config, *args)
 
 
 def run(
@@ -169,19 +170,20 @@ def run(
 ) -> int:
     """Deploy, and wait until told to end, or replaced. Return the exit status."""
     name, engine = config.served_model_name or folder.name, EngineConfig(**options)
-    how_many = {"replicas": ":".join(map(str, sorted(set(scale))))}
-    log.info("starting", extra={"facts": how_many})
-    with redirect_stdout(sys.stderr), ray_for(scale[1], engine, log_to_driver=True) as share:
-        config, ours = start_serve(replace(config, served_model_name=name))
-        own, stamp = partial(load, folder.absolute(), model, share, options), uuid.uuid4().hex
-        handle = deployed(application(own, config, share, engine.max_num_seqs, scale, level, stamp), ours)
-        log_ready(config, (config.host, config.port), name, how_many)
-        if told_to_end(handle, stamp):
+    facts = {"replicas": ":".join(map(str, sorted(set(scale))))}
+    log.info("starting", extra={"facts": facts})
+    with redirect_stdout(sys.stderr), connect_ray(scale[1], engine, log_to_driver=True) as bundle:
+        config, is_new = start_serve(replace(config, served_model_name=name))
+        load_replica, stamp = partial(load, folder.absolute(), model, bundle, options), uuid.uuid4().hex
+        app = application(load_replica, config, bundle, engine.max_num_seqs, scale, level, stamp)
+        handle = deploy(app, is_new)
+        log_ready(config, (config.host, config.port), name, facts)
+        if wait_for_signal(handle, stamp):
             with suppress(Exception):  # Ray's, if there is no ingress just now
                 handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)
             if "RAY_ADDRESS" in os.environ:  # a Ray of our own ends anyway
                 serve.delete(APP)
-                if ours:
+                if is_new:
                     serve.shutdown()
         log.info("ended")
     return 0
@@ -199,29 +201,29 @@ def start_serve(config: ServeConfig) -> tuple[ServeConfig, bool]:
     return config, True
 
 
-def deployed(app: serve.Application, ours: bool) -> Any:
-    """Return a handle of the ingress, when all replicas are there. Raises ValueError with a sentence if they
-    cannot be; what Ray prints of it is in its logs."""
+def deploy(app: serve.Application, is_new: bool) -> Any:
+    """Deploy the application; return a handle of the ingress when all replicas are there. Raises ValueError
+    with a sentence if they cannot be; what Ray prints of it is in its logs."""
     try:
-        with redirect_stdout(io.StringIO()) as nowhere, redirect_stderr(nowhere):
+        with redirect_stdout(io.StringIO()) as discarded, redirect_stderr(discarded):
             return serve.run(app, name=APP, logging_config=QUIET)
     except RuntimeError:
-        found = serve.status().applications[APP].deployments.values()
-        why = last_error("\n".join(each.message for each in found))
-        if ours:
+        deployments = serve.status().applications[APP].deployments.values()
+        reason = last_error("\n".join(each.message for each in deployments))
+        if is_new:
             serve.delete(APP)
-        raise ValueError(why or "the replicas could not start; Ray's logs say why.") from None
+        raise ValueError(reason or "the replicas could not start; Ray's logs say why.") from None
 
 
-def told_to_end(handle: Any, stamp: str) -> bool:
+def wait_for_signal(handle: Any, stamp: str) -> bool:
     """Wait for Ctrl-C or SIGTERM (a second one ends the process), or until another command has deployed.
     Return whether it was a signal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while True:
-            time.sleep(LOOK)
+            time.sleep(POLL)
             with suppress(Exception):  # Ray's, which may not know just now
-                if handle.stamp.remote().result(timeout_s=LOOK) != stamp:
+                if handle.stamp.remote().result(timeout_s=POLL) != stamp:
                     return False
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -29,7 +29,7 @@ QUIET = {  # environment variables, unless they are set
 }  # fmt: skip
 
 
-class Share(NamedTuple):
+class Bundle(NamedTuple):
     """The part of one of Ray's machines that a replica gets."""
 
     cpus: int
@@ -38,14 +38,16 @@ class Share(NamedTuple):
     neighbours: int  # replicas on one machine, itself among them
 
 
-def load(folder: Path, model: str, share: Share, options: dict[str, Any], **more: Any) -> LLM:
+def load(folder: Path, model: str, bundle: Bundle, options: dict[str, Any], **more: Any) -> LLM:
     """Return the engine of a replica, in its process. On a machine without the command's `folder` the model
     is found by the name that the user gave."""
-    options = {**options, **more} if share.threads is None else {**options, **more, "threads": share.threads}
+    options = {**options, **more}
+    if bundle.threads is not None:
+        options["threads"] = bundle.threads
     device = resolve_device(options.get("device", "auto"))
-    if device.type == "cpu" and share.neighbours > 1:  # all start at once and see the same free memory
+    if device.type == "cpu" and bundle.neighbours > 1:  # all start at once and see the same free memory
         ranks = options.get("tensor_parallel_size", 1)
-        options.setdefault("kv_cache_memory", spare_memory(device, share.neighbours * ranks))
+        options.setdefault("kv_cache_memory", spare_memory(device, bundle.neighbours * ranks))
     return LLM(folder if folder.is_dir() else resolve_model(model), **options)
 
 
@@ -63,29 +65,29 @@ def need_ray(part: str) -> None:
 
 
 @contextmanager
-def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) -> Iterator[Share]:
-    """Connect to the Ray of RAY_ADDRESS, or start one that ends with the block, and yield the share of each
+def connect_ray(replicas: int, config: EngineConfig, log_to_driver: bool = False) -> Iterator[Bundle]:
+    """Connect to the Ray of RAY_ADDRESS, or start one that ends with the block, and yield the bundle of each
     replica. Raises ValueError if there is no room for them, OSError if there is no Ray. After `need_ray`."""
     import ray
 
-    how: dict[str, Any] = {"logging_level": "CRITICAL", "log_to_driver": log_to_driver}
+    ray_options: dict[str, Any] = {"logging_level": "CRITICAL", "log_to_driver": log_to_driver}
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         cpus = int(max(min(len(os.sched_getaffinity(0)), cpu_quota()), replicas * _least_cpus(config)))
-        how |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
-        how["object_store_memory"] = STORE
+        ray_options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+        ray_options["object_store_memory"] = STORE
     else:
-        check_there(address)
+        check_reachable(address)
     try:
         with _quiet():
-            ray.init(**how)
+            ray.init(**ray_options)
     except ConnectionError:
         raise OSError(
             f"RAY_ADDRESS={address}: no Ray is found; `ray start --head` starts one, and without RAY_ADDRESS "
             "this command has its own."
         ) from None
     try:
-        yield share(replicas, config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        yield bundle_for(replicas, config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     finally:
         ray.shutdown()
 
@@ -94,17 +96,17 @@ def ray_for(replicas: int, config: EngineConfig, log_to_driver: bool = False) ->
 def _quiet() -> Iterator[None]:
     """Discard what Ray's C++ writes to standard error, past Python."""
     sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 2)
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
-def check_there(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise OSError if nothing listens at a host and port: Ray would try for some minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():
@@ -119,32 +121,32 @@ def check_there(address: str) -> None:
         ) from None
 
 
-def share(replicas: int, config: EngineConfig, machines: Sequence[dict[str, float]]) -> Share:
-    """Return the share of each replica: GPUs if the machines have any, else as many processors as leave room
+def bundle_for(replicas: int, config: EngineConfig, machines: Sequence[dict[str, float]]) -> Bundle:
+    """Return the bundle of each replica: GPUs if the machines have any, else as many processors as leave room
     for all replicas. Raises ValueError if there are too few."""
-    each, least = config.tensor_parallel_size, _least_cpus(config)
+    ranks, least = config.tensor_parallel_size, _least_cpus(config)
     if config.device.startswith("cuda:"):
-        given = f"device={shown(config.device)}"
-        raise ValueError(f"{given} is one GPU; with replicas it is 'cuda', 'cpu' or 'auto'.")
+        device = f"device={shown(config.device)}"
+        raise ValueError(f"{device} is one GPU; with replicas it is 'cuda', 'cpu' or 'auto'.")
     gpus = [int(machine.get("GPU", 0)) for machine in machines]
     cpus = [int(machine.get("CPU", 0)) for machine in machines]
     on_gpus = config.device == "cuda" or (config.device == "auto" and any(gpus))
-    there, needed, what = (gpus, each, "GPU") if on_gpus else (cpus, least, "processor")
+    available, needed, kind = (gpus, ranks, "GPU") if on_gpus else (cpus, least, "processor")
 
     def room(size: int) -> int:
-        return sum(count // size for count in there)
+        return sum(count // size for count in available)
 
     if room(needed) < replicas:
-        what, has = f"{needed} {what}{'s' * (needed > 1)}", " + ".join(map(str, there)) or "none"
+        needs, has = f"{needed} {kind}{'s' * (needed > 1)}", " + ".join(map(str, available)) or "none"
         raise ValueError(
-            f"{replicas} replicas with {what} each do not fit: Ray has {has}, room for {room(needed)}; ask "
+            f"{replicas} replicas with {needs} each do not fit: Ray has {has}, room for {room(needed)}; ask "
             "for fewer or add machines."
         )
     if on_gpus:
-        return Share(1, each, None, 1)
+        return Bundle(1, ranks, None, 1)
     most = max(cpus) if config.threads == "auto" else least
-    own = next(n for n in range(most, 0, -1) if n % each == 0 and room(n) >= replicas)
-    return Share(own, 0, own // each, min(max(cpus) // own, replicas))
+    size = next(n for n in range(most, 0, -1) if n % ranks == 0 and room(n) >= replicas)
+    return Bundle(size, 0, size // ranks, min(max(cpus) // size, replicas))
 
 
 def _least_cpus(config: EngineConfig) -> int:

@@ -31,7 +31,7 @@ from nanospec.apps.cli.main import main
 from nanospec.apps.cli.parser import DEFAULTS, parse
 from nanospec.apps.cluster import start
 from nanospec.apps.cluster.batch import LineEngine
-from nanospec.apps.cluster.start import Share, load
+from nanospec.apps.cluster.start import Bundle, load
 from nanospec.apps.tasks import Task
 from tests.nanospec.test_llm import after, folder, make
 
@@ -43,7 +43,7 @@ OPTIONS = {"spec": SpecConfig(num_speculative_tokens=5), "max_num_seqs": 4, "dty
 
 def engine_of(folder: Path) -> LineEngine:
     return LineEngine(
-        partial(load, folder, "", Share(1, 0, 1, 1), {**OPTIONS, "max_model_len": 128}),
+        partial(load, folder, "", Bundle(1, 0, 1, 1), {**OPTIONS, "max_model_len": 128}),
         "alphabet",
         "requests.jsonl",
     )
@@ -85,13 +85,13 @@ def test_neighbours_share_the_memory_of_a_machine(folder: Path, monkeypatch: pyt
     )
     monkeypatch.setattr(start, "LLM", lambda folder, **options: options)
     loaded: list[Any] = [
-        load(folder, "", Share(1, 0, 3, neighbours), {"tensor_parallel_size": ranks})
+        load(folder, "", Bundle(1, 0, 3, neighbours), {"tensor_parallel_size": ranks})
         for neighbours in (1, 2)
         for ranks in (1, 2)
     ]
     assert [each.get("kv_cache_memory") for each in loaded] == [None, None, 1 << 19, 1 << 18]
     assert {each["threads"] for each in loaded} == {3}
-    on_a_gpu: Any = load(folder, "", Share(1, 1, None, 1), {"seed": 1}, seed=2)
+    on_a_gpu: Any = load(folder, "", Bundle(1, 1, None, 1), {"seed": 1}, seed=2)
     assert on_a_gpu == {"seed": 2}
 
 
@@ -182,7 +182,7 @@ def test_lines_are_checked_before_ray_starts(
     def start(*_: object) -> None:
         raise AssertionError("Ray is being started")
 
-    monkeypatch.setattr("nanospec.apps.cluster.batch.ray_for", start)
+    monkeypatch.setattr("nanospec.apps.cluster.batch.connect_ray", start)
     source, target = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
     source.write_text('{"prompt": "a"}\n' + json.dumps(line) + "\n")
     files = ["--input", str(source), "--output", str(target), "--replicas", "2"]

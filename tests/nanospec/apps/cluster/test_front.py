@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanospec.apps.cluster.front import LOST, NO_REPLICA, Front, Sender, together
-from nanospec.apps.cluster.routing import pieces
+from nanospec.apps.cluster.front import LOST, NO_REPLICA, Front, Sender, merge_metrics
+from nanospec.apps.cluster.routing import prefix_hashes
 from nanospec.apps.serve.gate import draining
 from nanospec.apps.serve.settings import ServeConfig
 
@@ -80,7 +80,7 @@ def test_a_request_reaches_a_replica_with_its_id_and_pieces_and_the_answer_comes
     body = json.dumps({"prompt": "x" * 400}).encode()
     response = run(echo, "POST", URL, body)
     told = eval(response.text)
-    assert (told["path"], told["body"], told["names"]) == (URL, body, pieces(body))
+    assert (told["path"], told["body"], told["names"]) == (URL, body, prefix_hashes(body))
     assert told["headers"][b"x-request-id"].decode() == response.headers["x-request-id"]
 
 
@@ -146,7 +146,7 @@ def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
 def test_what_runs_is_finished_and_new_requests_are_told_so(
     ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanospec.apps.cluster.front.LAST", 0.0)
+    monkeypatch.setattr("nanospec.apps.cluster.front.FLUSH", 0.0)
     told = asyncio.Event()
 
     async def answer(*_: object) -> AsyncIterator[dict[str, Any]]:
@@ -194,7 +194,7 @@ def test_figures_are_those_of_all_replicas() -> None:
 
 def test_histograms_keep_their_buckets() -> None:
     text = '# TYPE h histogram\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 5.0\n'
-    page = together({"a": text, "b": text}).decode()
+    page = merge_metrics({"a": text, "b": text}).decode()
     assert page.count("# TYPE h histogram") == 1
     assert page.count('le="+Inf"') == 2
 

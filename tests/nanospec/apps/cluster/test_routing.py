@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanospec.apps.cluster.routing import MOST_PIECES, PIECE, Balancer, pieces
+from nanospec.apps.cluster.routing import MAX_PREFIXES, PREFIX_STEP, Balancer, prefix_hashes
 
 REPLICAS = ("a", "b", "c")
 
@@ -28,18 +28,18 @@ def common(first: list[bytes], second: list[bytes]) -> int:
     return sum(a == b for a, b in zip(first, second))
 
 
-@given(start=st.text(max_size=3 * PIECE), ends=st.tuples(*[st.text(max_size=2 * PIECE)] * 2))
+@given(start=st.text(max_size=3 * PREFIX_STEP), ends=st.tuples(*[st.text(max_size=2 * PREFIX_STEP)] * 2))
 def test_prompts_have_as_many_names_in_common_as_they_begin_alike(start: str, ends: tuple[str, str]) -> None:
     texts = [start + end for end in ends]
-    first, second = (pieces(completion(text)) for text in texts)
+    first, second = (prefix_hashes(completion(text)) for text in texts)
     alike = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))
-    assert [len(first), len(second)] == [len(text) // PIECE for text in texts]
-    assert common(first, second) == alike // PIECE
-    assert not set(first[alike // PIECE :]) & set(second[alike // PIECE :])
+    assert [len(first), len(second)] == [len(text) // PREFIX_STEP for text in texts]
+    assert common(first, second) == alike // PREFIX_STEP
+    assert not set(first[alike // PREFIX_STEP :]) & set(second[alike // PREFIX_STEP :])
 
 
 def test_a_conversation_that_goes_on_begins_as_it_did() -> None:
-    before, after = pieces(chat("x" * 500)), pieces(chat("x" * 500, "y" * 300, "z" * 300))
+    before, after = prefix_hashes(chat("x" * 500)), prefix_hashes(chat("x" * 500, "y" * 300, "z" * 300))
     assert len(before) >= 4
     assert len(after) > len(before) + 3
     assert common(before, after) >= len(before) - 1  # the last one held the end of the list
@@ -47,17 +47,18 @@ def test_a_conversation_that_goes_on_begins_as_it_did() -> None:
 
 def test_clients_that_share_no_cache_share_no_names() -> None:
     every = [
-        pieces(completion("x" * 300), b"one"), pieces(completion("x" * 300), b"two"),
-        pieces(completion("x" * 300)), pieces(completion("x" * 300, cache_salt="s")),
+        prefix_hashes(completion("x" * 300), b"one"), prefix_hashes(completion("x" * 300), b"two"),
+        prefix_hashes(completion("x" * 300)), prefix_hashes(completion("x" * 300, cache_salt="s")),
     ]  # fmt: skip
     assert len({name for names in every for name in names}) == 4 * 2
 
 
 def test_what_is_no_request_has_no_pieces() -> None:
     bodies = (b"", b"{", b"[]", b"[" * 99999, b"{}", b'{"messages": null}', b'{"prompt": 5}', b"\xff", b"7")
-    assert [pieces(body) for body in bodies] == [[]] * len(bodies)
-    assert len(pieces(completion("x" * PIECE * (MOST_PIECES + 9)))) == MOST_PIECES
-    assert len(pieces(completion(list(range(100))))) == len(json.dumps(list(range(100)))) // PIECE
+    assert [prefix_hashes(body) for body in bodies] == [[]] * len(bodies)
+    assert len(prefix_hashes(completion("x" * PREFIX_STEP * (MAX_PREFIXES + 9)))) == MAX_PREFIXES
+    ids = list(range(100))
+    assert len(prefix_hashes(completion(ids))) == len(json.dumps(ids)) // PREFIX_STEP
 
 
 def names(text: str) -> list[bytes]:
@@ -90,7 +91,7 @@ def test_the_longest_beginning_counts() -> None:
 
 @pytest.mark.parametrize(("own", "homes"), [(4, {"a"}), (5, set(REPLICAS))], ids=["a-third", "less"])
 def test_a_small_beginning_that_all_share_does_not_gather_them(own: int, homes: set[str]) -> None:
-    """Two pieces of a system prompt, and so many of each request alone."""
+    """Two prefixes of a system prompt, and so many of each request alone."""
     balancer = Balancer(slack=2)
     prompts = [names("ss" + str(number) * own) for number in range(6)]
     assert {balancer.choose(prompt, REPLICAS) for prompt in prompts} == homes
@@ -119,9 +120,10 @@ def test_one_that_has_gone_is_not_chosen() -> None:
     assert balancer.choose(names("abc"), REPLICAS) in REPLICAS
 
 
-def test_what_is_old_is_forgotten() -> None:
-    balancer = Balancer(slack=1, most=6)
+def test_what_is_old_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanospec.apps.cluster.routing.MAX_REMEMBERED", 6)
+    balancer = Balancer(slack=1)
     home = balancer.choose(names("abc"), REPLICAS)
-    balancer.choose(names("abcdefgh"), REPLICAS)  # eight pieces: the last six sent are kept, "a" among them
+    balancer.choose(names("abcdefgh"), REPLICAS)  # eight prefixes: the last six sent are kept, "a" among them
     assert len(balancer._holders) == 6
     assert balancer.choose(names("a"), REPLICAS) == home

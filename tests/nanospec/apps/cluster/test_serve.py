@@ -21,7 +21,7 @@ import pytest
 
 from nanospec import LLM, SamplingParams
 from nanospec.apps.cli.serve import build_parser
-from nanospec.apps.cluster.start import Share
+from nanospec.apps.cluster.start import Bundle
 from nanospec.apps.serve.gate import draining
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
@@ -73,7 +73,7 @@ def test_a_replica_whose_device_is_gone_is_replaced() -> None:
 def test_replicas_are_added_when_each_has_more_requests_than_rows() -> None:
     from nanospec.apps.cluster.serve import application
 
-    app = application(LLM, ServeConfig(), Share(1, 0, 1, 1), 64, (1, 4), "info", "stamp")
+    app = application(LLM, ServeConfig(), Bundle(1, 0, 1, 1), 64, (1, 4), "info", "stamp")
     [engines, *_] = app._bound_deployment.init_args
     found = engines._bound_deployment._deployment_config.autoscaling_config
     assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (1, 4, 64)

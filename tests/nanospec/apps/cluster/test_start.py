@@ -11,38 +11,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanospec.apps.cluster import start
-from nanospec.apps.cluster.start import Share, share
+from nanospec.apps.cluster.start import Bundle, bundle_for
 from nanospec.config import EngineConfig
 
 
 @pytest.mark.parametrize(
     ("replicas", "machines", "expected"),
     [
-        (2, [{"CPU": 8.0}], Share(4, 0, 4, 2)),
-        (3, [{"CPU": 8.0}], Share(2, 0, 2, 3)),
-        (2, [{"CPU": 8.0}, {"CPU": 4.0}], Share(4, 0, 4, 2)),
-        (3, [{"CPU": 8.0}, {"CPU": 4.0}], Share(4, 0, 4, 2)),
-        (1, [{"CPU": 8.0}, {"CPU": 4.0}], Share(8, 0, 8, 1)),
-        (2, [{"CPU": 8.0, "GPU": 2.0}], Share(1, 1, None, 1)),
+        (2, [{"CPU": 8.0}], Bundle(4, 0, 4, 2)),
+        (3, [{"CPU": 8.0}], Bundle(2, 0, 2, 3)),
+        (2, [{"CPU": 8.0}, {"CPU": 4.0}], Bundle(4, 0, 4, 2)),
+        (3, [{"CPU": 8.0}, {"CPU": 4.0}], Bundle(4, 0, 4, 2)),
+        (1, [{"CPU": 8.0}, {"CPU": 4.0}], Bundle(8, 0, 8, 1)),
+        (2, [{"CPU": 8.0, "GPU": 2.0}], Bundle(1, 1, None, 1)),
     ],
     ids=["halves", "odd", "two-machines", "three-on-two", "one", "gpus"],
 )
-def test_everybody_gets_as_much(replicas: int, machines: list[dict[str, float]], expected: Share) -> None:
-    assert share(replicas, EngineConfig(), machines) == expected
+def test_everybody_gets_as_much(replicas: int, machines: list[dict[str, float]], expected: Bundle) -> None:
+    assert bundle_for(replicas, EngineConfig(), machines) == expected
 
 
 def test_options_that_say_how_much() -> None:
     machines = [{"CPU": 8.0, "GPU": 2.0}]
-    assert share(2, EngineConfig(device="cpu", threads=3), machines) == Share(3, 0, 3, 2)
+    assert bundle_for(2, EngineConfig(device="cpu", threads=3), machines) == Bundle(3, 0, 3, 2)
 
 
 def test_a_replica_of_several_ranks_is_on_one_machine() -> None:
     on_gpus = EngineConfig(device="cuda", tensor_parallel_size=2)
-    assert share(2, on_gpus, [{"GPU": 2.0}, {"GPU": 3.0}]) == Share(1, 2, None, 1)
-    threads = share(2, EngineConfig(tensor_parallel_size=2), [{"CPU": 7.0}])
-    assert threads == Share(2, 0, 1, 2)  # not 3: two ranks get as much
+    assert bundle_for(2, on_gpus, [{"GPU": 2.0}, {"GPU": 3.0}]) == Bundle(1, 2, None, 1)
+    threads = bundle_for(2, EngineConfig(tensor_parallel_size=2), [{"CPU": 7.0}])
+    assert threads == Bundle(2, 0, 1, 2)  # not 3: two ranks get as much
     with pytest.raises(ValueError, match=r"2 replicas with 2 GPUs each .* has 3 \+ 1, room for 1;"):
-        share(2, on_gpus, [{"GPU": 3.0}, {"GPU": 1.0}])
+        bundle_for(2, on_gpus, [{"GPU": 3.0}, {"GPU": 1.0}])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_said(
     options: dict[str, object], machines: list[dict[str, float]], sentence: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        share(3, EngineConfig(**options), machines)  # type: ignore[arg-type]
+        bundle_for(3, EngineConfig(**options), machines)  # type: ignore[arg-type]
     assert sentence in str(caught.value)
 
 
@@ -72,9 +72,9 @@ def test_all_of_them_fit_and_no_more_could_be_given(replicas: int, cpus: list[in
     machines = [{"CPU": float(count)} for count in cpus]
     if sum(cpus) < replicas:
         with pytest.raises(ValueError, match="do not fit"):
-            share(replicas, EngineConfig(), machines)
+            bundle_for(replicas, EngineConfig(), machines)
         return
-    each = share(replicas, EngineConfig(), machines).cpus
+    each = bundle_for(replicas, EngineConfig(), machines).cpus
     assert sum(count // each for count in cpus) >= replicas
     assert sum(count // (each + 1) for count in cpus) < replicas
 
@@ -85,7 +85,7 @@ def test_a_ray_that_is_not_there_is_one_sentence(address: str, monkeypatch: pyte
         address = address.format(free.getsockname()[1])
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(OSError) as caught, start.ray_for(1, EngineConfig()):
+    with pytest.raises(OSError) as caught, start.connect_ray(1, EngineConfig()):
         pass
     assert str(caught.value).startswith(f"RAY_ADDRESS={address}: nothing answers there (")
     assert str(caught.value).endswith("; start Ray there, or unset RAY_ADDRESS, which starts one here.")
@@ -94,7 +94,7 @@ def test_a_ray_that_is_not_there_is_one_sentence(address: str, monkeypatch: pyte
 def test_a_ray_that_is_there_or_found_by_itself_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         for address in ("127.0.0.1:{}", "ray://127.0.0.1:{}", "auto"):
-            start.check_there(address.format(there.getsockname()[1]))
+            start.check_reachable(address.format(there.getsockname()[1]))
 
 
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
