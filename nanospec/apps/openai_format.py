@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
-from ..outputs import SpecStats
+from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text import shown
 
 if TYPE_CHECKING:
-    from ..outputs import Completion, Logprob, Piece
     from ..text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -54,7 +54,7 @@ class Front:
 
     def asgi(self) -> ASGIApp:
         """Return the app behind the gate."""
-        return Gate(self._answer, self.config, Counter(), ())
+        return Gate(self._answer, self.config, Counter(), set())
 
     async def drain(self) -> None:
         """Take no new requests, and wait until those that run have ended, or end them when time is over."""

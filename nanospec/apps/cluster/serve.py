@@ -161,14 +161,9 @@ def application(
 
 
 def run(
-    config: ServeConfig,
-    folder: Path,
-    model: str,
-    options: dict[str, Any],
-    scale: tuple[int, int],
-    level: str,
+    config: ServeConfig, folder: Path, model: str, options: dict[str, Any], scale: tuple[int, int], level: str
 ) -> int:
-    """Deploy, and wait until told to end, or replaced. Return the exit status."""
+    """Deploy, and wait for a signal or a replacement. Return the exit status."""
     name, engine = config.served_model_name or folder.name, EngineConfig(**options)
     facts = {"replicas": ":".join(map(str, sorted(set(scale))))}
     log.info("starting", extra={"facts": facts})

@@ -41,9 +41,8 @@ class Bundle(NamedTuple):
 def load(folder: Path, model: str, bundle: Bundle, options: dict[str, Any], **more: Any) -> LLM:
     """Return the engine of a replica, in its process. On a machine without the command's `folder` the model
     is found by the name that the user gave."""
-    options = {**options, **more}
-    if bundle.threads is not None:
-        options["threads"] = bundle.threads
+    threads = {} if bundle.threads is None else {"threads": bundle.threads}
+    options = {**options, **more, **threads}
     device = resolve_device(options.get("device", "auto"))
     if device.type == "cpu" and bundle.neighbours > 1:  # all start at once and see the same free memory
         ranks = options.get("tensor_parallel_size", 1)
@@ -58,10 +57,8 @@ def need_ray(part: str) -> None:
     try:
         import_module(part)
     except ImportError as error:
-        name = error.name or "ray"
-        raise ValueError(
-            f"replicas need {name}: pip install 'nanospec[ray]', or leave out --replicas."
-        ) from None
+        text = f"replicas need {error.name or 'ray'}: pip install 'nanospec[ray]', or leave out --replicas."
+        raise ValueError(text) from None
 
 
 @contextmanager

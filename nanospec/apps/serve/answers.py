@@ -117,9 +117,8 @@ class Answer:
             role = {} if i in num_tokens else {"role": "assistant"}
             # The last piece may be the rest of a character.
             num_tokens[i] = len(done.token_ids) if done else num_tokens[i] + len(delta.pieces)
-            drafts: dict[str, Any] = {}
-            if "include_drafts" in include:
-                drafts = {"speculation": {"index": i, "pieces": delta.pieces, **delta.speculation}}
+            speculation = {"index": i, "pieces": delta.pieces, **delta.speculation}
+            drafts: dict[str, Any] = {"speculation": speculation} if "include_drafts" in include else {}
             text = "".join(piece.text for piece in delta.pieces)
             if text or delta.logprobs:
                 url, number, offset = self.request.url, self.request.params.logprobs, num_chars[i]

@@ -127,15 +127,14 @@ class App:
         size = self.llm.engine.limits.vocab_size
         if not isinstance(tokens, list) or any(type(t) is not int or not 0 <= t < size for t in tokens):
             raise HTTPError(400, f"tokens must be a list of ids from 0 to {size - 1}.", "tokens")
-        decode = self.llm.tokenizer.decode
-        text = await asyncio.to_thread(lambda: decode(tokens, skip_special_tokens=False))
+        text = await asyncio.to_thread(self.llm.tokenizer.decode, tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
     async def models(self, request: Request) -> Response:
         if (name := request.path_params.get("name")) is not None:
             self._check_model(name)
         engine, spec = self.llm.engine, self.llm.config.spec
-        guesses = {"method": spec.method, "max_tokens": engine.worker.max_k}
+        drafts = {"max_tokens": engine.worker.max_k, "tokens": spec.num_speculative_tokens}
         entry = {
             "id": self.model,
             "object": "model",
@@ -143,7 +142,7 @@ class App:
             "owned_by": "nanospec",
             "max_model_len": engine.max_model_len,
             "structured_output": find_spec("llguidance") is not None,
-            "speculation": {**guesses, "tokens": spec.num_speculative_tokens},
+            "speculation": {"method": spec.method, **drafts},
         }
         return JSONResponse(entry if name is not None else {"object": "list", "data": [entry]})
 

@@ -10,7 +10,6 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -89,9 +88,7 @@ class Gate:
     and `facts`, a dict of what is to be logged. Answers are counted by path for `paths`, and as "other" for
     what clients may invent."""
 
-    def __init__(
-        self, app: ASGIApp, config: ServeConfig, responses: Counter[Any], paths: Collection[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, config: ServeConfig, responses: Counter[Any], paths: set[str]) -> None:
         self.app, self.config, self._paths, self._responses = app, config, paths, responses
         self._digests = [_digest(key) for key in config.api_key]
 

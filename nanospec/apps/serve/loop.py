@@ -34,7 +34,7 @@ class EngineLoop:
     """Runs the engine of an `LLM`, which nothing else may use meanwhile.
 
     Attributes:
-        num_outputs: accepted and not yet ended; at most `max_outputs`.
+        num_outputs: accepted and not yet ended; at most `limit`.
         gap_seconds: between steps while there was work; the host's own part of a step is in the stages.
         failures: steps that raised, since the latest one that did not.
         on_tokens, on_done: called in the engine's thread with the seconds since an output's last tokens and
@@ -44,8 +44,8 @@ class EngineLoop:
     on_tokens: Callable[[float, int], None] = staticmethod(lambda seconds, count: None)
     on_done: Callable[[Completion, Request], None] = staticmethod(lambda done, request: None)
 
-    def __init__(self, llm: LLM, max_outputs: int) -> None:
-        self.llm, self.max_outputs = llm, max_outputs
+    def __init__(self, llm: LLM, limit: int) -> None:
+        self.llm, self.limit = llm, limit
         self.num_outputs, self.failures, self.gap_seconds = 0, 0, 0.0
         self._live: dict[Request, Live] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -85,9 +85,8 @@ class EngineLoop:
         """Have prompts answered that have passed `Engine.check`. Jobs of equal `salt` share cached blocks.
         Raises QueueFull, or ValueError if there could never be room."""
         count = len(prompts) * params.n
-        if count > self.max_outputs:
-            message = f"These are {count} outputs, prompts times n, but the limit is {self.max_outputs}."
-            raise ValueError(message)
+        if count > self.limit:
+            raise ValueError(f"These are {count} outputs, prompts times n, but the limit is {self.limit}.")
         self.check_room(count)
         job = Job(count, streams, self.abort)
         self.num_outputs += count
@@ -99,7 +98,7 @@ class EngineLoop:
 
     def check_room(self, count: int = 1) -> None:
         """Raise QueueFull unless there is room for so many outputs."""
-        if self.num_outputs + count > self.max_outputs:
+        if self.num_outputs + count > self.limit:
             raise QueueFull
 
     def abort(self, job: Job) -> None:

@@ -180,7 +180,7 @@ def test_of_too_many_connections_health_alone_is_answered(server: Served) -> Non
 
 def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
     server.gate.clear()
-    room = server.app.engine.max_outputs
+    room = server.app.engine.limit
     assert room == 4 + 12
     never = server.post("/v1/completions", {**SHORT, "n": 16, "prompt": ["a", "b"]})
     assert never.status_code == 400
