@@ -25,10 +25,8 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # classes of settings with their titl
 )
 FLAGS = {"method": "--spec"}  # options that are not named like their fields
 SHORT = {"tensor_parallel_size": "-tp"}
-COMMON = (  # in --help
-    "method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed",
-    "tensor_parallel_size",
-)  # fmt: skip
+# In --help, which --help-all completes.
+COMMON = ("method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed", *SHORT)
 
 
 class Parser(argparse.ArgumentParser):

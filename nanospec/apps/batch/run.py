@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from pathlib import Path
@@ -134,11 +134,8 @@ def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokeniz
 
 @contextmanager
 def results_file(output: str) -> Iterator[BinaryIO]:
-    """Open the file `output`, or standard output for "-", to append to. Raises LineError while another
-    process has it. If the block raises before anything is written, a file that was new is removed."""
-    if output == "-":
-        yield sys.stdout.buffer
-        return
+    """Open a file to append to. Raises LineError while another process has it. If the block raises before
+    anything is written, a file that was new is removed."""
     is_new = not os.path.lexists(output)
     with open(output, "ab", buffering=0) as file:
         try:
@@ -191,7 +188,7 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
         raise LineError(f"--input {source} and --output {output} are the same file; name another output.")
     sampling = given(args, "SamplingParams")
     tasks = read_tasks(source, Defaults(params, sampling, args.system, args.raw, _fingerprint(args)))
-    with results_file(output) as file:
+    with nullcontext(sys.stdout.buffer) if output == "-" else results_file(output) as file:
         done = set() if output == "-" else indices_done(Path(output), tasks)
         yield Batch(source, output, tasks, done, file)
 

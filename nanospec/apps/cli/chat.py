@@ -104,7 +104,11 @@ def typed_messages(console: Console) -> Iterator[str]:
     text, interrupted = "", False
     while True:
         try:
-            text += _line(console, CONTINUED if text else PROMPT)
+            prompt = CONTINUED if text else PROMPT
+            if console.stream is not sys.stdout:  # where `input` writes
+                console.write(prompt)
+                prompt = ""
+            text += input(prompt)
         except EOFError:
             console.line()
             return
@@ -120,10 +124,3 @@ def typed_messages(console: Console) -> Iterator[str]:
             continue
         yield text
         text = ""
-
-
-def _line(console: Console, prompt: str) -> str:
-    if console.stream is sys.stdout:
-        return input(prompt)
-    console.write(prompt)
-    return input()
