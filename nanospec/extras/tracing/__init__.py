@@ -1,6 +1,6 @@
-"""What a run looked like, step by step: kept only by an engine started with `trace=True`.
+"""Traces of requests, step by step, kept by an engine with `trace=True`.
 
 recorder.py   the extension: a record for each step of each request, rejected drafts included
-trace.py      all of it as plain data, and as a page to look at
+trace.py      the records as plain data and as an HTML page
 page/         that page: HTML, CSS and JavaScript, joined into one file
 """

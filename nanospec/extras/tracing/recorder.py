@@ -31,15 +31,15 @@ from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED
 from .trace import Record, StepRecord, Trace
 
-MAX_REQUESTS = 64  # the latest, of which the recorder itself can tell
+MAX_REQUESTS = 64  # the latest, which `Recorder.trace` has
 
 
 class Recorder(Extension):
     """Writes the records.
 
     Attributes:
-        requests: the latest ones, finished or not.
-        num_requests: of all.
+        requests: the latest requests, finished or not.
+        num_requests: the number of all requests.
     """
 
     always = True

@@ -1,4 +1,4 @@
-"""What a traced engine kept, as plain data and as a page to look at.
+"""The trace of an engine's outputs, as plain data and as an HTML page.
 
     trace = llm.generate(...)[0].trace()
     trace.lanes[0].steps[0].drafts, trace.to_dict(), trace.save("trace.html")
@@ -20,30 +20,30 @@ from typing import Any
 from ...outputs import NOT_TRACED, Completion
 from ...text.tokenizer import Detokenizer
 
-DIGITS = 4  # of measured numbers, in what is written
+DIGITS = 4  # of measured numbers, as they are written
 SCRIPTS = ("data", "text", "steps", "tree", "arrows", "race", "lanes", "main")  # of `page/`, in this order
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """What a step did for one request.
+    """One step of one request.
 
     Attributes:
-        at: seconds from the request's arrival until the step's tokens were there.
-        ms: of the whole step by stage, prefill and host included since the step before.
-        batch: how many requests took part.
-        tokens: the tokens it gave, as far as they were kept.
-        method, match_len: who guessed; how many of the last tokens were found again, 0 by a model.
-        drafts, sources, parents: all guesses; see `Proposal`. In a chain the parent of a draft is the place
+        at: seconds from the request's arrival to the end of the step.
+        ms: the time of the whole step by stage, with prefill and host since the step before.
+        batch: the number of requests in the step.
+        tokens: the tokens of the step that the request kept.
+        method, match_len: the name of the drafter; the length of its n-gram match, 0 for a model.
+        drafts, sources, parents: all drafts; see `Proposal`. In a chain the parent of a draft is the place
             before: 0, 1, ...
-        verified: how many of them, from the first on, were checked.
-        accepted: the places (from 1 on) of those among `tokens`.
-        reason: why so many: "off", "end" (the last token), "no match", "fixed", "pays", "does not pay",
-            "probe".
-        promised: by estimate, the tokens per ms of the whole step over those of one without drafts; None
-            where nothing was weighed.
-        plain_ms: what the step would have taken without guesses, by estimate: its own time, scaled by the
-            times of such steps at the start.
+        verified: how many of them, from the first on, were verified.
+        accepted: the places (from 1 on) of the drafts among `tokens`.
+        reason: why so many were verified: "off", "end" (the last token), "no match", "fixed", "pays",
+            "does not pay", "probe".
+        promised: the estimated tokens per ms of the whole step, divided by those of a step without drafts;
+            None if the policy made no estimate.
+        plain_ms: the estimated time of the step without drafts: its own time, scaled by the times that were
+            measured at the start.
     """
 
     at: float
@@ -64,10 +64,10 @@ class StepRecord:
 
 @dataclass
 class Record:
-    """A request's steps, and what a `Lane` needs beside its completion."""
+    """The steps of a request, and what a `Lane` needs besides its completion."""
 
     tokenizer: Any  # a `Tokenizer`, needed for a trace only
-    about: dict[str, str]  # of the engine, to be shown
+    about: dict[str, str]  # the engine's model and settings, for the page
     id: str
     prompt_ids: list[int]
     arrival: float
@@ -81,18 +81,18 @@ class Record:
 
 @dataclass
 class Lane:
-    """How one output came about.
+    """The trace of one output.
 
     Attributes:
-        name: of the request.
+        name: the request's id.
         prompt, output: the text of each token; an output's is what the token completed, as in `Piece`.
-        prompt_ids, token_ids: these tokens.
-        steps: what each step did; their tokens, joined, are `token_ids`.
+        prompt_ids, token_ids: the ids of these tokens.
+        steps: all steps; their tokens, joined, are `token_ids`.
         start: seconds from the first lane's arrival to this one's.
         seconds, first_token_seconds: as in `Completion`.
-        plain_seconds: what it takes without guesses: measured, or estimated from the measured cost of steps
-            without guesses; None if that is not known.
-        plain_is_measured: which of the two.
+        plain_seconds: the time without drafts: measured, or estimated from the measured cost of steps without
+            drafts; None if neither is known.
+        plain_is_measured: whether it was measured.
     """
 
     name: str
@@ -112,13 +112,13 @@ class Lane:
 
 @dataclass
 class Trace:
-    """Some outputs of one engine.
+    """The trace of some outputs of one engine.
 
     Attributes:
-        about: the model and how it was run.
+        about: the engine's model and settings.
         lanes: the outputs, in the order of their arrival.
-        texts: of the tokens that were guessed or drawn, by id; U+FFFD for parts of characters.
-        num_omitted: outputs that are left out.
+        texts: the texts of all drafts and tokens, by id; U+FFFD for parts of characters.
+        num_omitted: the number of outputs that were left out.
     """
 
     about: dict[str, str] = field(default_factory=dict)
