@@ -86,12 +86,11 @@ class RowResult(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A step that has been queued. `lines` waits for its report, see `report.decode`; `num_top` is
-    `StepOrder.logprobs`."""
+    """A step that has been queued. `lines` waits for its report, see `report.decode`."""
 
     lines: Callable[[], list[list[int]]]
     logprobs: Logprobs | None
-    num_top: list[int]
+    num_top: list[int]  # `StepOrder.logprobs`
 
     def results(self) -> list[RowResult]:
         """Wait for the step; return a result for each of its rows."""
