@@ -21,7 +21,7 @@ def row_of(params: SamplingParams, constrained: bool = False) -> Table:
     table = Table.empty(1, 32, 16, VOCABULARY, "cpu")
     for column in table[:-5]:
         column.fill_(1)
-    request = Admission(0, [5, 6, 7, 7, 8], 2, 20, [0], 0, 99, (3, 4), params, constrained)
+    request = Admission(0, [5, 6, 7, 7, 8], 2, 20, [0], 0, 99, (3, 4), params, 4, constrained)
     write_row(table, request, BRANCHING)
     return table
 
@@ -32,8 +32,6 @@ def row_of(params: SamplingParams, constrained: bool = False) -> Table:
         ("num_tokens", {}, 5),
         ("max_len", {}, 20),
         ("limit", {}, 4),
-        ("limit", {"num_speculative_tokens": 0}, 0),
-        ("limit", {"num_speculative_tokens": 9}, 4),
         ("limit", {"constrained": True}, 0),
         ("width", {}, 3),
         ("width", {"tree_width": 2}, 2),
