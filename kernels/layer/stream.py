@@ -36,9 +36,6 @@ from ..launch import next_power_of_2, options, release_next, use_triton, wait_fo
 
 GROUP = tl.constexpr(64)  # columns to a sum of squares
 
-Lookup = Callable[[Tensor], Tensor]
-"""Returns the rows [T, H] of a table for ids [T]."""
-
 # What a kernel writes: x and, for a norm with `weight`, scaled and squares of `Stream`; `residual` is the x
 # that it adds to.
 Written = namedtuple("Written", "x residual weight scaled squares", defaults=[None, None, None, None])
@@ -76,8 +73,9 @@ class Stream(NamedTuple):
         return Written(self.x, residual, self.norm.weight, self.scaled, self.squares)
 
 
-def embed(ids: Tensor, table: Tensor | Lookup, norm: Norm, scale: float = 1.0) -> Stream:
-    """Return the embeddings of `ids`, each in 0 .. V - 1, times `scale`, for the first norm."""
+def embed(ids: Tensor, table: Tensor | Callable[[Tensor], Tensor], norm: Norm, scale: float = 1.0) -> Stream:
+    """Return the embeddings of `ids` [T], each in 0 .. V - 1, times `scale`, for the first norm. `table`:
+    [V, H], or a function that returns its rows [T, H] for ids."""
     rows = F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
     return residual_add((rows if scale == 1 else rows * scale)[None], None, norm)
 
