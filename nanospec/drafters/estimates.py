@@ -93,13 +93,13 @@ class DraftTimes:
         self._calls = defaultdict(lambda: deque(maxlen=LATEST))
         self._ms: dict[tuple[int, int], float] = {}
 
-    def add(self, rows: int, k: int, ms: float, share: float) -> None:
-        """Count a call that made drafts for a `share` of the rows that it was asked for."""
+    def add(self, rows: int, k: int, ms: float, fraction: float) -> None:
+        """Count a call that made drafts for a `fraction` of the rows that it was asked for."""
         key = rows.bit_length(), k
-        self._calls[key].append((ms, share))
-        times, shares = zip(*self._calls[key])
+        self._calls[key].append((ms, fraction))
+        times, fractions = zip(*self._calls[key])
         if len(times) >= ENOUGH:  # calls without drafts count to those with some
-            self._ms[key] = median(times) * (len(shares) + 1) / (sum(shares) + 1)
+            self._ms[key] = median(times) * (len(fractions) + 1) / (sum(fractions) + 1)
 
     def fade(self) -> None:
         """Forget a little of all times; those of calls that are made are counted anew."""

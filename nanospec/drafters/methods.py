@@ -206,14 +206,14 @@ def learn(
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
     """Return what a drafter proposes for those of the rows [B] that have room, and count the time."""
-    asked = room(table, rows, k) > 0
-    if not (number := int(asked.sum())):
+    has_room = room(table, rows, k) > 0
+    if not (number := int(has_room.sum())):
         return nothing(rows, k)
-    drafter.catch_up(rows[asked].tolist())
+    drafter.catch_up(rows[has_room].tolist())
     start = time.perf_counter()
-    made = _proposal(drafter, table, torch.where(asked, rows, -1), k)
-    share = int(made.num_drafts.count_nonzero()) / number  # waits for the drafts
-    times.add(len(rows), k, (time.perf_counter() - start) * 1e3, share)
+    made = _proposal(drafter, table, torch.where(has_room, rows, -1), k)
+    fraction = int(made.num_drafts.count_nonzero()) / number  # waits for the drafts
+    times.add(len(rows), k, (time.perf_counter() - start) * 1e3, fraction)
     return made
 
 
