@@ -64,6 +64,7 @@ GRAPHS = [
         "every_bucket_that_can_be_chosen_is_recorded",
         "steps_are_captured_at_start_or_when_needed",
         "buckets_that_cannot_pay_are_left_out_and_k_is_cut_to_those_there_are",
+        "on_a_gpu_all_captures_share_a_pool",
         "the_rows_of_a_step_are_sent_when_they_change",
         "timing_a_bucket_does_its_work_and_leaves_no_trace",
         "on_a_gpu_a_replay_is_timed_there",

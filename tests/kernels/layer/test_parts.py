@@ -47,6 +47,21 @@ def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -
     assert_close(gathered, x + h @ weight.T + bias, 1e-5)
 
 
+@pytest.mark.parametrize(("limit", "messages"), [(534, 1), (533, 2)])
+def test_a_product_is_added_in_slices_where_its_bytes_take_longer(
+    monkeypatch: pytest.MonkeyPatch, limit: int, messages: int
+) -> None:
+    """Three ranks receive 2 x 800 bytes or 4 / 3 x 800, which are 3 x 533 1/3 less."""
+    monkeypatch.setattr(shard, "EXCHANGE", limit)
+    norm, x = Norm(torch.ones(40), 1e-5), normal(5, 40)
+
+    def run(group: Group) -> int:
+        Summed(make_linear(normal(40, 16)), group).add_to(stream_of(x, norm), normal(5, 16), norm)
+        return group.count  # type: ignore[attr-defined]
+
+    assert together(3, run) == [messages] * 3
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_vocabulary_in_parts_gives_rows_and_scores_of_the_whole(ranks: int) -> None:
     V, H, ids, x = 50, 16, torch.tensor([0, 49, 24, 25, 24], dtype=torch.int32), normal(3, 16, seed=5)

@@ -45,6 +45,7 @@ def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) 
     assert sizes[0] == 1
     assert sizes[-1] == largest
     assert all(b <= 2 * a for a, b in pairwise(sizes))
+    assert set(sizes) <= {1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, largest}
 
 
 def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
@@ -79,6 +80,15 @@ def test_buckets_that_cannot_pay_are_left_out_and_k_is_cut_to_those_there_are() 
     assert chosen == [Bucket(1, 16), Bucket(64, 3), Bucket(64, 3), Bucket(256, 3)]
     assert steps.bucket_for(256, 2) == Bucket(256, 0)
     assert {*chosen, Bucket(256, 0)} <= {*found}
+
+
+def test_on_a_gpu_all_captures_share_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[Any] = []
+    monkeypatch.setattr(graphs, "CudaCapture", lambda step, pool: pools.append(pool))
+    steps = StepGraphs(lambda rows, k, asked: None, torch.device("cpu"), 2, [1])  # type: ignore
+    steps._pool = "pool"
+    steps.capture_all()
+    assert pools == ["pool"] * 4
 
 
 def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

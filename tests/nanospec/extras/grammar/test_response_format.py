@@ -12,7 +12,7 @@ from nanospec.extras.grammar.response_format import check_together, checked
 
 ANY_JSON = {"type": "json_object"}
 DEEP: Any = []
-for _ in range(64):
+for _ in range(61):  # with three objects around it one level too many
     DEEP = [DEEP]
 COMBINED = {"items": {"allOf": [{"type": "string", "pattern": f"x{i}.*y"} for i in range(13)]}}
 CHAINED = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}", "pattern": f"x{i}"} for i in range(13)}}
@@ -77,3 +77,4 @@ def test_a_format_is_copied_and_text_asks_for_nothing() -> None:
         checked({"type": "unknown", "wide": wide})
     assert checked({"type": "text"}) is checked(None) is None
     assert checked({**ANY_JSON, "json_schema": None}) == ANY_JSON
+    assert checked(schema(DEEP[0])) == schema(DEEP[0])
