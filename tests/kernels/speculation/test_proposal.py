@@ -129,6 +129,7 @@ def test_drafts_that_are_not_valid_are_dropped(implementation: str, tree: bool) 
     table.num_tokens[:], table.max_len[:] = 5, 40
     table.max_len[:3] = ints(5, 6, 8)  # full, a place for the target's token alone, two drafts
     drafts, parents = torch.full((9, 4), 99, dtype=torch.int32), ints(0, 1, 2, 3).repeat(9, 1)
+    drafts[:, 1] = 0
     drafts[3, 2], drafts[4, 0], drafts[5, 3] = 100, -1, 2**31 - 1
     parents[6, 0], parents[7, 1], parents[8, 2] = 1, 2, -5
     count, tree_parents = torch.full((9,), 4, dtype=torch.int32), parents if tree else None

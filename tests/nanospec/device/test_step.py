@@ -7,8 +7,12 @@ import torch
 
 from nanospec.config import SpecConfig
 from nanospec.device.graphs import StepGraphs
-from nanospec.device.step import Step
+from nanospec.device.step import Step, _cut
+from nanospec.drafters.estimates import Offer
+from nanospec.kernels import NOBODY
+from nanospec.kernels.speculation.proposal import Proposal
 from tests.dry import DryRun, dry_step, meta_model
+from tests.kernels.batches import ints
 from tests.tiny import tiny_config
 
 VOCABULARY = 151936
@@ -65,3 +69,16 @@ def test_a_step_beyond_the_buffer_has_logits_of_its_own() -> None:
             result = step(torch.empty(8, dtype=torch.int32, device="meta"), k)
         shared = result.logits.untyped_storage()._cdata == step._logits.untyped_storage()._cdata
         assert shared is not own
+
+
+def test_the_policy_is_shown_what_was_drafted_and_says_how_much_is_verified() -> None:
+    asked: list[Offer] = []
+
+    def cut(offers: list[Offer]) -> list[int]:
+        asked.extend(offers)
+        return [2, 0]
+
+    drafts = torch.zeros(2, 4, dtype=torch.int32)
+    proposal = Proposal(drafts, ints(3, 0), drafts, ints(5, 0), ints(1, NOBODY))
+    assert _cut(ints(7, 4), proposal, cut).num_drafts.tolist() == [2, 0]
+    assert asked == [Offer(7, 1, 3, 5), Offer(4, 0, 0, 0)]

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from nanospec import LLM, SamplingParams
+from nanospec.apps.serve.requests import MAX_MESSAGES, chat_prompt
 from tests.nanospec.apps.serve.conftest import MODEL, Served
 from tests.nanospec.test_llm import ALPHABET, EOS, TOKENS, after, greedy
 
@@ -446,3 +447,10 @@ def test_the_example_of_the_documents(server: Served, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert printed.startswith(ALPHABET[4:])
     assert "'tokens_per_step': " in printed
+
+
+def test_a_conversation_has_a_limit(offline: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline, "chat_prompt", lambda messages: [len(messages)])
+    assert chat_prompt(offline, [{}] * MAX_MESSAGES, {}) == [MAX_MESSAGES]
+    with pytest.raises(ValueError, match=f"messages are {MAX_MESSAGES + 1}, but the limit is"):
+        chat_prompt(offline, [{}] * (MAX_MESSAGES + 1), {})

@@ -81,6 +81,12 @@ def test_ranks_that_do_not_come_are_not_waited_for_forever(monkeypatch: pytest.M
     with pytest.raises(ConnectionError, match="Some of 2 ranks have not started within 0.1 seconds"):
         Group(CPU, place(0, 2, "waiting"), 30)
 
+    def check() -> None:
+        raise OSError("a rank has failed")
+
+    with pytest.raises(OSError, match="a rank has failed"):
+        Group(CPU, place(1, 3, "waiting"), 30, check)
+
 
 class Held:
     """Stands for a C++ group, and notes when the last reference to it is dropped."""

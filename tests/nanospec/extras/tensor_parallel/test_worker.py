@@ -182,6 +182,7 @@ def test_who_is_ended_by_the_host_disturbs_nobody(mode: str) -> None:
                 break
             engine.step()
         assert_idle(engine)
+        assert all(engine.worker.table.finished.tolist())
         assert [r.finish_reason for r in requests].count("abort") == 2
         for request, expected in zip(requests, wanted, strict=True):
             assert request.output_ids == expected.token_ids[: len(request.output_ids)]
