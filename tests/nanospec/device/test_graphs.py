@@ -86,7 +86,7 @@ def test_on_a_gpu_all_captures_share_a_pool(monkeypatch: pytest.MonkeyPatch) -> 
     pools: list[Any] = []
     monkeypatch.setattr(graphs, "CudaCapture", lambda step, pool: pools.append(pool))
     steps = StepGraphs(lambda rows, k, asked: None, torch.device("cpu"), 2, [1])  # type: ignore
-    steps._pool = "pool"
+    steps._pool = "pool"  # type: ignore[assignment]
     steps.capture_all()
     assert pools == ["pool"] * 4
 
