@@ -17,24 +17,24 @@ def strict_json(text: bytes) -> Any:
     decoded = text.decode("utf-8-sig")  # UnicodeDecodeError is a ValueError
     too_deep = f"it is nested more than {MAX_DEPTH} levels deep"
     try:
-        found = json.loads(decoded, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
+        value = json.loads(decoded, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError(too_deep) from None
-    level = [found]
+    level = [value]
     for _ in range(MAX_DEPTH):
         nested = (part for part in level if isinstance(part, dict | list))
         level = [each for part in nested for each in (part.values() if isinstance(part, dict) else part)]
     if any(isinstance(part, dict | list) for part in level):
         raise ValueError(too_deep)
-    return found
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    items = dict(pairs)
+    if len(items) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{shown(max(names, key=names.count))} stands twice in one object")
-    return found
+    return items
 
 
 def _finite(text: str) -> float:

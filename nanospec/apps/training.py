@@ -91,7 +91,7 @@ class Data(NamedTuple):
 
     hidden: Tensor
     tokens: Tensor
-    left: Tensor
+    num_following: Tensor
 
 
 def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]:
@@ -123,8 +123,8 @@ def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
             passes.append([])
         passes[-1].append(ids)
     parts = [_forward(model, each) for each in tqdm(passes, unit="pass", desc="hidden states", disable=None)]
-    left = [torch.arange(len(ids)).flip(0) for ids in texts]
-    return Data(torch.cat(parts), torch.tensor(list(chain.from_iterable(texts))), torch.cat(left))
+    following = [torch.arange(len(ids)).flip(0) for ids in texts]
+    return Data(torch.cat(parts), torch.tensor(list(chain.from_iterable(texts))), torch.cat(following))
 
 
 def _forward(model: Model, texts: Sequence[list[int]]) -> Tensor:
@@ -148,8 +148,8 @@ class HeadsInTraining:
         self.weight = torch.zeros(*shape, hidden, device=self.device, requires_grad=True)
         self.bias = torch.zeros(shape, device=self.device, requires_grad=True)
         counts = torch.bincount(tokens, minlength=vocab_size)
-        most = counts.argsort(descending=True, stable=True)[: settings.vocab or vocab_size]
-        self.token_map = most.sort().values
+        frequent = counts.argsort(descending=True, stable=True)[: settings.vocab or vocab_size]
+        self.token_map = frequent.sort().values
         self.projection = lm_head_rows(model, self.token_map.to(self.device)).contiguous()  # [Vd, H]
 
     def states(self, hidden: Tensor) -> Tensor:
@@ -166,18 +166,18 @@ class HeadsInTraining:
         n = self.settings.num_heads
         rows = starts[:, None] + torch.arange(RUN + n)  # [C, RUN + n]
         ahead = 1 + torch.arange(n)[:, None, None]
-        valid = (data.left[rows[:, :RUN]] >= ahead).float()  # [n, C, RUN]
+        valid = (data.num_following[rows[:, :RUN]] >= ahead).float()  # [n, C, RUN]
         decay = DECAY ** torch.arange(n)
         weights = valid * (decay / valid.sum((1, 2)).clamp(min=1))[:, None, None] / decay.sum()
         total, size = 0.0, LOSS_RUNS[self.device.type]
         for part, weight in zip(rows.split(size), weights.to(self.device).split(size, 1)):
             hidden = data.hidden[part].to(self.device)  # [c, RUN + n, H]
             with torch.no_grad():
-                own = (hidden[:, 1:].to(self.dtype) @ self.projection.T).float().softmax(-1)
-            wanted = torch.stack([own[:, i : i + RUN].flatten(0, 1) for i in range(n)])  # [n, c * RUN, Vd]
+                p = (hidden[:, 1:].to(self.dtype) @ self.projection.T).float().softmax(-1)
+            labels = torch.stack([p[:, i : i + RUN].flatten(0, 1) for i in range(n)])  # [n, c * RUN, Vd]
             states = self.states(hidden[:, :RUN].flatten(0, 1)).to(self.dtype)
             log_p = (states @ self.projection.T).float().log_softmax(-1)
-            loss = -((wanted * log_p).sum(-1) * weight.flatten(1)).sum()
+            loss = -((labels * log_p).sum(-1) * weight.flatten(1)).sum()
             loss.backward()
             total += float(loss.detach())
         return total
@@ -209,7 +209,7 @@ def measure(heads: Heads, data: Data, device: torch.device) -> dict[str, Any]:
     guesses = heads.tokens(torch.cat(best)).cpu()
     ahead, last = 2 + torch.arange(heads.num_heads), len(data.tokens) - 1
     labels = data.tokens[(torch.arange(last + 1)[:, None] + ahead).clamp(max=last)]  # [R, num_heads]
-    exists = data.left[:, None] >= ahead
+    exists = data.num_following[:, None] >= ahead
     right = (guesses == labels) & exists
     gained = right[exists[:, -1]].cumprod(1).sum(1).float().mean()
     accuracy = (right.sum(0) / exists.sum(0).clamp(min=1)).tolist()
@@ -243,8 +243,8 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
                 rate.step()
                 bar.update()
             heads.save(out, figures)
-            found = measure(Heads.load(out, model), held_out, model.device)  # what is saved is measured
-            figures["history"].append({"epoch": epoch, "loss": round(sum(losses) / steps, 4), **found})
+            accuracy = measure(Heads.load(out, model), held_out, model.device)  # what is saved is measured
+            figures["history"].append({"epoch": epoch, "loss": round(sum(losses) / steps, 4), **accuracy})
             heads.save(out, figures)
             tqdm.write(json.dumps(figures["history"][-1]), file=sys.stderr)
     return figures
@@ -262,8 +262,8 @@ def run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """Read the text, compute hidden states and train heads; return the figures."""
     folder = resolve_model(args.model)
     folders = weights_folders()  # where heads are looked for: take the first that exists
-    there = next((folder for folder in folders if folder.is_dir()), folders[-1])
-    out = args.out or there / "heads" / f"{folder.name}.safetensors"
+    weights = next((folder for folder in folders if folder.is_dir()), folders[-1])
+    out = args.out or weights / "heads" / f"{folder.name}.safetensors"
     if out.suffix != ".safetensors":
         raise ValueError(f"--out {out} must end in .safetensors.")
     (_, config), device = read_config(folder), resolve_device(args.device)

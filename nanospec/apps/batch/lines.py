@@ -34,7 +34,7 @@ class Defaults:
     """Settings of lines that do not set them."""
 
     params: SamplingParams  # of lines in our format
-    given: Mapping[str, Any]  # the sampling options that were set; OpenAI's lines take these alone
+    sampling: Mapping[str, Any]  # the sampling options that were set; OpenAI's lines take these alone
     system: str | None = None
     raw: bool = False
     model: str = ""  # fingerprint of the model and of the options that change results
@@ -121,5 +121,5 @@ def _from_openai(line: Mapping[str, Any], defaults: Defaults) -> Task:
         request = translate_request(url, body)
     except ValueError as error:
         raise ValueError(f'in "body": {error}') from None
-    params = SamplingParams(**{**({"max_tokens": None} if url == CHAT else {}), **defaults.given})
+    params = SamplingParams(**{**({"max_tokens": None} if url == CHAT else {}), **defaults.sampling})
     return replace(parse_task(request, params, defaults.system, raw=True, known=NAMES), url=url)

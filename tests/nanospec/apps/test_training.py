@@ -51,7 +51,7 @@ def test_data_are_those_of_each_text_alone(model: Model, monkeypatch: pytest.Mon
         expected = Pages(model, 1, 64).step({0: torch.tensor(ids)})[0]
         assert_close(model.logits(states), expected, 1e-5)
     assert data.tokens.tolist() == [token for ids in texts for token in ids]
-    assert data.left.tolist() == [left for ids in texts for left in reversed(range(len(ids)))]
+    assert data.num_following.tolist() == [left for ids in texts for left in reversed(range(len(ids)))]
 
 
 def test_a_head_begins_as_the_targets_own(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distributions(
     rows = torch.cat([torch.arange(32), torch.arange(64, 96)])
     expected = []
     for i in range(2):
-        kept = rows[data[0].left[rows] >= 1 + i]
+        kept = rows[data[0].num_following[rows] >= 1 + i]
         wanted = (data[0].hidden[kept + 1 + i] @ heads.projection.T).softmax(-1)
         logits = heads.states(data[0].hidden[kept])[i] @ heads.projection.T
         expected.append(F.cross_entropy(logits, wanted) * (1, 0.8)[i] / 1.8)

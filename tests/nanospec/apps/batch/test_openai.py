@@ -33,8 +33,8 @@ def test_what_a_line_leaves_out_is_as_it_is_there(tmp_path: Path) -> None:
     assert a.params == SamplingParams(temperature=1, max_tokens=None)
     assert b.params == SamplingParams(temperature=1, max_tokens=16)
     assert (a.messages, b.prompt, b.raw, b.names) == (HELLO, "Once", True, {"custom_id": "b"})
-    lines, given = (chat(), {**completions(), "custom_id": 1}), {"temperature": 0, "max_tokens": 9}
-    for task in of_lines(tmp_path, *lines, given=given):
+    lines, sampling = (chat(), {**completions(), "custom_id": 1}), {"temperature": 0, "max_tokens": 9}
+    for task in of_lines(tmp_path, *lines, sampling=sampling):
         assert task.params == SamplingParams(temperature=0, max_tokens=9)
 
 

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=256)
 
 
 def tasks(path: Path | str, **more: Any) -> list[Task]:
-    return read_tasks(str(path), Defaults(**{"params": GREEDY, "given": {}, **more}))
+    return read_tasks(str(path), Defaults(**{"params": GREEDY, "sampling": {}, **more}))
 
 
 def of_lines(folder: Path, *lines: Any, **more: Any) -> list[Task]:
