@@ -17,14 +17,15 @@ ONE_OF = 'a request is a JSON object with either "prompt" or "messages"'
 
 @dataclass
 class Task:
-    """The request of one line: a `prompt` (a text or token ids) or `messages`."""
+    """A request: a `prompt` (a text or token ids) or `messages`. `index`, `names`, `url` and `key` are of the
+    line of a batch."""
 
     index: int  # number of the line, from 0
     params: SamplingParams
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     raw: bool = False  # continue the text instead of applying the chat template
-    names: Mapping[str, Any] = field(default_factory=dict)  # those of `NAMES` that the line has
+    names: Mapping[str, Any] = field(default_factory=dict)  # its custom_id and id
     url: str = ""  # of OpenAI's format, whose results have the same format; "" for ours
     key: str = ""  # fingerprint of the line, its parameters and the model
 
@@ -36,7 +37,7 @@ def parse_task(
     raw: bool = False,
     known: tuple[str, ...] = (),
 ) -> Task:
-    """Return the task of a request by the names of `SamplingParams`; `params` holds its defaults. Raises
+    """Parse a request by the names of `SamplingParams`; `params` holds its defaults. Raises
     ValueError, which may suggest one of `known` for an unknown field."""
     if ("prompt" in request) == ("messages" in request):
         raise ValueError(ONE_OF + (f"; this has {shown(list(request))}." if request else "."))
