@@ -128,6 +128,7 @@ TESTS: dict[str, list[str]] = {
         BATCH + "run.py",
         BATCH + "openai.py",
         "tests/nanospec/apps/cli/test_main.py::test_a_prompt_may_come_from_standard_input",
+        "tests/nanospec/apps/cli/test_main.py::test_batch_writes_every_result_and_a_second_run_does_nothing_twice",
     ],
     "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "nobody_waits.py"],
     "nanospec/apps/serve/requests.py": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py"],
