@@ -96,33 +96,27 @@ def attention(
 def naive(
     q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float | None = None
 ) -> Tensor:
-    out = torch.empty_like(q)
+    out, (_, num_kv_heads, _, _, head_dim) = torch.empty_like(q), cache.shape
     for part in metadata.parts(q, cache):
-        out[part.tokens] = _attend_part(q[part.tokens], cache, part, scale, softcap)
+        batch, mask, queries = part.batch, part.mask, q[part.tokens]
+        B, Q, G = batch.num_rows, batch.max_q_len, q.shape[1] // num_kv_heads
+        # The G query heads of a KV head become rows of one matrix.
+        queries = (queries if batch.padded else queries[batch.grid]).view(B, Q, num_kv_heads, G, head_dim)
+        queries = queries.permute(2, 0, 3, 1, 4).reshape(num_kv_heads * B, G * Q, head_dim)
+        pages = cache.flatten(0, 1).index_select(1, part.blocks)
+        k, v = pages.view(2, num_kv_heads * B, -1, head_dim)  # [Hkv * B, n * block_size, D]
+        times = FEW // max(queries.numel() * mask.shape[2], 1) + 1
+        if times > 1:  # one query on a short text in a narrow model, say
+            queries, mask = queries.repeat(1, times, 1), mask.repeat(1, times, 1)
+        if softcap is None:
+            scores = torch.baddbmm(mask, queries, k.transpose(1, 2), alpha=scale)
+        else:
+            scores = torch.bmm(queries, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
+            scores = scores + mask  # [Hkv * B, G * Q, n * block_size]
+        values = torch.bmm(scores.softmax(-1), v)[:, : G * Q].view(num_kv_heads, B, G, Q, head_dim)
+        values = values.permute(1, 3, 0, 2, 4).reshape(B * Q, -1, head_dim)  # [B * Q, Hq, D]
+        out[part.tokens] = values if batch.padded else values[batch.in_row]
     return out
-
-
-def _attend_part(q: Tensor, cache: Tensor, part: Part, scale: float, softcap: float | None) -> Tensor:
-    _, num_kv_heads, _, _, head_dim = cache.shape
-    batch = part.batch
-    B, Q, G = batch.num_rows, batch.max_q_len, q.shape[1] // num_kv_heads
-    k, v = cache.flatten(0, 1).index_select(1, part.blocks).view(2, num_kv_heads * B, -1, head_dim)
-    # The G query heads of a KV head become rows of one matrix: [Hkv*B, G*Q, D]
-    grid = q if batch.padded else q[batch.grid]
-    grouped = grid.view(B, Q, num_kv_heads, G, head_dim).permute(2, 0, 3, 1, 4)
-    grouped = grouped.reshape(num_kv_heads * B, G * Q, head_dim)
-    mask = part.mask
-    times = FEW // max(grouped.numel() * mask.shape[2], 1) + 1
-    if times > 1:  # one query on a short text in a narrow model, say
-        grouped, mask = grouped.repeat(1, times, 1), mask.repeat(1, times, 1)
-    if softcap is None:
-        scores = torch.baddbmm(mask, grouped, k.transpose(1, 2), alpha=scale)
-    else:
-        scores = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
-        scores = scores + mask
-    out = torch.bmm(scores.softmax(-1), v)[:, : G * Q].view(num_kv_heads, B, G, Q, head_dim)
-    out = out.permute(1, 3, 0, 2, 4).reshape(B * Q, -1, head_dim)
-    return out if batch.padded else out[batch.in_row]
 
 
 def _visible(batch: Batch, width: int, window: int | None) -> Tensor:

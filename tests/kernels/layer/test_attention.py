@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import ARCHITECTURES, forced, tickets
 from nanospec.kernels.layer import attention, split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata
-from tests.kernels.texts import Texts, divide, random_trees
+from tests.kernels.texts import SCALE, Texts, divide, random_trees, scored
 from tests.util import assert_close, error_ratio
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -239,6 +240,45 @@ def test_a_key_that_is_not_a_number_reaches_those_who_see_it(window: int | None)
     got = texts.attend(parts, window)
     assert torch.equal(got[:2], want[:2])
     assert got[2:].isnan().all()
+
+
+def plain(q: Tensor, cache: Tensor, batch: Batch, window: int | None, softcap: float | None) -> Tensor:
+    """Attention in its simplest form, query by query and head by head; 0 for padding."""
+    out, block_size, group = torch.zeros_like(q), cache.shape[3], q.shape[1] // cache.shape[1]
+    rows = torch.stack([batch.base_len, batch.q_start, batch.q_len], 1).tolist()
+    for table, (base, start, n) in zip(batch.block_table, rows, strict=True):
+        position = [*range(base), *batch.positions[start : start + n].tolist()]  # of each cache entry
+        for i in range(n):
+            ancestors = (1 << (i + 1)) - 1 if batch.ancestors is None else int(batch.ancestors[start + i])
+            seen = [j for j in range(base + n) if j < base or ancestors >> (j - base) & 1]
+            seen = [j for j in seen if window is None or position[j] > position[base + i] - window]
+            pages, offsets = table[[j // block_size for j in seen]], [j % block_size for j in seen]
+            for head in range(q.shape[1]):
+                k, v = cache[:, head // group, pages, offsets]  # [len(seen), D]
+                scores = k @ q[start + i, head] * SCALE
+                scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+                out[start + i, head] = scores.softmax(0) @ v
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
+@pytest.mark.parametrize("tree", [True, False], ids=["tree", "chain"])
+def test_naive_equals_the_simplest_form(
+    tree: bool, padded: bool, softcap: float | None, window: int | None
+) -> None:
+    """Nine rows: packed chains with one query are treated apart, padded chains are prompts."""
+    last = (9, 40 if tree or not padded else 90)
+    shape = [(30, 1), (5, 4), (0, 1), (47, 1), (12, 0), (33, 7), (16, 1), (15, 2), last]
+    texts, parts = requests(shape, (6, 2, 32))
+    cache, table = texts.cache.double().nan_to_num(), texts.block_table.clamp(min=0)
+    texts = Texts(texts.q.double(), cache, table, softcap)
+    trees = random_trees([n for _, n in shape], 1) if tree else None
+    batch, q = texts.batch(parts, padded, trees)
+    expected = plain(q, texts.cache, batch, window, softcap)
+    found = texts.expected(parts, window, padded=padded, trees=trees)
+    assert_close(found, scored(batch, expected), 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 20])
