@@ -258,6 +258,13 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch:
         file.write(b"x")
 
 
+def test_results_are_counted(tmp_path: Path) -> None:
+    with open_batch(asked(tmp_path), GREEDY) as batch, batch.running():
+        batch.write(b"x", 3)
+        batch.write(b"y", 4)
+    assert (batch.written, batch.tokens) == (2, 7)
+
+
 def test_a_summary_says_what_was_done() -> None:
     figures = {"requests": 21, "done_before": 1, "seconds": 9.87, "tokens_per_second": 160.2}
     assert batch_summary(figures) == "20 requests in 9.9 s, 160 tok/s; 1 were done before"
