@@ -17,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
-from nanospec.apps.batch.run import batch_summary, indices_done, open_batch, result_prefix, results_file
+from nanospec.apps.batch.run import (
+    batch_summary,
+    indices_done,
+    open_batch,
+    prepare_lines,
+    result_prefix,
+    results_file,
+)
 from nanospec.apps.cli.parser import parse
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
@@ -263,6 +270,29 @@ def test_results_are_counted(tmp_path: Path) -> None:
         batch.write(b"x", 3)
         batch.write(b"y", 4)
     assert (batch.written, batch.tokens) == (2, 7)
+
+
+class Letters:
+    """A tokenizer with a chat template."""
+
+    has_chat_template = True
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
+        return "".join(f"<{message['content']}>" for message in messages)
+
+    def encode_prompt(self, text: str, window: int, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(("raw", "of_text"), [(False, [60, 97, 62]), (True, [0, 97])])
+def test_texts_become_conversations_unless_they_are_raw(
+    tmp_path: Path, raw: bool, of_text: list[int]
+) -> None:
+    source, tokenizer = tmp_path / "lines", Letters()
+    source.write_text('{"prompt": "a"}\n{"prompt": [7, 8]}\n')
+    with open_batch(asked(tmp_path, input=str(source), raw=raw), GREEDY) as batch:
+        lines = prepare_lines(batch, tokenizer, lambda *_: None, 64, 0)  # type: ignore[arg-type]
+    assert [ids for _, ids, _ in lines] == [of_text, [7, 8]]
 
 
 def test_a_summary_says_what_was_done() -> None:
