@@ -85,6 +85,7 @@ def test_queries_read_their_own_keys_on_every_rank(heads: tuple[int, int], size:
     [
         ((9, 3), "1, 2, 3, 9"),
         ((4, 2), "1, 2, 4"),
+        ((8, 4), "1, 2, 4, 8"),
         ((14, 2), "1, 2, 14"),
         ((15, 5), "1, 2, 3, 5, 15"),
         ((8, 1), "1, 2, 4, 8"),
