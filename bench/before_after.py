@@ -1,12 +1,13 @@
 """Compare two checkouts: speed, seconds of a start, and outputs to the bit.
 
-    python bench/before_after.py BEFORE AFTER [--rounds 5] [--prompts 16] [--max-tokens 96] [--out FOLDER]
+    python bench/before_after.py BEFORE AFTER [--rounds 5] [--prompts 16] [--max-tokens 32] [--out FOLDER]
 
 BEFORE and AFTER are folders of checkouts of any age, as only the names that `nanospec` exports are used. In
-each round a new process of each checkout loads SmolLM2-135M twice, plain and with n-gram lookup, and the
-two processes take turns case by case: 1, 4 and 16 requests at once, greedy and seeded. Ratios are AFTER
-over BEFORE within a round; medians over the rounds are reported with their range. The exit status is 1 if
-an output differs between the checkouts or between n-gram and plain. Nothing else should run meanwhile.
+each round a new process of each checkout loads SmolLM2-135M twice, plain and with n-gram lookup, and runs 1,
+4 and 16 requests at once, greedy and seeded. The two processes take turns batch by batch, since the speed of
+a shared machine drifts within seconds. The ratio of a round is the median of AFTER over BEFORE over its
+turns; medians over the rounds are reported with their range. The exit status is 1 if an output differs
+between the checkouts or between n-gram and plain. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bench import common
 
 Json = dict[str, Any]
 LEAST = 0.98  # a ratio of speeds below this is reported as slower
+TURNS = 8  # of a case in a round, at least
 CASES = [
     {"way": way, "mode": mode, "batch": batch}
     for way in ("plain", "n-gram")
@@ -50,15 +52,15 @@ for way, spec in (("plain", SpecConfig(method="none")), ("n-gram", SpecConfig())
 print(json.dumps({"start": seconds}), flush=True)
 for line in sys.stdin:
     case = json.loads(line)
-    outputs, start = [], time.perf_counter()
-    for i in range(0, len(asked["prompts"]), case["batch"]):
-        params = [
-            SamplingParams(temperature=0.8 * (case["mode"] == "seeded"), top_p=0.95, seed=seed,
-                           max_tokens=asked["max_tokens"])
-            for seed in range(i, min(i + case["batch"], len(asked["prompts"])))
-        ]
-        answers = llms[case["way"]].generate(asked["prompts"][i : i + case["batch"]], params)
-        outputs += [list(answer.token_ids) for answer in answers]
+    batch = slice(case["first"], case["first"] + case["batch"])
+    params = [
+        SamplingParams(temperature=0.8 * (case["mode"] == "seeded"), top_p=0.95, seed=seed,
+                       max_tokens=asked["max_tokens"])
+        for seed in range(len(asked["prompts"]))
+    ]
+    start = time.perf_counter()
+    answers = llms[case["way"]].generate(asked["prompts"][batch], params[batch])
+    outputs = [list(answer.token_ids) for answer in answers]
     print(json.dumps({"seconds": time.perf_counter() - start, "outputs": outputs}), flush=True)
 """
 
@@ -94,14 +96,18 @@ class Checkout:
 
 
 def run_round(folders: list[Path], asked: Json, cases: list[Json]) -> list[Json]:
-    """What each of the folders, in this order, took for each case, by the case's name, and gave."""
+    """Return for each of the folders what a start took, and for each case, by its name, a list of seconds and
+    one of outputs: an item a turn. Which of them begins changes with each turn."""
     running = [Checkout(folder, asked) for folder in folders]
-    found: list[Json] = [{"start": checkout.start, "seconds": {}, "outputs": {}} for checkout in running]
+    found: list[Json] = [{"start": each.start, "seconds": {}, "outputs": {}} for each in running]
     for case in cases:
-        for checkout, own in zip(running, found):
-            answer = checkout.ask(case)
-            for what in ("seconds", "outputs"):
-                own[what][name_of(case)] = answer[what]
+        starts = range(0, len(asked["prompts"]), case["batch"])
+        for turn in range(max(TURNS, len(starts))):
+            sides = list(zip(running, found))
+            for checkout, own in sides[:: -1 if turn % 2 else 1]:
+                answer = checkout.ask({**case, "first": starts[turn % len(starts)]})
+                for what in ("seconds", "outputs"):
+                    own[what].setdefault(name_of(case), []).append(answer[what])
     for checkout in running:
         checkout.close()
     return found
@@ -116,22 +122,23 @@ def compare(rounds: list[tuple[Json, Json]]) -> Json:
     table: Json = {}
     for way in rounds[0][0]["start"]:
         seconds = [[side["start"][way] for side in pair] for pair in rounds]
-        table[f"start, {way}"] = row(seconds, faster_is="less")
+        table[f"start, {way}"] = row(seconds, [after / before for before, after in seconds], "less")
     for name in rounds[0][0]["seconds"]:
         outputs = [side["outputs"] for pair in rounds for side in pair]
         plain = outputs[0][name.replace("n-gram", "plain")]
-        tokens = sum(map(len, plain))
-        rates = [[tokens / side["seconds"][name] for side in pair] for pair in rounds]
+        tokens = sum(len(ids) for turn in plain for ids in turn)
+        rates = [[tokens / sum(side["seconds"][name]) for side in pair] for pair in rounds]
+        turns = (zip(*(side["seconds"][name] for side in pair)) for pair in rounds)
+        ratios = [statistics.median(b / a for b, a in pairs) for pairs in turns]
         same = all(found[name] == plain for found in outputs)
-        table[name] = {**row(rates, faster_is="more"), "equal": same}
+        table[name] = {**row(rates, ratios, "more"), "equal": same}
     return table
 
 
-def row(pairs: list[list[float]], faster_is: str) -> Json:
-    """Medians of both sides and the spread of after / before."""
+def row(pairs: list[list[float]], ratios: list[float], faster_is: str) -> Json:
+    """Return the medians of both sides, and the spread of the ratios."""
     before, after = (round(statistics.median(side), 2) for side in zip(*pairs))
-    ratio = common.spread([b / a for a, b in pairs])
-    return {"before": before, "after": after, "faster_is": faster_is, "ratio": ratio}
+    return {"before": before, "after": after, "faster_is": faster_is, "ratio": common.spread(ratios)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=common.ROOT / "weights" / "smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args(argv)
     n = -(-args.prompts // 3)
     kinds = zip(common.code_edits(n), common.quotations(n), common.spec_bench(n, "chat"))

@@ -73,7 +73,11 @@ def test_outputs_are_compared_to_the_bit(
 def test_ratios_are_taken_within_a_round() -> None:
     def side(seconds: float) -> dict[str, Any]:
         name = before_after.name_of(before_after.CASES[0])
-        return {"start": {"plain": seconds}, "seconds": {name: seconds}, "outputs": {name: [[1, 2], [3]]}}
+        return {
+            "start": {"plain": seconds},
+            "seconds": {name: [seconds, 2 * seconds]},
+            "outputs": {name: [[[1, 2]]] * 2},
+        }
 
     rounds = [(side(a), side(b)) for a, b in ((1.0, 2.0), (10.0, 10.0), (4.0, 2.0))]
     table = before_after.compare(rounds)
