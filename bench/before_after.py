@@ -26,7 +26,7 @@ from bench import common
 
 Json = dict[str, Any]
 LEAST = 0.98  # a ratio of speeds below this is reported as slower
-TURNS = 8  # of a case in a round, at least
+TURNS = 4  # of a case in a round, at least
 CASES = [
     {"way": way, "mode": mode, "batch": batch}
     for way in ("plain", "n-gram")
