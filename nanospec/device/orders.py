@@ -157,6 +157,17 @@ def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
         _write_history(table, request)
 
 
+def method_of(report: RowReport, methods: Sequence[str]) -> str:
+    """Return the name of the drafter of a row's drafts, "" without any. Raises ValueError if it is out of
+    range, as is a `match_len` below 0; on a GPU, `propose` cannot check them without waiting."""
+    drafter, match_len = report.drafter, report.match_len
+    if drafter > max(len(methods) - 1, 0) or match_len < 0:
+        name = methods[drafter if drafter < len(methods) else 0]  # others' are numbered by `propose`
+        said = f"{name}.propose gave drafter {drafter} and match_len {match_len}"
+        raise ValueError(f"{said}; the first must be 0 or NOBODY, the second at least 0.")
+    return methods[drafter] if report.num_drafted else ""
+
+
 def _write_history(table: Table, request: Admission) -> None:
     """Write the vocabulary-wide rows that only penalties and bias read, from the tokens on the device."""
     r, n, bias = request.row, request.num_prompt, request.params.logit_bias

@@ -16,12 +16,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
-from ..device.orders import Flight, Pages, RowResult, StepOrder
+from ..device.orders import Flight, Pages, RowResult, StepOrder, method_of
 from ..device.resources import in_a_step, ran_out
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels.batch import Chunk
-from ..kernels.speculation.report import RowReport
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import OutputText, Tokenizer
 from .request import Limits, Request, check_request, seed_of
@@ -209,7 +208,7 @@ class Engine:
                 continue  # by the host, after this step was queued
             touched.append(request)
             report = result.report
-            method = self._method_of(report)
+            method = method_of(report, self.worker.methods)
             if queued.k and request.max_k:
                 self.policy.observe(row, report)
             kept = request.append(report, result.logprobs)
@@ -223,13 +222,3 @@ class Engine:
                 self._release(request)
                 self.metrics.num_finished += 1
         return touched
-
-    def _method_of(self, report: RowReport) -> str:
-        """Return the name of the drafter of a row's drafts, "" without any. Raises ValueError if it is out of
-        range, as is a `match_len` below 0; on a GPU, `propose` cannot check them without waiting."""
-        methods, drafter, match_len = self.worker.methods, report.drafter, report.match_len
-        if drafter > max(len(methods) - 1, 0) or match_len < 0:
-            name = methods[drafter if drafter < len(methods) else 0]  # others' are numbered by `propose`
-            said = f"{name}.propose gave drafter {drafter} and match_len {match_len}"
-            raise ValueError(f"{said}; the first must be 0 or NOBODY, the second at least 0.")
-        return methods[drafter] if report.num_drafted else ""
