@@ -96,8 +96,8 @@ class Checkout:
 
 
 def run_round(folders: list[Path], asked: Json, cases: list[Json]) -> list[Json]:
-    """Return for each of the folders what a start took, and for each case, by its name, a list of seconds and
-    one of outputs: an item a turn. Which of them begins changes with each turn."""
+    """Return, for each folder, the seconds of its starts, and by the name of a case its seconds and outputs:
+    lists with one item per turn. The folders alternate in going first."""
     running = [Checkout(folder, asked) for folder in folders]
     found: list[Json] = [{"start": each.start, "seconds": {}, "outputs": {}} for each in running]
     for case in cases:
@@ -118,7 +118,7 @@ def name_of(case: Json) -> str:
 
 
 def compare(rounds: list[tuple[Json, Json]]) -> Json:
-    """A row per case and start from the (before, after) of each round."""
+    """Return a row per case and start from the (before, after) of each round."""
     table: Json = {}
     for way in rounds[0][0]["start"]:
         seconds = [[side["start"][way] for side in pair] for pair in rounds]

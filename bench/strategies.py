@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.drafters.estimates import Offer, StepCosts
 from nanospec.drafters.policy import AutoPolicy, Policy
-from nanospec.kernels import NOBODY, RUNNING
+from nanospec.kernels import NO_DRAFTER, RUNNING
 from nanospec.kernels.speculation.report import RowReport
 
 NGRAM = 0  # the only drafter
@@ -123,7 +123,7 @@ class Auto(Strategy):
         limits = dict.fromkeys(batch.rows, MAX_DRAFTS)
         self.k = self.policy.choose(limits, limits, 0, batch.waiting)[1]
         drafts = batch.offered(self.k)
-        drafter = (NGRAM if n else NOBODY for n in drafts)
+        drafter = (NGRAM if n else NO_DRAFTER for n in drafts)
         self.offers = list(map(Offer, batch.rows, drafter, drafts, batch.match()))
         if self.costs.packed:
             drafts = self.policy.cut(self.offers)

@@ -27,6 +27,6 @@ MAX_STOP_IDS = 32  # per request, end-of-sequence tokens included
 RUNNING, STOPPED, LENGTH, NAN = 0, 1, 2, 3  # Table.finished: how a request ended
 EXACT, REJECTION, TYPICAL = 0, 1, 2  # Table.rule: which drafts are accepted, see `sampling/accept.py`
 RULES = ("exact", "rejection", "typical")  # their names, by code
-NOBODY = -1  # Proposal.drafter: no drafts
+NO_DRAFTER = -1  # Proposal.drafter: no drafts
 OWN, GUESSED = -1, -2  # Proposal.source in place of an index: the target's own token; a model's guess
 NAN_TOKEN = -1  # in place of a token: there was nothing to draw from

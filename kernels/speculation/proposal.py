@@ -37,10 +37,10 @@ class Proposal(NamedTuple):
     num_drafts: Tensor  # [B] int32
     source: Tensor  # [B, K] int32, index in the row's history that each draft was copied from, else GUESSED
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 where there is none
-    drafter: Tensor  # [B] int32, its index in the method ("ngram+draft": 0, 1); without drafts anything
+    drafter: Tensor  # [B] int32, its index in the method ("ngram+draft": 0, 1); unused without drafts
     parents: Tensor | None = None  # [B, K] int32, trees only: the place (0 .. K) that each draft follows
     logits: Tensor | None = None  # [B, K, V], just what the drafts were drawn from, if a model drew them
-    sampled: Tensor | None = None  # [B] bool, the rows drawn from `logits`; None: all, without parents
+    sampled: Tensor | None = None  # [B] bool, rows that were drawn from `logits`; None: all, if chains
 
 
 def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
@@ -51,7 +51,7 @@ def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
 
 def merge(in_first: Tensor, first: Proposal, second: Proposal) -> Proposal:
     """Return the rows of `first` where `in_first` [B] is true, else those of `second`. The logits are those
-    of `second` if it has some; drafts that were drawn from others count as not drawn."""
+    of `second` if it has any; drafts drawn from other logits count as not drawn."""
 
     def choose(one: Tensor, other: Tensor) -> Tensor:
         return torch.where(in_first if one.dim() == 1 else in_first[:, None], one, other)

@@ -38,7 +38,7 @@ class RowReport(NamedTuple):
     tokens: list[int]  # those that were kept
     num_drafted: int
     num_accepted: int  # by verification; at a stop more may be accepted than kept
-    drafter: int  # see `Proposal`; NOBODY is reported as 0
+    drafter: int  # see `Proposal`; NO_DRAFTER is reported as 0
     match_len: int
     finished: int  # RUNNING or how the request ended
     sources: list[int]  # of each kept token, see `Proposal.source`

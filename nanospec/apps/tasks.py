@@ -26,7 +26,7 @@ class Task:
     messages: list[dict[str, Any]] | None = None
     raw: bool = False  # continue the text instead of applying the chat template
     names: Mapping[str, Any] = field(default_factory=dict)  # its custom_id and id
-    url: str = ""  # of OpenAI's format, whose results have the same format; "" for ours
+    url: str = ""  # of a line in OpenAI's format, which its result has too; "" in nanospec's format
     key: str = ""  # fingerprint of the line, its parameters and the model
 
 

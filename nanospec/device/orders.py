@@ -162,9 +162,9 @@ def method_of(report: RowReport, methods: Sequence[str]) -> str:
     range, as is a `match_len` below 0; on a GPU, `propose` cannot check them without waiting."""
     drafter, match_len = report.drafter, report.match_len
     if drafter > max(len(methods) - 1, 0) or match_len < 0:
-        name = methods[drafter if drafter < len(methods) else 0]  # others' are numbered by `propose`
-        said = f"{name}.propose gave drafter {drafter} and match_len {match_len}"
-        raise ValueError(f"{said}; the first must be 0 or NOBODY, the second at least 0.")
+        name = methods[drafter if drafter < len(methods) else 0]  # `methods.propose` sets all codes above 0
+        given = f"{name}.propose gave drafter {drafter} and match_len {match_len}"
+        raise ValueError(f"{given}; the first must be 0 or NO_DRAFTER, the second at least 0.")
     return methods[drafter] if report.num_drafted else ""
 
 

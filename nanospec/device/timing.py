@@ -110,15 +110,16 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     so that no busy moment of the machine falls on one alone."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    start, alone = time.perf_counter(), model.num_devices == 1  # several devices must do the same
+    alone = model.num_devices == 1  # several devices must do the same
+    deadline = time.perf_counter() + (PATIENCE if alone else math.inf)
     for i, (key, batch) in product(range(REPEATS), batches.items()):
-        began = time.perf_counter()
+        start = time.perf_counter()
         repeats = FEW_REPEATS if batch.num_tokens >= LONG or not alone else REPEATS
-        if i >= (LATE_REPEATS if alone and began > start + PATIENCE else repeats):
+        if i >= (LATE_REPEATS if start > deadline else repeats):
             continue
         sample(model.logits(model.forward(batch, kv_cache)), table, batch)
         synchronize(model.device)
-        times[key] = min((time.perf_counter() - began) * 1e3, times[key])
+        times[key] = min((time.perf_counter() - start) * 1e3, times[key])
     return times
 
 

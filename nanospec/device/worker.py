@@ -21,7 +21,7 @@ from ..config import EngineConfig
 from ..drafters import Drafter
 from ..drafters.estimates import StepCosts
 from ..drafters.methods import captures_steps
-from ..kernels import NOBODY, STOPPED
+from ..kernels import NO_DRAFTER, STOPPED
 from ..kernels.batch import Batch, Chunk
 from ..kernels.speculation.report import kept_logprobs
 from ..kernels.table import Table
@@ -44,7 +44,7 @@ class Worker:
         max_k: the largest K of any step, 0 without a drafter.
         methods: the names of drafters, by `RowReport.drafter`.
         model_code: in packed steps, the index in `methods` of the drafter that runs a model, for which the
-            policy chooses the number of drafts beforehand; otherwise NOBODY.
+            policy chooses the number of drafts beforehand; otherwise NO_DRAFTER.
         graphs: the captured steps; None where steps are not captured, and may wait for the device.
         stages: the time of steps by `orders.STAGES`.
         memory: the bytes that each device of the model keeps, by what they are for.
@@ -79,7 +79,7 @@ class Worker:
         self.kv_cache = model.empty_cache(self.num_blocks, config.block_size)
         captured = captures_steps(config, model, self.drafters)
         codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model and not captured]
-        self.model_code = max(codes, default=NOBODY)
+        self.model_code = max(codes, default=NO_DRAFTER)
         for drafter in self.drafters:
             drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
         self.memory = [used_memory(model, self.drafters, self.table, self.num_blocks)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import GUESSED, MAX_DRAFTS, NOBODY
+from ..kernels import GUESSED, MAX_DRAFTS, NO_DRAFTER
 from ..kernels.batch import Batch
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.proposal import room as room  # for drafters
@@ -102,7 +102,7 @@ class Drafter:
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
         """Take in the target's hidden states [T, H] and its verdict over `batch`, which is committed already.
-        `proposal.drafter` is NOBODY for rows without drafts of this drafter."""
+        `proposal.drafter` is NO_DRAFTER for rows without drafts of this drafter."""
 
 
 class SimpleDrafter(Drafter):
@@ -170,7 +170,7 @@ class SimpleDrafter(Drafter):
 
 def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
     """Return a model's proposal: drafts [B, K], of which `num_drafts` [B] count; other parts are shared."""
-    none, drafter = nothing(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NOBODY
+    none, drafter = nothing(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NO_DRAFTER
     return Proposal(drafts, num_drafts, none.source, none.match_len, drafter, parents)
 
 
@@ -183,4 +183,4 @@ def nothing(rows: Tensor, k: int) -> Proposal:
 def _nothing(B: int, k: int, device: torch.device) -> Proposal:
     zeros = torch.zeros(B, dtype=torch.int32, device=device)
     source = torch.full((B, k), GUESSED, dtype=torch.int32, device=device)
-    return Proposal(torch.zeros_like(source), zeros, source, zeros, torch.full_like(zeros, NOBODY))
+    return Proposal(torch.zeros_like(source), zeros, source, zeros, torch.full_like(zeros, NO_DRAFTER))

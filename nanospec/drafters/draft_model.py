@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import NOBODY
+from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch, Chunk
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.proposal import Proposal, lay_out_text
@@ -168,7 +168,7 @@ class ModelDrafter(Drafter):
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
         # The last draft was never fed to the model.
         right = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1
-        drafted = (batch.rows >= 0) & (proposal.drafter != NOBODY)
+        drafted = (batch.rows >= 0) & (proposal.drafter != NO_DRAFTER)
         self.computed[torch.where(drafted, batch.rows, -1)] = batch.base_len + 1 + right
 
     def _forward(self, batch: Batch) -> Tensor:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import EngineConfig, SpecConfig
-from ..kernels import NOBODY
+from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch
 from ..kernels.speculation import ngram
 from ..kernels.speculation.proposal import Proposal, merge, room
@@ -200,7 +200,7 @@ def learn(
     for code, drafter in enumerate(drafters):
         own = proposal
         if len(drafters) > 1:
-            own = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NOBODY))
+            own = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
         drafter.learn(table, own, batch, verdict, hidden)
 
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ..kernels import NOBODY
+from ..kernels import NO_DRAFTER
 from ..kernels.speculation.report import RowReport
 from .estimates import Estimator, Offer, RowAccounts, StepCosts
 
@@ -61,7 +61,7 @@ class Policy:
 class AutoPolicy(Policy):
     """What pays, by estimate and measured cost; see the module docstring."""
 
-    def __init__(self, costs: StepCosts, model: int = NOBODY) -> None:
+    def __init__(self, costs: StepCosts, model: int = NO_DRAFTER) -> None:
         """`model`: the drafter that runs a model in packed steps, if one does."""
         self.costs: StepCosts = costs
         self.estimator, self._accounts, self._model = Estimator(), RowAccounts(), model
@@ -73,7 +73,7 @@ class AutoPolicy(Policy):
         self._context, self._waiting, self._probing, self.promised = context, waiting, False, 1.0
         plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + SHARE * plain, plain)
-        if self.costs.packed and self._model == NOBODY:
+        if self.costs.packed and self._model == NO_DRAFTER:
             return most, most
         weighed = of_drafters if self.costs.packed else limits
         ms = self.costs.by_k(B, max(weighed.values()), context)
@@ -123,7 +123,7 @@ class AutoPolicy(Policy):
     def observe(self, row: int, report: RowReport) -> None:
         drafted, accepted = report.num_drafted, report.num_accepted
         if self.costs.captured:
-            self.estimator.observe(row, NOBODY, 0, drafted, accepted)
+            self.estimator.observe(row, NO_DRAFTER, 0, drafted, accepted)
         elif drafted:
             self.estimator.observe(row, report.drafter, report.match_len, drafted, accepted)
             if not self._waiting:

@@ -72,7 +72,7 @@ class Live:
     choice: int
     request: Request
     pieces: list[Piece] = field(default_factory=list)  # not sent yet
-    num_sent: int = 0  # tokens whose pieces were sent
+    num_sent: int = 0  # tokens already sent
     num_tokens: int = 0
     num_steps: int = 0
     accepted: int = 0

@@ -181,7 +181,7 @@ class EngineLoop:
                     if delta.done is not None:
                         self.on_done(delta.done, live.request)
                         del self._live[live.request]
-        finally:  # whatever happens to one, the others get theirs
+        finally:  # an error of one request does not hold back the others' deltas
             self._send(deltas)
 
     def _send(self, deltas: Sequence[tuple[Job, Delta | JobFailed]]) -> None:

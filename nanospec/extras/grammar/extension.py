@@ -21,7 +21,7 @@ from torch import Tensor
 from ...config import SamplingParams
 from ...device.extension import Extension
 from ...engine.request import Request
-from ...kernels import NOBODY
+from ...kernels import NO_DRAFTER
 from ...kernels.batch import Batch
 from ...kernels.launch import use_native
 from ...kernels.native import call
@@ -95,14 +95,14 @@ class Grammar(Extension):
         first, count, match_len = lines[:, :3].unbind(1)
         tokens, sources = (part[:, :k] for part in lines[:, 3:].chunk(2, 1))
         code = self._worker.methods.index(self.method)
-        drafter = torch.full_like(count, code).masked_fill(count <= 0, NOBODY)
+        drafter = torch.full_like(count, code).masked_fill(count <= 0, NO_DRAFTER)
         drafts = Proposal(tokens, count, sources, match_len, drafter)
         return merge((rows >= 0) & (first >= 0), drafts, proposal)
 
     def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
         """Leave out guided rows, whose logits are not the model's."""
         guided = self._first_of(batch.rows) >= 0
-        drafter = proposal.drafter.masked_fill(guided, NOBODY)
+        drafter = proposal.drafter.masked_fill(guided, NO_DRAFTER)
         return proposal._replace(drafter=drafter), replace(batch, rows=batch.rows.masked_fill(guided, -1))
 
     def change(self, logits: Tensor, batch: Batch) -> None:

@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
     Attributes:
         local_rank, local_size: its number among the ranks of its machine, and how many these are.
-        path: the file of the store of ranks that the leader has started; torchrun's have its store.
+        path: the file of the store, if the leader started the ranks; "" under torchrun, which has its own.
     """
 
     rank: int
@@ -156,5 +156,5 @@ class Group:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Return a flat view as bytes, which gloo moves whatever the dtype is."""
+    """Return a flat view as bytes, since gloo does not support every dtype."""
     return x.flatten().view(torch.uint8)

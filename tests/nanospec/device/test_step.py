@@ -8,9 +8,11 @@ import torch
 from nanospec.config import SpecConfig
 from nanospec.device.graphs import StepGraphs
 from nanospec.device.step import Step, _cut
+from nanospec.drafters import Drafter, nothing
 from nanospec.drafters.estimates import Offer
-from nanospec.kernels import NOBODY
+from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
 from tests.dry import DryRun, dry_step, meta_model
 from tests.kernels.batches import ints
 from tests.tiny import tiny_config
@@ -71,6 +73,20 @@ def test_a_step_beyond_the_buffer_has_logits_of_its_own() -> None:
         assert shared is not own
 
 
+class Modelled(Drafter):
+    runs_model = True
+
+    def propose(self, table: Table, rows: torch.Tensor, k: int) -> Proposal:
+        return nothing(rows, k)
+
+
+def test_a_padded_step_does_not_wait_to_time_its_drafter() -> None:
+    step = step_of(1)
+    step.drafters = [Modelled()]
+    with DryRun():  # in which a tensor that is read on the host raises
+        step(torch.empty(8, dtype=torch.int32, device="meta"), 4)
+
+
 def test_the_policy_is_shown_what_was_drafted_and_says_how_much_is_verified() -> None:
     asked: list[Offer] = []
 
@@ -79,6 +95,6 @@ def test_the_policy_is_shown_what_was_drafted_and_says_how_much_is_verified() ->
         return [2, 0]
 
     drafts = torch.zeros(2, 4, dtype=torch.int32)
-    proposal = Proposal(drafts, ints(3, 0), drafts, ints(5, 0), ints(1, NOBODY))
+    proposal = Proposal(drafts, ints(3, 0), drafts, ints(5, 0), ints(1, NO_DRAFTER))
     assert _cut(ints(7, 4), proposal, cut).num_drafts.tolist() == [2, 0]
     assert asked == [Offer(7, 1, 3, 5), Offer(4, 0, 0, 0)]

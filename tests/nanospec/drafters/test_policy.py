@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nanospec.drafters.estimates import Estimator, Offer, RowAccounts, StepCosts, tokens_per_step
 from nanospec.drafters.policy import SHARE, AutoPolicy, Policy
-from nanospec.kernels import NOBODY
+from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.report import RowReport
 
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -42,7 +42,7 @@ def packed(ms: Sequence[float] = CHEAP, **more: Any) -> AutoPolicy:
 
 
 def report(drafted: int, accepted: int, drafter: int = NGRAM, match: int = 3) -> RowReport:
-    return RowReport([], drafted, accepted, drafter if drafted else NOBODY, match, 0, [])
+    return RowReport([], drafted, accepted, drafter if drafted else NO_DRAFTER, match, 0, [])
 
 
 def teach(policy: Policy, row: int, accepted: int, drafted: int = 4, steps: int = 30) -> None:
@@ -67,7 +67,7 @@ def usual(policy: Policy, rows: int, steps: int = 100) -> int:
 def cut(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = True) -> list[int]:
     """The drafts taken in a packed step of rows 0, 1, ..."""
     choose(policy, len(drafts), waiting=waiting)
-    return policy.cut([Offer(row, NGRAM if n else NOBODY, n, match) for row, n in enumerate(drafts)])
+    return policy.cut([Offer(row, NGRAM if n else NO_DRAFTER, n, match) for row, n in enumerate(drafts)])
 
 
 def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool = True) -> list[list[int]]:
@@ -254,7 +254,7 @@ def test_never_more_than_offered(
     asked: list[tuple[int, int]], ms: list[float], seed: int, waiting: bool
 ) -> None:
     policy, rng = packed(ms), random.Random(seed)
-    offers = [Offer(row, NGRAM if n else NOBODY, n, m if n else 0) for row, (n, m) in enumerate(asked)]
+    offers = [Offer(row, NGRAM if n else NO_DRAFTER, n, m if n else 0) for row, (n, m) in enumerate(asked)]
     for _ in range(6):
         choose(policy, len(offers), waiting=waiting)
         taken = policy.cut(offers)
@@ -285,7 +285,7 @@ def test_the_drafts_of_a_batch_are_the_best_ones(
         for _ in range(5):
             policy.observe(row, report(9, accepted, match=match))
     choose(policy, B, context=context)
-    offers = [Offer(row, NGRAM if n else NOBODY, n, match) for row, (n, match, _) in enumerate(rows)]
+    offers = [Offer(row, NGRAM if n else NO_DRAFTER, n, match) for row, (n, match, _) in enumerate(rows)]
     gains = [gain for offer in offers for gain in policy.estimator.gains(offer)]
     totals = accumulate(sorted(gains, reverse=True), initial=float(B))
     rates = [total / policy.costs.cost(B, B + n, context) for n, total in enumerate(totals)]
@@ -370,7 +370,7 @@ def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[i
     found = []
     for _ in range(steps):
         k = choose(policy, B, 8)
-        drafts = policy.cut([Offer(row, MODEL if k else NOBODY, k, 0) for row in range(B)])
+        drafts = policy.cut([Offer(row, MODEL if k else NO_DRAFTER, k, 0) for row in range(B)])
         for row, n in enumerate(drafts):
             policy.observe(row, report(n, n if right else 0, MODEL, match=0))
         found.append(sum(drafts))

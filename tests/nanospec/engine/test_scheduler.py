@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from nanospec.config import SamplingParams
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan, Scheduler
-from nanospec.kernels import LENGTH, NOBODY, OWN, RUNNING, STOPPED
+from nanospec.kernels import LENGTH, NO_DRAFTER, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 
 SIZE = 4  # tokens per block
@@ -99,7 +99,7 @@ class Simulation:
     def decode(self, request: Request) -> RowReport:
         """Draft up to k tokens, accept some, and commit them and one more."""
         if request in self.ended:  # what the host does not know yet
-            return RowReport([], 0, 0, NOBODY, 0, RUNNING, [])
+            return RowReport([], 0, 0, NO_DRAFTER, 0, RUNNING, [])
         tokens = self.on_device[request]
         room = request.max_len - len(tokens)
         drafts = self.rng.randint(0, min(self.k, room - 1))

@@ -19,7 +19,7 @@ from nanospec.drafters.policy import ByRow, Policy
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.extras.grammar.extension import Grammar
-from nanospec.kernels import NOBODY, launch
+from nanospec.kernels import NO_DRAFTER, launch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
@@ -348,10 +348,10 @@ def test_drafters_are_neither_asked_nor_told(make: Callable[..., Engine]) -> Non
     asked = SamplingParams(temperature=1, max_tokens=30, response_format=JSON)
     engine = make(3, drafter=Again())
     run(engine, [Job([1], asked)])
-    assert (set(told), any(wanted)) == ({NOBODY}, False)
+    assert (set(told), any(wanted)) == ({NO_DRAFTER}, False)
     assert set(engine.metrics.spec.by_drafter) == {"grammar"}
     run(engine, [Job([1], SamplingParams(max_tokens=5))])
-    assert set(told) == {NOBODY, 0}
+    assert set(told) == {NO_DRAFTER, 0}
 
 
 def test_the_real_model_extracts_json(smollm2: Path) -> None:

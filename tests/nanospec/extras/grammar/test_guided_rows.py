@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanospec.extras.grammar.extension import Grammar
 from nanospec.extras.grammar.grammar import Draft
-from nanospec.kernels import GUESSED, NOBODY
+from nanospec.kernels import GUESSED, NO_DRAFTER
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
@@ -65,9 +65,9 @@ def test_rows_get_their_own_guesses(guided: Grammar, tree: bool) -> None:
     assert found.num_drafts.tolist() == [3, 2, 0, 3]
     assert found.source.tolist()[:2] == [[GUESSED, 1, 2], [13, 14, 15]]
     assert found.match_len.tolist() == [64, 5, 0, 7]
-    assert found.drafter.tolist() == [CODE, 0, NOBODY, 0]
+    assert found.drafter.tolist() == [CODE, 0, NO_DRAFTER, 0]
     others, batch = guided.for_drafters(found, lay_out(TABLE, rows, found))
-    assert others.drafter.tolist() == [NOBODY, 0, NOBODY, 0]
+    assert others.drafter.tolist() == [NO_DRAFTER, 0, NO_DRAFTER, 0]
     assert batch.rows.tolist() == [-1, 0, -1, -1]
     assert found.parents is None or found.parents.tolist()[:2] == [[0, 1, 2], [0, 0, 1]]
     assert found.sampled is None or found.sampled.tolist() == [False, True, False, True]
