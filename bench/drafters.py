@@ -30,7 +30,7 @@ from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import Heads, MedusaDrafter
-from nanospec.drafters.methods import who_guesses
+from nanospec.drafters.methods import resolve_drafters
 from nanospec.engine.engine import Engine
 from nanospec.models import default_heads, resolve_model
 from nanospec.models.weights import load_model
@@ -94,7 +94,7 @@ class Makers:
             ready["draft"] = ModelDrafter(config.spec, self.draft, model.config.vocab_size)
         if "medusa" in config.spec.methods:
             ready["medusa"] = MedusaDrafter(config.spec, self.heads, model)
-        methods, target = who_guesses(config.spec, None), Target(model)
+        methods, target = resolve_drafters(config.spec, None), Target(model)
         drafters = [ready.get(who.name) or who.load(config.spec, target) for who in methods]
         return Engine(config, Worker(config, model, drafters), self.llm.engine.tokenizer)
 

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .config import EngineConfig, SamplingParams, SpecConfig
-from .drafters.methods import Guessers, who_guesses
+from .drafters.methods import Drafters, resolve_drafters
 from .engine.engine import Engine
 from .engine.locking import SharedEngine
 from .engine.request import Request, output_of, params_of_each
@@ -43,11 +43,11 @@ class LLM:
         model: str | Path,
         *,
         spec: SpecConfig | None = None,
-        drafter: Guessers | None = None,
+        drafter: Drafters | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(spec, options)
-        who_guesses(self.config.spec, drafter)  # bad ones are refused before the model is loaded
+        resolve_drafters(self.config.spec, drafter)  # bad ones are refused before the model is loaded
         folder = resolve_model(model)
         self.tokenizer = Tokenizer(folder)
         worker = load_worker(self.config, folder, drafter, self.tokenizer)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device.worker import Worker
-from nanospec.drafters import Drafter, Target, guesses
+from nanospec.drafters import Drafter, Target, make_proposal
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import Heads, MedusaDrafter
-from nanospec.drafters.methods import Guessers, who_guesses
+from nanospec.drafters.methods import Drafters, resolve_drafters
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.extras import create_extensions
@@ -64,11 +64,11 @@ def make_engine(
     guess: dict[str, Any] | None = None,
     draft_model: Model | None = None,
     heads: Heads | None = None,
-    drafter: Guessers | None = None,
+    drafter: Drafters | None = None,
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine; k drafts per step (None: method "none"), `num_blocks` pages; `guess` are further fields of
+    """An engine; k drafts per step (None: method "none"), `num_blocks` pages; `draft` are further fields of
     its `SpecConfig`; `drafter` as `LLM` has it."""
     spec = make_spec(k, min_n, **(guess or {}))
     if num_blocks is not None:
@@ -87,14 +87,14 @@ def make_engine(
 
 
 def drafters_of(
-    spec: SpecConfig, target: Target, ready: Mapping[str, Drafter], given: Guessers | None = None
+    spec: SpecConfig, target: Target, ready: Mapping[str, Drafter], given: Drafters | None = None
 ) -> tuple[Drafter, ...]:
     """As `load_drafters`, but those of the methods that are `ready` need no loading."""
 
     def loaded(who: Drafter | type[Drafter]) -> Drafter:
         return who if isinstance(who, Drafter) else ready.get(who.name) or who.load(spec, target)
 
-    return tuple(map(loaded, who_guesses(spec, given) if spec.max_k else ()))
+    return tuple(map(loaded, resolve_drafters(spec, given) if spec.max_k else ()))
 
 
 def make_spec(k: K, min_n: int = 1, **guess: Any) -> SpecConfig:
@@ -238,7 +238,7 @@ class Guess(Drafter):
         padded = [d + [0] * (k - len(d)) for d in drafts]
         count = torch.tensor([len(d) for d in drafts], dtype=torch.int32)
         tokens = torch.tensor(padded, dtype=torch.int32).view(len(drafts), k)
-        return guesses(tokens, count)
+        return make_proposal(tokens, count)
 
 
 def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False) -> Guess:

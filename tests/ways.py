@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanospec.config import SamplingParams
-from nanospec.drafters import Drafter, SimpleDrafter, guesses, room
+from nanospec.drafters import Drafter, SimpleDrafter, make_proposal, room
 from nanospec.drafters.medusa import Heads
 from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling.sample import sample
@@ -70,7 +70,7 @@ class Likely(SimpleDrafter):
     def __init__(self, said: Tensor) -> None:
         self.after = said.argmax(1).tolist()
 
-    def guess(self, tokens: list[int], k: int) -> Iterator[int]:
+    def draft(self, tokens: list[int], k: int) -> Iterator[int]:
         token = tokens[-1]
         for _ in range(k):
             token = self.after[token]
@@ -92,7 +92,7 @@ class Dice(Drafter):
             logits.append(self.said[token])
             token = sample(logits[-1], own, batch).clamp(min=0)
             drafts.append(token)
-        return guesses(torch.stack(drafts, 1), wanted)._replace(logits=torch.stack(logits, 1))
+        return make_proposal(torch.stack(drafts, 1), wanted)._replace(logits=torch.stack(logits, 1))
 
 
 class Fork(Drafter):
@@ -108,7 +108,7 @@ class Fork(Drafter):
         first = self.likely[table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]]
         drafts = torch.cat((first, self.likely[first].flatten(1)), 1)[:, :k]
         parents = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)[:k].expand_as(drafts).contiguous()
-        return guesses(drafts, room(table, rows, k), parents)
+        return make_proposal(drafts, room(table, rows, k), parents)
 
 
 class Way(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from campaigns.simulate.model import Mock
 from campaigns.simulate.oracle import TEXT_VOCAB, Oracle, tokenizer
 from nanospec.config import SamplingParams, SpecConfig
-from nanospec.drafters.methods import who_guesses
+from nanospec.drafters.methods import resolve_drafters
 from tests.nanospec.extras.grammar.guided import FORMATS
 
 METHODS = (
@@ -122,7 +122,7 @@ def _fits(engine: dict[str, Any]) -> bool:
     if engine["method"] in OWN or engine["tree_width"] > engine["vocab"]:
         return bool(engine["tree_width"] == 1)
     try:
-        who_guesses(SpecConfig(method=engine["method"], tree_width=engine["tree_width"]), None)
+        resolve_drafters(SpecConfig(method=engine["method"], tree_width=engine["tree_width"]), None)
     except ValueError:
         return False
     return True

@@ -106,10 +106,10 @@ class Drafter:
 
 
 class SimpleDrafter(Drafter):
-    """Drafts on the host, in plain Python. Only `guess` must be defined; `__init__` is the subclass's own.
+    """Drafts on the host, in plain Python. Only `draft` must be defined; `__init__` is the subclass's own.
 
         class Again(SimpleDrafter):
-            def guess(self, tokens, k):
+            def draft(self, tokens, k):
                 return tokens[-1:] * k
 
     It reads texts on the host, so steps with it are not captured: natural on a CPU, on a GPU slower than a
@@ -118,7 +118,7 @@ class SimpleDrafter(Drafter):
 
     Attributes:
         max_drafts: the most it ever guesses; may be set lower by the subclass.
-        notes: a dict for what `guess` remembers of the request that it is asked about; empty when the request
+        notes: a dict for what `draft` remembers of the request that it is asked about; empty when the request
             begins, or begins again after it had to make room for others.
     """
 
@@ -126,7 +126,7 @@ class SimpleDrafter(Drafter):
     reads_on_host = True
     notes: dict[str, Any]
 
-    def guess(self, tokens: list[int], k: int) -> Iterable[int]:
+    def draft(self, tokens: list[int], k: int) -> Iterable[int]:
         """Return up to `k` >= 1 tokens that may follow `tokens`, prompt and output so far; [] for no guess.
 
         Any iterable of integers will do; what is beyond k is not read. With an automatic number of drafts it
@@ -143,44 +143,44 @@ class SimpleDrafter(Drafter):
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         wanted = room(table, rows, min(k, self.max_drafts)).tolist()
         if not any(wanted):
-            return nothing(rows, k)
+            return no_drafts(rows, k)
         found = [self._ask(table, row, n) if n else [] for row, n in zip(rows.tolist(), wanted, strict=True)]
         counts = torch.tensor([len(drafts) for drafts in found], dtype=torch.int32, device=rows.device)
         padded = [drafts + [0] * (k - len(drafts)) for drafts in found]
-        return guesses(torch.tensor(padded, dtype=torch.int32, device=rows.device), counts)
+        return make_proposal(torch.tensor(padded, dtype=torch.int32, device=rows.device), counts)
 
     def _ask(self, table: Table, row: int, most: int) -> list[int]:
         """Return the guesses for one row, checked."""
         text, name = table.tokens[row, : int(table.num_tokens[row])].tolist(), type(self).__name__
         length, self.notes = len(text), self._notes.setdefault(row, {})
         try:
-            given = self.guess(text, most)
+            given = self.draft(text, most)
             found: list[Any] = [as_int(token) for token in islice(given, most)]
         except NotImplementedError:
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"{name}.guess failed on {length} tokens, k={most}: {what}") from error
+            raise RuntimeError(f"{name}.draft failed on {length} tokens, k={most}: {what}") from error
         for token in found:
             if type(token) is not int or not 0 <= token < table.vocab_size:
                 ids = f"token ids are integers from 0 to {table.vocab_size - 1}"
-                raise ValueError(f"{name}.guess gave {shown(token)}; {ids}.")
+                raise ValueError(f"{name}.draft gave {shown(token)}; {ids}.")
         return found
 
 
-def guesses(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
+def make_proposal(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
     """Return a model's proposal: drafts [B, K], of which `num_drafts` [B] count; other parts are shared."""
-    none, drafter = nothing(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NO_DRAFTER
+    none, drafter = no_drafts(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NO_DRAFTER
     return Proposal(drafts, num_drafts, none.source, none.match_len, drafter, parents)
 
 
-def nothing(rows: Tensor, k: int) -> Proposal:
+def no_drafts(rows: Tensor, k: int) -> Proposal:
     """Return no drafts for the rows [B]. Launches kernels at its first call only; not to be changed."""
-    return _nothing(rows.shape[0], k, rows.device)
+    return _no_drafts(rows.shape[0], k, rows.device)
 
 
 @cache
-def _nothing(B: int, k: int, device: torch.device) -> Proposal:
+def _no_drafts(B: int, k: int, device: torch.device) -> Proposal:
     zeros = torch.zeros(B, dtype=torch.int32, device=device)
     source = torch.full((B, k), GUESSED, dtype=torch.int32, device=device)
     return Proposal(torch.zeros_like(source), zeros, source, zeros, torch.full_like(zeros, NO_DRAFTER))

@@ -35,7 +35,7 @@ from ..models import resolve_model
 from ..models.decoder import Model
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
-from . import Drafter, Memory, Target, guesses, nothing, room
+from . import Drafter, Memory, Target, make_proposal, no_drafts, room
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
@@ -146,7 +146,7 @@ class ModelDrafter(Drafter):
         if self.may_wait:
             width, bound = int(count.max()), int(num_tokens.max()) + k
             if not width:
-                return nothing(rows, k)
+                return no_drafts(rows, k)
         batch = lay_out_text(table, rows, first, count, width, bound)
         hidden = self._forward(batch)[(batch.q_start + batch.q_len - 1).clamp(min=0)]
         drafts: list[Tensor] = []
@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
                 scores = F.pad(scores, (0, missing), value=-torch.inf)
             logits.append(scores)
             drafts.append(sample(scores, table, batch).clamp(min=0) * active)
-        proposal = guesses(torch.stack(drafts, 1), wanted)
+        proposal = make_proposal(torch.stack(drafts, 1), wanted)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:

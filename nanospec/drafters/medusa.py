@@ -41,7 +41,7 @@ from ..kernels.table import Table
 from ..models import default_heads
 from ..models.weights import check_fit, listed, open_safetensors
 from ..text import shown
-from . import Drafter, Memory, Target, guesses, room
+from . import Drafter, Memory, Target, make_proposal, room
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
@@ -213,7 +213,7 @@ class MedusaDrafter(Drafter):
         width = (table.width[index] - 1).clamp(0, self.width - 1).long()
         drafts = self._likely(table, index).flatten(1).gather(1, candidate[width])
         wanted = torch.minimum(wanted, sizes[width])
-        return guesses(drafts, wanted, parents[width] if self.width > 1 else None)
+        return make_proposal(drafts, wanted, parents[width] if self.width > 1 else None)
 
     def _likely(self, table: Table, index: Tensor) -> Tensor:
         """Return what each head finds likeliest, [B, num_heads, W] int32. Where a request samples it is what

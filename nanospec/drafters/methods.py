@@ -31,7 +31,7 @@ from ..models.decoder import Model
 from ..models.weights import Split, load_model
 from ..text import check_number, shown
 from ..text.tokenizer import Tokenizer
-from . import Drafter, Memory, Target, nothing
+from . import Drafter, Memory, Target, no_drafts
 from .estimates import DraftTimes
 
 
@@ -62,11 +62,11 @@ USED_BY = {"draft_model": "draft", "heads": "medusa"}  # fields of `SpecConfig`
 PER_ROW = ("num_drafts", "match_len", "drafter", "sampled")  # parts of a `Proposal` of shape [B]
 DTYPES = {"logits": torch.float32, "sampled": torch.bool}  # of the other parts: int32
 
-Guessers = Drafter | str | Sequence[Drafter | str]
+Drafters = Drafter | str | Sequence[Drafter | str]
 """Who guesses: a drafter or the name of a method, or several, first come first."""
 
 
-def who_guesses(spec: SpecConfig, given: Guessers | None) -> tuple[Drafter | type[Drafter], ...]:
+def resolve_drafters(spec: SpecConfig, given: Drafters | None) -> tuple[Drafter | type[Drafter], ...]:
     """Return the drafters `given`, or the classes of the methods of `spec` if None. Raises ValueError if they
     do not fit together, or have no use for what is set."""
     found: tuple[Drafter | type[Drafter], ...]
@@ -141,7 +141,7 @@ def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafte
 def load_parts(
     config: EngineConfig,
     folder: Path,
-    given: Guessers | None,
+    given: Drafters | None,
     tokenizer: Tokenizer,
     device: torch.device,
     split: Callable[[ModelConfig], Split] | None = None,
@@ -152,10 +152,10 @@ def load_parts(
     return model, load_drafters(config.spec, Target(model, folder, tokenizer), given)
 
 
-def load_drafters(spec: SpecConfig, target: Target, given: Guessers | None = None) -> tuple[Drafter, ...]:
+def load_drafters(spec: SpecConfig, target: Target, given: Drafters | None = None) -> tuple[Drafter, ...]:
     """Return the drafters `given`, or those of `spec.method`; none if nothing is ever drafted. Raises
     ValueError or FileNotFoundError if something is missing or does not fit."""
-    found = who_guesses(spec, given) if spec.max_k else ()
+    found = resolve_drafters(spec, given) if spec.max_k else ()
     return tuple(who if isinstance(who, Drafter) else who.load(spec, target) for who in found)
 
 
@@ -182,10 +182,10 @@ def propose(
             parents = None if made.parents is None else F.pad(made.parents, pad)
             made = made._replace(drafts=drafts, source=source, parents=parents)
         if found is not None:
-            codes = torch.where(made.num_drafts > 0, code, nothing(rows, 1).drafter)
+            codes = torch.where(made.num_drafts > 0, code, no_drafts(rows, 1).drafter)
             made = merge(found.num_drafts > 0, found, made._replace(drafter=codes))
         found = made
-    return nothing(rows, k) if found is None else found
+    return no_drafts(rows, k) if found is None else found
 
 
 def learn(
@@ -208,7 +208,7 @@ def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTim
     """Return what a drafter proposes for those of the rows [B] that have room, and count the time."""
     has_room = room(table, rows, k) > 0
     if not (number := int(has_room.sum())):
-        return nothing(rows, k)
+        return no_drafts(rows, k)
     drafter.catch_up(rows[has_room].tolist())
     start = time.perf_counter()
     made = _proposal(drafter, table, torch.where(has_room, rows, -1), k)
@@ -226,7 +226,7 @@ def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
             error.args = (f"{drafter.name}.propose failed: {error}", *error.args[1:])
         raise
     if not isinstance(made, Proposal):
-        raise TypeError(f"{drafter.name}.propose gave {shown(made)}; it must be a Proposal, see `guesses`.")
+        raise TypeError(f"{drafter.name}.propose returned {shown(made)}; it must return a Proposal.")
     for name, part in made._asdict().items():
         dims, dtype = 1 if name in PER_ROW else 3 if name == "logits" else 2, DTYPES.get(name, torch.int32)
         shape = torch.Size((len(rows), k, table.vocab_size)[:dims])

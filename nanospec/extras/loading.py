@@ -7,12 +7,12 @@ from pathlib import Path
 from ..config import EngineConfig
 from ..device.resources import current, explained, in_a_step, resolve_device, use_threads
 from ..device.worker import Worker
-from ..drafters.methods import Guessers, load_parts
+from ..drafters.methods import Drafters, load_parts
 from ..text.tokenizer import Tokenizer
 from . import create_extensions
 
 
-def load_worker(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Worker:
+def load_worker(config: EngineConfig, folder: Path, drafter: Drafters | None, tokenizer: Tokenizer) -> Worker:
     """Return the worker of the model in a folder, or of its first part if several processes share it."""
     if config.tensor_parallel_size > 1:
         from .tensor_parallel.launch import lead

@@ -139,7 +139,7 @@ def test_grammars_give_what_was_asked_for_with_guessing_as_without(
 
 def test_a_drafter_in_plain_python_runs_without_recordings(model: Model) -> None:
     class Again(SimpleDrafter):
-        def guess(self, tokens: list[int], k: int) -> list[int]:
+        def draft(self, tokens: list[int], k: int) -> list[int]:
             return tokens[-1:] * k
 
     jobs = make_jobs(5)

@@ -15,7 +15,7 @@ import torch
 from nanospec import LLM
 from nanospec.config import EngineConfig, SpecConfig, check_names
 from nanospec.device.resources import resolve_device
-from nanospec.drafters.methods import who_guesses
+from nanospec.drafters.methods import resolve_drafters
 
 BAD_SPEC = [
     ({"method": "draft+ngram"}, "'draft+ngram' is unknown; did you mean 'ngram+draft'? There are"),
@@ -74,7 +74,7 @@ def case_id(value: Any) -> str:
 @pytest.mark.parametrize(("options", "sentence"), BAD_SPEC, ids=case_id)
 def test_bad_speculation_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
-        who_guesses(SpecConfig(**options), None)
+        resolve_drafters(SpecConfig(**options), None)
     assert sentence in str(caught.value)
 
 

@@ -446,7 +446,7 @@ def test_a_draft_model_is_loaded_by_name_and_must_have_the_same_vocabulary(
 
 def test_a_drafter_may_be_given(folder: Path) -> None:
     class Alphabet(SimpleDrafter):
-        def guess(self, tokens: list[int], k: int) -> range:
+        def draft(self, tokens: list[int], k: int) -> range:
             return range(tokens[-1] + 1, TOKENS.index(EOS))
 
     with pytest.raises(ValueError, match="drafter=Alphabet is a class"):

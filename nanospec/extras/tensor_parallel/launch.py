@@ -26,7 +26,7 @@ import torch
 
 from ...config import EngineConfig
 from ...device.resources import current, resolve_device, use_threads
-from ...drafters.methods import Guessers, load_parts, who_guesses
+from ...drafters.methods import Drafters, load_parts, resolve_drafters
 from ...models.families import read_config
 from ...text import shown
 from ...text.tokenizer import Tokenizer
@@ -38,11 +38,11 @@ from .worker import Rank, for_followers
 
 ARGUMENTS = "nanospec/arguments"  # the key in the store of the followers' `Arguments`, pickled
 
-Arguments = tuple[EngineConfig, Path, Guessers | None]
+Arguments = tuple[EngineConfig, Path, Drafters | None]
 """Those of `LLM` that every rank needs: settings, the folder of the model, the drafter."""
 
 
-def lead(config: EngineConfig, folder: Path, drafter: Guessers | None, tokenizer: Tokenizer) -> Rank:
+def lead(config: EngineConfig, folder: Path, drafter: Drafters | None, tokenizer: Tokenizer) -> Rank:
     """Return the leader's worker of `config.tensor_parallel_size` ranks. In torchrun's other processes,
     follow the leader instead, and end the process with the job.
 
@@ -99,7 +99,7 @@ def _check_devices(config: EngineConfig, count: int) -> None:
 def _pickled(arguments: Arguments) -> bytes:
     """Pickle the arguments of followers. Raises ValueError for a drafter that these could not load."""
     config, _, given = arguments
-    for drafter in who_guesses(config.spec, given):
+    for drafter in resolve_drafters(config.spec, given):
         if type(drafter).__module__ == "__main__":
             raise ValueError(
                 f"{type(drafter).__name__} is defined in the script, which other ranks do not run: define it "

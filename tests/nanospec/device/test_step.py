@@ -8,7 +8,7 @@ import torch
 from nanospec.config import SpecConfig
 from nanospec.device.graphs import StepGraphs
 from nanospec.device.step import Step, _cut
-from nanospec.drafters import Drafter, nothing
+from nanospec.drafters import Drafter, no_drafts
 from nanospec.drafters.estimates import Offer
 from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.proposal import Proposal
@@ -77,7 +77,7 @@ class Modelled(Drafter):
     runs_model = True
 
     def propose(self, table: Table, rows: torch.Tensor, k: int) -> Proposal:
-        return nothing(rows, k)
+        return no_drafts(rows, k)
 
 
 def test_a_padded_step_does_not_wait_to_time_its_drafter() -> None:

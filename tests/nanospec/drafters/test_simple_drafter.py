@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
-from nanospec.drafters import guesses, room
+from nanospec.drafters import make_proposal, room
 from nanospec.drafters.estimates import DraftTimes
-from nanospec.drafters.methods import Guessers, who_guesses
+from nanospec.drafters.methods import Drafters, resolve_drafters
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
@@ -34,7 +34,7 @@ class Echo(Drafter):
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)
         last = table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]
-        return guesses(last[:, None].repeat(1, k), room(table, rows, k))
+        return make_proposal(last[:, None].repeat(1, k), room(table, rows, k))
 
 
 class Learner(SimpleDrafter):
@@ -43,7 +43,7 @@ class Learner(SimpleDrafter):
     def __init__(self) -> None:
         self.after: dict[int, int] = {}
 
-    def guess(self, tokens: list[int], k: int) -> list[int]:
+    def draft(self, tokens: list[int], k: int) -> list[int]:
         seen = self.notes.get("seen", [])
         assert tokens[: len(seen)] == seen  # what is committed stays, and notes are the request's own
         assert k >= 1
@@ -62,7 +62,7 @@ class Says(SimpleDrafter):
     def __init__(self, answer: Callable[[list[int], int], Any]) -> None:
         self.answer = answer
 
-    def guess(self, tokens: list[int], k: int) -> Iterable[int]:
+    def draft(self, tokens: list[int], k: int) -> Iterable[int]:
         given: Iterable[int] = self.answer(tokens, k)
         return given
 
@@ -103,7 +103,7 @@ def test_whatever_is_guessed_the_output_stays(
 @pytest.mark.parametrize("mode", MODES)
 def test_an_object_on_the_device(model: Model, mode: str) -> None:
     jobs = random_jobs(random.Random(mode), 64, 6)
-    ways: list[Guessers] = [Echo(), ["ngram", Echo()], [Echo(), "ngram"]]
+    ways: list[Drafters] = [Echo(), ["ngram", Echo()], [Echo(), "ngram"]]
     for drafter in ways:
         engine = make_engine(model, 4, drafter=drafter, **MODES[mode])
         run_as_alone(engine, model, jobs)
@@ -127,7 +127,7 @@ class Careless(Drafter):
             drafts[:, 2] = (-1, table.vocab_size, 2**31 - 1)[self.calls % 7 % 3]
         if self.calls % 4 == 0:
             parents = parents + torch.tensor([0, 0, 0, (-5, 1, 10**6)[self.calls % 5 % 3], 0, 0, 0, 0])
-        return guesses(drafts, torch.full((len(rows),), k + self.calls % 2), parents)
+        return make_proposal(drafts, torch.full((len(rows),), k + self.calls % 2), parents)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -140,7 +140,7 @@ def test_a_careless_drafter_changes_no_output(mode: str) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "nothing": (lambda made: None, "gave None; it must be a Proposal"),
+    "nothing": (lambda made: None, "returned None; it must return a Proposal"),
     "raises": (lambda made: 1 // 0, "failed: integer division or modulo by zero"),
     "device": (
         lambda made: made._replace(source=made.source.to("meta")),
@@ -183,7 +183,7 @@ def test_indices_out_of_range_give_a_sentence(
 ) -> None:
     class Other(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-            made = guesses(torch.ones(len(rows), k).int(), room(table, rows, k))
+            made = make_proposal(torch.ones(len(rows), k).int(), room(table, rows, k))
             return made._replace(**{name: torch.full_like(rows, value) for name, value in change.items()})
 
     k: K = "auto" if mode == "plain" else 4  # there the policy reads them before the engine does
@@ -198,9 +198,9 @@ def test_drafts_of_nobody_are_counted_as_their_drafters(mode: str) -> None:
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1]
             drafts = (last[:, None] + torch.arange(1, k + 1)) % table.vocab_size
-            return guesses(drafts, torch.zeros_like(rows))._replace(num_drafts=room(table, rows, k))
+            return make_proposal(drafts, torch.zeros_like(rows))._replace(num_drafts=room(table, rows, k))
 
-    ways: list[Guessers] = [Late(), [Late(), "ngram"], ["ngram", Late()]]
+    ways: list[Drafters] = [Late(), [Late(), "ngram"], ["ngram", Late()]]
     for drafter in ways:
         [request] = run(make_engine(cycle_model(), 4, drafter=drafter, **MODES[mode]), [JOB])
         assert request.stats.by_drafter == {"Late": [4, 16, 16]}
@@ -208,7 +208,7 @@ def test_drafts_of_nobody_are_counted_as_their_drafters(mode: str) -> None:
 
 def test_tensors_of_a_proposal_have_the_documented_types() -> None:
     drafts = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
-    found = guesses(drafts, torch.tensor([2, 0], dtype=torch.int32))
+    found = make_proposal(drafts, torch.tensor([2, 0], dtype=torch.int32))
     assert found.source.tolist() == [[-2, -2], [-2, -2]]  # without drafts it says nothing
     assert found.drafter.tolist() == [0, -1]
     assert all(part.dtype == torch.int32 for part in found[:5])
@@ -243,14 +243,14 @@ def test_any_iterable_of_integers_will_do(answer: Callable[[list[int], int], Any
 @pytest.mark.parametrize(
     ("answer", "error", "what"),
     [
-        (lambda *_: [31, 32], ValueError, "Says.guess gave 32; token ids are integers from 0 to 31"),
+        (lambda *_: [31, 32], ValueError, "Says.draft gave 32; token ids are integers from 0 to 31"),
         (lambda *_: [-1], ValueError, "gave -1"),
         (lambda *_: [1.0], ValueError, "gave 1.0"),
         (lambda *_: [True], ValueError, "gave True"),
         (lambda *_: "abc", ValueError, "gave 'a'"),
         (lambda *_: [None], ValueError, "gave None"),
         (lambda *_: None, RuntimeError, "failed on 3 tokens, k=4: TypeError: 'NoneType' object is not iter"),
-        (lambda *_: 1 // 0, RuntimeError, "Says.guess failed on 3 tokens, k=4: ZeroDivisionError"),
+        (lambda *_: 1 // 0, RuntimeError, "Says.draft failed on 3 tokens, k=4: ZeroDivisionError"),
         (lambda *_: (1 // n for n in (1, 0)), RuntimeError, "ZeroDivisionError"),
     ],
 )
@@ -331,7 +331,7 @@ def test_who_guesses_is_checked(model: Model) -> None:
         (plain, having(memory=5), "Echo.memory=5 must be a Memory"),
     ):
         with pytest.raises(ValueError, match=what):
-            who_guesses(spec, guessers)
+            resolve_drafters(spec, guessers)
     assert make_engine(model, 4, guess={"tree_width": 2}, drafter=["ngram", Learner()]).worker.max_k == 4
     for guessers in (["ngram", Learner()], Learner()):
         with pytest.raises(ValueError, match="enforce_eager=False asks for captured steps"):

@@ -20,7 +20,7 @@ from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
 from nanospec.apps.serve.settings import ServeConfig
 from nanospec.config import check_names
 from nanospec.device.resources import plan_cache
-from nanospec.drafters.methods import who_guesses
+from nanospec.drafters.methods import resolve_drafters
 from nanospec.text import shown
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.test_llm import folder, make
@@ -108,8 +108,8 @@ def test_words_of_others_do() -> None:
         said(check_names, {"swap_space": value, LONG: value}, EngineConfig)
         said(SpecConfig.from_vllm, value)
         for name in ("method", "model", "num_speculative_tokens", "draft_model"):
-            said(lambda name, value: who_guesses(SpecConfig.from_vllm({name: value}), None), name, value)
-        said(who_guesses, SpecConfig(), value)
+            said(lambda name, value: resolve_drafters(SpecConfig.from_vllm({name: value}), None), name, value)
+        said(resolve_drafters, SpecConfig(), value)
         if not isinstance(value, str) or value == LONG:
             assert said(LLM, value).startswith("model=")
 

@@ -14,7 +14,7 @@ import torch
 
 import nanospec.device.graphs as graphs
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.drafters import Drafter, guesses, room
+from nanospec.drafters import Drafter, make_proposal, room
 from nanospec.drafters.policy import ByRow, Policy
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
@@ -340,7 +340,7 @@ def test_drafters_are_neither_asked_nor_told(make: Callable[..., Engine]) -> Non
     class Again(Drafter):
         def propose(self, table: Table, rows: torch.Tensor, k: int) -> Proposal:
             wanted.extend(room(table, rows, k).tolist())
-            return guesses(torch.full((len(rows), k), 5, dtype=torch.int32), room(table, rows, k))
+            return make_proposal(torch.full((len(rows), k), 5, dtype=torch.int32), room(table, rows, k))
 
         def learn(self, table: Table, proposal: Proposal, *_: Any) -> None:
             told.extend(proposal.drafter.tolist())

@@ -25,7 +25,7 @@ class Echo(Drafter):
     pass
 
 class Mine(SimpleDrafter):
-    def guess(self, tokens, k):
+    def draft(self, tokens, k):
         after = [i for i, token in enumerate(tokens) if i and tokens[i - 1] == tokens[-1]]
         first = random.choice(after or [0])
         return tokens[first : first + k]

@@ -137,7 +137,7 @@ class Whim(SimpleDrafter):
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def guess(self, tokens: list[int], k: int) -> list[int]:
+    def draft(self, tokens: list[int], k: int) -> list[int]:
         after = [i for i, token in enumerate(tokens) if i and tokens[i - 1] == tokens[-1]]
         first = self.random.choice(after or [0])
         return tokens[first : first + k]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
-from nanospec.drafters import Drafter, guesses, room
+from nanospec.drafters import Drafter, make_proposal, room
 from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.extras.tracing.recorder import MAX_REQUESTS, recorder_of, walk
@@ -188,7 +188,7 @@ def test_a_drafter_may_count_in_int64_as_without_a_trace(model: Model) -> None:
     class Again(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1].long()
-            return guesses(last[:, None].repeat(1, k), room(table, rows, k).long())
+            return make_proposal(last[:, None].repeat(1, k), room(table, rows, k).long())
 
     job = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
     plain, request = (run(make_engine(model, 3, drafter=Again(), trace=t), [job])[0] for t in (False, True))
@@ -200,7 +200,7 @@ def test_a_drafter_may_count_in_int64_as_without_a_trace(model: Model) -> None:
 def test_drafts_that_a_step_drops_are_not_in_a_trace(model: Model, mode: str) -> None:
     class Wild(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-            return guesses(
+            return make_proposal(
                 rows.new_tensor([5, 6, -1, 7][:k]).repeat(len(rows), 1), rows.new_full((len(rows),), k + 2)
             )
 
