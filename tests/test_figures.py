@@ -65,35 +65,6 @@ def test_ways_of_guessing() -> None:
         assert cells.strip(" |").split(" | ") == shown, name
 
 
-MODELS = {"qwen3-8b": "8B", "llama-3.3-70b": "70B"}
-
-
-def replica(found: dict[str, Any] | None) -> str:
-    """GPUs x rows, K if any, dollars per million tokens."""
-    if found is None:
-        return "–"
-    dollars = f"${found['dollars']:.{3 if found['dollars'] < 0.1 else 2}f}"
-    guesses = f", K = {found['k']}" if found["k"] else ""
-    return f"{found['gpus']} x {found['rows']}{guesses}, {dollars}"
-
-
-def test_tables_of_replicas_on_gpus() -> None:
-    found = load("fleet")
-    rows = [
-        [name, f"{bound} ms", *(replica(by_text[text]) for text in ("none", "prose", "code edits"))]
-        for model, name in MODELS.items()
-        for bound, by_text in found["replicas"][model].items()
-    ]
-    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
-    lines = [line for line in page.splitlines() if "K = " in line and line[0] == "|"]
-    figures = [line.strip("| ").split(" | ") for line in lines]
-    assert len(figures) == 5
-    assert [row for row in figures if row not in rows] == []
-    for text, said in (("prose", "{:.2f}, {:.2f} and {:.2f} tokens in prose"),
-                       ("code edits", "{:.2f}, {:.2f} and {:.2f} in code edits")):  # fmt: skip
-        assert said.format(*(found["tokens_per_step"][text][k] for k in ("1", "4", "16"))) in page
-
-
 def test_results_are_json_and_named_somewhere() -> None:
     """Every file of results can be read, and a page or script names it."""
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "bench").rglob("*.py")]
