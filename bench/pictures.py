@@ -68,10 +68,10 @@ def canvas(title: str, note: str, height: float, columns: int = 1, left: float =
 
 
 def over_k(folder: Path) -> Any:
-    """Tokens per step and the time of a step over K, as multiples of a step without guesses."""
-    found = json.loads((folder / "over_k.json").read_text(encoding="utf-8"))
+    """Plot tokens per step and time per step over K, relative to a step without speculation."""
+    results = json.loads((folder / "over_k.json").read_text(encoding="utf-8"))
     rows: dict[tuple[str, int], dict[str, Json]] = {}
-    for row in found["rows"]:
+    for row in results["rows"]:
         rows.setdefault((row["kind"], row["batch"]), {})[row["k"]] = row
     kinds, batches = (list(dict.fromkeys(names)) for names in zip(*rows))
     best, reached = {}, []
@@ -81,16 +81,16 @@ def over_k(folder: Path) -> Any:
         reached.append(by_k["auto"]["speedup"]["median"] / speeds[best[case]])
     span = sorted(map(int, best.values()))
     title = (
-        f"The best number of guesses is anywhere from {span[0]} to {span[-1]}; the automatic choice reaches "
-        f"{min(reached):.0%} to {max(reached):.0%} of its speed"
+        f"The best fixed K ranges from {span[0]} to {span[-1]}; automatic K runs at {min(reached):.0%} to "
+        f"{max(reached):.0%} of its speed"
     )
-    settings = found["settings"]
+    settings = results["settings"]
     note = (
-        "Solid: tokens per step, dashed: the time of a step, as multiples of a step without guesses; the gap "
-        "is the speed-up, circles mark the widest; below a name is the speed-up of the automatic choice. "
-        f"{source(['over_k'], found['environment'])} {found['model']} in bf16, lookup, greedy; at least "
-        f"{settings['prompts']} prompts of each kind, {settings['max_tokens']} tokens each, without the time "
-        f"of prompts. Medians of {settings['rounds']} rounds in which all K took turns, step by step."
+        "Solid: tokens per step. Dashed: time per step. Both are relative to a step without speculation; the "
+        "gap between them is the speed-up, and a circle marks the best K. Below each name: the speed-up of "
+        f"automatic K. {source(['over_k'], results['environment'])} {results['model']} in bf16, n-gram "
+        f"lookup, greedy; at least {settings['prompts']} prompts of each kind, {settings['max_tokens']} "
+        f"tokens each, prefill excluded. Medians of {settings['rounds']} rounds; all K took turns."
     )
     figure, axes = canvas(title, note, 3.4, columns=len(batches))
     for axis, batch in zip(axes, batches):
@@ -104,15 +104,15 @@ def over_k(folder: Path) -> Any:
             at = int(best[kind, batch])
             axis.plot(at, tokens[ks.index(at)], "o", color=PAPER, mec=color, mew=1.9, ms=7)
             label = f"{kind}\n{by_k['auto']['speedup']['median']:.2f}×"
-            look = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": color}
-            axis.annotate(label, (ks[-1], tokens[-1]), (6, 0), **look)
+            style = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": color}
+            axis.annotate(label, (ks[-1], tokens[-1]), (6, 0), **style)
         ticks = (1, 1.5, 2, 3, 4, 6, 8)
         axis.set(yscale="log", xlim=(-0.9, 1.45 * ks[-1]), xticks=[0, 1, 2, 4, 8, 12, 16], xlabel="K")
         axis.set_yticks(ticks, [f"{t:g}×" for t in ticks])
         axis.minorticks_off()
         axis.grid(axis="y", color=FAINT, lw=0.7)
-        said = "One request at a time" if batch == 1 else f"{batch} requests at once"
-        axis.set_title(said, loc="left", fontsize=11, weight="bold")
+        heading = "One request" if batch == 1 else f"{batch} concurrent requests"
+        axis.set_title(heading, loc="left", fontsize=11, weight="bold")
     return figure
 
 
