@@ -331,7 +331,7 @@ class Simulation:
             accepted=spec.num_accepted,
             stopped_by_string=sum(isinstance(r.stop_reason, str) for r in self.requests.values()),
             guided=sum(r.constraint is not None for r in self.requests.values()),
-            not_followed=sum("could not be followed" in (r.error or "") for r in self.requests.values()),
+            not_followed=sum("response_format failed" in (r.error or "") for r in self.requests.values()),
             nan=sum("NaN" in (r.error or "") for r in self.requests.values()),
             other_rules=sum(not self.exact[i] for i in self.requests),
             lagging=self.engine.lag,

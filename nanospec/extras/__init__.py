@@ -1,4 +1,4 @@
-"""Options that implement `device/extension.py` or wrap the worker."""
+"""Optional features that implement `device/extension.py` or wrap the worker."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def create_extensions(config: EngineConfig, tokenizer: Tokenizer | None = None) -> list[Extension]:
-    """Return the extensions of an engine, which every rank creates alike. Only the process with the engine
-    needs the tokenizer. Each extension is imported here, when a worker needs it."""
+    """Return the extensions of an engine, in the same order on every rank. Only the process that runs the
+    engine needs `tokenizer`. Extensions are imported on first use."""
     from .grammar.extension import Grammar
 
     extensions: list[Extension] = [Grammar(tokenizer)]
     if config.trace:
         from .tracing.recorder import Recorder
 
-        extensions.append(Recorder())  # last, so that it sees all drafts
+        extensions.append(Recorder())  # last, so that it records the drafts of the others too
     return extensions

@@ -1,4 +1,4 @@
-"""Load the worker of an engine with the options that its settings ask for."""
+"""Load an engine's worker with the optional features that its config enables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import create_extensions
 
 
 def load_worker(config: EngineConfig, folder: Path, drafter: Drafters | None, tokenizer: Tokenizer) -> Worker:
-    """Return the worker of the model in a folder, or of its first part if several processes share it."""
+    """Return the worker for the checkpoint in `folder`; with tensor parallelism, the worker of rank 0."""
     if config.tensor_parallel_size > 1:
         from .tensor_parallel.launch import lead
 
@@ -21,8 +21,8 @@ def load_worker(config: EngineConfig, folder: Path, drafter: Drafters | None, to
     device = resolve_device(config.device)
     if device.type == "cpu":
         use_threads(config.threads)
-    smaller = "use a device with more, a narrower dtype or a smaller model"
+    smaller = "use a device with more memory, a narrower dtype or a smaller model"
     with current(device), explained(f"the weights on {device}", smaller):
         model, drafters = load_parts(config, folder, drafter, tokenizer, device)
-    with explained(f"the engine beside the weights on {device}", in_a_step(config)):
+    with explained(f"the engine in addition to the weights on {device}", in_a_step(config)):
         return Worker(config, model, drafters, create_extensions(config, tokenizer))

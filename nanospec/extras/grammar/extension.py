@@ -1,8 +1,8 @@
-"""Structured output as an extension: rows with a `response_format` get drafts and masks from the host.
+"""Structured output as an extension: the host supplies drafts and masks for rows with a `response_format`.
 
-The device holds, by request row, the drafts of `grammar.Guide` and where in `allowed` the row's masks begin.
-A step takes these drafts in place of a drafter's, chains in a tree too, and masks the logits. Steps that do
-so are captured apart from plain ones.
+For each request row, the device holds the drafts of `grammar.Guide` and the offset of the row's masks in
+`allowed`. A step uses these drafts instead of the drafter's, as a chain even in steps with trees, and masks
+the logits. Steps with constrained rows have CUDA graphs of their own.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from ...kernels.table import Table
 from ...kernels.transfer import upload, write
 from ...text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # else imported by the first request with a `response_format`
+if TYPE_CHECKING:  # imported at runtime by the first request with a `response_format`
     from .grammar import Draft, Grammars
 
-PLAN_SECONDS = 0.02  # of a step, after which no more drafts are made in it: some masks take milliseconds
+PLAN_SECONDS = 0.02  # time limit for the drafts of a step, as some masks take milliseconds to compute
 
 
 class Grammar(Extension):
-    """Constrains requests with a `response_format`.
+    """Constrains the outputs of requests with a `response_format`.
 
     Attributes:
-        lines: [S, 3 + 2 K] int32, for each request row: where its masks begin, -1 for a row without a
-            grammar; the number of drafts; the length of their match; the drafts; their sources.
-        allowed: [M, W] int32, the masks of a step, at a fixed address where steps are captured; allocated
-            when a request first has a grammar.
+        lines: [S, 3 + 2 K] int32, for each request row: the offset of its masks in `allowed` (-1 without a
+            grammar), the number of drafts, their match length, the drafts and their sources.
+        allowed: [M, W] int32, the masks of a step. With CUDA graphs, allocated once, by the first request
+            with a grammar, since captured steps read a fixed address.
     """
 
     method = "grammar"
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: None in a process without an engine."""
+        """Create the extension. `tokenizer` is None in a process without an engine."""
         self._tokenizer = tokenizer
 
     def attach(self, worker: Any) -> None:
-        self._worker = proxy(worker)  # captured steps, which outlive it, refer to their extensions
+        self._worker = proxy(worker)  # captured steps refer to their extensions and outlive the worker
         shape = worker.table.num_rows, 3 + 2 * worker.max_k
         self.lines = torch.full(shape, -1, dtype=torch.int32, device=worker.table.device)
         self.allowed = self.lines.new_empty(0, 0)
@@ -61,13 +61,13 @@ class Grammar(Extension):
     @cached_property
     def _grammars(self) -> Grammars:
         if self._tokenizer is None:
-            raise ValueError("response_format needs a tokenizer, which has the texts of tokens; load one.")
+            raise ValueError("response_format needs a tokenizer, but this engine was created without one.")
         from .grammar import Grammars
 
         return Grammars(self._tokenizer, self._worker.model.config.vocab_size)
 
     def admit(self, row: int) -> None:
-        self.lines[row, :1].fill_(-1)  # every step of a guided request sets it again
+        self.lines[row, :1].fill_(-1)  # set by every step of a constrained request
 
     def send(self, value: Sequence[tuple[int, Draft]], k: int) -> None:
         bits = [mask for _, draft in value for mask in draft.masks[: k + 1]]
@@ -87,7 +87,7 @@ class Grammar(Extension):
             begin += len(tokens) + 1
 
     def _first_of(self, rows: Tensor) -> Tensor:
-        """Return where the masks of request rows begin; -1 for rows without a grammar and padding."""
+        """Return the offsets of the rows' masks in `allowed`, or -1 for padding and unconstrained rows."""
         return torch.where(rows >= 0, self.lines[rows.clamp(min=0), 0], -1)
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
@@ -100,10 +100,10 @@ class Grammar(Extension):
         return merge((rows >= 0) & (first >= 0), drafts, proposal)
 
     def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
-        """Leave out guided rows, whose logits are not the model's."""
-        guided = self._first_of(batch.rows) >= 0
-        drafter = proposal.drafter.masked_fill(guided, NO_DRAFTER)
-        return proposal._replace(drafter=drafter), replace(batch, rows=batch.rows.masked_fill(guided, -1))
+        """Exclude constrained rows, because their logits are masked."""
+        constrained = self._first_of(batch.rows) >= 0
+        drafter, rows = proposal.drafter.masked_fill(constrained, NO_DRAFTER), batch.rows
+        return proposal._replace(drafter=drafter), replace(batch, rows=rows.masked_fill(constrained, -1))
 
     def change(self, logits: Tensor, batch: Batch) -> None:
         token = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
@@ -116,8 +116,9 @@ class Grammar(Extension):
             self._grammars.check(params)
 
     def new(self, request: Request) -> None:
-        if (given := request.params.response_format) is not None and given["type"] != "text":
-            request.constraint, request.stats.acceptance = self._grammars.guide(given), "exact"
+        response_format = request.params.response_format
+        if response_format is not None and response_format["type"] != "text":
+            request.constraint, request.stats.acceptance = self._grammars.guide(response_format), "exact"
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, Draft]] | None:
         end, spec, drafts = time.perf_counter() + PLAN_SECONDS, self._worker.config.spec, []
@@ -125,19 +126,19 @@ class Grammar(Extension):
         with self._worker.stages["propose"]:
             for request, limit in zip(requests, limits, strict=True):
                 if request.constraint is not None:
-                    guide: Any = request.constraint  # a `Guide`, of `new`
-                    most = max(min(limit, request.max_len - request.num_tokens - 1), 0)
-                    drafts.append((request.row, guide.plan(request.tokens, most, *lengths, end)))
+                    guide: Any = request.constraint  # a `Guide`, set by `new`
+                    k = max(min(limit, request.max_len - request.num_tokens - 1), 0)
+                    drafts.append((request.row, guide.plan(request.tokens, k, *lengths, end)))
         return drafts or None
 
 
 def mask(logits: Tensor, allowed: Tensor, at: Tensor) -> None:
-    """Set logits [T, V] of tokens that are not allowed to -inf, and leave all others as they are.
+    """Set the logits [T, V] of forbidden tokens to -inf, in place.
 
     Args:
-        allowed: [M, W] int32, masks: bit i % 32 of word i // 32 says whether token i is allowed; tokens
-            beyond the words are not.
-        at: [T] int32, the mask of each row of the logits; -1: none.
+        allowed: [M, W] int32 bit masks. Bit i % 32 of word i // 32 is set if token i is allowed; tokens
+            beyond the last word are forbidden.
+        at: [T] int32, the index in `allowed` of the mask for each row of the logits, or -1 for no mask.
     """
     V, words = logits.shape[1], allowed.shape[1]
     if use_native(logits, torch.bfloat16, torch.float32):

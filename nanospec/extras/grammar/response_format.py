@@ -1,13 +1,13 @@
-"""Check `SamplingParams(response_format=...)`, without the library that compiles it.
+"""Validate `SamplingParams(response_format=...)`. Does not import llguidance, which compiles it.
 
-    {"type": "text"}                                      any text, as None
-    {"type": "json_object"}                               a JSON object
-    {"type": "json_schema", "json_schema": {"schema": {...}}}    beside it "name", "description", "strict"
-    {"type": "regex", "regex": "..."}                     a full match
-    {"type": "grammar", "grammar": "..."}                 a text of this grammar, Lark or GBNF
-    {"type": "choice", "choice": ["...", ...]}            one of these texts
+    {"type": "text"}                                      any text, the same as None
+    {"type": "json_object"}                               any JSON object
+    {"type": "json_schema", "json_schema": {"schema": {...}}}    optional: "name", "description", "strict"
+    {"type": "regex", "regex": "..."}                     a full match of the regular expression
+    {"type": "grammar", "grammar": "..."}                 a grammar in Lark or GBNF format
+    {"type": "choice", "choice": ["...", ...]}            one of the strings
 
-The first three are OpenAI's. Values are plain data, so that JSON lines carry them.
+The first three are OpenAI's. All values can be represented in JSON.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from ...config import SamplingParams
 from ...text import shown
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
-BARE = ("text", "json_object")  # that have no field of their own
-FIELDS = ("name", "description", "strict", "schema")  # of a "json_schema"
-MAX_BYTES, MAX_DEPTH = 64 << 10, 64  # of a grammar
+BARE = ("text", "json_object")  # the types that take no other field
+FIELDS = ("name", "description", "strict", "schema")  # the fields of "json_schema"
+MAX_BYTES, MAX_DEPTH = 64 << 10, 64
 TOO_LARGE = f"response_format must be at most {MAX_DEPTH} levels deep and {MAX_BYTES:,} bytes long as JSON."
-MAX_PATTERNS = 12  # that a schema may combine: each doubles what compiling takes, which is 8 GB for 30
-LEAST = -9 * 10**18  # of the numbers in a schema
-BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # of JSON; strings match too, to skip brackets in them
+MAX_PATTERNS = 12  # patterns that a schema may combine; each doubles the memory to compile: 8 GB for 30
+LEAST = -9 * 10**18  # the lower limit of numbers in a schema
+BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # also matches strings, to skip the brackets in them
 
 
 def checked(given: Any) -> dict[str, Any] | None:
-    """Return a copy of a `response_format`, None for any text. Raises ValueError with a sentence."""
-    given = _plain(given)  # first, as messages show it
+    """Return a validated copy of a `response_format`, or None if it allows any text. Raises ValueError if it
+    is malformed."""
+    given = _plain(given)  # first, because the error messages below print it
     if given is None:
         return None
     if not isinstance(given, dict) or given.get("type") not in TYPES:
@@ -42,47 +43,47 @@ def checked(given: Any) -> dict[str, Any] | None:
     kind = given["type"]
     fields = {name: value for name, value in given.items() if value is not None or name == kind}
     if fields.keys() != ({"type"} if kind in BARE else {"type", kind}):
-        needs = "nothing" if kind in BARE else f"{kind!r} and nothing else"
-        raise ValueError(f"response_format={shown(given)} must hold {needs} beside its type {kind!r}.")
+        needs = "only the field 'type'" if kind in BARE else f"exactly the fields 'type' and {kind!r}"
+        raise ValueError(f"response_format={shown(given)} must have {needs}.")
     value: Any = fields.get(kind)
     if kind == "json_schema":
         _check_schema(value)
     elif kind in ("regex", "grammar") and (not isinstance(value, str) or not value.strip()):
-        raise ValueError(f"response_format: {kind!r} must be a text that is not empty.")
+        raise ValueError(f"response_format: {kind!r} must be a non-empty string.")
     elif kind == "choice" and not (
         isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
     ):
-        raise ValueError("response_format: 'choice' must be a list of texts that are not empty.")
+        raise ValueError("response_format: 'choice' must be a non-empty list of non-empty strings.")
     elif kind == "grammar":
         _check_parts(_schemas_in(value))
     return None if kind == "text" else fields
 
 
 def check_together(params: SamplingParams) -> None:
-    """Raise ValueError for parameters that do not go with a grammar."""
+    """Raise ValueError for parameters that conflict with a grammar."""
     for name, is_set, why in (
-        ("ignore_eos", params.ignore_eos, "where a grammar ends, so does the output"),
-        ("min_tokens", params.min_tokens > 0, "where a grammar ends, so does the output"),
-        ("acceptance", params.acceptance not in (None, "exact"), "what a grammar allows is drawn exactly"),
+        ("ignore_eos", params.ignore_eos, "the output ends where the grammar ends"),
+        ("min_tokens", params.min_tokens > 0, "the output ends where the grammar ends"),
+        ("acceptance", params.acceptance not in (None, "exact"), "grammars require acceptance='exact'"),
     ):
         if is_set:
             value = getattr(params, name)
-            raise ValueError(f"{name}={shown(value)} does not go with response_format: {why}; leave one out.")
+            raise ValueError(f"{name}={shown(value)} conflicts with response_format: {why}; remove one.")
 
 
 def _check_schema(given: Any) -> None:
-    """Check OpenAI's `json_schema`. The output matches the schema, whatever "strict" says."""
+    """Validate OpenAI's `json_schema`. "strict" has no effect: the output always matches the schema."""
     if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
-        raise ValueError("response_format: 'json_schema' must be an object with a 'schema', an object too.")
+        raise ValueError("response_format: 'json_schema' must be an object with the object 'schema'.")
     if unknown := [name for name in given if name not in FIELDS]:
         known = ", ".join(map(repr, FIELDS))
-        raise ValueError(f"response_format: 'json_schema' holds {shown(unknown[0])}; known are {known}.")
+        raise ValueError(f"response_format: unknown field {shown(unknown[0])}; 'json_schema' has {known}.")
     _check_parts([given["schema"]])
 
 
 def _check_parts(parts: list[Any]) -> None:
-    """Refuse schemas with which llguidance 1.9.1 ends the process: one text that has to match too many
-    regular expressions at once, or a number too close to the least of 64 bits."""
+    """Raise ValueError for schemas that crash llguidance 1.9.1: a string that must match too many regular
+    expressions at once, or a number close to the minimum of int64."""
     patterns, combines = set[str](), False
     while parts:
         part: Any = parts.pop()
@@ -93,16 +94,18 @@ def _check_parts(parts: list[Any]) -> None:
         elif isinstance(part, list):
             parts += part
         elif isinstance(part, int | float) and part < LEAST:
-            raise ValueError(f"response_format: a schema holds {shown(part)}; the least number is {LEAST}.")
+            raise ValueError(
+                f"response_format: numbers in a schema must be at least {LEAST}, got {shown(part)}."
+            )
     if combines and len(patterns) > MAX_PATTERNS:
         raise ValueError(
-            f"response_format: a schema with 'allOf', or with anything beside '$ref', may have at most "
-            f"{MAX_PATTERNS} different patterns and formats, not {len(patterns)}."
+            "response_format: a schema that uses 'allOf', or other keywords next to '$ref', may have at most "
+            f"{MAX_PATTERNS} different patterns and formats, got {len(patterns)}."
         )
 
 
 def _schemas_in(grammar: str) -> list[Any]:
-    """Return the schemas in a grammar, where `%json` begins one."""
+    """Return the JSON schemas embedded in a grammar with `%json`."""
     schemas = []
     for match in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError, RecursionError):  # llguidance reports these
@@ -111,16 +114,16 @@ def _schemas_in(grammar: str) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of plain data. Raises ValueError for anything else, and what is too long or too deep."""
+    """Return a copy of JSON data. Raises ValueError for other types, and for data too long or too deep."""
     parts = json.JSONEncoder(ensure_ascii=False, allow_nan=False).iterencode(value)
     try:
-        text = "".join(islice(parts, MAX_BYTES + 1))  # each part has a character or more
+        text = "".join(islice(parts, MAX_BYTES + 1))  # each part has at least one character
         size = len(text.encode())
     except RecursionError:
         raise ValueError(TOO_LARGE) from None
-    except (TypeError, ValueError):  # UnicodeEncodeError is one of the latter
+    except (TypeError, ValueError):  # includes UnicodeEncodeError
         raise ValueError(
-            "response_format must be plain data, as JSON has it: objects, lists, texts and finite numbers."
+            "response_format must be valid JSON: objects, lists, strings, booleans, null and finite numbers."
         ) from None
     levels = accumulate((part in "[{") - (part in "]}") for part in BRACKETS.findall(text))
     if size > MAX_BYTES or max(levels, default=0) > MAX_DEPTH:

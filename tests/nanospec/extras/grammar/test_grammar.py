@@ -123,17 +123,17 @@ def test_what_is_allowed(
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"type": "regex", "regex": "(a"}, "this regex cannot be followed: .*unclosed group"),
-        ({"type": "regex", "regex": r"[^\x00-\U0010FFFF]"}, "this regex .* it allows no text"),
+        ({"type": "regex", "regex": "(a"}, "this regex cannot be compiled: .*unclosed group"),
+        ({"type": "regex", "regex": r"[^\x00-\U0010FFFF]"}, "this regex .* no text matches it"),
         ({"type": "grammar", "grammar": "start: foo"}, 'this grammar cannot be .*unknown name: "foo"'),
-        ({"type": "grammar", "grammar": 'start: start "a"'}, "it allows no text"),
-        ({"type": "grammar", "grammar": "hello"}, "this grammar is no grammar: Expected ::= at line 1"),
-        ({"type": "grammar", "grammar": "root ::= " + "(" * 30000}, "this grammar is no .*recursion"),
-        ({"type": "grammar", "grammar": "start: " + "(" * 30000}, "this grammar cannot be followed"),
-        ({"type": "regex", "regex": "(" * 30000}, "this regex cannot be followed"),
-        (schema({"type": "objekt"}), "this json_schema cannot be followed: Invalid type: objekt"),
-        (schema({"not": {}}), 'this json_schema cannot be followed: Unimplemented keys: ..not"'),
-        (schema({"$ref": "http://127.0.0.1:9/x"}), "this json_schema cannot be followed: Resource"),
+        ({"type": "grammar", "grammar": 'start: start "a"'}, "no text matches it"),
+        ({"type": "grammar", "grammar": "hello"}, "this grammar is not valid: Expected ::= at line 1"),
+        ({"type": "grammar", "grammar": "root ::= " + "(" * 30000}, "this grammar is not .*recursion"),
+        ({"type": "grammar", "grammar": "start: " + "(" * 30000}, "this grammar cannot be compiled"),
+        ({"type": "regex", "regex": "(" * 30000}, "this regex cannot be compiled"),
+        (schema({"type": "objekt"}), "this json_schema cannot be compiled: Invalid type: objekt"),
+        (schema({"not": {}}), 'this json_schema cannot be compiled: Unimplemented keys: ..not"'),
+        (schema({"$ref": "http://127.0.0.1:9/x"}), "this json_schema cannot be compiled: Resource"),
         (schema({"type": "integer", "minimum": 3, "maximum": 2}), "Unsatisfiable schema"),
     ],
     ids=lambda value: str(value)[:50],
@@ -181,7 +181,7 @@ def test_a_token_that_is_not_allowed_ends_the_output_with_a_sentence(
     assert guide.advance([*tokens, 1]) == len(tokens)
     assert not guide.ended
     assert guide.error is not None
-    assert guide.error.endswith(f"beyond {len(tokens)} tokens: a token that it does not allow.")
+    assert guide.error.endswith(f"at output token {len(tokens)}: the token is not allowed.")
 
 
 def test_what_is_too_much_ahead_harms_nothing_and_too_much_at_hand_is_an_error(
@@ -204,7 +204,7 @@ def test_what_is_too_much_ahead_harms_nothing_and_too_much_at_hand_is_an_error(
         assert guide.error == alone.error
     assert lost > 5
     assert 20 < len(output) < 90
-    assert guide.error.startswith(f"response_format could not be followed beyond {len(output)} tokens: ")
+    assert guide.error.startswith(f"response_format failed at output token {len(output)}: ")
 
 
 def test_a_panic_while_a_grammar_is_compiled_is_an_error_of_the_grammar(
@@ -215,7 +215,7 @@ def test_a_panic_while_a_grammar_is_compiled_is_an_error_of_the_grammar(
 
     monkeypatch.setattr("llguidance.LLMatcher", panic)
     panic.grammar_from_regex = str  # type: ignore[attr-defined]
-    said = r"^response_format: this regex is no grammar: index out of bounds\.$"
+    said = r"^response_format: this regex is not valid: index out of bounds\.$"
     with pytest.raises(ValueError, match=said):
         Grammars(tokenizer, VOCAB).check(SamplingParams(response_format={"type": "regex", "regex": "a"}))
 
@@ -223,7 +223,7 @@ def test_a_panic_while_a_grammar_is_compiled_is_an_error_of_the_grammar(
 def test_a_tokenizer_without_an_end_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="needs a model with a token that ends its texts"):
+    with pytest.raises(ValueError, match="is not supported for models without an EOS token"):
         Grammars(Tokenizer(tmp_path), VOCAB).check(SamplingParams(response_format=OBJECT))
 
 

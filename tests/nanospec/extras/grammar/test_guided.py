@@ -228,7 +228,7 @@ def test_one_that_is_aborted_or_fails_harms_no_other(
 
     def fails(tokens: list[int]) -> int:
         if bad.num_tokens > 9:
-            guide.error = "response_format could not be followed beyond 9 tokens."
+            guide.error = "response_format failed at output token 9."
         taken: int = follow(tokens)
         return taken
 
@@ -240,7 +240,7 @@ def test_one_that_is_aborted_or_fails_harms_no_other(
     assert outcome(well) == outcome(wanted)
     assert (gone.finish_reason, bad.finish_reason) == ("abort", "abort")
     assert bad.error is not None
-    assert bad.error.startswith("response_format could not be followed beyond ")
+    assert bad.error.startswith("response_format failed at output token ")
     assert gone.error is None
 
 
@@ -275,7 +275,7 @@ def test_what_cannot_run_is_refused_before_anything_runs(
 
     with pytest.raises(ValueError, match="response_format needs a tokenizer"):
         make_engine(model, 2).add([1], asks({"type": "json_object"}))
-    with pytest.raises(ValueError, match=r"this regex cannot be followed: .*unclosed group"):
+    with pytest.raises(ValueError, match=r"this regex cannot be compiled: .*unclosed group"):
         make().check([1], asks({"type": "regex", "regex": "(a"}))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'nanospec\[grammar\]'"):

@@ -29,24 +29,24 @@ def grammar(of: Any) -> dict[str, Any]:
 BAD: list[tuple[Any, str]] = [
     ("json", "response_format='json' must be an object whose 'type' is one of 'text'"),
     ({"type": "xml"}, "response_format={'type': 'xml'} must be an object whose 'type'"),
-    ({"type": "regex"}, "must hold 'regex' and nothing else beside its type 'regex'."),
-    ({**ANY_JSON, "x": 1}, "must hold nothing beside its type 'json_object'."),
-    ({"type": "regex", "regex": " "}, "'regex' must be a text that is not empty."),
+    ({"type": "regex"}, "must have exactly the fields 'type' and 'regex'."),
+    ({**ANY_JSON, "x": 1}, "must have only the field 'type'."),
+    ({"type": "regex", "regex": " "}, "'regex' must be a non-empty string."),
     ({"type": "regex", "regex": "a" * 65536}, "64 levels deep and 65,536 bytes long as JSON."),
-    ({"type": "choice", "choice": ["a", ""]}, "a list of texts that are not empty."),
-    ({"type": "choice", "choice": "ab"}, "a list of texts that are not empty."),
-    ({"type": "choice", "choice": ["\ud800"]}, "must be plain data, as JSON has it"),
-    (schema({1, 2}), "must be plain data, as JSON has it"),
-    (schema(float("nan")), "must be plain data, as JSON has it"),
+    ({"type": "choice", "choice": ["a", ""]}, "a non-empty list of non-empty strings."),
+    ({"type": "choice", "choice": "ab"}, "a non-empty list of non-empty strings."),
+    ({"type": "choice", "choice": ["\ud800"]}, "must be valid JSON: objects"),
+    (schema({1, 2}), "must be valid JSON: objects"),
+    (schema(float("nan")), "must be valid JSON: objects"),
     (schema(DEEP), "must be at most 64 levels deep and 65,536 bytes long as JSON."),
-    (schema({}, shape=1), "'json_schema' holds 'shape'; known are 'name'"),
+    (schema({}, shape=1), "unknown field 'shape'; 'json_schema' has 'name'"),
     (schema([], schema=COMBINED), "may have at most 12 different patterns and formats"),
     (schema([], schema=CHAINED), "may have at most 12 different patterns and formats"),
-    (schema([1 - 2**63]), "a schema holds -9223372036854775807; the least number is"),
-    (schema([], schema={"minimum": -1e300}), "a schema holds -1e+300; the least number"),
-    (grammar({"const": -(2**63)}), "a schema holds -9223372036854775808; the least"),
+    (schema([1 - 2**63]), "must be at least -9000000000000000000, got -9223372036854775807"),
+    (schema([], schema={"minimum": -1e300}), "must be at least -9000000000000000000, got -1e+300"),
+    (grammar({"const": -(2**63)}), "-9000000000000000000, got -9223372036854775808"),
     (grammar(CHAINED), "may have at most 12 different patterns and formats"),
-    ({"type": "json_schema", "json_schema": {}}, "must be an object with a 'schema'"),
+    ({"type": "json_schema", "json_schema": {}}, "must be an object with the object 'schema'"),
 ]
 
 
@@ -60,7 +60,7 @@ def test_bad_values_are_refused(asked: Any, sentence: str) -> None:
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 1}, {"acceptance": "typical"}])
 def test_what_a_grammar_excludes_is_refused(other: dict[str, Any]) -> None:
     [(name, value)] = other.items()
-    with pytest.raises(ValueError, match=f"^{name}={value!r} does not go with response_format"):
+    with pytest.raises(ValueError, match=f"^{name}={value!r} conflicts with response_format"):
         check_together(SamplingParams(response_format=ANY_JSON, **other))
 
 
