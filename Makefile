@@ -70,7 +70,7 @@ lint: $(DONE)lint  ## ruff and mypy
 	@$(BIN)/mypy nanospec bench tests campaigns run.py  # nanospec/kernels is kernels
 
 pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
-	@$(BIN)/python -m bench.pictures $(ARGS)
+	@$(BIN)/python -m bench.pictures $(ARGS) && $(BIN)/python -m bench.diagrams
 
 gpu:  ## tests and benchmarks on a GPU: PART=tests, kernels, steps or e2e
 	@$(PYTHON) bench/gpu.py $(PART) --out $(OUT)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 AGAINST_VLLM = re.compile(
     r"^\| (?P<batch>\d+)(?P<sampled>, sampled)?(?P<long>, after 4,000 tokens)?"
-    r"(?:, tokens per second|, no guesses)?(?P<ngram>, n-gram)?"
+    r"(?:, tokens per second|, no (?:guesses|speculation))?(?P<ngram>, n-gram)?"
     r" \| (?P<ours>\d+) \| (?P<theirs>\d+)[^|]*"
     r" \| (?P<ratio>[^|]*) \|(?: (?P<zen4>[^|]*?) ?\|)?$",
     re.MULTILINE,
