@@ -19,7 +19,7 @@ AGAINST_VLLM = re.compile(
     re.MULTILINE,
 )
 GUESSING = re.compile(
-    r"^\| `([a-z+]+)`(?:, tree of (\d))?(?:, K = (\d))? \|((?: [\d.]+, [\d.]+x \|){7})", re.MULTILINE
+    r"^\| `([a-z+]+)`(?:, tree width (\d))?(?:, K = (\d))? \|((?: [\d.]+, [\d.]+x \|){7})", re.MULTILINE
 )
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag", "code edits")
 
