@@ -1,10 +1,10 @@
-"""The interface of drafters: `Drafter` works on tensors of all rows, `SimpleDrafter` on the tokens of one.
+"""Base classes of drafters: `Drafter` works on tensors of all rows, `SimpleDrafter` on one row in Python.
 
-A step calls `propose`, verifies the drafts, and calls `learn`. Both calls may be captured, so they must not
-wait for the device unless `attach` said that they may. What a drafter remembers of requests lies in device
-rows of its own, one per request row, and a last one that padding rows may write to.
+A step calls `propose`, verifies the drafts, then calls `learn`. Both calls may be captured in a CUDA graph,
+so they must not synchronize with the device unless `attach` got `may_wait=True`. Per-request state belongs
+in device tensors with one entry per request row, plus a last entry that padding rows may write to.
 
-`LLM(model, drafter=Echo())` uses an object; `docs/extend-drafter.md` shows how to write one.
+Pass an instance to `LLM(model, drafter=...)`; `docs/extend-drafter.md` shows how to write a drafter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """The model to guess for, and where it was loaded from."""
+    """The target model, the folder it was loaded from, and its tokenizer."""
 
     model: Model
     folder: Path | None = None
@@ -41,8 +41,7 @@ class Target(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes of a drafter's weights, bytes of its own KV cache per token, and the tokens of its window, None
-    for any number."""
+    """Bytes of weights, bytes of KV cache per token, and maximum context length (None: no limit)."""
 
     weights: int = 0
     kv_per_token: int = 0
@@ -50,15 +49,15 @@ class Memory(NamedTuple):
 
 
 class Drafter:
-    """Drafts tokens for request rows. Only `propose` must be defined.
+    """Base class of drafters. A subclass must define `propose`; the other methods are optional.
 
     Attributes:
-        name: for statistics; the method, or the name of the class.
-        max_drafts: the most drafts that it makes for a row.
-        runs_model: whether drafting takes time that must pay; such a drafter comes last.
-        reads_on_host: whether it must wait for the device, so that steps with it cannot be captured.
-        makes_trees: whether it has a use for a tree width above 1.
-        memory: what it takes, see `Memory`.
+        name: shown in statistics; the name of the class by default.
+        max_drafts: maximum number of drafts per row and step.
+        runs_model: whether drafting takes significant time; such a drafter must be the last of several.
+        reads_on_host: whether `propose` synchronizes with the device, so that steps cannot be captured.
+        makes_trees: whether a tree width above 1 is supported.
+        memory: the memory it needs, see `Memory`.
     """
 
     name: str = "Drafter"
@@ -73,66 +72,67 @@ class Drafter:
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> Drafter:
-        """Return the drafter with its weights. Raises ValueError or FileNotFoundError if something is
-        missing."""
+        """Load the drafter and its weights for the target model. Raises ValueError if a setting is missing or
+        wrong, FileNotFoundError if a file is missing."""
         return cls()
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        """Allocate device rows and caches, whose addresses must not change. `max_tokens`: the most that
-        `catch_up` may compute at once. `may_wait`: steps are not captured, so `propose` may wait."""
+        """Allocate per-row state and caches; their addresses must not change afterwards. `catch_up` computes
+        at most `max_tokens` tokens per call. If `may_wait`, steps are not captured: `propose` may block."""
 
     # Called by the host between steps.
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
-        """Take in the pages of a row whose text has at least `num_tokens` tokens: when a request took the
-        row, and when it got further pages. Those behind the first `num_kept` hold nothing yet."""
+        """Update the KV cache blocks of a row, when its request is admitted and when it gets more blocks. The
+        row has at least `num_tokens` tokens; blocks after the first `num_kept` hold no K/V yet."""
 
     def release(self, row: int) -> None:
-        """Forget the request of a row, which has left it and its pages."""
+        """Drop the state of a row whose request has finished or was preempted."""
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        """Compute what is missing of texts to draft for next: before captured steps, or with `runs_model`."""
+        """Prefill missing state of the rows of the next step, before `propose`. Called before captured steps;
+        in packed steps only if `runs_model`."""
 
     # Called in a step.
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        """Return up to `k` >= 1 drafts, in k columns, for each of the request rows [B] int32: none for -1,
-        none beyond `room`; `lay_out` in `proposal.py` drops invalid ones. Must not write to table or rows."""
+        """Return up to `k` >= 1 drafts, in k columns, for each of the request rows [B] int32: none for -1
+        (padding), at most `room`. Must not write to `table` or `rows`. Invalid drafts are dropped later."""
         raise NotImplementedError(f"{self.name} must define propose(self, table, rows, k).")
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
-        """Take in the target's hidden states [T, H] and its verdict over `batch`, which is committed already.
-        `proposal.drafter` is NO_DRAFTER for rows without drafts of this drafter."""
+        """Update state after a step, from its hidden states [T, H] and the verdict on `batch`.
+        `proposal.drafter` is NO_DRAFTER for rows without drafts from this drafter."""
 
 
 class SimpleDrafter(Drafter):
-    """Drafts on the host, in plain Python. Only `draft` must be defined; `__init__` is the subclass's own.
+    """Base class of drafters in plain Python. A subclass must define `draft`; it need not call
+    `super().__init__()`. Every draft is verified: a wrong one costs speed but never changes the output.
 
-        class Again(SimpleDrafter):
+        class RepeatLast(SimpleDrafter):
             def draft(self, tokens, k):
                 return tokens[-1:] * k
 
-    It reads texts on the host, so steps with it are not captured: natural on a CPU, on a GPU slower than a
-    `Drafter` that proposes on the device. A wrong guess costs speed or gives an error, never another output:
-    guesses are checked here, and verified as those of other drafters.
+    `draft` runs on the host, so steps cannot be captured as CUDA graphs. On a CPU this does not matter; on
+    a GPU a `Drafter` that proposes on the device is faster.
 
     Attributes:
-        max_drafts: the most it ever guesses; may be set lower by the subclass.
-        notes: a dict for what `draft` remembers of the request that it is asked about; empty when the request
-            begins, or begins again after it had to make room for others.
+        max_drafts: maximum number of drafts per row and step; a subclass may lower it.
+        notes: a dict for state of the request that `draft` is called for. It is empty when the request starts
+            and when it restarts after a preemption.
     """
 
-    runs_model = True  # drafting takes time
+    runs_model = True  # the time that `draft` takes is measured
     reads_on_host = True
     notes: dict[str, Any]
 
     def draft(self, tokens: list[int], k: int) -> Iterable[int]:
-        """Return up to `k` >= 1 tokens that may follow `tokens`, prompt and output so far; [] for no guess.
+        """Return up to `k` >= 1 token ids that may follow `tokens`, a copy of the prompt and output so far.
 
-        Any iterable of integers will do; what is beyond k is not read. With an automatic number of drafts it
-        is not called in every step, and seldom if a call takes longer than it saves.
+        Any iterable of integers will do, [] for no drafts; at most k items are read. Exceptions and invalid
+        ids end `generate` with an error. With automatic K, steps in which drafting does not pay skip it.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define guess(self, tokens, k).")
+        raise NotImplementedError(f"{type(self).__name__} must define draft(self, tokens, k).")
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self._notes: dict[int, dict[str, Any]] = {}
@@ -141,41 +141,42 @@ class SimpleDrafter(Drafter):
         self._notes.pop(row, None)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        wanted = room(table, rows, min(k, self.max_drafts)).tolist()
-        if not any(wanted):
+        limits = room(table, rows, min(k, self.max_drafts)).tolist()
+        if not any(limits):
             return no_drafts(rows, k)
-        found = [self._ask(table, row, n) if n else [] for row, n in zip(rows.tolist(), wanted, strict=True)]
-        counts = torch.tensor([len(drafts) for drafts in found], dtype=torch.int32, device=rows.device)
-        padded = [drafts + [0] * (k - len(drafts)) for drafts in found]
+        pairs = zip(rows.tolist(), limits, strict=True)
+        drafts = [self._draft_row(table, row, limit) if limit else [] for row, limit in pairs]
+        counts = torch.tensor([len(ids) for ids in drafts], dtype=torch.int32, device=rows.device)
+        padded = [ids + [0] * (k - len(ids)) for ids in drafts]
         return make_proposal(torch.tensor(padded, dtype=torch.int32, device=rows.device), counts)
 
-    def _ask(self, table: Table, row: int, most: int) -> list[int]:
-        """Return the guesses for one row, checked."""
-        text, name = table.tokens[row, : int(table.num_tokens[row])].tolist(), type(self).__name__
-        length, self.notes = len(text), self._notes.setdefault(row, {})
+    def _draft_row(self, table: Table, row: int, limit: int) -> list[int]:
+        """Call `draft` for one row and check the token ids."""
+        tokens, name = table.tokens[row, : int(table.num_tokens[row])].tolist(), type(self).__name__
+        length, self.notes = len(tokens), self._notes.setdefault(row, {})
         try:
-            given = self.draft(text, most)
-            found: list[Any] = [as_int(token) for token in islice(given, most)]
+            returned = self.draft(tokens, limit)
+            drafts: list[Any] = [as_int(token) for token in islice(returned, limit)]
         except NotImplementedError:
             raise
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"{name}.draft failed on {length} tokens, k={most}: {what}") from error
-        for token in found:
+            cause = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"{name}.draft failed on {length} tokens, k={limit}: {cause}") from error
+        for token in drafts:
             if type(token) is not int or not 0 <= token < table.vocab_size:
-                ids = f"token ids are integers from 0 to {table.vocab_size - 1}"
-                raise ValueError(f"{name}.draft gave {shown(token)}; {ids}.")
-        return found
+                ids = f"token ids must be integers from 0 to {table.vocab_size - 1}"
+                raise ValueError(f"{name}.draft returned {shown(token)}; {ids}.")
+        return drafts
 
 
 def make_proposal(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
-    """Return a model's proposal: drafts [B, K], of which `num_drafts` [B] count; other parts are shared."""
+    """Return a proposal of the first `num_drafts` [B] drafts [B, K] of each row; with `parents`, of trees."""
     none, drafter = no_drafts(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NO_DRAFTER
     return Proposal(drafts, num_drafts, none.source, none.match_len, drafter, parents)
 
 
 def no_drafts(rows: Tensor, k: int) -> Proposal:
-    """Return no drafts for the rows [B]. Launches kernels at its first call only; not to be changed."""
+    """Return an empty proposal for the rows [B]. Cached: later calls launch no kernels; do not modify it."""
     return _no_drafts(rows.shape[0], k, rows.device)
 
 

@@ -1,16 +1,16 @@
-"""Let a small model with the target's vocabulary write ahead, one token per pass (Leviathan et al., 2023).
+"""A small model with the target's vocabulary drafts one token per forward pass (Leviathan et al., 2023).
 
-It draws with the target's noise at the same positions, so that sampled requests accept often too: where
-the two distributions agree, so do the draws.
+The draft model samples with the target's noise at the same positions. Where both distributions agree, so do
+the sampled tokens, so the acceptance rate is high for sampled requests too.
 
-Its K/V lie in a cache of its own, but in the same blocks as the target's: a block has room for the same
-tokens in both, so the two are allocated, shared, preempted and freed as one. What is missing is computed
-from `computed[row]` on, before the model drafts. It is missing after a prompt, after steps for which another
-drafter or none drafted, and where cached blocks hold only the target's half.
+The draft model has its own KV cache but uses the target's block tables: a block holds the K/V of the same
+tokens in both caches, so both are allocated, shared, preempted and freed together. The K/V of tokens from
+`computed[row]` on are missing after a prompt, after steps without drafts of this model, and in cached blocks
+that only the target has written; they are computed before the model drafts.
 
-Invariants: `computed[row]` tokens of the row's text have their K/V in this cache (a rejected draft leaves
-garbage behind it, so going back costs nothing); what the host knows of it, `_Text.computed`, is never more;
-`_drafted` are the blocks that hold the draft model's K/V of all their tokens.
+Invariants: the K/V of the first `computed[row]` tokens of a row are in this cache (K/V of rejected drafts lie
+beyond them and are overwritten); the host's `_Text.computed` is never larger; the blocks in `_drafted` hold
+the draft model's K/V of all their tokens.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from . import Drafter, Memory, Target, make_proposal, no_drafts, room
 if TYPE_CHECKING:
     from ..config import SpecConfig
 
-ALL = torch.iinfo(torch.int32).max  # computed of a row without a request: rows that time a step draft
+ALL = torch.iinfo(torch.int32).max  # `computed` of a row without a request, which drafts when steps are timed
 
 
 @dataclass(eq=False)
 class _Text:
-    """What the host knows of a row's text; in captured steps as of the step before the latest."""
+    """The host's view of a row; with captured steps, it is one step behind the device."""
 
     num_tokens: int
     computed: int
@@ -53,21 +53,21 @@ class _Text:
 
 
 class ModelDrafter(Drafter):
-    """A draft model with its cache; see the module docstring.
+    """Drafts with a small model; see the module docstring.
 
     Attributes:
-        kv: as `models/decoder.py` describes it.
-        computed: [S + 1] int32; the last row, -1, is written for padding.
-        first_pass: how many tokens of a text the first pass of a step computes; rows that miss more do not
-            draft. After a step that it drafted for one is missing or, if all was accepted, two; in a captured
-            step behind lookup more.
+        kv: the KV cache of the draft model, laid out as in `models/decoder.py`.
+        computed: [S + 1] int32, number of tokens with K/V in `kv`; the last entry is for padding.
+        first_pass: maximum number of tokens per row in the first forward pass of a step; rows that lack the
+            K/V of more get no drafts. After a step with its drafts, a row lacks one, or two if all were
+            accepted; more if n-gram lookup runs first in captured steps.
     """
 
     name = "draft"
     runs_model = True
 
     def __init__(self, spec: SpecConfig, model: Model, vocab_size: int) -> None:
-        """`vocab_size` is the target's; where the two differ in padding, only what both have is drafted."""
+        """`vocab_size` is the target's. If the models pad it differently, only common tokens are drafted."""
         self.model, self.vocab_size = model, vocab_size
         self._keep_logits = spec.acceptance != "exact"
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
@@ -87,13 +87,13 @@ class ModelDrafter(Drafter):
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.table, self.max_tokens, self.may_wait = table, max_tokens, may_wait
-        if may_wait:  # `catch_up` knows what is missing
+        if may_wait:  # `catch_up` has exact counts and leaves at most two tokens
             self.first_pass = 2
         self.kv = self.model.empty_cache(num_blocks, table.block_size)
         self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
         self._texts: dict[int, _Text] = {}
         self._drafted: set[int] = set()
-        self._news = self._copied()
+        self._copy = self._start_copy()
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         new = blocks[num_kept:]
@@ -109,15 +109,15 @@ class ModelDrafter(Drafter):
 
     def release(self, row: int) -> None:
         if self._texts.pop(row, None) is not None:
-            self.computed[row].fill_(ALL)  # what its blocks hold stays until they are another's
+            self.computed[row].fill_(ALL)  # its blocks remain in `_drafted` until they are reallocated
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        """Compute all but the last token of each of these texts, as far as `max_tokens` reach for all, where
-        the first pass of a step does not do it anyway. Where steps are captured the host does not ask the
-        device what is there, but takes in a copy that was started at the call before."""
+        """Compute the missing K/V of these rows, except that of the last token and what the first pass of a
+        step computes anyway; at most `max_tokens` tokens in total. With captured steps, the host does not
+        synchronize: it uses counts whose copy was started in the previous call."""
         if self.may_wait:
-            self._news = self._copied()
-        self._take_in()
+            self._copy = self._start_copy()
+        self._finish_copy()
         chunks, budget = [], self.max_tokens
         for row in rows:
             text = self._texts[row]
@@ -127,13 +127,13 @@ class ModelDrafter(Drafter):
                 budget -= length
         if chunks:
             batch = Batch.of_chunks(self.table, chunks)
-            self.model.write_kv(self._known(batch), self.kv)
+            self.model.write_kv(self._clamped(batch), self.kv)
             end = batch.base_len + batch.q_len
             self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)
             for row, start, length in chunks:
                 self._note(self._texts[row], start + length)
         if not self.may_wait:
-            self._news = self._copied()
+            self._copy = self._start_copy()
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         num_tokens = table.num_tokens[rows.clamp(min=0)]
@@ -173,23 +173,23 @@ class ModelDrafter(Drafter):
 
     def _forward(self, batch: Batch) -> Tensor:
         """Return the hidden states [T, H] of the batch."""
-        return self.model.forward(self._known(batch), self.kv)
+        return self.model.forward(self._clamped(batch), self.kv)
 
-    def _known(self, batch: Batch) -> Batch:
-        """Return the batch in tokens of the draft model. What its vocabulary lacks is padding of the target's
-        and stands for no text, so any other token will do."""
-        most = self.model.config.vocab_size
-        if most >= self.table.vocab_size:
+    def _clamped(self, batch: Batch) -> Batch:
+        """Return the batch with token ids limited to the draft model's vocabulary. Ids beyond it are padding
+        of the target's vocabulary, not text, so any other token will do."""
+        vocab_size = self.model.config.vocab_size
+        if vocab_size >= self.table.vocab_size:
             return batch
-        return replace(batch, input_ids=batch.input_ids.clamp(max=most - 1))
+        return replace(batch, input_ids=batch.input_ids.clamp(max=vocab_size - 1))
 
-    def _copied(self) -> tuple[dict[int, _Text], Callable[[], list[list[int]]]]:
-        """Start copying `computed` and the lengths of all texts to the host."""
+    def _start_copy(self) -> tuple[dict[int, _Text], Callable[[], list[list[int]]]]:
+        """Start copying `computed` and the number of tokens of all rows to the host."""
         return dict(self._texts), to_host(torch.stack([self.computed[:-1], self.table.num_tokens]))
 
-    def _take_in(self) -> None:
-        """Learn what the device has computed."""
-        texts, wait = self._news
+    def _finish_copy(self) -> None:
+        """Wait for the copy to the host and update `_texts`."""
+        texts, wait = self._copy
         computed, num_tokens = wait()
         for row, text in texts.items():
             if self._texts.get(row) is text:  # not released since

@@ -1,4 +1,4 @@
-"""What the policy weighs: what steps and drafting cost, as measured, and how likely drafts are right."""
+"""Estimates for the policy: measured costs of steps and drafting, and acceptance probabilities of drafts."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import NamedTuple
 
-LATEST, ENOUGH = 32, 3  # calls that tell what drafting takes, and the fewest that do
-FADE = 0.999  # of the times of drafting at each step: what seemed too slow is tried again some time
-CAUTION = 0.75  # of what the end of a row seems to save; it is a small difference of measured times
-DECAY, ROW_DECAY = 0.995, 0.95  # weight of the past at each observation: of all rows, of a row
-PRIOR, ROW_PRIOR = 8.0, 6.0  # how many observations the first values below, and a factor of 1, count for
-MISS, FULL = 0, -1  # in place of the length of a match: whether the last step was accepted in full
-# First values by that length, up to 8: about the shares of SmolLM2's greedy answers to questions and code
+LATEST, ENOUGH = 32, 3  # maximum and minimum number of calls from which drafting times are computed
+FADE = 0.999  # factor of the drafting times per step, so that a drafter that seemed too slow is tried again
+CAUTION = 0.75  # factor of the time saved when a row ends, a small and noisy difference of measurements
+DECAY, ROW_DECAY = 0.995, 0.95  # factor of past observations per new one: over all rows, of one row
+PRIOR, ROW_PRIOR = 8.0, 6.0  # weight, in observations, of the initial values below and of a row factor of 1
+MISS, FULL = 0, -1  # in place of a match length: whether all drafts of the row's last step were accepted
+# Initial values by match length, up to 8: roughly those of SmolLM2's greedy answers to questions and code
 # edits.
 FIRST = {FULL: 0.7, MISS: 0.3, 1: 0.2, 2: 0.5, 3: 0.6, 4: 0.7, 5: 0.75, 6: 0.8, 7: 0.85, 8: 0.9}
 NEXT = {MISS: 0.75, 1: 0.65, 2: 0.75, 3: 0.8, 4: 0.8, 5: 0.85, 6: 0.85, 7: 0.9, 8: 0.95}
 
 
 class StepCosts:
-    """Measured ms of a step, smoothed: more drafts never cost less.
+    """Measured step times in ms, made monotonic: more drafts never cost less.
 
     Attributes:
         captured: ms by captured batch size and K, ascending; empty if steps are packed. Every batch size
             has K = 0; larger K may be missing.
         packed: ms by number of tokens scored, ascending; empty if steps are captured.
-        propose: (rows, drafts of each) -> ms that a model takes to draft in a packed step; lookup takes next
-            to nothing. A captured step includes it.
-        attention: what a packed step takes beyond that for each cached position of a row: ms, and ms for
-            each token that is scored there.
+        propose: function of the number of rows and of drafts per row that returns the ms a model takes to
+            draft in a packed step. Captured steps include this time; that of n-gram lookup is negligible.
+        attention: additional ms of a packed step per cached position: for each row, and for each token that
+            the row scores.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class StepCosts:
         self._slopes = [(b - a) / (n - m) for (m, a), (n, b) in pairwise(self.packed.items())]
 
     def cost(self, B: int, tokens: float, context: int = 0) -> float:
-        """Return the ms of a step that scores so many tokens of B rows, which have `context` cached
-        positions together, without `propose`. Captured: of the next larger batch and K."""
+        """Return the ms of a step, without `propose`, that scores `tokens` tokens of B rows with `context`
+        cached positions in total. For captured steps, this is the smallest bucket that fits."""
         if self.captured:
             return next(ms for k, ms in self._bucket(B).items() if B * (k + 1) >= tokens)
         i, (row, query) = self._segment(tokens), self.attention
@@ -57,13 +57,13 @@ class StepCosts:
         return ms + context * (row + query * tokens / B)
 
     def by_k(self, B: int, most: int, context: int = 0) -> dict[int, float]:
-        """Return ms by K, up to `most`, if every row has K drafts."""
+        """Return the ms for each K up to `most`, with K drafts in every row."""
         if self.captured:
             return {k: ms for k, ms in self._bucket(B).items() if k <= most}
         return {k: self.cost(B, B * (k + 1), context) + self.propose(B, k) for k in range(most + 1)}
 
     def least_slope(self, B: int, context: int) -> float:
-        """Return the ms that a further token adds at least to a packed step, whatever else it scores."""
+        """Return the minimum ms that one more token adds to a packed step of B rows, whatever its size."""
         return min(self._slopes[self._segment(B + 1) :]) + context * self.attention[1] / B
 
     def _bucket(self, B: int) -> dict[int, float]:
@@ -81,12 +81,12 @@ class StepCosts:
 
 
 def _rising(ms: Mapping[int, float]) -> dict[int, float]:
-    """Sort by number, and let no larger number take less; a coarse clock may show 0."""
+    """Sort by key and make the values non-decreasing and positive (a coarse clock may measure 0)."""
     return dict(zip(sorted(ms), accumulate((max(ms[n], 1e-6) for n in sorted(ms)), max)))
 
 
 class DraftTimes:
-    """ms that a drafter takes, from its latest calls, by the rows of the step and the drafts of each."""
+    """Measured ms per call of a drafter, by number of rows (in powers of two) and of drafts per row."""
 
     def __init__(self) -> None:
         self._calls: defaultdict[tuple[int, int], deque[tuple[float, float]]]
@@ -94,57 +94,57 @@ class DraftTimes:
         self._ms: dict[tuple[int, int], float] = {}
 
     def add(self, rows: int, k: int, ms: float, fraction: float) -> None:
-        """Count a call that made drafts for a `fraction` of the rows that it was asked for."""
+        """Record a call that returned drafts for a `fraction` of the rows it was called for."""
         key = rows.bit_length(), k
         self._calls[key].append((ms, fraction))
         times, fractions = zip(*self._calls[key])
-        if len(times) >= ENOUGH:  # calls without drafts count to those with some
+        if len(times) >= ENOUGH:  # calls that return no drafts add to the cost of those that do
             self._ms[key] = median(times) * (len(fractions) + 1) / (sum(fractions) + 1)
 
     def fade(self) -> None:
-        """Forget a little of all times; those of calls that are made are counted anew."""
+        """Reduce all times a little, so that those no longer measured are tried again."""
         self._ms = {key: FADE * ms for key, ms in self._ms.items()}
 
     def __call__(self, rows: int, k: int) -> float:
-        """Return the ms of a call; where too few were made, what others show it to take at least."""
+        """Return the ms of a call; if too few were measured, a lower bound from other sizes."""
         size = rows.bit_length()
         least = [ms * min(k / n, 1.0) for (s, n), ms in self._ms.items() if s <= size]
         return self._ms.get((size, k), max(least, default=0.0))
 
 
 class RowAccounts:
-    """What drafts have saved each row, in ms, less what they have cost all rows.
+    """Balance of each row in ms: the time that drafts have saved it, minus the time that they have cost it.
 
-    Where no request waits, steps are made until the slowest row has ended, and the drafts of a row make each
-    step longer for all. An accepted draft takes one step from its row, of `plain` ms. It saves `every` row
-    what a step gets shorter by when a row ends, and its own row the rest, so `plain` ms in all.
+    While no requests wait, drafts of one row lengthen the steps of all rows. An accepted draft saves its row
+    a step of `plain` ms: a later step runs without that row and is shorter, which saves every row `_shared`
+    ms. The rest, up to `plain` ms in total, is credited to the draft's own row.
     """
 
     def __init__(self) -> None:
-        self._every, self._own = 0.0, 0.0  # ms that an accepted draft saves every row, and its own beside
-        self._spent = 0.0  # ms that drafts have cost every row, less those that they saved every row
-        self._saved: dict[int, float] = {}  # by row: less `_spent`, its account
+        self._shared, self._own = 0.0, 0.0  # ms that an accepted draft saves: each row, and its own row more
+        self._spent = 0.0  # ms that drafts have cost each row, minus the shared savings
+        self._saved: dict[int, float] = {}  # ms saved by row; the balance is this minus `_spent`
 
     def allowed(self, gains: Mapping[int, float], plain: float, alone: float) -> float:
-        """Return the ms that the poorest row may lose in a step: its account, and what its own drafts will
-        save it. `gains`: of the drafts of each row, how many will be accepted. `plain`, `alone`: ms of a step
-        without drafts, of all the rows and of one."""
-        self._every = CAUTION * (plain - alone) / max(len(gains) - 1, 1)
-        self._own = plain - len(gains) * self._every
+        """Return the ms by which drafts may lengthen a step: the minimum over rows of the balance plus what
+        the row's own drafts are expected to save. `gains` is the expected number of accepted drafts of each
+        row; `plain` and `alone` are the ms of a step without drafts of all rows and of one row."""
+        self._shared = CAUTION * (plain - alone) / max(len(gains) - 1, 1)
+        self._own = plain - len(gains) * self._shared
         saved = (self._saved.setdefault(row, self._spent) + self._own * gain for row, gain in gains.items())
         return min(saved) - self._spent
 
     def loss(self, ms: float, gain: float) -> float:
-        """Return the ms that each row loses by drafts that add `ms` to a step and bring `gain` tokens."""
-        return ms - gain * self._every
+        """Return the net ms that each row loses by drafts that add `ms` to a step and yield `gain` tokens."""
+        return ms - gain * self._shared
 
     def spend(self, ms: float) -> None:
-        """Charge all rows for the drafts of a step."""
+        """Charge every row the `ms` that the drafts of a step added."""
         self._spent += ms
 
     def credit(self, row: int, accepted: int) -> None:
-        """Credit a row, and all others, with its accepted drafts."""
-        self._spent -= accepted * self._every
+        """Credit the savings of a row's accepted drafts to all rows and to the row itself."""
+        self._spent -= accepted * self._shared
         self._saved[row] = self._saved.get(row, self._spent) + accepted * self._own
 
     def close(self, row: int) -> None:
@@ -153,7 +153,7 @@ class RowAccounts:
 
 
 class Offer(NamedTuple):
-    """What was drafted for a row; see `Proposal`."""
+    """The drafts proposed for a row; see `Proposal` for the fields."""
 
     row: int
     drafter: int
@@ -162,7 +162,7 @@ class Offer(NamedTuple):
 
 
 class Rate:
-    """How often something happened over how often it could have, or was expected to; the past fades."""
+    """An exponentially decaying ratio of observed to expected (or possible) events."""
 
     def __init__(self, value: float, weight: float) -> None:
         self.right, self.expected = value * weight, weight
@@ -176,31 +176,31 @@ class Rate:
         return self.right / self.expected
 
 
-Key = tuple[int, int]  # drafter, and length of the match
+Key = tuple[int, int]  # drafter, match length (or MISS, FULL)
 
 
 class Estimator:
-    """How likely drafts are right.
+    """Online estimates of the probability that drafts are accepted.
 
-    Two shares are counted: of first drafts that are right, and of those behind a right one. Both depend most
-    on how many tokens matched where a draft was looked up, so they are kept by drafter and length of the
-    match, of all requests together; a new request starts from them. A text may repeat itself more or less
-    than others: by what factor a row's first drafts are right more often is counted for each row.
+    Two rates are tracked over all requests: how often a row's first draft is accepted, and how often a draft
+    is accepted after an accepted one. Both depend mostly on the length of the n-gram match, so they are kept
+    per drafter and match length. A factor per row tracks how its first drafts compare with that average.
 
-    Where nothing has matched (a model guesses, or K is chosen before there are drafts) the row's last step
-    tells most: whether it was accepted in full takes the place of the length. A row is then a chain of two
-    states, and `tokens_per_step` is its long run. It gives a small K its due: what that leaves is right in
-    the next step too.
+    Without a match (a model drafts, or K is chosen before drafts are proposed) the best predictor is the last
+    step: whether all drafts of the row were accepted takes the place of the match length. The row is then a
+    Markov chain of two states, and `tokens_per_step` is its stationary mean. This does not underestimate a
+    small K, whose cut-off drafts are likely to be accepted in the next step.
     """
 
     def __init__(self) -> None:
-        self._first: dict[Key, Rate] = {}  # by drafter
+        self._first: dict[Key, Rate] = {}
         self._next: dict[Key, Rate] = {}
-        self._factor: dict[int, dict[int, Rate]] = {}  # by row, for all lengths from 1 on together
+        self._factor: dict[int, dict[int, Rate]] = {}  # by row; one for all match lengths of at least 1
         self._state: dict[int, int] = {}  # MISS or FULL, by row
 
     def gains(self, offer: Offer, least: float = 0) -> list[float]:
-        """Return the chance of each draft of a row that it and all before it are right, down to `least`."""
+        """Return the probability of each draft of a row that it and all previous ones are accepted, as far as
+        it is at least `least`."""
         row, drafter, num_drafts, match_len = offer
         gain, gains = self._chance(row, drafter, match_len or self._state.get(row, MISS)), list[float]()
         further = self._of(self._next, NEXT, drafter, match_len).value
@@ -210,34 +210,34 @@ class Estimator:
         return gains
 
     def tokens(self, limits: Mapping[int, int], drafter: int, ks: tuple[int, ...]) -> list[float]:
-        """Return what rows give per step together for each K, without a match. `limits`: the most drafts by
-        row."""
+        """Return the expected tokens per step of all rows together for each K, without matches. `limits` is
+        the maximum number of drafts of each row."""
         further, total = round(self._of(self._next, NEXT, drafter, MISS).value, 3), [0.0] * len(ks)
-        for row, limit in limits.items():  # rounded, so that few curves are computed
+        for row, limit in limits.items():  # rounded for hits in the cache of `tokens_per_step`
             miss, full = (round(self._chance(row, drafter, state), 2) for state in (MISS, FULL))
             total = [a + b for a, b in zip(total, tokens_per_step(miss, full, further, ks, limit))]
         return total
 
     def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
-        """Count what became of a row's drafts in a step; none are a miss."""
+        """Update the rates with the number of drafts and accepted drafts of a row; none count as rejected."""
         state = match_len or self._state.get(row, MISS)
         first = self._of(self._first, FIRST, drafter, state)
         self._of_row(row, state).add(accepted > 0, first.value, ROW_DECAY)
         first.add(accepted > 0, 1.0, DECAY)
         right, tried = accepted - 1, min(accepted, drafted - 1)
-        if state == FULL:  # the first draft goes on from right ones, too
+        if state == FULL:  # the first draft follows accepted ones, too
             right, tried = right + 1, tried + 1
         if tried > 0:
             self._of(self._next, NEXT, drafter, match_len).add(right, tried, DECAY**tried)
         self._state[row] = FULL if 0 < drafted == accepted else MISS
 
     def reset(self, row: int) -> None:
-        """Forget the text of a row."""
+        """Forget the request of a row."""
         self._state.pop(row, None)
         self._factor.pop(row, None)
 
     def _chance(self, row: int, drafter: int, state: int) -> float:
-        """Return the chance that the row's first draft is right."""
+        """Return the probability that the row's first draft is accepted."""
         return min(self._of(self._first, FIRST, drafter, state).value * self._of_row(row, state).value, 1.0)
 
     def _of(self, rates: dict[Key, Rate], start: Mapping[int, float], drafter: int, state: int) -> Rate:
@@ -249,15 +249,15 @@ class Estimator:
 
 @lru_cache(maxsize=1 << 16)
 def tokens_per_step(miss: float, full: float, further: float, ks: tuple[int, ...], limit: int) -> list[float]:
-    """Return a row's tokens per step in the long run for each K, of which it drafts at most `limit`.
+    """Return a row's mean tokens per step for each K, if it has at most `limit` drafts.
 
-    Its first draft is right with probability `miss`, or `full` after a step that was accepted in full; one
-    behind a right one with `further`.
+    The first draft is accepted with probability `full` after a step whose drafts were all accepted, else
+    `miss`; a draft after an accepted one with probability `further`.
     """
 
     def tokens(k: int) -> float:
-        stay = further ** (k - 1) if k else 0.0  # a step that begins right is accepted in full
-        share = miss * stay / (1 - full * stay + miss * stay) if miss else 0.0  # of steps after full ones
+        stay = further ** (k - 1) if k else 0.0  # P(all accepted | the first is accepted)
+        share = miss * stay / (1 - full * stay + miss * stay) if miss else 0.0  # of steps in state FULL
         run = k if further == 1 else (1 - further**k) / (1 - further)
         return 1 + ((1 - share) * miss + share * full) * run
 

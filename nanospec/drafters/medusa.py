@@ -1,20 +1,19 @@
-"""Guess several tokens at once from the target's last hidden state (Medusa, Cai et al., 2024).
+"""Medusa heads, which propose several tokens at once from the target's last hidden state (Cai et al., 2024).
 
-Head i guesses the token i + 1 places behind the one that the target drew from that hidden state, not
-knowing what that token was. So the hidden state from which a row's last token was drawn is kept; a row
-has none, and drafts nothing, before its first step and after a preemption.
+From the hidden state that the target drew a token from, head i proposes the token i + 1 positions later,
+without knowing the token drawn. So the drafter keeps the hidden state from which each row's last token was
+drawn. A row has none before its first step and after a preemption; it then gets no drafts.
 
-With a tree width W above 1 the W likeliest tokens of every head are combined to a tree of fixed shape.
+With a tree width W above 1, the W most likely tokens of each head are combined into a tree of fixed shape.
 
-Files have the layout that FasterDecoding/Medusa publishes, with H the target's hidden size, V its
-vocabulary, L blocks per head; each name may begin with `medusa_head.`:
+Files have the layout of FasterDecoding/Medusa, with the target's hidden size H and vocabulary size V, and L
+blocks per head. Names may have the prefix `medusa_head.`:
 
     {head}.{0 .. L-1}.linear.weight  [H, H]
     {head}.{0 .. L-1}.linear.bias    [H]
-    {head}.{L}.weight                [V, H]       may be missing: the head then shares the target's lm_head
-    token_map                        [Vd] ints    optional: the only tokens that are guessed, so that
-                                                  projections have Vd rows (as in FR-Spec, Zhao et al.,
-                                                  2025, and vLLM); the target draws from all
+    {head}.{L}.weight                [V, H]     optional: without it, the head uses the target's lm_head
+    token_map                        [Vd] ints  optional: the only tokens that are proposed, so projections
+                                                have Vd rows (as in FR-Spec, Zhao et al., 2025, and vLLM)
 
 `nanospec train` writes such files.
 """
@@ -47,19 +46,19 @@ if TYPE_CHECKING:
     from ..config import SpecConfig
     from ..models.decoder import Model
 
-CONTENDERS = 16  # tokens of a head among which it draws
+CONTENDERS = 16  # most likely tokens of a head from which it samples
 TOKEN_MAP = "token_map"
-PIECE = 64  # columns of a packed lm_head that are read at once
+PIECE = 64  # columns of a packed lm_head that are computed at a time
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads on the target's device.
+    """The weights of Medusa heads, on the target's device.
 
     Attributes:
-        blocks: weight [num_heads, H, H] and bias [num_heads, 1, H] of x + SiLU(W x + b), first to last.
-        projections: [Vd, H]: a single one that all heads share, or one per head.
-        token_map: [Vd] int64, the token of each row of the projections; None if it is its index.
+        blocks: weight [num_heads, H, H] and bias [num_heads, 1, H] of each block x + SiLU(W x + b), in order.
+        projections: [Vd, H], one per head, or a single one shared by all heads.
+        token_map: [Vd] int64, the token id of each row of the projections; None if it is the row's index.
     """
 
     blocks: tuple[tuple[Tensor, Tensor], ...]
@@ -68,11 +67,11 @@ class Heads:
 
     @classmethod
     def load(cls, path: str | Path, model: Model) -> Heads:
-        """Load the heads of a safetensors file in the model's dtype. Raises FileNotFoundError, or ValueError
-        for a file that is corrupt or does not fit the model."""
+        """Load heads from a safetensors file in the model's dtype. Raises FileNotFoundError if it does not
+        exist, ValueError if it is corrupt or does not fit the model."""
         file, hidden, rows = Path(path), model.config.hidden_size, model.config.vocab_size
         if not file.is_file():
-            raise FileNotFoundError(f"there are no heads at {file}; give a .safetensors file of heads.")
+            raise FileNotFoundError(f"Medusa heads {file} not found; heads must be a .safetensors file.")
         with open_safetensors(file) as handle:
             stored = {name.removeprefix("medusa_head."): name for name in handle.keys()}  # noqa: SIM118
             num_heads, num_layers = _layout(file, stored)
@@ -85,9 +84,10 @@ class Heads:
             shapes: dict[str, tuple[int, ...]] = dict.fromkeys(last, (rows, hidden))
             for name in (f"{head}.{n}.linear" for n in range(num_layers) for head in range(num_heads)):
                 shapes |= {f"{name}.weight": (hidden, hidden), f"{name}.bias": (hidden,)}
-            what = f"The {num_heads} heads of {num_layers} block(s) in {file} do not fit the model "
-            what += f"(hidden size {hidden}, {rows} tokens to guess)"
-            check_fit({name: handle.get_slice(own) for name, own in stored.items()}, shapes, what, last)
+            prefix = f"The {num_heads} heads of {num_layers} block(s) in {file} do not fit the model "
+            prefix += f"(hidden size {hidden}, {rows} tokens)"
+            slices = {name: handle.get_slice(stored_name) for name, stored_name in stored.items()}
+            check_fit(slices, shapes, prefix, last)
 
             def get(name: str) -> Tensor:
                 tensor: Tensor = handle.get_tensor(stored[name])
@@ -98,24 +98,24 @@ class Heads:
 
             blocks = tuple((stack(n, "weight"), stack(n, "bias")[:, None]) for n in range(num_layers))
             own = {name: make_linear(get(name)) for name in last if name in stored}
-        names = last if own else last[:1]  # the same for all heads
+        names = last if own else last[:1]  # a single one shared by all heads
         projections = (own[name] if name in own else lm_head_for(model, token_map) for name in names)
         return cls(blocks, tuple(projections), token_map)
 
     @property
     def num_heads(self) -> int:
-        """The number of tokens guessed from one hidden state."""
+        """The number of tokens proposed from one hidden state."""
         return len(self.blocks[0][0])
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the blocks and projections, of which one may be the target's lm_head."""
+        """Bytes of the blocks and projections, including the target's lm_head if the heads use it."""
         blocks = sum(tensor.nbytes for block in self.blocks for tensor in block)
         return blocks + sum(linear.num_bytes for linear in self.projections)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the scores of the guesses of each head: [N, H] -> [N, num_heads, Vd]. `hidden` is what
-        `Model.forward` returned at a position t; head i guesses token t + 2 + i."""
+        """Return the logits of each head: [N, H] -> [N, num_heads, Vd]. For the hidden states that
+        `Model.forward` returned at position t, head i predicts token t + 2 + i."""
         x = hidden.expand(self.num_heads, -1, -1)  # [num_heads, N, H]
         for weight, bias in self.blocks:
             x = x + F.silu(torch.baddbmm(bias, x, weight.mT))
@@ -124,41 +124,41 @@ class Heads:
         return torch.stack([project(part) for project, part in zip(self.projections, x, strict=True)], 1)
 
     def tokens(self, index: Tensor) -> Tensor:
-        """Return the token ids, int32, of columns of the logits."""
+        """Convert column indices of the logits to token ids, int32."""
         return (index if self.token_map is None else self.token_map[index]).int()
 
 
 def _layout(file: Path, names: Collection[str]) -> tuple[int, int]:
-    """Return the number of heads, and of blocks in each, that the names of the tensors show. Raises
-    ValueError if there is none."""
+    """Return the number of heads and of blocks per head, from the names of the tensors. Raises ValueError if
+    there are none."""
     found = [re.fullmatch(r"([0-9]{1,2})\.([0-9]{1,2})\.linear\.(?:weight|bias)", name) for name in names]
     heads, layers = ([int(match[part]) for match in found if match] for part in (1, 2))
     if not heads:
         raise ValueError(
-            f"{file} holds no heads: no tensor has a name such as '0.0.linear.weight' (it has "
-            f"{listed(names) or 'no tensors'}); give a file of Medusa heads."
+            f"{file} is not a file of Medusa heads: names such as '0.0.linear.weight' are missing "
+            f"(found {listed(names) or 'no tensors'})."
         )
     return max(heads) + 1, max(layers) + 1
 
 
 def checked_token_map(ids: Tensor, file: Path, vocab_size: int) -> Tensor:
-    """Return the token ids as int64. Raises ValueError if they are not ids of the model, or not distinct."""
-    said, dtype = f"{TOKEN_MAP} in {file}", str(ids.dtype).removeprefix("torch.")
+    """Return the token ids [Vd] as int64. Raises ValueError if they are not distinct ids of the model."""
+    name, dtype = f"{TOKEN_MAP} in {file}", str(ids.dtype).removeprefix("torch.")
     if dtype not in ("int32", "int64") or ids.dim() != 1 or len(ids) == 0:
-        raise ValueError(f"{said} must be a list of int32 or int64, not {dtype} {shown(list(ids.shape))}.")
+        raise ValueError(f"{name} must be a list of int32 or int64, not {dtype} {shown(list(ids.shape))}.")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
-        raise ValueError(f"{said} must hold different ids from 0 to {vocab_size - 1}; it fits another model.")
+        raise ValueError(f"{name} must be distinct ids from 0 to {vocab_size - 1}; use heads of this model.")
     return ids.long()
 
 
 def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
-    """Return the model's lm_head, or its rows of the tokens that are guessed."""
+    """Return the model's lm_head, or only its rows for the tokens of `token_map`."""
     return model.lm_head if token_map is None else make_linear(lm_head_rows(model, token_map))
 
 
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
-    """Return the rows of the target's lm_head for the tokens [n] int64, not packed: [n, H]. A packed lm_head
-    cannot be read, but products with 0 and 1 are exact: the unit vectors give its columns."""
+    """Return the rows of the target's lm_head for the tokens [n] int64, as a plain tensor [n, H]. A packed
+    lm_head has no readable rows, but its product with unit vectors gives its columns exactly."""
     if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
         return model.embedding[tokens]
     if model.lm_head.rows is not None:
@@ -168,12 +168,12 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
 
 
 class MedusaDrafter(Drafter):
-    """Medusa heads and the hidden states they start from.
+    """Drafts with Medusa heads; see the module docstring.
 
     Attributes:
-        hidden: [S + 1, H] the hidden state that each row's last token was drawn from; the last row is written
-            for padding.
-        ready: [S + 1] bool, whether `hidden` has it.
+        hidden: [S + 1, H], the hidden state from which each row's last token was drawn; the last entry is for
+            padding.
+        ready: [S + 1] bool, whether the entry of `hidden` is valid.
     """
 
     name = "medusa"
@@ -183,7 +183,7 @@ class MedusaDrafter(Drafter):
     def __init__(self, spec: SpecConfig, heads: Heads, target: Model) -> None:
         known = target.config.vocab_size if heads.token_map is None else len(heads.token_map)
         if spec.tree_width > known:
-            raise ValueError(f"tree_width={spec.tree_width} is more than the {known} tokens of the heads.")
+            raise ValueError(f"tree_width={spec.tree_width} exceeds the {known} tokens that heads propose.")
         self.heads, self.width, self._target = heads, spec.tree_width, target
         if self.width == 1:
             self.max_drafts = heads.num_heads
@@ -194,7 +194,7 @@ class MedusaDrafter(Drafter):
     def load(cls, spec: SpecConfig, target: Target) -> MedusaDrafter:
         file = spec.heads
         if file is None and target.folder is None:
-            raise ValueError(f"method={spec.method!r} needs heads: --heads FILE, or SpecConfig(heads=...).")
+            raise ValueError(f"method={spec.method!r} needs heads: use --heads or SpecConfig(heads=...).")
         heads = Heads.load(file or default_heads(target.folder), target.model)  # type: ignore[arg-type]
         return cls(spec, heads, target.model)
 
@@ -211,25 +211,25 @@ class MedusaDrafter(Drafter):
         wanted = torch.where(self.ready[index], room(table, rows, k), 0)
         candidate, parents, sizes = self._tree(k)
         width = (table.width[index] - 1).clamp(0, self.width - 1).long()
-        drafts = self._likely(table, index).flatten(1).gather(1, candidate[width])
+        drafts = self._candidates(table, index).flatten(1).gather(1, candidate[width])
         wanted = torch.minimum(wanted, sizes[width])
         return make_proposal(drafts, wanted, parents[width] if self.width > 1 else None)
 
-    def _likely(self, table: Table, index: Tensor) -> Tensor:
-        """Return what each head finds likeliest, [B, num_heads, W] int32. Where a request samples it is what
-        the head draws of its CONTENDERS likeliest tokens with the noise that the target will have there, so
-        that they agree where their probabilities do."""
+    def _candidates(self, table: Table, index: Tensor) -> Tensor:
+        """Return the W best tokens of each head, [B, num_heads, W] int32. For requests that sample, the
+        CONTENDERS most likely tokens are ranked with the noise that the target will use at that position, so
+        head and target draw the same token if their distributions agree."""
         scores = self.heads.logits(self.hidden[index]).float()
         likely, place = scores.topk(min(max(CONTENDERS, self.width), scores.shape[2]))
         ids = self.heads.tokens(place)
         position = table.num_tokens[index, None] + torch.arange(self.heads.num_heads, device=index.device)
-        luck = noise.naive(table.seed[index, None], position, ids)
-        best = (likely - table.temperature[index, None, None] * luck).topk(self.width).indices
+        log_e = noise.naive(table.seed[index, None], position, ids)
+        best = (likely - table.temperature[index, None, None] * log_e).topk(self.width).indices
         return ids.gather(2, best)
 
     def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For every width: which candidate (head * W + rank) each node is, its parent's place, and the
-        number of nodes. [W, k] int64, [W, k] int32, [W] int32."""
+        """Return the trees of all widths 1 .. W: the candidate (head * W + rank) of each node [W, k] int64,
+        the place of its parent [W, k] int32, and the number of nodes [W] int32."""
         if k not in self._trees:
             candidate, parents, sizes = [], [], []
             for width in range(1, self.width + 1):
@@ -248,15 +248,15 @@ class MedusaDrafter(Drafter):
         query = batch.q_start + verdict.path.gather(1, last[:, None]).squeeze(1)
         row = torch.where((batch.rows >= 0) & (verdict.num_emitted > 0), batch.rows, -1)
         self.hidden[row] = hidden[query.clamp(max=len(hidden) - 1)]
-        self.ready[row] = torch.ones_like(row, dtype=torch.bool)  # True would be copied from the host
+        self.ready[row] = torch.ones_like(row, dtype=torch.bool)  # assigning True would copy from the host
 
 
 def tree_paths(num_heads: int, width: int, k: int) -> list[tuple[int, ...]]:
-    """Return the ranks (r1, r2, ...) along the path to each of at most k nodes of a tree, likeliest first,
-    which puts parents first. A head's candidate of rank r is taken to be right with probability
-    (1 + r) ** -1.5 / 2, a rough fit."""
+    """Return the candidate ranks (r1, r2, ...) on the path to each of the k most likely nodes of a tree, most
+    likely first, so that parents come first. The probability that a head's candidate of rank r is accepted is
+    taken as (1 + r) ** -1.5 / 2, a rough fit."""
     paths: list[tuple[float, tuple[int, ...]]] = []
-    level: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # of nodes of one depth, the k likeliest
+    level: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # the k most likely nodes of one depth
     for _ in range(num_heads):
         further = [(p * 0.5 * (1 + r) ** -1.5, (*path, r)) for p, path in level for r in range(width)]
         level = sorted(further)[:k]

@@ -1,9 +1,8 @@
-"""The drafters of an engine: those of a method such as "ngram+draft", or a user's own.
+"""Select, load and run the drafters of an engine: those of a method such as "ngram+draft", or a user's own.
 
-Several draft in turn, each for the rows for which those before it have nothing: lookup takes no time and is
-right where it matches; a model always has something to say. So only the last drafter may take time that must
-pay (`Drafter.runs_model`). In steps that are not captured that time is measured, and the policy decides for
-how many drafts the last drafter is asked.
+Several drafters run in order, each for the rows that the previous ones have no drafts for: n-gram lookup is
+cheap and accurate where it matches, a model always has drafts. Only the last one may take significant time
+(`Drafter.runs_model`). In packed steps its time is measured, and the policy limits its number of drafts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .estimates import DraftTimes
 
 
 class NgramDrafter(Drafter):
-    """Looks the last tokens up in the row's own text: see `kernels/speculation/ngram.py`."""
+    """Looks up the last n tokens in the row's own text; see `kernels/speculation/ngram.py`."""
 
     name = "ngram"
     makes_trees = True
@@ -52,23 +51,23 @@ class NgramDrafter(Drafter):
         return ngram.propose(table, rows, k, self.max_n, self.width)
 
 
-METHODS = {  # the class of each, imported when it is used
+METHODS = {  # "FILE.CLASS" of each method, imported on use
     "draft": "draft_model.ModelDrafter",
     "medusa": "medusa.MedusaDrafter",
     "ngram": "methods.NgramDrafter",
 }
 NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
 USED_BY = {"draft_model": "draft", "heads": "medusa"}  # fields of `SpecConfig`
-PER_ROW = ("num_drafts", "match_len", "drafter", "sampled")  # parts of a `Proposal` of shape [B]
-DTYPES = {"logits": torch.float32, "sampled": torch.bool}  # of the other parts: int32
+PER_ROW = ("num_drafts", "match_len", "drafter", "sampled")  # fields of a `Proposal` of shape [B]
+DTYPES = {"logits": torch.float32, "sampled": torch.bool}  # fields of a `Proposal` that are not int32
 
 Drafters = Drafter | str | Sequence[Drafter | str]
-"""Who guesses: a drafter or the name of a method, or several, first come first."""
+"""A drafter, the name of a method, or a sequence of these in the order in which they run."""
 
 
 def resolve_drafters(spec: SpecConfig, given: Drafters | None) -> tuple[Drafter | type[Drafter], ...]:
     """Return the drafters `given`, or the classes of the methods of `spec` if None. Raises ValueError if they
-    do not fit together, or have no use for what is set."""
+    cannot be combined or do not support the settings of `spec`."""
     found: tuple[Drafter | type[Drafter], ...]
     if given is None:
         _check_method(spec)
@@ -77,14 +76,14 @@ def resolve_drafters(spec: SpecConfig, given: Drafters | None) -> tuple[Drafter 
         found = tuple(map(_given, given if isinstance(given, list | tuple) else [given]))
         if not found or spec.method != SpecConfig.method:
             raise ValueError(
-                f"drafter={shown(given)} and method={spec.method!r} do not go together: leave the method out "
-                'and name all drafters, as in drafter=["ngram", MyDrafter()].'
+                f"drafter={shown(given)} cannot be combined with method={spec.method!r}; omit the method and "
+                'list all drafters, as in drafter=["ngram", MyDrafter()].'
             )
     if costly := [drafter.name for drafter in found[:-1] if drafter.runs_model]:
-        raise ValueError(f"{costly[0]} takes time to guess, so it must come last.")
+        raise ValueError(f"{costly[0]} has runs_model=True, so it must be the last drafter.")
     if spec.tree_width > 1 and not any(drafter.makes_trees for drafter in found):
         names = "+".join(drafter.name for drafter in found) or "none"
-        raise ValueError(f"tree_width={spec.tree_width} is of no use to {names}, which guesses chains.")
+        raise ValueError(f"tree_width={spec.tree_width} is not supported by {names}; use tree_width=1.")
     return found
 
 
@@ -95,44 +94,44 @@ def _class_of(method: str) -> type[Drafter]:
 
 
 def _given(drafter: Any) -> Drafter | type[Drafter]:
-    """Return what the user gave, a drafter or the name of a method without weights. Raises ValueError."""
+    """Check an entry of `Drafters`: a drafter, or a method without weights, whose class is returned."""
     if isinstance(drafter, Drafter):
         check_number(f"{drafter.name}.max_drafts", drafter.max_drafts, 0)
         if not isinstance(drafter.memory, Memory):
             raise ValueError(f"{drafter.name}.memory={shown(drafter.memory)} must be a Memory.")
         return drafter
     if isinstance(drafter, type):
-        raise ValueError(f"drafter={drafter.__name__} is a class; make one of it: {drafter.__name__}().")
+        raise ValueError(f"drafter={drafter.__name__} is a class; pass an instance: {drafter.__name__}().")
     if not isinstance(drafter, str) or drafter not in METHODS:
-        raise ValueError(f"drafter={shown(drafter)} is neither a Drafter nor one of {', '.join(METHODS)}.")
+        raise ValueError(f"drafter={shown(drafter)} must be a Drafter or one of {', '.join(METHODS)}.")
     if (found := _class_of(drafter)).runs_model:
-        raise ValueError(f"{drafter!r} has weights of its own, so only method=... loads it; give drafters.")
+        raise ValueError(f"drafter={drafter!r} needs weights; use method=... to load it, or pass a Drafter.")
     return found
 
 
 def _check_method(spec: SpecConfig) -> None:
-    """Raise ValueError unless the method exists and has a use for its settings."""
+    """Raise ValueError if the method of `spec` is unknown or does not use a setting that is given."""
     if spec.method not in NAMES:
         turned = "+".join(reversed(spec.method.split("+")))
         meant = [turned] if turned in NAMES else get_close_matches(spec.method, NAMES, 1)
-        hint = f"did you mean {meant[0]!r}? There are" if meant else "use one of"
+        hint = f"did you mean {meant[0]!r}? Available:" if meant else "use one of"
         raise ValueError(f"method={shown(spec.method)} is unknown; {hint} {', '.join(NAMES)}.")
     for name, method in USED_BY.items():
         value = getattr(spec, name)
         if value is not None and method not in spec.methods:
-            said = f"{name}={shown(value)} is of no use to method={spec.method!r}"
-            raise ValueError(f"{said}; use method={method!r}.")
+            unused = f"{name}={shown(value)} is not used by method={spec.method!r}"
+            raise ValueError(f"{unused}; use method={method!r}.")
         if value == "":
-            raise ValueError(f"{name}='' must be the name of a folder or file.")
+            raise ValueError(f"{name} must be the name of a folder or file, got ''.")
 
 
 def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafter]) -> bool:
-    """Return whether steps are captured. Raises ValueError if they are to be and a drafter cannot."""
+    """Return whether steps are captured. Raises ValueError if a drafter forbids enforce_eager=False."""
     on_host = any(drafter.reads_on_host for drafter in drafters)
     if on_host and config.enforce_eager is False:
         raise ValueError(
-            "enforce_eager=False asks for captured steps, in which no drafter can read texts on the host; "
-            "leave it out, or give a Drafter that defines propose() instead of guess()."
+            "enforce_eager=False captures steps, which is not supported for drafters that run on the host; "
+            "omit it, or use a Drafter that defines propose() instead of a SimpleDrafter."
         )
     on_gpu = model.device.type == "cuda"
     return on_gpu and not on_host if config.enforce_eager is None else not config.enforce_eager
@@ -146,46 +145,46 @@ def load_parts(
     device: torch.device,
     split: Callable[[ModelConfig], Split] | None = None,
 ) -> tuple[Model, tuple[Drafter, ...]]:
-    """Return the model in a folder, or this device's part of it if it is `split`, and the drafters: `given`,
-    or those of `config.spec`."""
+    """Load the model in a folder, or only this device's part if it is `split`, and its drafters: those
+    `given`, or those of `config.spec`."""
     model = load_model(folder, config.dtype, device, config.max_model_len, split)
     return model, load_drafters(config.spec, Target(model, folder, tokenizer), given)
 
 
 def load_drafters(spec: SpecConfig, target: Target, given: Drafters | None = None) -> tuple[Drafter, ...]:
-    """Return the drafters `given`, or those of `spec.method`; none if nothing is ever drafted. Raises
-    ValueError or FileNotFoundError if something is missing or does not fit."""
-    found = resolve_drafters(spec, given) if spec.max_k else ()
-    return tuple(who if isinstance(who, Drafter) else who.load(spec, target) for who in found)
+    """Return the drafters `given`, or load those of `spec.method`; none if K is always 0. Raises ValueError
+    for settings or weights that do not fit, FileNotFoundError for missing files."""
+    resolved = resolve_drafters(spec, given) if spec.max_k else ()
+    return tuple(each if isinstance(each, Drafter) else each.load(spec, target) for each in resolved)
 
 
 def propose(
     drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, last_k: int, times: DraftTimes | None
 ) -> Proposal:
-    """Return up to `k` drafts for each of the rows [B], in k columns, of the last drafter up to `last_k`.
-    `times`: what to tell the time of the last one if it runs a model; None in captured steps."""
-    found: Proposal | None = None
+    """Return up to `k` drafts for each of the rows [B], in k columns; at most `last_k` from the last drafter.
+    `times` records the time of the last drafter if it runs a model; None in captured steps."""
+    merged: Proposal | None = None
     if times is not None:
         times.fade()
     for code, drafter in enumerate(drafters):
-        most = last_k if drafter is drafters[-1] else k
-        if not most:
+        limit = last_k if drafter is drafters[-1] else k
+        if not limit:
             continue
-        left = rows if found is None else torch.where(found.num_drafts > 0, -1, rows)
+        remaining = rows if merged is None else torch.where(merged.num_drafts > 0, -1, rows)
         if times is None or not drafter.runs_model:
-            made = _proposal(drafter, table, left, most)
+            proposal = _proposal(drafter, table, remaining, limit)
         else:
-            made = _timed(drafter, table, left, most, times)
-        if most < k:
-            pad = 0, k - most
-            drafts, source = F.pad(made.drafts, pad), F.pad(made.source, pad)
-            parents = None if made.parents is None else F.pad(made.parents, pad)
-            made = made._replace(drafts=drafts, source=source, parents=parents)
-        if found is not None:
-            codes = torch.where(made.num_drafts > 0, code, no_drafts(rows, 1).drafter)
-            made = merge(found.num_drafts > 0, found, made._replace(drafter=codes))
-        found = made
-    return no_drafts(rows, k) if found is None else found
+            proposal = _timed(drafter, table, remaining, limit, times)
+        if limit < k:
+            pad = 0, k - limit
+            drafts, source = F.pad(proposal.drafts, pad), F.pad(proposal.source, pad)
+            parents = None if proposal.parents is None else F.pad(proposal.parents, pad)
+            proposal = proposal._replace(drafts=drafts, source=source, parents=parents)
+        if merged is not None:
+            codes = torch.where(proposal.num_drafts > 0, code, no_drafts(rows, 1).drafter)
+            proposal = merge(merged.num_drafts > 0, merged, proposal._replace(drafter=codes))
+        merged = proposal
+    return no_drafts(rows, k) if merged is None else merged
 
 
 def learn(
@@ -196,7 +195,7 @@ def learn(
     verdict: Verdict,
     hidden: Tensor,
 ) -> None:
-    """Have each drafter learn, with the rows that it drafted for."""
+    """Call `learn` of each drafter, with NO_DRAFTER for the rows that other drafters drafted for."""
     for code, drafter in enumerate(drafters):
         own = proposal
         if len(drafters) > 1:
@@ -205,23 +204,23 @@ def learn(
 
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
-    """Return what a drafter proposes for those of the rows [B] that have room, and count the time."""
+    """Propose for those of the rows [B] that can use drafts, and record the time in `times`."""
     has_room = room(table, rows, k) > 0
     if not (number := int(has_room.sum())):
         return no_drafts(rows, k)
     drafter.catch_up(rows[has_room].tolist())
     start = time.perf_counter()
-    made = _proposal(drafter, table, torch.where(has_room, rows, -1), k)
-    fraction = int(made.num_drafts.count_nonzero()) / number  # waits for the drafts
+    proposal = _proposal(drafter, table, torch.where(has_room, rows, -1), k)
+    fraction = int(proposal.num_drafts.count_nonzero()) / number  # synchronizes
     times.add(len(rows), k, (time.perf_counter() - start) * 1e3, fraction)
-    return made
+    return proposal
 
 
 def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
-    """Return what a drafter proposes for rows [B], as kernels read it. Raises errors with its name."""
+    """Return a drafter's proposal for rows [B], checked and contiguous in int32; errors name the drafter."""
     try:
         made = drafter.propose(table, rows, k)
-    except Exception as error:  # keeps its type, by which memory that ran out is known
+    except Exception as error:  # of the same type, so that out-of-memory errors are recognized
         if drafter.name not in str(error):
             error.args = (f"{drafter.name}.propose failed: {error}", *error.args[1:])
         raise
@@ -230,11 +229,11 @@ def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
     for name, part in made._asdict().items():
         dims, dtype = 1 if name in PER_ROW else 3 if name == "logits" else 2, DTYPES.get(name, torch.int32)
         shape = torch.Size((len(rows), k, table.vocab_size)[:dims])
-        kind: list[Any] = [getattr(part, what, None) for what in ("shape", "device", "layout", "dtype")]
+        kind: list[Any] = [getattr(part, attr, None) for attr in ("shape", "device", "layout", "dtype")]
         fits = kind[:3] == [shape, rows.device, rows.layout] and torch.can_cast(kind[3], dtype)
         if not fits and not (part is None and name in made._field_defaults):
-            given = " ".join(str(each) for each in (type(part).__name__, *kind) if each is not None)
-            wanted = f"Tensor {shape} {rows.device} {rows.layout} {dtype}"
-            raise ValueError(f"{drafter.name}.propose gave {name} of {given}; it must be {wanted}.")
+            actual = " ".join(str(each) for each in (type(part).__name__, *kind) if each is not None)
+            expected = f"Tensor {shape} {rows.device} {rows.layout} {dtype}"
+            raise ValueError(f"{drafter.name}.propose returned {name} as {actual}; expected {expected}.")
     parts = zip(made._fields[:6], made)
     return made._replace(**{name: part.int().contiguous() for name, part in parts if part is not None})

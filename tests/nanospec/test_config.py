@@ -18,8 +18,8 @@ from nanospec.device.resources import resolve_device
 from nanospec.drafters.methods import resolve_drafters
 
 BAD_SPEC = [
-    ({"method": "draft+ngram"}, "'draft+ngram' is unknown; did you mean 'ngram+draft'? There are"),
-    ({"method": "ngrm"}, "method='ngrm' is unknown; did you mean 'ngram'? There are draft, medusa,"),
+    ({"method": "draft+ngram"}, "'draft+ngram' is unknown; did you mean 'ngram+draft'? Available:"),
+    ({"method": "ngrm"}, "method='ngrm' is unknown; did you mean 'ngram'? Available: draft, medusa,"),
     ({"method": "tree"}, "method='tree' is unknown; use one of draft, medusa, ngram, ngram+draft,"),
     ({"num_speculative_tokens": -1}, "=-1 must be 'auto' or an integer from 0 to 63."),
     ({"num_speculative_tokens": 64}, "=64 must be 'auto' or an integer from 0 to 63."),
@@ -37,10 +37,10 @@ BAD_SPEC = [
     ({"acceptance": []}, "acceptance=[] must be a text."),
     ({"method": ["ngram"]}, "method=['ngram'] must be a text."),
     ({"heads": Path("x")}, "must be a text."),
-    ({"method": "ngram", "draft_model": "x"}, "draft_model='x' is of no use to method='ngram'"),
-    ({"method": "draft", "heads": "x"}, "heads='x' is of no use to method='draft'"),
+    ({"method": "ngram", "draft_model": "x"}, "draft_model='x' is not used by method='ngram'"),
+    ({"method": "draft", "heads": "x"}, "heads='x' is not used by method='draft'"),
     ({"tree_width": 0}, "tree_width=0 must be"),
-    ({"method": "draft", "tree_width": 2}, "tree_width=2 is of no use to draft, which guesses chains."),
+    ({"method": "draft", "tree_width": 2}, "tree_width=2 is not supported by draft; use tree_width=1."),
     ({"acceptance": "lossy"}, "acceptance='lossy'"),
 ]
 BAD_ENGINE = [

@@ -223,7 +223,7 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model, width: int) -> No
     table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
     table.max_len[2] = 12  # there is room for two drafts
     assert drafter.propose(table, rows, 3).num_drafts.tolist() == [3, 3, 2]
-    found, logits = drafter._likely(table, rows), heads.logits(drafter.hidden[:3]).float()
+    found, logits = drafter._candidates(table, rows), heads.logits(drafter.hidden[:3]).float()
     for b, i in product(range(3), range(3)):
         few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
         luck = noise.naive(-(2**40) - 3, 9 + i, heads.token_map.int())
@@ -382,7 +382,7 @@ def test_heads_know_as_many_tokens_as_a_tree_is_wide(model: Model) -> None:
     with pytest.raises(ValueError, match="more than the 4 tokens"):
         make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=random_heads(model, 2, 4))
     few = tiny_model(vocab_size=5)
-    with pytest.raises(ValueError, match="tree_width=6 is more than the 5 tokens"):
+    with pytest.raises(ValueError, match="tree_width=6 exceeds the 5 tokens"):
         make_engine(few, 3, guess={"method": "medusa", "tree_width": 6}, heads=random_heads(few, 2))
 
 

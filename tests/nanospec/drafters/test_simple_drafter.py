@@ -144,17 +144,17 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "raises": (lambda made: 1 // 0, "failed: integer division or modulo by zero"),
     "device": (
         lambda made: made._replace(source=made.source.to("meta")),
-        "source of .* meta .* must be .* cpu",
+        "source as .* meta .* expected .* cpu",
     ),
-    "width": (lambda made: made._replace(drafts=made.drafts[:, :3]), r"drafts of .*1, 3.* must be .*1, 4"),
-    "floats": (lambda made: made._replace(drafts=made.drafts + 0.5), "drafts of .*float32; .*int32"),
-    "sparse": (lambda made: made._replace(drafts=made.drafts.to_sparse()), "drafts of .* torch.sparse_coo"),
-    "list": (lambda made: made._replace(num_drafts=[4]), "num_drafts of list; it must be Tensor"),
-    "numpy": (lambda made: made._replace(match_len=made.match_len.numpy()), "match_len of ndarray"),
-    "no-drafter": (lambda made: made._replace(drafter=None), "drafter of NoneType"),
-    "int": (lambda made: made._replace(parents=3), "parents of int"),
-    "logits": (lambda made: made._replace(logits=torch.zeros(1, 4, 63)), "1, 4, 63.* must be .*1, 4, 64"),
-    "sampled": (lambda made: made._replace(sampled=made.num_drafts), "sampled of .*int32; .*bool"),
+    "width": (lambda made: made._replace(drafts=made.drafts[:, :3]), r"drafts as .*1, 3.* expected .*1, 4"),
+    "floats": (lambda made: made._replace(drafts=made.drafts + 0.5), "drafts as .*float32; .*int32"),
+    "sparse": (lambda made: made._replace(drafts=made.drafts.to_sparse()), "drafts as .* torch.sparse_coo"),
+    "list": (lambda made: made._replace(num_drafts=[4]), "num_drafts as list; expected Tensor"),
+    "numpy": (lambda made: made._replace(match_len=made.match_len.numpy()), "match_len as ndarray"),
+    "no-drafter": (lambda made: made._replace(drafter=None), "drafter as NoneType"),
+    "int": (lambda made: made._replace(parents=3), "parents as int"),
+    "logits": (lambda made: made._replace(logits=torch.zeros(1, 4, 63)), "1, 4, 63.* expected .*1, 4, 64"),
+    "sampled": (lambda made: made._replace(sampled=made.num_drafts), "sampled as .*int32; .*bool"),
 }
 
 
@@ -243,12 +243,12 @@ def test_any_iterable_of_integers_will_do(answer: Callable[[list[int], int], Any
 @pytest.mark.parametrize(
     ("answer", "error", "what"),
     [
-        (lambda *_: [31, 32], ValueError, "Says.draft gave 32; token ids are integers from 0 to 31"),
-        (lambda *_: [-1], ValueError, "gave -1"),
-        (lambda *_: [1.0], ValueError, "gave 1.0"),
-        (lambda *_: [True], ValueError, "gave True"),
-        (lambda *_: "abc", ValueError, "gave 'a'"),
-        (lambda *_: [None], ValueError, "gave None"),
+        (lambda *_: [31, 32], ValueError, "Says.draft returned 32; token ids must be integers from 0 to 31"),
+        (lambda *_: [-1], ValueError, "returned -1"),
+        (lambda *_: [1.0], ValueError, "returned 1.0"),
+        (lambda *_: [True], ValueError, "returned True"),
+        (lambda *_: "abc", ValueError, "returned 'a'"),
+        (lambda *_: [None], ValueError, "returned None"),
         (lambda *_: None, RuntimeError, "failed on 3 tokens, k=4: TypeError: 'NoneType' object is not iter"),
         (lambda *_: 1 // 0, RuntimeError, "Says.draft failed on 3 tokens, k=4: ZeroDivisionError"),
         (lambda *_: (1 // n for n in (1, 0)), RuntimeError, "ZeroDivisionError"),
@@ -319,14 +319,14 @@ def test_who_guesses_is_checked(model: Model) -> None:
     guessers: Any
     plain, none, tree = SpecConfig(), SpecConfig(method="none"), SpecConfig(tree_width=2)
     for spec, guessers, what in (
-        (plain, Learner, r"drafter=Learner is a class; make one of it: Learner\(\)"),
-        (plain, "ngam", "drafter='ngam' is neither a Drafter nor one of draft, medusa, ngram"),
-        (plain, [], r"drafter=\[\] and method='ngram' do not go together"),
-        (plain, [Learner(), "ngram"], "Learner takes time to guess, so it must come last"),
-        (plain, 7, "drafter=7 is neither"),
-        (plain, ["ngram", "draft"], r"'draft' has weights of its own, so only method=\.\.\. loads it"),
-        (none, Learner(), "method='none' do not go together"),
-        (tree, Learner(), "tree_width=2 is of no use to Learner"),
+        (plain, Learner, r"drafter=Learner is a class; pass an instance: Learner\(\)"),
+        (plain, "ngam", "drafter='ngam' must be a Drafter or one of draft, medusa, ngram"),
+        (plain, [], r"drafter=\[\] cannot be combined with method='ngram'"),
+        (plain, [Learner(), "ngram"], "Learner has runs_model=True, so it must be the last drafter"),
+        (plain, 7, "drafter=7 must be a Drafter"),
+        (plain, ["ngram", "draft"], r"drafter='draft' needs weights; use method=\.\.\. to load it"),
+        (none, Learner(), "cannot be combined with method='none'"),
+        (tree, Learner(), "tree_width=2 is not supported by Learner"),
         (plain, having(max_drafts="4"), "Echo.max_drafts='4' must be an integer of at least 0"),
         (plain, having(memory=5), "Echo.memory=5 must be a Memory"),
     ):
@@ -334,9 +334,9 @@ def test_who_guesses_is_checked(model: Model) -> None:
             resolve_drafters(spec, guessers)
     assert make_engine(model, 4, guess={"tree_width": 2}, drafter=["ngram", Learner()]).worker.max_k == 4
     for guessers in (["ngram", Learner()], Learner()):
-        with pytest.raises(ValueError, match="enforce_eager=False asks for captured steps"):
+        with pytest.raises(ValueError, match="enforce_eager=False captures steps"):
             make_engine(model, 4, drafter=guessers, enforce_eager=False)
-    with pytest.raises(NotImplementedError, match=r"SimpleDrafter must define guess\(self, tokens, k\)"):
+    with pytest.raises(NotImplementedError, match=r"SimpleDrafter must define draft\(self, tokens, k\)"):
         run(make_engine(model, 4, drafter=SimpleDrafter()), [JOB])
     with pytest.raises(NotImplementedError, match="Drafter must define propose"):
         run(make_engine(model, 4, drafter=Drafter()), [JOB])
