@@ -133,10 +133,10 @@ TESTS: dict[str, list[str]] = {
     "nanospec/apps/batch/": [
         BATCH + "run.py",
         BATCH + "openai.py",
-        "tests/nanospec/apps/cli/test_main.py::test_a_prompt_may_come_from_standard_input",
-        "tests/nanospec/apps/cli/test_main.py::test_batch_writes_every_result_and_a_second_run_does_nothing_twice",
+        "tests/nanospec/apps/cli/test_main.py::test_prompt_from_stdin",
+        "tests/nanospec/apps/cli/test_main.py::test_batch_writes_all_results_and_resumes",
     ],
-    "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "nobody_waits.py"],
+    "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "event_loop.py"],
     "nanospec/apps/serve/requests.py": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py"],
 }
 

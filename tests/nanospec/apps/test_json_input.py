@@ -1,4 +1,4 @@
-"""JSON of users is read as Python reads it, or refused with a sentence."""
+"""JSON from users is parsed as Python parses it, or rejected with a one-line message."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ VALUES = st.recursive(
 
 @settings(max_examples=30)
 @given(VALUES)
-def test_what_json_writes_is_read(value: Any) -> None:
+def test_accepts_output_of_json_dumps(value: Any) -> None:
     assert strict_json(json.dumps(value).encode()) == value
     assert strict_json(BOM_UTF8 + json.dumps(value, ensure_ascii=False).encode()) == value
 
 
 @given(st.binary() | st.text(alphabet='{}[]",:01eE-.NaInfity\\ud8 \n').map(str.encode))
-def test_anything_else_is_a_sentence(text: bytes) -> None:
+def test_invalid_json_gets_short_message(text: bytes) -> None:
     try:
         found = strict_json(text)
     except ValueError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = ""
+        message = ""
         assert found == json.loads(text)
-    assert "\n" not in said
-    assert len(said) < 200
+    assert "\n" not in message
+    assert len(message) < 200
 
 
 @pytest.mark.parametrize(("left", "right"), [(b"[", b"]"), (b'{"a": ', b"}")])
-def test_depth_is_limited(left: bytes, right: bytes) -> None:
+def test_nesting_depth_is_limited(left: bytes, right: bytes) -> None:
     for inner in (b"[0]", b"[]"):
         assert strict_json(left * (MAX_DEPTH - 1) + inner + right * (MAX_DEPTH - 1))
         for depth in (MAX_DEPTH, 900, 100_000):
@@ -47,7 +47,7 @@ def test_depth_is_limited(left: bytes, right: bytes) -> None:
                 strict_json(left * depth + inner + right * depth)
 
 
-def test_a_name_may_stand_once_in_an_object() -> None:
+def test_duplicate_keys_are_rejected() -> None:
     assert strict_json(b'[{"a": 1}, {"a": 2}]') == [{"a": 1}, {"a": 2}]
     with pytest.raises(ValueError, match=r"^'a' stands twice in one object$"):
         strict_json(b'{"b": {"c": 1, "a": 1, "a": 1}}')

@@ -1,4 +1,4 @@
-"""Training Medusa heads: they begin as the target's own, learn, are measured and saved, and the command."""
+"""Training Medusa heads: initialization, loss, learning, measurement, saving, and the command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 def counting(number: int) -> list[list[int]]:
-    """Return texts that count upwards, modulo 40, from anywhere, of several lengths: easy to predict."""
+    """Return easily predicted texts of several lengths that count upwards modulo 40 from any start."""
     return [[(7 * i + j) % 40 for j in range(30 + i % 5)] for i in range(number)]
 
 
@@ -43,8 +43,8 @@ def data(model: Model) -> tuple[Data, Data]:
     return compute_data(model, counting(31)), compute_data(model, counting(2))
 
 
-def test_data_are_those_of_each_text_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "FORWARD_TOKENS", 100)  # several passes
+def test_compute_data_is_independent_of_batching(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "FORWARD_TOKENS", 100)  # several forward passes
     texts = counting(5)
     data = compute_data(model, texts)
     for ids, states in zip(texts, data.hidden.split(list(map(len, texts))), strict=True):
@@ -54,19 +54,19 @@ def test_data_are_those_of_each_text_alone(model: Model, monkeypatch: pytest.Mon
     assert data.num_following.tolist() == [left for ids in texts for left in reversed(range(len(ids)))]
 
 
-def test_a_head_begins_as_the_targets_own(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
+def test_head_is_initialized_to_the_target_lm_head(
+    model: Model, data: tuple[Data, Data], tmp_path: Path
+) -> None:
     HeadsInTraining(model, Settings(3, 2, vocab=0), data[0].tokens).save(tmp_path / "heads.safetensors", {})
     saved = Heads.load(tmp_path / "heads.safetensors", model)
     own = model.logits(data[1].hidden)
     assert all(torch.equal(head, own) for head in saved.logits(data[1].hidden).unbind(1))
 
 
-def test_the_loss_is_the_cross_entropy_with_the_targets_distributions(
-    model: Model, data: tuple[Data, Data]
-) -> None:
-    """A run over the end of a text counts positions of the same text alone."""
+def test_loss_is_cross_entropy_with_target_distribution(model: Model, data: tuple[Data, Data]) -> None:
+    """Positions whose target lies beyond the end of their text do not count."""
     heads = HeadsInTraining(model, Settings(2, 1, vocab=40), data[0].tokens)
-    assert heads.token_map.tolist() == list(range(40))  # all that the text has
+    assert heads.token_map.tolist() == list(range(40))  # all tokens that occur
     with torch.no_grad():
         heads.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     loss = heads.backward(data[0], torch.tensor([0, 64]))
@@ -80,11 +80,11 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_distributions(
     assert_close(torch.tensor(loss), torch.stack(expected).sum().detach(), 1e-5)
 
 
-def test_heads_learn_and_are_saved_as_measured(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
-    """The target here predicts counting, which a random model does not."""
+def test_train_learns_and_saves_heads(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
+    """The target predicts counting, which a random model does not."""
     target, file = tiny_model(tie_word_embeddings=True), tmp_path / "new" / "heads.safetensors"
     states = torch.randn(40, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    target.embedding[:40] = states.roll(1, 0)  # the state at a token has the greatest product with the next
+    target.embedding[:40] = states.roll(1, 0)  # a token's state has the largest product with the next token
     known = tuple(part._replace(hidden=states[part.tokens]) for part in data)
     figures = train(target, Settings(2, 1, 40, 30, 64, 0.02), known, file)  # type: ignore[arg-type]
     first, last = figures["history"][0], figures["history"][-1]
@@ -97,7 +97,7 @@ def test_heads_learn_and_are_saved_as_measured(model: Model, data: tuple[Data, D
         train(model, Settings(), (data[0]._replace(tokens=data[0].tokens[:34]), data[1]), file)
 
 
-def test_measuring_counts_what_a_chain_would_gain(data: tuple[Data, Data]) -> None:
+def test_measure_counts_chain_acceptance(data: tuple[Data, Data]) -> None:
     class Oracle:
         num_heads = 2
 
@@ -118,7 +118,7 @@ def test_measuring_counts_what_a_chain_would_gain(data: tuple[Data, Data]) -> No
         assert figures == {"accuracy": [accuracy] * 2, "tokens_per_step": 1 + 2 * accuracy}
 
 
-def test_the_heads_that_are_here_predict_the_model(smollm2: Path) -> None:
+def test_shipped_heads_predict_the_model(smollm2: Path) -> None:
     file = smollm2.parent / "heads" / f"{smollm2.name}.safetensors"
     if not file.is_file():
         pytest.skip(f"needs {file.name}: nanospec train --model {smollm2.name}")
@@ -127,7 +127,7 @@ def test_the_heads_that_are_here_predict_the_model(smollm2: Path) -> None:
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0].token_ids
     model = llm.engine.worker.model
     found = measure(Heads.load(file, model), compute_data(model, [prompt + output]), model.device)
-    assert found["accuracy"][0] > 0.2  # far from chance; a tiny model, and only the first guess
+    assert found["accuracy"][0] > 0.2  # far above chance; a tiny model, first draft only
 
 
 # The command.
@@ -135,7 +135,7 @@ def test_the_heads_that_are_here_predict_the_model(smollm2: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint with a tokenizer of bytes and a chat template."""
+    """A random checkpoint with a byte tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("models") / "target"
     checkpoint(folder, "llama", vocab_size=len(LETTERS), bos_token_id=None, eos_token_id=256)
     backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(LETTERS)}, []))
@@ -146,7 +146,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_command_writes_heads_that_draft(
+def test_train_command_writes_working_heads(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, out = tmp_path / "text.jsonl", tmp_path / "heads.safetensors"
@@ -160,12 +160,12 @@ def test_the_command_writes_heads_that_draft(
     assert json.loads(capsys.readouterr().out)["file"] == str(out)
     spec = SpecConfig(method="medusa", heads=str(out), num_speculative_tokens=2)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    plain, guessed = (
+    plain, speculative = (
         LLM(folder, spec=each, dtype="float32").generate("ab", params)[0]
         for each in (SpecConfig(method="none"), spec)
     )
-    assert guessed.token_ids == plain.token_ids
-    assert guessed.stats.num_drafted > 0
+    assert speculative.token_ids == plain.token_ids
+    assert speculative.stats.num_drafted > 0
 
 
 @pytest.mark.parametrize(("options", "lines", "sentence"), [
@@ -178,12 +178,12 @@ def test_the_command_writes_heads_that_draft(
     ([], '{"prompt": "a"}', 'line 1: a line must be {"text": text} or {"messages": [...]}.'),
     ([], '{"messages": "a"}', "line 1: messages='a' must be a list of"),
 ], ids=["model", "heads", "out", "no-file", "short", "json", "line", "messages"])  # fmt: skip
-def test_bad_input_gets_one_sentence(
+def test_invalid_input_is_reported_in_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], lines: str,
     sentence: str,
 ) -> None:  # fmt: skip
     (tmp_path / "text.jsonl").write_text(lines)
-    asked = {"--model": folder, "--text": tmp_path / "text.jsonl", "--out": tmp_path / "h.safetensors"}
-    assert command_line(["train", *(str(word) for pair in asked.items() for word in pair), *options]) == 2
+    arguments = {"--model": folder, "--text": tmp_path / "text.jsonl", "--out": tmp_path / "h.safetensors"}
+    assert command_line(["train", *(str(word) for pair in arguments.items() for word in pair), *options]) == 2
     [error] = capsys.readouterr().err.strip().splitlines()
     assert sentence in error

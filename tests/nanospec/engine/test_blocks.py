@@ -1,4 +1,4 @@
-"""The block pool against a model that remembers holders, contents and the order of release."""
+"""The block pool against a reference model of holders, contents and release order."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hypothesis.stateful import (
 
 from nanospec.engine.blocks import BlockPool, block_hash
 
-SIZE = 2  # tokens per block here; the pool does not care
+SIZE = 2  # tokens per block; the pool is independent of it
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests with texts over two tokens, so that they share much, hold and give back blocks."""
+    """Requests over a vocabulary of two tokens, so that they share many prefixes, take and release blocks."""
 
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.held: list[list[int]] = []
-        self.contents: dict[int, list[int]] = {}  # block -> the text up to its end, if named
-        self.released: dict[int, int] = {}  # block -> when it was given back
+        self.contents: dict[int, list[int]] = {}  # block -> the text up to its end, if registered
+        self.released: dict[int, int] = {}  # block -> when it was released
         self.clock = 0
 
     @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=10))
     def admit(self, text: list[int]) -> None:
-        """Share what is cached, allocate the rest, name the full blocks."""
+        """Share cached blocks, allocate the rest, and register the full blocks."""
         names = hashes(text)
         shared = self.pool.match(names)
         assert shared == self.expected_match(text)
@@ -65,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.contents.pop(block, None)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate, and check that the right blocks were evicted."""
+        """Allocate, and check that the least recently used blocks were evicted."""
         named = sorted((b for b in self.free() if b in self.contents), key=self.released.__getitem__)
         unnamed = self.free() - set(named)
         blocks = self.pool.allocate(count)
@@ -98,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
         return found
 
     @invariant()
-    def references_count_the_holders(self) -> None:
+    def references_match_holders(self) -> None:
         if not hasattr(self, "pool"):
             return
         for block in range(self.pool.num_blocks):
@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.pool.free) == len(self.free())
 
     @invariant()
-    def names_are_those_of_the_contents(self) -> None:
+    def hashes_match_contents(self) -> None:
         if hasattr(self, "pool"):
             named = {block: hashes(text)[-1] for block, text in self.contents.items()}
             assert self.pool._hash_of == named
@@ -122,11 +122,11 @@ def hashes(text: list[int]) -> list[bytes]:
     return names
 
 
-def test_pool_keeps_its_invariants_in_any_order_of_calls() -> None:
+def test_block_pool_invariants() -> None:
     run_state_machine_as_test(PoolMachine, settings=settings(max_examples=150, stateful_step_count=40))
 
 
-def test_allocation_of_too_many_changes_nothing() -> None:
+def test_failed_allocation_changes_nothing() -> None:
     pool = BlockPool(3)
     held = pool.allocate(2)
     assert pool.allocate(2) is None
@@ -136,7 +136,7 @@ def test_allocation_of_too_many_changes_nothing() -> None:
     assert sorted(pool.allocate(3) or []) == [0, 1, 2]
 
 
-def test_later_blocks_of_a_request_are_evicted_before_earlier_ones() -> None:
+def test_last_blocks_of_a_request_are_evicted_first() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(3) or []
     for block, name in zip(blocks, hashes([1, 2, 3, 4, 5, 6]), strict=True):
@@ -145,7 +145,7 @@ def test_later_blocks_of_a_request_are_evicted_before_earlier_ones() -> None:
     assert [pool.allocate(1) for _ in range(3)] == [[b] for b in reversed(blocks)]
 
 
-def test_a_name_covers_all_tokens_before_it() -> None:
+def test_block_hash_covers_all_preceding_tokens() -> None:
     first, second = block_hash(b"", [1, 2]), block_hash(b"", [2, 1])
     names = {block_hash(parent, [3, 4]) for parent in (b"", b"salt", first, second)}
     assert len(names) == 4
@@ -153,7 +153,7 @@ def test_a_name_covers_all_tokens_before_it() -> None:
     assert len({block_hash(b"a long salt " * 20 + end, [3, 4]) for end in (b"", b"a", b"b")}) == 3
 
 
-def test_a_block_that_is_named_again_loses_its_first_name() -> None:
+def test_registering_again_replaces_the_hash() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1) or []
     first, second = hashes([1, 2]) + hashes([3, 4])

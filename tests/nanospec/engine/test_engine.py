@@ -1,6 +1,6 @@
-"""Speculation never changes the output: not the tokens, not why they end, not their logprobs.
+"""Speculation never changes the output: tokens, finish reasons and logprobs.
 
-The reference is every request alone, without drafts, prefix cache, chunks and preemption.
+The reference runs every request alone, without drafts, prefix cache, chunked prefill or preemption.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def check(
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("k", [1, 3, 8, "auto"], ids=lambda k: f"K{k}")
-def test_drafts_change_nothing(
+def test_drafts_do_not_change_output(
     model: Model, jobs: list[Job], expected: list[Outcome], k: K, drafter: str
 ) -> None:
     requests = check(model, jobs, expected, k, drafter)
@@ -118,7 +118,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("k", [None, 0, 5], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=list(LIMITS))
-def test_limits_change_nothing(
+def test_limits_do_not_change_output(
     model: Model, jobs: list[Job], expected: list[Outcome], k: K, limits: dict[str, Any]
 ) -> None:
     requests = check(model, jobs, expected, k, "truth-with-errors" if k else "ngram", **limits)
@@ -126,24 +126,26 @@ def test_limits_change_nothing(
         assert sum(request.num_preemptions for request in requests) > 0, "the pool is not small"
 
 
-def test_alone_is_as_in_a_batch(model: Model, jobs: list[Job], expected: list[Outcome]) -> None:
+def test_single_request_matches_batch(model: Model, jobs: list[Job], expected: list[Outcome]) -> None:
     for job, wanted in list(zip(jobs, expected, strict=True))[::3]:
         check(model, [job], [wanted], 5)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "truth", "junk"])
 @pytest.mark.parametrize("mode", ["async", "recorded", "async-recorded"])
-def test_recording_and_running_behind_change_nothing(
+def test_capture_and_async_scheduling_do_not_change_output(
     model: Model, jobs: list[Job], expected: list[Outcome], mode: str, drafter: str
 ) -> None:
-    """Recorded steps have padded rows and rows of padding, which must be inert."""
+    """Captured steps have padded rows and rows of padding, which must have no effect."""
     options = {"async_scheduling": "async" in mode, "enforce_eager": "recorded" not in mode}
     check(model, jobs, expected, 5, drafter, lazy_capture=True, **options)
     check(model, jobs, expected, 3, drafter, lazy_capture=True, num_blocks=9, max_num_seqs=5, **options)
 
 
 @pytest.mark.parametrize("k", [None, 3, "auto"], ids=lambda k: f"K{k}")
-def test_every_step_has_its_recording(model: Model, jobs: list[Job], expected: list[Outcome], k: K) -> None:
+def test_all_steps_are_captured_at_start(
+    model: Model, jobs: list[Job], expected: list[Outcome], k: K
+) -> None:
     options: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": False}
     engine = make_engine(model, k, max_model_len=WINDOW, **options)
     assert engine.worker.graphs is not None
@@ -153,7 +155,7 @@ def test_every_step_has_its_recording(model: Model, jobs: list[Job], expected: l
     assert len(engine.worker.graphs.captures) == recorded > 0
 
 
-def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None:
+def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:
     k, count = 4, 50  # 10 steps of k + 1 tokens
     for temperature in (0.0, 1.0):
         job = Job([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=count))
@@ -167,7 +169,7 @@ def test_an_oracle_is_accepted_in_full_and_emits_the_bonus(model: Model) -> None
         assert request.stats.accepted_by_position == [count // (k + 1)] * k
 
 
-def test_junk_drafts_cost_no_steps(model: Model) -> None:
+def test_bad_drafts_cost_no_extra_steps(model: Model) -> None:
     jobs = [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=40))]
     engine = make_engine(model, 6)
     use(engine, Guess(lambda history, wanted: [(history[0] + 7) % VOCAB] * wanted))
@@ -177,8 +179,8 @@ def test_junk_drafts_cost_no_steps(model: Model) -> None:
     assert request.stats.num_steps + request.stats.num_accepted == 40
 
 
-def test_repetitive_text_is_accepted() -> None:
-    """Acceptance can collapse while all outputs stay right."""
+def test_drafts_of_repetitive_text_are_accepted() -> None:
+    """Check acceptance itself: it could drop to zero while outputs stay correct."""
     model = cycle_model(8)
     params = SamplingParams(temperature=0, max_tokens=54)
     [request] = run(make_engine(model, 5), [Job(cycle(0, 10, 8), params)])
@@ -190,7 +192,7 @@ def test_repetitive_text_is_accepted() -> None:
     assert all(request.tokens[s] == t for s, t in zip(request.draft_sources, request.output_ids) if s >= 0)
 
 
-def test_drafts_behind_a_stop_are_not_counted_as_accepted() -> None:
+def test_drafts_after_a_stop_do_not_count_as_accepted() -> None:
     engine = make_engine(cycle_model(8), 5)
     params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[4])
     [request] = run(engine, [Job(cycle(0, 10, 8), params)])
@@ -200,7 +202,7 @@ def test_drafts_behind_a_stop_are_not_counted_as_accepted() -> None:
         assert stats.accepted_by_position == [1, 1, 1, 0, 0]
 
 
-def test_one_request_without_match_does_not_switch_off_the_others() -> None:
+def test_request_without_match_does_not_disable_others() -> None:
     model = cycle_model(64)
     params = SamplingParams(temperature=0, max_tokens=24)
     repetitive, fresh = Job(cycle(0, 90, 64), params), Job(cycle(5, 3, 64), params)
@@ -211,8 +213,8 @@ def test_one_request_without_match_does_not_switch_off_the_others() -> None:
         assert request.output_ids == cycle(8, 24, 64)
 
 
-def test_the_truth_of_a_plain_python_lookup_is_drafted(model: Model) -> None:
-    """Drafts of a run equal those of an n-gram search written as simply as possible."""
+def test_ngram_drafts_match_plain_python_lookup(model: Model) -> None:
+    """Drafts equal those of an n-gram search in plain Python."""
     engine = make_engine(model, 5, min_n=2)
     [drafter], seen = engine.worker.drafters, 0
 
@@ -243,7 +245,7 @@ def test_the_truth_of_a_plain_python_lookup_is_drafted(model: Model) -> None:
 
 
 @pytest.mark.parametrize("k", [None, 0], ids=["none", "K0"])
-def test_without_speculation_nothing_is_proposed(model: Model, k: K, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_proposed_without_speculation(model: Model, k: K, monkeypatch: pytest.MonkeyPatch) -> None:
     from nanospec.drafters.methods import NgramDrafter
     from nanospec.drafters.policy import AutoPolicy
 
@@ -258,7 +260,7 @@ def test_without_speculation_nothing_is_proposed(model: Model, k: K, monkeypatch
     assert request.stats.num_drafted == 0
 
 
-def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the_row(
+def test_policy_observes_every_step_and_resets_with_row(
     model: Model,
 ) -> None:
     events: list[tuple[Any, ...]] = []
@@ -284,7 +286,7 @@ def test_the_policy_learns_from_every_step_of_every_request_and_forgets_with_the
     assert events == [(0,), step, step, (0,), step, drafted, (0,), drafted, drafted, (0,)]
 
 
-def test_a_request_may_switch_speculation_off_for_itself() -> None:
+def test_num_speculative_tokens_per_request() -> None:
     model = cycle_model(8)
     jobs = [
         Job(cycle(0, 10, 8), SamplingParams(temperature=0, max_tokens=12, num_speculative_tokens=n))
@@ -294,7 +296,7 @@ def test_a_request_may_switch_speculation_off_for_itself() -> None:
     assert [request.stats.num_steps for request in requests] == [12, 6, 4, 3, 3]
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_runs(model: Model) -> None:
+def test_seeded_output_is_independent_of_batch(model: Model) -> None:
     params = SamplingParams(temperature=1, seed=11, max_tokens=30)
     job = Job([3, 1, 4, 1, 5], params)
     [wanted] = alone(model, [job])
@@ -307,14 +309,14 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(model: Model) -> None:
     assert len(set(texts)) == 3
 
 
-def test_requests_without_a_seed_differ_and_follow_the_engines_seed(model: Model) -> None:
+def test_unseeded_requests_follow_engine_seed(model: Model) -> None:
     jobs = [Job([3, 1, 4], SamplingParams(temperature=1, max_tokens=20))] * 3
     runs = [[r.output_ids for r in run(make_engine(model, 3, seed=s), jobs)] for s in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
     assert len({tuple(ids) for ids in runs[0]}) == 3
 
 
-def test_samples_of_one_prompt_share_its_blocks(model: Model) -> None:
+def test_samples_of_one_prompt_share_blocks(model: Model) -> None:
     engine = make_engine(model, 3)
     prompt = [i * 7 % VOCAB for i in range(50)]
     params = SamplingParams(n=4, temperature=1, seed=2, max_tokens=10)
@@ -330,7 +332,7 @@ def test_samples_of_one_prompt_share_its_blocks(model: Model) -> None:
         assert request.output_ids == alike.token_ids, i
 
 
-def test_without_prefix_caching_requests_share_nothing(model: Model) -> None:
+def test_no_sharing_without_prefix_caching(model: Model) -> None:
     engine = make_engine(model, 3, enable_prefix_caching=False)
     job = Job([i * 7 % VOCAB for i in range(50)], SamplingParams(temperature=0, max_tokens=5))
     run(engine, [job, job])
@@ -339,7 +341,7 @@ def test_without_prefix_caching_requests_share_nothing(model: Model) -> None:
     assert engine.metrics.num_prefill_tokens == 3 * 49
 
 
-def test_what_a_preempted_request_finds_of_itself_is_no_find(model: Model) -> None:
+def test_preempted_requests_own_blocks_are_not_cache_hits(model: Model) -> None:
     engine = make_engine(model, 2, num_blocks=6, max_num_seqs=3, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=40)
     requests = run(engine, [Job([i + 1, 2 * i + 5, 3] * 7, params) for i in range(3)])
@@ -351,8 +353,8 @@ def test_what_a_preempted_request_finds_of_itself_is_no_find(model: Model) -> No
     assert again.num_cached_tokens == engine.metrics.num_cached_tokens == 16
 
 
-def test_cached_blocks_hold_what_a_fresh_prefill_would_write(model: Model) -> None:
-    """Also where drafts were written and rejected; and the last token is never taken from the cache."""
+def test_cached_blocks_match_fresh_prefill(model: Model) -> None:
+    """Also where drafts were written and rejected. The last token is never taken from the cache."""
     engine = make_engine(model, 6)
     use(engine, junk(VOCAB))
     job = Job([i * 7 % VOCAB for i in range(20)], SamplingParams(temperature=1, seed=1, max_tokens=45))
@@ -368,8 +370,8 @@ def test_cached_blocks_hold_what_a_fresh_prefill_would_write(model: Model) -> No
 
 @settings(max_examples=60, derandomize=True)
 @given(data=st.data())
-def test_schedules_change_nothing(data: st.DataObject, model: Model) -> None:
-    """Arrivals and aborts at random steps, under random limits, against each request alone."""
+def test_schedule_does_not_change_output(data: st.DataObject, model: Model) -> None:
+    """Compare random arrivals, aborts and limits with each request run alone."""
     draw = data.draw
     rng = random.Random(draw(st.integers(0, 10**6), label="jobs"))
     window = draw(st.sampled_from((40, 64, 100)), label="window")

@@ -1,7 +1,7 @@
-"""Where requests end, and what goes wrong: limits, stops, NaN, aborts, prompts of extreme length.
+"""Ends of requests and failures: limits, stops, NaN, aborts, prompts of extreme length.
 
-Most tests run `cycle_model`, whose output is known: t + 1 follows t. Its prompts hold the cycle, so
-that every step accepts full drafts and every limit and stop lies inside an accepted run.
+Most tests run `cycle_model`, whose output is known: t + 1 follows t. Prompts contain the cycle, so every
+step accepts all its drafts, and every limit and stop lies inside an accepted run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cyclic() -> Model:
 
 @pytest.fixture(params=MODES.values(), ids=list(MODES), autouse=True)
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything here holds in all modes."""
+    """Run every test in this file in all modes."""
     monkeypatch.setattr(drive, "DEFAULTS", {**drive.DEFAULTS, **request.param})
 
 
@@ -64,7 +64,7 @@ def complete(model: Model, params: SamplingParams, k: K = 7, **options: Any) -> 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7, 16], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 17])
-def test_max_tokens_holds_inside_an_accepted_run(cyclic: Model, k: int, limit: int) -> None:
+def test_max_tokens_inside_an_accepted_run(cyclic: Model, k: int, limit: int) -> None:
     request = complete(cyclic, greedy(max_tokens=limit), k)
     assert request.output_ids == cycle(4, limit)
     assert request.finish_reason == "length"
@@ -74,8 +74,8 @@ def test_max_tokens_holds_inside_an_accepted_run(cyclic: Model, k: int, limit: i
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7, 16], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("room", [1, 2, 5, 16, 17])
-def test_the_window_holds_inside_an_accepted_run(cyclic: Model, k: int, room: int) -> None:
-    for block_size in (16, 32):  # the last block may be cut by the window, or end with it
+def test_max_model_len_inside_an_accepted_run(cyclic: Model, k: int, room: int) -> None:
+    for block_size in (16, 32):  # the context length may end inside the last block
         request = complete(
             cyclic,
             greedy(max_tokens=None),
@@ -91,10 +91,8 @@ def test_the_window_holds_inside_an_accepted_run(cyclic: Model, k: int, room: in
 
 @pytest.mark.parametrize("k", [0, 1, 4, 7], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("stop", [4, 5, 8, 11, 12, 20])
-def test_a_stop_token_inside_an_accepted_run_cuts_tokens_and_logprobs(
-    cyclic: Model, k: int, stop: int
-) -> None:
-    """The stop tokens are in the prompt too, where they mean nothing."""
+def test_stop_token_inside_an_accepted_run(cyclic: Model, k: int, stop: int) -> None:
+    """The prompt contains the stop tokens too, where they have no effect."""
     request = complete(cyclic, greedy(stop_token_ids=[stop, 25], logprobs=1), k)
     assert request.output_ids == cycle(4, stop - 3)
     assert request.finish_reason == "stop"
@@ -104,8 +102,8 @@ def test_a_stop_token_inside_an_accepted_run_cuts_tokens_and_logprobs(
 
 
 @pytest.mark.parametrize("k", [0, 7], ids=lambda k: f"K{k}")
-def test_a_stop_token_before_min_tokens_is_not_drawn(cyclic: Model, k: int) -> None:
-    """Barred, another token takes its place; the first that may stop is number min_tokens + 1."""
+def test_stop_token_before_min_tokens_is_not_drawn(cyclic: Model, k: int) -> None:
+    """A barred stop token is replaced by another; token min_tokens + 1 is the first that may stop."""
     params = greedy(stop_token_ids=[6], min_tokens=2, max_tokens=12)
     assert complete(cyclic, params, k).output_ids == [4, 5, 6]
     barred = complete(cyclic, greedy(stop_token_ids=[6], min_tokens=3, max_tokens=12), k)
@@ -114,14 +112,14 @@ def test_a_stop_token_before_min_tokens_is_not_drawn(cyclic: Model, k: int) -> N
     assert len(barred.output_ids) > 3
 
 
-def test_min_tokens_beyond_the_window_means_to_its_end(cyclic: Model) -> None:
+def test_min_tokens_beyond_max_model_len(cyclic: Model) -> None:
     params = greedy(stop_token_ids=[6], min_tokens=2**31 - 1, max_tokens=None)
     request = complete(cyclic, params, max_model_len=64)
     assert request.num_tokens == 64
     assert 6 not in request.output_ids
 
 
-def test_logprobs_of_certain_tokens_are_exactly_zero_and_reported(cyclic: Model) -> None:
+def test_logprobs_of_certain_tokens_are_zero(cyclic: Model) -> None:
     request = complete(cyclic, greedy(logprobs=2, max_tokens=9))
     assert len(request.logprobs) == 9
     for token, entry in zip(request.output_ids, request.logprobs, strict=True):
@@ -132,22 +130,22 @@ def test_logprobs_of_certain_tokens_are_exactly_zero_and_reported(cyclic: Model)
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["packed", "recorded"])
-def test_a_step_of_requests_that_have_all_ended_reports_nothing(cyclic: Model, recorded: bool) -> None:
+def test_step_after_all_requests_ended_is_not_reported(cyclic: Model, recorded: bool) -> None:
     engine = make_engine(cyclic, 3, async_scheduling=True, enforce_eager=not recorded)
     [request] = run(engine, [Job(PROMPT, greedy(logprobs=20, max_tokens=9))])
-    # A captured step is queued before the end is known; one that is not captured would wait for the device.
+    # A captured step is queued before the end is known; an eager step would wait for the device.
     assert engine.metrics.num_forward_steps == 3 + recorded
     assert request.stats.num_steps == 3
     assert [len(entry) for entry in request.logprobs] == [20] * 9
 
 
-def test_logprobs_zero_gives_the_token_itself(cyclic: Model) -> None:
+def test_logprobs_zero_reports_sampled_token_only(cyclic: Model) -> None:
     request = complete(cyclic, greedy(logprobs=0, max_tokens=9))
     assert [list(entry) for entry in request.logprobs] == [[t] for t in cycle(4, 9)]
 
 
-def test_logprobs_are_the_models_own_at_every_position() -> None:
-    """Not those of a neighbouring row, nor after bias and temperature."""
+def test_logprobs_match_model_logits() -> None:
+    """Logprobs are not those of a neighboring row, and exclude bias and temperature."""
     model = tiny_model(vocab_size=24)
     params = SamplingParams(
         temperature=0.5, seed=3, max_tokens=12, logprobs=3, logit_bias={1: 3.0}, repetition_penalty=1.3
@@ -177,7 +175,7 @@ def test_logprobs_are_the_models_own_at_every_position() -> None:
 
 
 def test_penalties_count_tokens_emitted_in_the_same_step(cyclic: Model) -> None:
-    """A bias makes one token follow everything; the penalty ends its run after a known count."""
+    """A bias repeats one token until the penalty ends the run after a known count."""
     logit = float(8 * V**0.5)
     bias = {9: logit + 3}
     for k in (0, 3, 7):
@@ -185,7 +183,7 @@ def test_penalties_count_tokens_emitted_in_the_same_step(cyclic: Model) -> None:
         use(engine, oracle([[*PROMPT, *[9] * 30]]) if k else None)
         params = greedy(logit_bias=bias, frequency_penalty=1.0, max_tokens=5)
         [request] = run(engine, [Job(PROMPT, params)])
-        # 9 leads by 3: level with its rival after three times, and ties go to the lower id.
+        # 9 leads by 3: after three occurrences it ties with its rival, and ties go to the lower id.
         assert request.output_ids[:3] == [9, 9, 9]
         assert request.output_ids[3:] == alone(cyclic, [Job(PROMPT, params)])[0].token_ids[3:]
         assert request.output_ids != [9] * 5
@@ -193,9 +191,9 @@ def test_penalties_count_tokens_emitted_in_the_same_step(cyclic: Model) -> None:
 
 @pytest.mark.parametrize("k", [0, 5], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 33, 62, 63])
-def test_prompts_of_any_length_are_completed(cyclic: Model, k: int, length: int) -> None:
+def test_prompts_of_any_length(cyclic: Model, k: int, length: int) -> None:
     engine = make_engine(cyclic, k, max_model_len=64)
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second run uses the prefix cache
         [request] = run(engine, [Job(cycle(3, length), greedy(max_tokens=70))])
         assert request.output_ids == cycle(3 + length, 64 - length)
     assert request.num_cached_tokens == (length - 1) // 16 * 16
@@ -211,7 +209,7 @@ def test_prompts_of_any_length_are_completed(cyclic: Model, k: int, length: int)
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_what_cannot_run_is_refused_and_changes_nothing(
+def test_invalid_request_is_rejected_without_side_effects(
     cyclic: Model, prompt: list[int], params: dict[str, Any], sentence: str
 ) -> None:
     engine = make_engine(cyclic, 3, max_model_len=64)
@@ -222,7 +220,7 @@ def test_what_cannot_run_is_refused_and_changes_nothing(
     assert engine.metrics.to_dict() == make_engine(cyclic, 3).metrics.to_dict()
 
 
-def test_a_step_without_work_does_nothing(cyclic: Model) -> None:
+def test_step_without_work_does_nothing(cyclic: Model) -> None:
     engine = make_engine(cyclic, 3)
     assert engine.step() == []
     assert engine.metrics.num_forward_steps == 0
@@ -231,14 +229,14 @@ def test_a_step_without_work_does_nothing(cyclic: Model) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4], ids=["waiting", "prefilling", "prefilled", "decoding"])
-def test_an_abort_keeps_the_output_so_far_and_frees_everything(cyclic: Model, steps: int) -> None:
+def test_abort_keeps_output_and_frees_resources(cyclic: Model, steps: int) -> None:
     engine = make_engine(cyclic, 3, max_num_batched_tokens=20)
     request = engine.add(PROMPT, greedy())
     other = engine.add(PROMPT[1:], greedy())
     for _ in range(steps):
         engine.step()
     engine.abort(request)
-    engine.abort(request)  # once is enough
+    engine.abort(request)  # a second abort has no effect
     assert request.finish_reason == "abort"
     assert request.output_ids == cycle(4, 4 * max(steps - 2 - engine.lag, 0))
     finish(engine)
@@ -250,15 +248,15 @@ def test_an_abort_keeps_the_output_so_far_and_frees_everything(cyclic: Model, st
 
 
 @pytest.mark.parametrize("window", [2, 8, 17, 40])
-def test_a_window_smaller_than_what_is_measured_works(cyclic: Model, window: int) -> None:
+def test_max_model_len_smaller_than_timed_contexts(cyclic: Model, window: int) -> None:
     engine = make_engine(cyclic, "auto", max_model_len=window, max_num_seqs=1)
     [request] = run(engine, [Job([3], greedy(max_tokens=None))])
     assert request.output_ids == cycle(4, window - 1)
 
 
 @pytest.mark.parametrize("k", [0, 4], ids=lambda k: f"K{k}")
-def test_preempted_requests_resume_where_they_were(k: int) -> None:
-    """Limits, penalties, min_tokens and seeds count from the prompt, not from where it resumes."""
+def test_preempted_requests_resume(k: int) -> None:
+    """Limits, penalties, min_tokens and seeds count from the prompt, not from the point of resumption."""
     model = tiny_model(vocab_size=24)
     params = [
         SamplingParams(temperature=1, seed=1, max_tokens=50),
@@ -298,22 +296,20 @@ HEALTHY = [
 
 
 def healthy_jobs() -> list[Job]:
-    """Requests that never meet the poisoned token."""
+    """Return requests that never draw the poisoned token."""
     bias = {POISON: -1e6}
     return [Job(job.prompt, SamplingParams(**{**vars(job.params), "logit_bias": bias})) for job in HEALTHY]
 
 
 @pytest.mark.parametrize("k", [0, 4], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("num_blocks", [9, 40], ids=lambda n: f"{n}-blocks")
-def test_nan_ends_a_request_with_a_sentence_and_touches_no_other(
-    poisoned: Model, k: int, num_blocks: int
-) -> None:
+def test_nan_aborts_one_request_only(poisoned: Model, k: int, num_blocks: int) -> None:
     jobs = healthy_jobs()
     expected = alone(poisoned, jobs)
     engine = make_engine(poisoned, k, num_blocks=num_blocks)
     sick_prompt = [1, 2, 3, POISON, *range(20), 4, 5, 6]
     prompts = [sick_prompt, sick_prompt[:5], list(range(20)) * 2 + [POISON] * 30]
-    for _ in range(2):  # again, when every block has been through their hands
+    for _ in range(2):  # the second time, every block has been used before
         requests, sick = [], []
         for i, job in enumerate(jobs):
             if i % 2 == 0:
@@ -333,7 +329,7 @@ def test_nan_ends_a_request_with_a_sentence_and_touches_no_other(
 
 
 def test_nan_after_some_tokens_keeps_them(poisoned: Model) -> None:
-    """The poisoned token itself is drawn from good logits; what follows it is not."""
+    """The poisoned token is drawn from finite logits; the logits after it are NaN."""
     params = SamplingParams(temperature=0, logit_bias={POISON: 1e6}, max_tokens=9, logprobs=1)
     for k in (0, 4):
         engine = make_engine(poisoned, k)
@@ -343,8 +339,8 @@ def test_nan_after_some_tokens_keeps_them(poisoned: Model) -> None:
         assert request.finish_reason == "abort"
 
 
-def test_blocks_of_a_nan_request_are_not_reused_as_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A passing fault (here: NaN in one prefill) must not stay in the prefix cache."""
+def test_blocks_of_a_nan_request_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transient fault (here NaN in one prefill) must not stay in the prefix cache."""
     model = tiny_model(vocab_size=24)
     job = Job([i * 5 % 24 for i in range(40)], SamplingParams(temperature=0, max_tokens=8))
     [wanted] = alone(model, [job])
@@ -361,7 +357,7 @@ def test_blocks_of_a_nan_request_are_not_reused_as_a_prefix(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("way", ["abort", "preempt"])
-def test_nan_left_behind_by_a_request_that_never_decoded_is_harmless(way: str) -> None:
+def test_nan_in_released_blocks_is_harmless(way: str) -> None:
     model = tiny_model(vocab_size=24)
     jobs = [Job([i, 7, i, 7, i], SamplingParams(temperature=0, max_tokens=40)) for i in range(4)]
     expected = alone(model, jobs, max_model_len=64)
@@ -379,8 +375,8 @@ def test_nan_left_behind_by_a_request_that_never_decoded_is_harmless(way: str) -
         assert_same(outcome(request), wanted)
 
 
-def test_a_row_sees_no_block_of_another_request(cyclic: Model) -> None:
-    """Beyond its own blocks a row's table repeats them, also after it held a longer request."""
+def test_block_table_row_holds_own_blocks_only(cyclic: Model) -> None:
+    """Beyond its own blocks a row's table repeats them, also after the row held a longer request."""
     engine = make_engine(cyclic, 3, max_model_len=64, max_num_seqs=2)
     run(engine, [Job(cycle(0, 60), greedy()), Job(cycle(9, 50), greedy())])
     requests = [engine.add(cycle(0, 5), greedy()), engine.add(cycle(0, 20), greedy())]
@@ -389,19 +385,19 @@ def test_a_row_sees_no_block_of_another_request(cyclic: Model) -> None:
         assert set(engine.worker.table.block_table[request.row].tolist()) == set(request.blocks)
 
 
-def test_blocks_that_change_hands_are_zeroed(cyclic: Model) -> None:
+def test_reallocated_blocks_are_zeroed(cyclic: Model) -> None:
     engine = make_engine(cyclic, 3, num_blocks=8)
     engine.worker.kv_cache.fill_(float("nan"))
     request = engine.add(cycle(0, 20), greedy())
     engine.step()
     assert torch.isfinite(engine.worker.kv_cache[:, :, :, request.blocks]).all()
-    with launch.forced("triton"):  # which never loads what it masks
+    with launch.forced("triton"):  # the kernel never loads masked elements
         cyclic.zero_blocks(engine.worker.kv_cache, [7])
     assert torch.isnan(engine.worker.kv_cache[:, :, :, 7]).all()
 
 
 @pytest.mark.parametrize("where", ["model", "allocation", "commit"])
-def test_an_interrupted_step_leaves_a_usable_engine(
+def test_interrupted_step_leaves_a_usable_engine(
     cyclic: Model, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(cyclic, 3, num_blocks=8, max_num_batched_tokens=30)
@@ -431,7 +427,7 @@ def test_an_interrupted_step_leaves_a_usable_engine(
     assert [request.output_ids for request in again] == [cycle(33 + 2 * i, 20) for i in range(4)]
 
 
-def test_requests_end_though_the_device_has_failed(cyclic: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_all_after_device_failure(cyclic: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(cyclic, 3)
     requests = [engine.add(cycle(i, 33 + i), greedy()) for i in range(4)]
     engine.step()
@@ -446,7 +442,7 @@ def test_requests_end_though_the_device_has_failed(cyclic: Model, monkeypatch: p
     assert engine.metrics.num_aborted == 4
 
 
-def test_a_pool_too_small_for_the_window_is_refused(cyclic: Model) -> None:
+def test_pool_too_small_for_max_model_len_is_rejected(cyclic: Model) -> None:
     with pytest.raises(ValueError, match=r"holds the K/V of 32 tokens, too few for max_model_len=33"):
         make_engine(cyclic, 3, max_model_len=33, num_blocks=2)
     with pytest.raises(ValueError, match=r"max_model_len=513 is beyond the model's own window of 512"):

@@ -1,4 +1,4 @@
-"""Calls from several threads on one LLM: all requests in one batch, each with what it gets alone."""
+"""Calls from several threads on one LLM: requests share batches, and outputs do not change."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
 
 
 def params_of(i: int, **options: Any) -> SamplingParams:
-    """Greedy and drawn, each call with a seed of its own."""
+    """Return greedy or sampling parameters for call `i`, with seed `i`."""
     return SamplingParams(temperature=20 * (i % 2), seed=i, max_tokens=5 + 7 * i % 50, **options)
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """The results of all calls, each in a thread of its own, begun together."""
+    """Run the calls concurrently, one thread each, and return their results."""
     ready = threading.Barrier(len(calls))
 
     def run(call: Callable[[], Any]) -> Any:
@@ -47,8 +47,8 @@ def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
         return [future.result(timeout=60) for future in [pool.submit(run, call) for call in calls]]
 
 
-def test_each_thread_gets_what_it_gets_alone(llm: LLM) -> None:
-    """Batches, single prompts, several outputs of one, and streams, some of them left in the middle."""
+def test_outputs_do_not_depend_on_other_threads(llm: LLM) -> None:
+    """Batches, single prompts, several outputs per prompt, and streams, some abandoned midway."""
 
     def generate(i: int) -> list[list[int]]:
         prompts = [after(ALPHABET[: 1 + (i + j) % 20]) for j in range(1 + i % 3)]
@@ -71,7 +71,7 @@ def test_each_thread_gets_what_it_gets_alone(llm: LLM) -> None:
     assert at_once([lambda i=i: several(i) for i in range(THREADS)]) == expected  # type: ignore[misc]
 
 
-def test_the_requests_of_all_threads_are_one_batch(folder: Path) -> None:
+def test_threads_share_one_batch(folder: Path) -> None:
     llm = make(folder, 0)
     calls = [lambda: llm.generate(after("a"), greedy(ignore_eos=True))[0].stats.num_steps] * 4
     assert sum(at_once(calls)) == 240
@@ -80,8 +80,8 @@ def test_the_requests_of_all_threads_are_one_batch(folder: Path) -> None:
     assert 60 <= steps < 200
 
 
-def test_whoever_waits_has_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short call ends before a long one that began earlier."""
+def test_waiting_threads_take_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short call finishes before a long one that began earlier."""
     llm = make(folder, 0)
     step, begun = llm.engine.step, threading.Event()
 
@@ -104,7 +104,7 @@ def test_whoever_waits_has_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert first < last
 
 
-def test_a_report_may_wait_for_other_threads(llm: LLM) -> None:
+def test_callback_may_wait_for_other_threads(llm: LLM) -> None:
     def report(index: int, output: RequestOutput) -> None:
         [inner] = at_once([lambda: llm.generate(after("abc"), greedy())[0].text])
         assert inner == ALPHABET[3:]
@@ -113,9 +113,7 @@ def test_a_report_may_wait_for_other_threads(llm: LLM) -> None:
     assert llm.generate(after("ab"), greedy(), report)[0].text == ALPHABET[2:]
 
 
-def test_what_interrupts_a_step_ends_the_requests_of_all_threads(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_step_aborts_requests_of_all_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, queued = llm.engine.step, threading.Barrier(2)
 
     def interrupted() -> Any:
@@ -146,9 +144,7 @@ def test_what_interrupts_a_step_ends_the_requests_of_all_threads(
     assert text == ALPHABET[4:]
 
 
-def test_a_stream_may_be_collected_as_garbage_within_a_step(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_garbage_collected_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [llm.stream(after("ab"), greedy(ignore_eos=True)) for _ in range(2)]
     step = llm.engine.step
 
@@ -195,6 +191,6 @@ with shared.turn():
 """
 
 
-def test_an_interrupt_at_any_time_leaves_the_engine_to_the_others() -> None:
+def test_interrupt_never_leaves_engine_locked() -> None:
     process = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
     assert process.stdout == "still there\n", process.stderr

@@ -1,4 +1,4 @@
-"""What a request makes of a step's tokens, where the engine's tests do not reach."""
+"""Details of how a request processes a step's tokens that the engine's tests do not reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.nanospec.text.conftest import byte_fallback
 
 @pytest.fixture(scope="module")
 def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer with byte tokens, whose runs are decoded when they end."""
+    """A tokenizer with byte tokens; a run of them is decoded when it ends."""
     folder = tmp_path_factory.mktemp("bytes")
     byte_fallback().save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
@@ -40,23 +40,19 @@ def step(tokens: list[int], finished: int = RUNNING, accepted: int = 0, source: 
 
 
 @pytest.mark.parametrize(("ends", "reason"), [("length", "stop"), ("abort", "abort")])
-def test_a_stop_string_in_text_held_back_to_the_end_is_cut_too(
-    bytes_only: Tokenizer, ends: str, reason: str
-) -> None:
+def test_stop_string_in_flushed_text_is_cut(bytes_only: Tokenizer, ends: str, reason: str) -> None:
     vocab = bytes_only.backend.get_vocab()
     ids = [vocab[f"<0x{byte:02X}>"] for byte in "ü-ñ-".encode()]
     request = request_for(bytes_only, stop="ñ")
     request.append(step(ids))
-    assert (request.text, request.is_finished) == ("", False)  # a run of bytes, not ended yet
+    assert (request.text, request.is_finished) == ("", False)  # an unfinished run of bytes
     request.finish(ends)
     assert (request.text, request.finish_reason) == ("ü-", reason)
     assert "".join(piece.text for piece in request.new_pieces()) == "ü-"
 
 
 @pytest.mark.parametrize(("stop", "text", "found"), [(["b", "z"], "aa", "b"), ("a", "", "a")])
-def test_one_of_several_stop_strings_ends_the_text_and_so_does_one_it_begins_with(
-    bytes_only: Tokenizer, stop: Any, text: str, found: str
-) -> None:
+def test_first_stop_string_ends_text(bytes_only: Tokenizer, stop: Any, text: str, found: str) -> None:
     vocab = bytes_only.backend.get_vocab()
     request = request_for(bytes_only, stop=stop)
     assert request.append(step([vocab[piece] for piece in "aab"])) == len(request.output_ids)
@@ -64,7 +60,7 @@ def test_one_of_several_stop_strings_ends_the_text_and_so_does_one_it_begins_wit
     assert "".join(request.output.token_texts) == text
 
 
-def test_the_first_token_has_one_time_and_log_probabilities_have_texts(bytes_only: Tokenizer) -> None:
+def test_first_token_time_and_decoded_logprobs(bytes_only: Tokenizer) -> None:
     a, b = (bytes_only.backend.get_vocab()[piece] for piece in "ab")
     request = request_for(bytes_only)
     request.append(step([]), logprobs=[])
@@ -78,9 +74,7 @@ def test_the_first_token_has_one_time_and_log_probabilities_have_texts(bytes_onl
 
 
 @pytest.mark.parametrize(("finished", "shown"), [(STOPPED, [7, 8]), (RUNNING, [7, 8, 9])])
-def test_a_grammar_sees_all_tokens_but_the_one_that_ended_the_request(
-    finished: int, shown: list[int]
-) -> None:
+def test_grammar_does_not_see_the_stop_token(finished: int, shown: list[int]) -> None:
     guide = Mock(ended=False, error=None, **{"advance.side_effect": len})
     request = request_for(None)
     request.constraint = guide
@@ -89,7 +83,7 @@ def test_a_grammar_sees_all_tokens_but_the_one_that_ended_the_request(
     assert request.output_ids == [7, 8, 9]
 
 
-def test_drafts_that_were_copied_from_nowhere_have_no_source(bytes_only: Tokenizer) -> None:
+def test_drafts_not_copied_have_no_source(bytes_only: Tokenizer) -> None:
     a = bytes_only.backend.get_vocab()["a"]
     request = request_for(bytes_only)
     request.append(step([a, a, a], accepted=2, source=-1))
@@ -98,7 +92,7 @@ def test_drafts_that_were_copied_from_nowhere_have_no_source(bytes_only: Tokeniz
     assert request.new_pieces()[-3:] == [Piece("a", 1), Piece("a", 2), Piece("a", -1)]
 
 
-def test_a_finished_request_stays_as_it_ended() -> None:
+def test_finished_request_keeps_finish_reason() -> None:
     request = request_for(None)
     request.append(step([1, 2], LENGTH))
     request.finish("abort")
@@ -106,7 +100,7 @@ def test_a_finished_request_stays_as_it_ended() -> None:
     assert request.output_ids == [1, 2]
 
 
-def test_the_token_that_ended_a_request_is_named() -> None:
+def test_stop_reason_is_the_stop_token() -> None:
     request = request_for(None, stop_token_ids=[8, 9])
     request.append(step([9, 8], STOPPED))
     assert request.stop_reason == 8
@@ -115,7 +109,7 @@ def test_the_token_that_ended_a_request_is_named() -> None:
     assert request.finish_time >= request.first_token_time
 
 
-def test_block_names_follow_the_tokens_and_the_salt() -> None:
+def test_block_hashes_depend_on_tokens_and_salt() -> None:
     plain, salted = request_for(None), request_for(None)
     salted.salt = b"other"
     for request in (plain, salted):
@@ -131,7 +125,7 @@ def test_block_names_follow_the_tokens_and_the_salt() -> None:
     assert len(plain.hashes(16)) == 3
 
 
-def test_seeds_fit_64_bits_and_are_as_asked_for_the_first_output() -> None:
+def test_seed_of() -> None:
     step = 0x9E3779B97F4A7C15
     lowest, highest = -(2**63), 2**63 - 1
     assert [seed_of(seed, 0, 9) for seed in (lowest, -1, 0, 7, highest)] == [lowest, -1, 0, 7, highest]
@@ -139,7 +133,7 @@ def test_seeds_fit_64_bits_and_are_as_asked_for_the_first_output() -> None:
     assert [seed_of(None, 5, number) for number in (1, 2)] == [step - 2**64, 2 * step - 2**64]
 
 
-def test_log_probabilities_by_token_begin_with_its_own_and_leave_out_what_cannot_come() -> None:
+def test_logprobs_as_dict() -> None:
     entry = -0.5, 2, [-0.1, -0.5, float("-inf")], [3, 4, 9]
     own, best = (4, Logprob(-0.5, 2)), (3, Logprob(-0.1, 1))
     assert [list(as_dict(4, entry, n).items()) for n in (0, 1, 2)] == [[own], [own, best], [own, best]]
@@ -161,9 +155,7 @@ def test_log_probabilities_by_token_begin_with_its_own_and_leave_out_what_cannot
         (1, 0, {"stop": "a"}, "stop strings need a tokenizer"),
     ],
 )
-def test_what_an_engine_cannot_run(
-    prompt: int, stops: int, params: dict[str, Any], sentence: str | None
-) -> None:
+def test_check_request(prompt: int, stops: int, params: dict[str, Any], sentence: str | None) -> None:
     tokenizer = Mock(eos_token_ids=range(stops)) if stops else None
     limits = Limits(EngineConfig(), 4, 8, tokenizer)
     asked = [0] * prompt, SamplingParams(**params), limits
@@ -175,7 +167,7 @@ def test_what_an_engine_cannot_run(
 
 
 @pytest.mark.parametrize("bad", [True, False, 1.0, "1", 9, -1])
-def test_a_prompt_holds_integers_of_the_vocabulary(bad: object) -> None:
+def test_invalid_token_ids_are_rejected(bad: object) -> None:
     limits = Limits(EngineConfig(), 9, 8, None)
     check_request([1, 8], SamplingParams(), limits)
     with pytest.raises(ValueError, match=f"The prompt holds token id {bad!r}; ids are integers from 0 to 8."):
@@ -188,7 +180,7 @@ def test_a_prompt_holds_integers_of_the_vocabulary(bad: object) -> None:
         ("ab", ["ab"]),
         (["ab", "c"], ["ab", "c"]),
         ([1, 2], [[1, 2]]),
-        ([True, 2.5], [[True, 2.5]]),  # one bad prompt, refused later, with a sentence
+        ([True, 2.5], [[True, 2.5]]),  # one invalid prompt, rejected later
         ([[1], "a"], [[1], "a"]),
         ([], []),
     ],
@@ -198,14 +190,14 @@ def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
     assert as_list(given) == prompts
 
 
-def test_a_prompt_may_be_an_array() -> None:
+def test_prompt_may_be_an_array() -> None:
     ids: Any = np.array([3, 4])
     assert len(as_list(ids)) == 1
     assert [type(as_int(t)) for t in ids] == [int, int]
     assert [as_int(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]
 
 
-def test_who_has_ended_at_a_stop_string_has_no_error_of_what_was_to_follow(bytes_only: Tokenizer) -> None:
+def test_stop_string_suppresses_later_constraint_error(bytes_only: Tokenizer) -> None:
     a, b = (bytes_only.backend.get_vocab()[piece] for piece in "ab")
     request = request_for(bytes_only, stop="b")
     request.constraint = Mock(ended=False, error="It cannot be followed.", **{"advance.side_effect": len})

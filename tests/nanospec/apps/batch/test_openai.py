@@ -1,4 +1,4 @@
-"""OpenAI's batch format: what is asked means here what it means there, or is refused by name."""
+"""OpenAI's batch format: fields keep OpenAI's meaning, and unsupported fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanospec.apps.batch.run import result_line
 from nanospec.config import SamplingParams
 from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats
 from nanospec.text.tokenizer import Tokenizer
-from tests.nanospec.apps.batch.test_run import of_lines
+from tests.nanospec.apps.batch.test_run import tasks_of_lines
 from tests.tiny import tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -28,23 +28,23 @@ def completions(**body: Any) -> dict[str, Any]:
     return {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Once", **body}}
 
 
-def test_what_a_line_leaves_out_is_as_it_is_there(tmp_path: Path) -> None:
-    a, b = of_lines(tmp_path, chat(), {**completions(), "custom_id": "b"})
+def test_missing_fields_take_openai_defaults(tmp_path: Path) -> None:
+    a, b = tasks_of_lines(tmp_path, chat(), {**completions(), "custom_id": "b"})
     assert a.params == SamplingParams(temperature=1, max_tokens=None)
     assert b.params == SamplingParams(temperature=1, max_tokens=16)
     assert (a.messages, b.prompt, b.raw, b.names) == (HELLO, "Once", True, {"custom_id": "b"})
     lines, sampling = (chat(), {**completions(), "custom_id": 1}), {"temperature": 0, "max_tokens": 9}
-    for task in of_lines(tmp_path, *lines, sampling=sampling):
+    for task in tasks_of_lines(tmp_path, *lines, sampling=sampling):
         assert task.params == SamplingParams(temperature=0, max_tokens=9)
 
 
-def test_a_system_message_makes_no_chat_of_a_completion(tmp_path: Path) -> None:
-    a, b = of_lines(tmp_path, chat(), {**completions(), "custom_id": "b"}, system="Be brief.")
+def test_system_message_does_not_apply_to_completions(tmp_path: Path) -> None:
+    a, b = tasks_of_lines(tmp_path, chat(), {**completions(), "custom_id": "b"}, system="Be brief.")
     assert a.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
     assert (b.prompt, b.messages, b.raw) == ("Once", None, True)
 
 
-def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
+def test_request_fields_are_parsed(tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Hel", "lo")]}]
     body = {
         "messages": parts, "max_completion_tokens": 5, "stop": "x", "temperature": 0.5, "top_p": 0.9, "n": 2,
@@ -52,7 +52,7 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
         "logit_bias": {"5": -100}, "user": "u", "stream": False, "tools": None, "top_k": 7,
         "response_format": {"type": "text"},
     }  # fmt: skip
-    [task] = of_lines(tmp_path, chat(**body))
+    [task] = tasks_of_lines(tmp_path, chat(**body))
     assert task.messages == HELLO
     assert task.params == SamplingParams(
         max_tokens=5, stop="x", temperature=0.5, top_p=0.9, n=2, seed=3, logprobs=2, frequency_penalty=1,
@@ -60,7 +60,7 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
     )  # fmt: skip
     without = completions(prompt=[1, 2])
     del without["custom_id"]
-    found = of_lines(tmp_path, completions(prompt=["x"], logprobs=3), without, without)[:2]
+    found = tasks_of_lines(tmp_path, completions(prompt=["x"], logprobs=3), without, without)[:2]
     assert [(task.prompt, task.params.logprobs) for task in found] == [("x", 3), ([1, 2], None)]
 
 
@@ -84,9 +84,9 @@ def test_what_a_line_asks_is_understood(tmp_path: Path) -> None:
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:30],
 )
-def test_what_is_not_there_is_refused(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
+def test_unsupported_fields_are_rejected(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LineError) as caught:
-        of_lines(tmp_path, chat(), line)
+        tasks_of_lines(tmp_path, chat(), line)
     assert "line 2: " in str(caught.value)
     assert sentence in str(caught.value)
 
@@ -104,16 +104,16 @@ def output(error: str | None = None) -> RequestOutput:
 
 
 @pytest.mark.parametrize("line", [chat(), {"prompt": "x"}], ids=["theirs", "ours"])
-def test_a_name_may_be_what_utf8_cannot_hold(
+def test_custom_id_may_contain_lone_surrogate(
     tmp_path: Path, tokenizer: Tokenizer, line: dict[str, Any]
 ) -> None:
-    [task] = of_lines(tmp_path, {**line, "custom_id": "half \ud83d"})
+    [task] = tasks_of_lines(tmp_path, {**line, "custom_id": "half \ud83d"})
     assert json.loads(result_line(task, output(), "small", tokenizer))["custom_id"] == "half \ud83d"
 
 
-def test_results_have_its_form(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_results_use_openai_format(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = chat(logprobs=True, top_logprobs=2), {**completions(logprobs=1), "custom_id": "b"}
-    a, b = of_lines(tmp_path, *lines)
+    a, b = tasks_of_lines(tmp_path, *lines)
     line = json.loads(result_line(a, output(), "small", tokenizer))
     assert line.keys() == {"id", "custom_id", "response", "error"}
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)

@@ -1,4 +1,4 @@
-"""Batches: what counts as a line, as a result, and as torn; what is noticed before a model is loaded."""
+"""Batch files: parsing of lines, existing and torn results, and errors found before a model is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tasks(path: Path | str, **more: Any) -> list[Task]:
     return read_tasks(str(path), Defaults(**{"params": GREEDY, "sampling": {}, **more}))
 
 
-def of_lines(folder: Path, *lines: Any, **more: Any) -> list[Task]:
+def tasks_of_lines(folder: Path, *lines: Any, **more: Any) -> list[Task]:
     path = folder / "requests.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return tasks(path, **more)
@@ -49,7 +49,7 @@ def numbered(count: int) -> list[Task]:
 
 
 def result(task: Task) -> str:
-    """A line as the program writes it."""
+    """Return a result line as the program writes it."""
     return (
         result_prefix(task).decode()
         + json.dumps({"text": BREAKS, "stats": {}}, ensure_ascii=False)[1:]
@@ -62,13 +62,13 @@ def result(task: Task) -> str:
     ['{"prompt": "x"}', '\ufeff{"prompt": "x"}\n', '\n{"prompt": "x"}\r\n \n\n', "", "\n"],
     ids=["no-newline", "byte-order-mark", "blank-lines", "empty", "nothing-but-a-newline"],
 )
-def test_where_lines_end(tmp_path: Path, text: str) -> None:
+def test_line_endings_are_accepted(tmp_path: Path, text: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text(text, encoding="utf-8", newline="")
     assert [task.prompt for task in tasks(path)] == (["x"] if "x" in text else [])
 
 
-def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_newlines_separate_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f'{{"prompt": "{BREAKS}"}}\r\n{{"prompt":\r"x"}}\n'
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
     assert [task.prompt for task in tasks("-")] == [BREAKS, "x"]
@@ -95,7 +95,7 @@ def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_bad_lines_are_named(tmp_path: Path, line: bytes, sentence: str) -> None:
+def test_invalid_line_is_reported_with_its_number(tmp_path: Path, line: bytes, sentence: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_bytes(b'{"prompt": "x"}\n' + line + b'\n{"prompt": "x"}\n')
     with pytest.raises(LineError, match=rf"requests\.jsonl line 2.*{sentence}") as caught:
@@ -103,7 +103,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: bytes, sentence: str) -> None
     assert len(str(caught.value)) < 1000
 
 
-def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_line_is_rejected_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanospec.apps.batch.lines.MAX_LINE", 1 << 20)
     with pytest.raises(LineError, match=r"/dev/zero line 1 is longer than 1 MB, the limit of a request\."):
         tasks("/dev/zero")
@@ -112,7 +112,7 @@ def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: 
     assert len(tasks(longest)) == 1
 
 
-def test_of_a_large_file_without_results_only_the_beginning_is_read(tmp_path: Path) -> None:
+def test_large_file_without_results_is_rejected_early(tmp_path: Path) -> None:
     path = tmp_path / "image"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -121,33 +121,33 @@ def test_of_a_large_file_without_results_only_the_beginning_is_read(tmp_path: Pa
     assert path.stat().st_size == 1 << 40
 
 
-def test_a_system_message_is_for_conversations_that_have_none(tmp_path: Path) -> None:
+def test_system_message_applies_only_if_conversation_has_none(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
     lines = ({"prompt": "x"}, {"prompt": [1]}, {"messages": own[1:]}, {"messages": own})
-    found = of_lines(tmp_path, *lines, system="Be brief.")
+    found = tasks_of_lines(tmp_path, *lines, system="Be brief.")
     said = [{"role": "system", "content": "Be brief."}, own[1]]
     assert [task.messages for task in found] == [said, None, said, own]
     assert [task.prompt for task in found] == [None, [1], None, None]
 
 
-def test_a_key_tells_lines_parameters_and_models_apart(tmp_path: Path) -> None:
+def test_key_depends_on_line_parameters_and_model(tmp_path: Path) -> None:
     line = {"prompt": "x", "custom_id": "a"}
 
     def keys(*lines: Any, **more: Any) -> list[str]:
-        return [task.key for task in of_lines(tmp_path, *lines, **more)]
+        return [task.key for task in tasks_of_lines(tmp_path, *lines, **more)]
 
     first, second = keys(line, line)
-    assert keys(line) == [first]  # lines may be added behind
-    assert keys({"max_tokens": 256, **line}) == [first]  # nothing else comes out
+    assert keys(line) == [first]  # appending lines changes no key
+    assert keys({"max_tokens": 256, **line}) == [first]  # the default, written out
     others = [
-        *keys({**line, "custom_id": "b"}), *keys({**line, "id": "a"}),  # names come out
+        *keys({**line, "custom_id": "b"}), *keys({**line, "id": "a"}),  # both appear in the result
         *keys({"prompt": "y"}), *keys({**line, "seed": 1}), *keys({"prompt": [1]}), *keys(line, raw=True),
         *keys(line, system="s"), *keys(line, model="m"), *keys(line, params=SamplingParams()), second,
     ]  # fmt: skip
     assert len({first, *others}) == 1 + len(others)
 
 
-def test_options_and_model_files_that_change_results_tell_batches_apart(tmp_path: Path) -> None:
+def test_key_depends_on_options_and_model_files(tmp_path: Path) -> None:
     names = ("config.json", "chat_template.jinja", "model.safetensors")
     for name in names:
         (tmp_path / name).write_text("{}")
@@ -158,15 +158,15 @@ def test_options_and_model_files_that_change_results_tell_batches_apart(tmp_path
         if change in names:
             (tmp_path / change).write_text("{ }")
         args = parse(["--input", "x", "--output", "y", *given_too])
-        args = argparse.Namespace(**{**vars(args), **vars(asked(tmp_path))})
+        args = argparse.Namespace(**{**vars(args), **vars(arguments(tmp_path))})
         with open_batch(args, GREEDY) as batch:
             keys.append(batch.tasks[0].key)
     assert len(set(keys[:-1])) == len(options)
-    assert keys[-1] == keys[-2]  # it changes no result
+    assert keys[-1] == keys[-2]  # K does not change results
 
 
 @given(length=st.integers(0, 90), torn=st.integers(0, 3))
-def test_a_torn_result_is_cut_off(tmp_path_factory: pytest.TempPathFactory, length: int, torn: int) -> None:
+def test_torn_result_is_truncated(tmp_path_factory: pytest.TempPathFactory, length: int, torn: int) -> None:
     path, every = tmp_path_factory.mktemp("torn") / "results.jsonl", numbered(6)
     whole = result(every[4]) + result(every[5])
     rest = result(every[torn])[:-1].encode()[:length]
@@ -191,7 +191,7 @@ NO_RESULTS = {
 
 
 @pytest.mark.parametrize("content", NO_RESULTS.values(), ids=list(NO_RESULTS))
-def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: str) -> None:
+def test_files_without_results_are_rejected_unchanged(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(LineError, match=r"notes (line \d+ is|ends with what is) .*name another output\."):
@@ -199,8 +199,8 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: str) ->
     assert path.read_text(encoding="utf-8") == content
 
 
-def asked(folder: Path, **more: Any) -> argparse.Namespace:
-    """A command line, with a request file unless `more` names another."""
+def arguments(folder: Path, **more: Any) -> argparse.Namespace:
+    """Return the parsed command line, with a one-line request file unless `more` replaces it."""
     source = folder / "requests.jsonl"
     source.write_text('{"prompt": "x"}\n')
     files = {"input": str(source), "output": str(folder / "results.jsonl"), "folder": folder}
@@ -208,28 +208,28 @@ def asked(folder: Path, **more: Any) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(("option", "name"), [("input", "none"), ("output", "none/x"), ("output", "")])
-def test_files_that_cannot_be_used_are_noticed_at_once(tmp_path: Path, option: str, name: str) -> None:
+def test_unusable_file_is_reported_at_start(tmp_path: Path, option: str, name: str) -> None:
     file = str(tmp_path / name)
-    with pytest.raises(OSError) as caught, open_batch(asked(tmp_path, **{option: file}), GREEDY):
+    with pytest.raises(OSError) as caught, open_batch(arguments(tmp_path, **{option: file}), GREEDY):
         pass
     assert caught.value.filename == file
     assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_the_input_is_never_the_output(tmp_path: Path) -> None:
-    args = asked(tmp_path)
+def test_input_and_output_must_differ(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
     os.symlink(args.input, args.output)
     with pytest.raises(ValueError, match="are the same file; name another output"), open_batch(args, GREEDY):
         pass
     assert Path(args.input).read_text() == '{"prompt": "x"}\n'
 
 
-def test_an_output_that_another_process_writes_is_refused(tmp_path: Path) -> None:
-    args = asked(tmp_path)
+def test_output_locked_by_another_process_is_rejected(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
     busy = pytest.raises(ValueError, match="another process writes .*name another output")
     with results_file(args.output), busy, open_batch(args, GREEDY):
         pass
-    with open_batch(args, GREEDY) as batch:  # given back
+    with open_batch(args, GREEDY) as batch:  # the lock was released
         assert (batch.todo, batch.done) == (batch.tasks, set())
         batch.file.write(result(batch.tasks[0]).encode())
     with open_batch(args, GREEDY) as batch:
@@ -238,10 +238,10 @@ def test_an_output_that_another_process_writes_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("before", [None, b""], ids=["new", "there"])
 @pytest.mark.parametrize("written", [b"", b"x"], ids=["nothing", "a-result"])
-def test_a_batch_that_fails_before_its_first_result_leaves_no_new_file(
+def test_failure_before_first_result_leaves_no_new_file(
     tmp_path: Path, before: bytes | None, written: bytes
 ) -> None:
-    args = asked(tmp_path)
+    args = arguments(tmp_path)
     target = Path(args.output)
     if before is not None:
         target.write_bytes(before)
@@ -256,7 +256,7 @@ def test_a_batch_that_fails_before_its_first_result_leaves_no_new_file(
     assert (target.read_bytes() if target.exists() else None) == (written or before)
 
 
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filesystem_without_locks_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError("No locks available")
 
@@ -265,8 +265,8 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch:
         file.write(b"x")
 
 
-def test_results_are_counted(tmp_path: Path) -> None:
-    with open_batch(asked(tmp_path), GREEDY) as batch, batch.running():
+def test_written_results_are_counted(tmp_path: Path) -> None:
+    with open_batch(arguments(tmp_path), GREEDY) as batch, batch.running():
         batch.write(b"x", 3)
         batch.write(b"y", 4)
     assert (batch.written, batch.tokens) == (2, 7)
@@ -285,17 +285,15 @@ class Letters:
 
 
 @pytest.mark.parametrize(("raw", "of_text"), [(False, [60, 97, 62]), (True, [0, 97])])
-def test_texts_become_conversations_unless_they_are_raw(
-    tmp_path: Path, raw: bool, of_text: list[int]
-) -> None:
+def test_prompts_use_chat_template_unless_raw(tmp_path: Path, raw: bool, of_text: list[int]) -> None:
     source, tokenizer = tmp_path / "lines", Letters()
     source.write_text('{"prompt": "a"}\n{"prompt": [7, 8]}\n')
-    with open_batch(asked(tmp_path, input=str(source), raw=raw), GREEDY) as batch:
+    with open_batch(arguments(tmp_path, input=str(source), raw=raw), GREEDY) as batch:
         lines = prepare_lines(batch, tokenizer, lambda *_: None, 64, 0)  # type: ignore[arg-type]
     assert [ids for _, ids, _ in lines] == [of_text, [7, 8]]
 
 
-def test_a_summary_says_what_was_done() -> None:
+def test_batch_summary() -> None:
     figures = {"requests": 21, "done_before": 1, "seconds": 9.87, "tokens_per_second": 160.2}
     assert batch_summary(figures) == "20 requests in 9.9 s, 160 tok/s; 1 were done before"
     assert batch_summary({**figures, "done_before": 21}) == "All requests were done before."

@@ -1,5 +1,5 @@
-"""A chat: what is kept of a conversation, what commands do, and what is typed in a terminal: a paste is one
-message, and nothing is cut."""
+"""Interactive chat: conversation history, commands, and terminal input. A paste is one message and is never
+truncated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PASTE = "def f():\n    return '日本語'\n" + "x" * 6000
 
 
 class Echo:
-    """Answers with the number of messages it was shown, and remembers them; some messages do more."""
+    """A model that answers with the number of messages in its prompt and records each prompt."""
 
     def __init__(self) -> None:
         self.tokenizer = SimpleNamespace(has_chat_template=True)
@@ -60,7 +60,7 @@ class Echo:
 
 
 def talk(*messages: str, system: str | None = None) -> tuple[list[list[str]], str, int]:
-    """What the model was shown, what was printed, and how many answers were whole."""
+    """Return the prompts the model received, the printed text and the number of complete answers."""
     llm: Any = Echo()
     stream = io.StringIO()
     whole: list[Any] = []
@@ -68,21 +68,21 @@ def talk(*messages: str, system: str | None = None) -> tuple[list[list[str]], st
     return [[message["content"] for message in each] for each in llm.shown], stream.getvalue(), len(whole)
 
 
-def test_a_conversation_is_kept_and_reset_and_undone() -> None:
+def test_conversation_is_kept_reset_and_undone() -> None:
     shown, printed, _ = talk("a", "b", "/undo", "c", "/reset", "/undo", "d", " ")
     assert shown == [["a"], ["a", "1 seen", "b"], ["a", "1 seen", "c"], ["d"]]
     assert "Taken back: b\n" in printed
     assert "There is nothing to take back." in printed
 
 
-def test_the_system_message_holds_from_then_on() -> None:
+def test_system_message_persists() -> None:
     shown, printed, _ = talk("a", "/system Be\nbrief.", "/system", "b", "/reset", "c", system="Be long.")
     assert [each[0] for each in shown] == ["Be long.", "Be\nbrief.", "Be\nbrief."]
     assert printed.count("The system message is: Be\nbrief.") == 2
     assert "There is no system message" in talk("/system")[1]
 
 
-def test_what_is_not_answered_is_not_part_of_the_conversation() -> None:
+def test_unanswered_messages_are_dropped() -> None:
     shown, printed, whole = talk("a", "too long", "please stop", "b")
     assert shown[-1] == ["a", "1 seen", "please stop", "3", "b"]
     assert "raise --max-model-len. /undo takes the last message back" in printed
@@ -90,14 +90,14 @@ def test_what_is_not_answered_is_not_part_of_the_conversation() -> None:
     assert whole == 2
 
 
-def test_commands_are_whole_words_behind_a_slash() -> None:
+def test_commands_are_slash_and_whole_word() -> None:
     shown, printed, _ = talk("/help", "/rest", "/usr/bin/env is what?", " /help me", "/exit", "b")
     assert shown == [["/usr/bin/env is what?"], ["/usr/bin/env is what?", "1 seen", "/help me"]]
     assert "/system TEXT" in printed
     assert "There is no command /rest; did you mean /reset?" in printed
 
 
-def test_a_model_without_a_template_does_not_chat() -> None:
+def test_chat_requires_chat_template() -> None:
     llm: Any = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=False))
     with pytest.raises(ValueError, match="has no chat template"):
         Chat(llm, SamplingParams(), Console(io.StringIO()))
@@ -107,7 +107,7 @@ def test_a_model_without_a_template_does_not_chat() -> None:
 
 
 class Terminal:
-    """A process at a terminal. `json`: its prompts go to standard error."""
+    """A process attached to a pseudo-terminal; with `stream`, its prompts go to that stream."""
 
     def __init__(self, stream: str = "") -> None:
         code = CODE.format(stream)
@@ -122,7 +122,7 @@ class Terminal:
         self.wait(">")  # the prompt
 
     def wait(self, pattern: str, seconds: float = 60) -> str:
-        """Read until `pattern` appears; what came until then."""
+        """Read until `pattern` appears and return everything read."""
         os.set_blocking(self.master, False)
         deadline, found = time.monotonic() + seconds, ""
         while not re.search(pattern, found, re.DOTALL):
@@ -137,12 +137,12 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.set_blocking(self.master, True)
-        for at in range(0, len(text), 500):  # a terminal takes so much at once
+        for at in range(0, len(text), 500):  # a terminal's input buffer is small
             os.write(self.master, text[at : at + 500].encode())
             time.sleep(0.02)
 
     def message(self, text: str) -> str:
-        """The message that is received when `text` is typed."""
+        """Type `text` and return the message the process receives."""
         self.type(text)
         seen = self.wait("GOT.*TOG.*>")  # and the next prompt
         return str(json.loads(seen[seen.rindex("GOT") + 3 : seen.rindex("TOG")]))
@@ -165,7 +165,7 @@ def pasted(text: str) -> str:
     return f"\x1b[200~{text}\x1b[201~\r".replace("\n", "\r")
 
 
-def test_readline_takes_lines_pastes_and_history(terminals: list[Terminal]) -> None:
+def test_readline_lines_pastes_and_history(terminals: list[Terminal]) -> None:
     readline = pytest.importorskip("readline")
     terminals.append(terminal := Terminal())
     text = "x" * 6000 if "libedit" in readline.__doc__ else PASTE
@@ -183,7 +183,7 @@ def test_readline_takes_lines_pastes_and_history(terminals: list[Terminal]) -> N
     terminal.wait("ENDED")
 
 
-def test_prompts_may_go_to_standard_error(terminals: list[Terminal]) -> None:
+def test_json_mode_prompts_on_stderr(terminals: list[Terminal]) -> None:
     terminals.append(Terminal("sys.stderr"))
     terminals[0].type("a\r")
     out = terminals[0].process.stdout

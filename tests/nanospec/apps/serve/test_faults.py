@@ -1,5 +1,5 @@
-"""What clients do to a server, and what happens within it: afterwards nobody holds a row or a block, and the
-next request is answered. `Served.gate` stops the engine, so that nothing here depends on how fast it is."""
+"""Misbehaving clients and failures inside the server: afterwards no row or block is leaked and the next
+request is answered. `Served.gate` stops the engine, so that no test depends on its speed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORT = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 5}
 
 @pytest.fixture(params=["plain", "as-on-gpu"])
 def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    """A server for this test alone, with short limits and little room."""
+    """A server for this test alone, with short timeouts and a short queue."""
     llm = make(folder, **MODES[request.param])
     limits = {"max_queue": 12, "read_timeout": 0.4, "write_timeout": 0.5, "request_timeout": 5.0}
     with serving(llm, **limits) as served:
@@ -48,7 +48,7 @@ def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
         served.settle()
         answers: list[Any] = []
 
-        def is_answered() -> bool:  # at once, but where a busy machine is too slow for these limits
+        def is_answered() -> bool:  # retried, since a busy machine may exceed these timeouts
             answers.append(served.post("/v1/completions", SHORT))
             return answers[-1].status_code == 200
 
@@ -57,7 +57,7 @@ def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
 
 
 def raw(body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> bytes:
-    """A request as it is on the wire."""
+    """Return a request's bytes on the wire."""
     data = json.dumps(body).encode()
     fields = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))}
     fields |= headers
@@ -66,16 +66,14 @@ def raw(body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> 
 
 
 def reset(connection: socket.socket) -> None:
-    """Close it as a process does that is killed."""
+    """Close the connection with a reset, as a killed process does."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["closes", "resets"])
-def test_a_client_that_goes_away_frees_its_blocks_before_the_next_step(
-    server: Served, stream: bool, leave: Any
-) -> None:
+def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool, leave: Any) -> None:
     engine = server.llm.engine
     steps: list[int] = []
     step = engine.step
@@ -97,11 +95,11 @@ def test_a_client_that_goes_away_frees_its_blocks_before_the_next_step(
     before = len(steps)
     engine.step = step  # type: ignore[method-assign]
     server.settle()
-    assert len(steps) - before <= 1  # the one that was under way
+    assert len(steps) - before <= 1  # the step in progress
     assert engine.metrics.num_aborted == 2
 
 
-def test_storms_of_clients_that_leave_at_any_time(server: Served) -> None:
+def test_many_clients_disconnecting_at_random_times(server: Served) -> None:
     chance = random.Random(3)
 
     def visit(i: int) -> None:
@@ -116,12 +114,12 @@ def test_storms_of_clients_that_leave_at_any_time(server: Served) -> None:
     server.settle()
 
 
-def test_half_open_connections_are_closed(server: Served) -> None:
+def test_incomplete_requests_time_out(server: Served) -> None:
     starts = [b"", b"GET", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n", raw(LONG)[:-20]]
     connections = [server.connect() for _ in starts]
     for connection, start in zip(connections, starts):
         connection.sendall(start)
-    dripping = server.connect()  # a byte now and then does not help
+    dripping = server.connect()  # an occasional byte does not extend the timeout
     with pytest.raises(OSError):
         any(dripping.sendall(b"G") or time.sleep(0.05) for _ in range(160))  # type: ignore[func-returns-value]
     for connection in connections:
@@ -134,14 +132,16 @@ def test_half_open_connections_are_closed(server: Served) -> None:
         connection.close()
 
 
-def test_a_connection_may_be_used_again_and_again(server: Served) -> None:
+def test_keep_alive(server: Served) -> None:
     with httpx.Client(base_url=server.url) as client:
         for _ in range(3):
             assert client.post("/v1/completions", json=SHORT).status_code == 200
-            time.sleep(0.5)  # longer than a request may take to be sent
+            time.sleep(0.5)  # longer than the read timeout of a request
 
 
-def test_a_slow_reader_is_cut_off_and_delays_nobody(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_is_disconnected_without_delaying_others(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     connection.connect((server.host, server.port))
@@ -156,7 +156,7 @@ def test_a_slow_reader_is_cut_off_and_delays_nobody(server: Served, monkeypatch:
     connection.close()
 
 
-def test_a_silent_stream_says_that_it_goes_on(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_stream_sends_comments(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "QUIET_AFTER", 0.1)
     server.gate.clear()
     threading.Timer(0.6, server.gate.set).start()
@@ -165,7 +165,7 @@ def test_a_silent_stream_says_that_it_goes_on(server: Served, monkeypatch: pytes
     assert text.endswith("data: [DONE]\n\n")
 
 
-def test_of_too_many_connections_health_alone_is_answered(server: Served) -> None:
+def test_connection_limit_still_answers_health(server: Served) -> None:
     object.__setattr__(server.app.config, "max_connections", 2)
     idle = [server.connect() for _ in range(3)]
     server.wait_until(lambda: len(server.server.server_state.connections) >= 3)
@@ -178,7 +178,7 @@ def test_of_too_many_connections_health_alone_is_answered(server: Served) -> Non
     server.wait_until(lambda: len(server.server.server_state.connections) <= 1)
 
 
-def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
+def test_full_queue_returns_retry_after(server: Served) -> None:
     server.gate.clear()
     room = server.app.engine.limit
     assert room == 4 + 12
@@ -203,7 +203,7 @@ def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
             assert {choice["text"] for choice in response.json()["choices"]} == {ALPHABET[4:9]}
 
 
-def test_a_request_may_not_take_for_ever(server: Served) -> None:
+def test_request_timeout(server: Served) -> None:
     object.__setattr__(server.app.config, "request_timeout", 0.3)
     server.gate.clear()
     given = server.post("/v1/completions", LONG)
@@ -216,7 +216,7 @@ def test_a_request_may_not_take_for_ever(server: Served) -> None:
 
 
 class Panic(BaseException):
-    """As a library in Rust raises it."""
+    """An exception like those Rust libraries raise on a panic."""
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,10 @@ class Panic(BaseException):
         ("add", 2, Panic), ("step", 1, Panic),
     ],
 )  # fmt: skip
-def test_an_exception_ends_what_runs_and_nothing_else(
+def test_exception_fails_running_requests_only(
     server: Served, where: str, nth: int, error: type[BaseException]
 ) -> None:
-    """In a step, behind one or before: the engine's thread lives on, and every request is answered."""
+    """During, before or after a step: the engine's thread survives, and every request is answered."""
     owners: dict[str, Any] = {"on_done": server.app.engine, "add": server.llm.engine.scheduler}
     owner, calls = owners.get(where, server.llm.engine.worker), []
     own = getattr(owner, where)
@@ -262,7 +262,7 @@ def test_an_exception_ends_what_runs_and_nothing_else(
     server.settle()
 
 
-def test_an_engine_that_always_fails_is_unhealthy(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeatedly_failing_engine_is_unhealthy(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(server.llm.engine.worker, "prefill", None)
         for _ in range(3):
@@ -274,12 +274,12 @@ def test_an_engine_that_always_fails_is_unhealthy(server: Served, monkeypatch: p
     assert server.get("/health").status_code == 200
 
 
-def test_large_bodies_are_not_read(server: Served) -> None:
+def test_large_bodies_are_rejected(server: Served) -> None:
     object.__setattr__(server.app.config, "max_body", 10_000)
     assert server.post("/v1/completions", {"prompt": "a" * 20_000}).status_code == 413
 
     headers, chunks = {"content-type": "application/json"}, (b" " * 1000 for _ in range(100))
-    with suppress(httpx.WriteError, httpx.ReadError):  # it was cut off
+    with suppress(httpx.WriteError, httpx.ReadError):  # the server closed the connection
         chunked = httpx.post(f"{server.url}/v1/completions", content=chunks, headers=headers)
         assert chunked.status_code == 413
     lying = server.connect()
@@ -288,7 +288,7 @@ def test_large_bodies_are_not_read(server: Served) -> None:
     lying.close()
 
 
-def test_what_is_no_http(server: Served) -> None:
+def test_invalid_http(server: Served) -> None:
     hello = b"\x16\x03\x01\x02\x00\x01\x00\xfc"  # of TLS
     for data in (hello, b"hello\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"A" * 200_000):
         connection = server.connect()
@@ -309,7 +309,7 @@ from nanospec.apps.serve.logs import log_to_stderr
 from nanospec.apps.serve.server import listen, run
 from nanospec.apps.serve.settings import ServeConfig
 log_to_stderr("error")
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_model_len=128)
 step = llm.engine.step
 def slow():
@@ -328,9 +328,9 @@ sys.exit(code)
     ("seconds", "signals"),
     [(20, [signal.SIGTERM]), (20, [signal.SIGHUP]), (0.1, [signal.SIGTERM]), (20, [signal.SIGTERM] * 2)],
 )
-def test_a_signal_under_load(folder: Path, seconds: float, signals: list[signal.Signals]) -> None:
-    """With time to drain all that was accepted is answered; without, and told twice, it ends at once: who
-    waits is told so, who has not asked yet is cut off, and neither is worth a traceback."""
+def test_signal_under_load(folder: Path, seconds: float, signals: list[signal.Signals]) -> None:
+    """With time to drain, all accepted requests are answered. Without it, or after a second signal, the
+    server ends at once: waiting requests get an error, incomplete ones are cut off, no traceback is shown."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
@@ -385,10 +385,10 @@ def test_a_signal_under_load(folder: Path, seconds: float, signals: list[signal.
 
 
 @pytest.mark.parametrize("cleans_up", [True, False], ids=["a rank is gone", "cannot clean up"])
-def test_a_server_without_an_engine_ends(
+def test_server_ends_when_engine_is_dead(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cleans_up: bool
 ) -> None:
-    """Nobody waits in vain before it has ended: neither a request under way, nor one that comes later."""
+    """Until the server has ended, running and new requests are answered with an error."""
     llm, told, lines = make(folder), list[str](), io.StringIO()
     app = App(llm, ServeConfig(port=0), "m")
     listener = listen(app.config)

@@ -1,4 +1,4 @@
-"""Many clients at once: everybody gets what they would get alone, and the figures add up."""
+"""Many concurrent clients: outputs do not depend on the load, and metrics add up."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ __all__ = ["folder"]
 
 @pytest.fixture(params=[("plain", None), ("as-on-gpu", None), ("plain", 200), ("plain", "traced")], ids=str)
 def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    """Also with so little memory that requests have to make room for each other, and traced."""
+    """Also with so small_kv_cache memory that requests are preempted, and with tracing."""
     mode, memory = request.param
     options: dict[str, Any] = {**MODES[mode], "max_num_batched_tokens": 32}
     if memory == "traced":
         options["trace"] = True
     elif memory:
-        options["kv_cache_memory"] = little(folder)
+        options["kv_cache_memory"] = small_kv_cache(folder)
     with serving(make(folder, **options)) as served:
         yield served
 
 
-def little(folder: Path) -> int:
-    """Bytes for some 1.5 outputs of full length."""
+def small_kv_cache(folder: Path) -> int:
+    """Return a KV cache size in bytes for about 1.5 outputs of maximum length."""
     llm = make(folder)
     return int(llm.engine.worker.kv_cache.nbytes / llm.engine.worker.num_blocks * 12)
 
 
-def ask(i: int) -> dict[str, Any]:
-    """A request with a seed of its own."""
+def request_body(i: int) -> dict[str, Any]:
+    """Return request `i`, with seed `i`."""
     chance = random.Random(i)
     body: dict[str, Any] = {
         "prompt": after(ALPHABET[: 1 + i % 20]), "temperature": chance.choice([0, 25]), "seed": i,
@@ -54,9 +54,9 @@ def ask(i: int) -> dict[str, Any]:
     return body
 
 
-def test_outputs_under_load_are_those_of_the_same_seeds_offline(server: Served, offline: LLM) -> None:
+def test_outputs_under_load_match_offline(server: Served, offline: LLM) -> None:
     def one(i: int) -> list[str]:
-        body = ask(i)
+        body = request_body(i)
         if i % 2:
             given = server.post("/v1/completions", body).json()
             return [choice["text"] for choice in given["choices"]]
@@ -69,13 +69,13 @@ def test_outputs_under_load_are_those_of_the_same_seeds_offline(server: Served, 
     with ThreadPoolExecutor(24) as pool:
         found = list(pool.map(one, range(48)))
     for i, texts in enumerate(found):
-        body = ask(i)
+        body = request_body(i)
         [expected] = offline.generate(body.pop("prompt"), SamplingParams(**body))
         assert texts == [done.text for done in expected.outputs], i
 
 
 def metrics_of(server: Served) -> dict[tuple[str, ...], float]:
-    """Values by name and further labels."""
+    """Return the metrics' values by name and labels other than the model's."""
     found = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
@@ -91,7 +91,7 @@ def test_metrics_add_up(folder: Path, mode: str) -> None:
     with serving(make(folder, **MODES[mode]), max_queue=0) as server:
         before = metrics_of(server)
         assert before["time_to_first_token_seconds_count",] == 0
-        bodies = [{**ask(i), "n": 1, "stream": i % 2 == 0} for i in range(12)]
+        bodies = [{**request_body(i), "n": 1, "stream": i % 2 == 0} for i in range(12)]
         for body in bodies:
             assert server.post("/v1/completions", body).status_code == 200
         server.gate.clear()
@@ -128,7 +128,7 @@ def test_metrics_add_up(folder: Path, mode: str) -> None:
     assert sum(buckets) == (found["steps_total",] if mode == "as-on-gpu" else 0)
 
 
-def test_rows_and_waiting_outputs_are_shown_while_they_run(folder: Path) -> None:
+def test_running_and_waiting_requests_are_in_metrics(folder: Path) -> None:
     with serving(make(folder), max_queue=8) as server:
         engine, shown = server.llm.engine, []
         step = engine.step
@@ -147,7 +147,7 @@ def test_rows_and_waiting_outputs_are_shown_while_they_run(folder: Path) -> None
     assert max(each["kv_cache_usage_perc"] for each in shown) > 0
 
 
-def test_rejected_guesses_are_told_by_a_traced_engine(folder: Path) -> None:
+def test_rejected_drafts_are_streamed_when_tracing(folder: Path) -> None:
     with serving(make(folder, trace=True)) as server:
         body = {
             "prompt": "abcabdabcabd", "max_tokens": 30, "temperature": 30, "seed": 4, "stream": True,
@@ -161,21 +161,21 @@ def test_rejected_guesses_are_told_by_a_traced_engine(folder: Path) -> None:
     assert all(set(text) <= set(ALPHABET + "<e>!\ufffd") for text in rejected)
 
 
-def test_the_dashboard_asks_for_what_there_is(folder: Path) -> None:
+def test_dashboard_uses_existing_metrics(folder: Path) -> None:
     dashboard = (Path(__file__).parents[4] / "docs" / "grafana.json").read_text(encoding="utf-8")
     panels = [panel for panel in json.loads(dashboard)["panels"] if panel["type"] != "row"]
     asked = {target["expr"] for panel in panels for target in panel["targets"]}
     names = {name for expression in asked for name in re.findall(r"nanospec:\w+", expression)}
     with serving(make(folder, **MODES["as-on-gpu"])) as server:
-        server.post("/v1/completions", ask(1))
+        server.post("/v1/completions", request_body(1))
         there = set(re.findall(r"^nanospec:\w+", server.get("/metrics").text, re.MULTILINE))
     assert names <= there
     assert len(names) > 20
     assert "sum(rate(nanospec:steps_total[$__rate_interval]))" in asked
 
 
-def test_the_real_model_in_bf16_says_under_load_what_it_says_alone(smollm2: Path) -> None:
-    """To the bit: log-probabilities too. Requests come while others run, greedy and drawn, with guesses."""
+def test_real_model_in_bf16_is_bitwise_identical_under_load(smollm2: Path) -> None:
+    """Bitwise, log-probabilities included. Greedy and sampled requests overlap, with speculation."""
 
     def body(i: int) -> dict[str, Any]:
         text = f"def f{i}(x):\n    return x + {i}\n\ndef g{i}(x):\n    return x - {i}\n\n" * (1 + i % 3)

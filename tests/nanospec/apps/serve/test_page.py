@@ -1,4 +1,4 @@
-"""The server's page in a browser: what it shows of an answer while it comes, and what its buttons do."""
+"""The server's page in a browser: how it shows an answer while it streams, and what its buttons do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.nanospec.apps.serve.fake_server import MODEL, Fake, end, step
 __all__ = ["browser"]
 Open = Callable[..., Any]
 PROMPT = "Say: to be or not"
-# "<user>" is before the prompt, so that source 11 is its "t".
+# "<user>" precedes the prompt, so source 11 is the "t" of "to".
 ANSWER = [
     step(("So", -1)),
     step((" to", 11), (" be", 13), (",", -1), drafted=4, rejected=(" or", " not")),
@@ -34,9 +34,9 @@ def server() -> Iterator[Fake]:
 
 @pytest.fixture
 def show(browser: Any, server: Fake) -> Iterator[Open]:
-    """Open the page; errors and requests to anything but the server fail the test.
+    """Open the page; errors and requests to other servers fail the test.
 
-    That a response has an error's status is a line of the browser's own, expected where a test names it.
+    The browser logs a response with an error status itself; a test that causes one names it in `expected`.
     """
     wrong: list[str] = []
     contexts = []
@@ -68,7 +68,7 @@ def send(page: Any, text: str = PROMPT) -> None:
 
 
 def until(page: Any, what: str) -> None:
-    """Wait for a condition. Playwright's own way evaluates strings in the page, which its policy forbids."""
+    """Wait for a condition. Playwright's wait_for_function evaluates strings, which the CSP forbids."""
     for _ in range(500):
         if page.evaluate(what):
             return
@@ -80,7 +80,7 @@ def answered(page: Any) -> None:
     until(page, "document.getElementById('status').textContent.startsWith('Answered')")
 
 
-def test_every_token_shows_who_made_it(show: Open, server: Fake) -> None:
+def test_token_colors_show_their_source(show: Open, server: Fake) -> None:
     server.answers = [[*ANSWER, *end(7, 4, 10, 3)]]
     page = show()
     assert "tiny · n-gram lookup · K auto" in page.inner_text("h1")
@@ -98,14 +98,14 @@ def test_every_token_shows_who_made_it(show: Open, server: Fake) -> None:
     assert len(colours) == 4
     page.uncheck("#show-rejected")
     assert page.inner_text(".text") == "So to be, well. End"
-    asked = server.asked[0]
-    assert asked["messages"] == [{"role": "user", "content": PROMPT}]
-    assert asked["stream_options"] == {"include_usage": True, "include_drafts": True}
-    assert "num_speculative_tokens" not in asked
-    assert "response_format" not in asked
+    request = server.requests[0]
+    assert request["messages"] == [{"role": "user", "content": PROMPT}]
+    assert request["stream_options"] == {"include_usage": True, "include_drafts": True}
+    assert "num_speculative_tokens" not in request
+    assert "response_format" not in request
 
 
-def test_figures_grow_with_the_answer(show: Open, server: Fake) -> None:
+def test_statistics_update_while_streaming(show: Open, server: Fake) -> None:
     gates = [threading.Event() for _ in range(2)]
     server.answers = [[*ANSWER[:2], gates[0], *ANSWER[2:], gates[1], *end(7, 5, 11, 3, "length")]]
     page = show()
@@ -129,8 +129,8 @@ def test_figures_grow_with_the_answer(show: Open, server: Fake) -> None:
     assert "ended by the most tokens allowed" in page.inner_text(".note")
 
 
-def test_a_step_may_come_in_parts(show: Open, server: Fake) -> None:
-    """Text that is held back joins its step, and a chunk of two steps is two."""
+def test_step_split_over_chunks(show: Open, server: Fake) -> None:
+    """Text that was held back joins its step, and a chunk with two steps is shown as two."""
     parts = [step((" to", 11)), step((" be", 13), (",", -1), (" it", 3), (" is", -1))]
     server.answers = [[*parts, *end(5, 2, 3, 3)]]
     page = show()
@@ -139,7 +139,7 @@ def test_a_step_may_come_in_parts(show: Open, server: Fake) -> None:
     assert texts_of(page, ".text .step") == [" to be,", " it is"]
 
 
-def test_stop_ends_the_request(show: Open, server: Fake) -> None:
+def test_stop_button_cancels_request(show: Open, server: Fake) -> None:
     server.answers = [[ANSWER[0], threading.Event()], [*PLAIN, *end(7, 7, 0, 0)]]
     page = show()
     send(page)
@@ -149,12 +149,12 @@ def test_stop_ends_the_request(show: Open, server: Fake) -> None:
     assert server.gone.wait(5)
     assert "stopped" in page.inner_text(".note")
     assert page.locator("#send").is_visible()
-    send(page, "Go on")  # what there was is part of the conversation
+    send(page, "Go on")  # the stopped answer stays in the conversation
     answered(page)
-    assert [message["content"] for message in server.asked[1]["messages"]] == [PROMPT, "So", "Go on"]
+    assert [message["content"] for message in server.requests[1]["messages"]] == [PROMPT, "So", "Go on"]
 
 
-def test_the_key_is_asked_for_and_the_question_asked_again(show: Open, server: Fake) -> None:
+def test_api_key_form_and_retry(show: Open, server: Fake) -> None:
     server.key = "secret"
     server.answers = [[*PLAIN, *end(7, 7, 0, 0)]]
     page = show(expected="401")
@@ -174,7 +174,7 @@ def test_the_key_is_asked_for_and_the_question_asked_again(show: Open, server: F
     assert "tiny" in page.inner_text("h1")
 
 
-def test_errors_are_said_where_they_happen(show: Open, server: Fake) -> None:
+def test_errors_are_shown_in_place(show: Open, server: Fake) -> None:
     server.answers = [
         (429, {"Retry_After": "3"}, "The queue is full."),
         [ANSWER[0], {"error": {"message": "The engine failed."}}, "broken off"],
@@ -192,7 +192,7 @@ def test_errors_are_said_where_they_happen(show: Open, server: Fake) -> None:
     assert page.locator(".run").count() == 1
 
 
-def test_again_without_guessing(show: Open, server: Fake) -> None:
+def test_rerun_without_speculation(show: Open, server: Fake) -> None:
     gate = threading.Event()
     slow = [PLAIN[0], gate, *PLAIN[1:]]
     other = [step(("So no", -1)), *end(1, 1, 0, 0)]
@@ -203,13 +203,13 @@ def test_again_without_guessing(show: Open, server: Fake) -> None:
     until(page, "document.querySelectorAll('.run').length === 2")
     gate.set()
     page.wait_for_selector(".verdict")
-    first, second = server.asked
+    first, second = server.requests
     assert second == {**first, "num_speculative_tokens": 0}
     assert isinstance(first["seed"], int)
     assert texts_of(page, ".run h3") == ["With guesses", "Without guesses"]
     assert page.inner_text(".verdict p").endswith("as fast with guesses. The texts are equal.")
     assert page.locator(".track").count() == 2
-    # Another text is called one.
+    # A differing text is reported.
     page.select_option("#drafter", "off")
     send(page, "Once more")
     answered(page)
@@ -217,11 +217,11 @@ def test_again_without_guessing(show: Open, server: Fake) -> None:
     page.click("text=Again with guessing")
     until(page, "document.querySelectorAll('.verdict').length === 2")
     assert "The texts differ from character 4 on." in page.locator(".verdict p").nth(1).inner_text()
-    assert server.asked[2]["num_speculative_tokens"] == 0
-    assert "num_speculative_tokens" not in server.asked[3]
+    assert server.requests[2]["num_speculative_tokens"] == 0
+    assert "num_speculative_tokens" not in server.requests[3]
 
 
-def test_settings_are_asked_for(show: Open, server: Fake) -> None:
+def test_settings_are_sent(show: Open, server: Fake) -> None:
     server.answers = [[*PLAIN, *end(7, 7, 0, 0)]] * 2
     page = show()
     assert texts_of(page, "#k option") == ["auto", "1", "2", "3", "4"]
@@ -237,11 +237,11 @@ def test_settings_are_asked_for(show: Open, server: Fake) -> None:
     page.fill("#schema", '{"type": "object"}')
     page.click("button:has-text('Try again')")
     answered(page)
-    asked = server.asked[0]
-    assert (asked["temperature"], asked["max_tokens"]) == (0.5, 9)
-    assert (asked["seed"], asked["num_speculative_tokens"]) == (7, 2)
-    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
-    assert asked["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    request = server.requests[0]
+    assert (request["temperature"], request["max_tokens"]) == (0.5, 9)
+    assert (request["seed"], request["num_speculative_tokens"]) == (7, 2)
+    assert request["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert request["response_format"]["json_schema"]["schema"] == {"type": "object"}
     page.select_option("#format", "regex")
     page.fill("#regex", "[a-z]+")
     page.fill("#temperature", "-1")
@@ -252,10 +252,10 @@ def test_settings_are_asked_for(show: Open, server: Fake) -> None:
     page.click("button:has-text('Try again')")
     until(page, "document.querySelectorAll('.note').length === 2")
     answered(page)
-    assert server.asked[1]["response_format"] == {"type": "regex", "regex": "[a-z]+"}
+    assert server.requests[1]["response_format"] == {"type": "regex", "regex": "[a-z]+"}
 
 
-def test_a_server_without_guesses_or_grammars(show: Open, server: Fake) -> None:
+def test_server_without_speculation_or_grammar(show: Open, server: Fake) -> None:
     none = {"method": "none", "max_tokens": 0, "tokens": 0}
     server.model = {**MODEL, "speculation": none, "structured_output": False}
     server.answers = [[*PLAIN, *end(7, 7, 0, 0)]]
@@ -265,10 +265,10 @@ def test_a_server_without_guesses_or_grammars(show: Open, server: Fake) -> None:
     assert texts_of(page, "#drafter option") == ["off"]
     assert page.locator("#format").is_disabled()
     assert page.locator(".actions button").count() == 0
-    assert "response_format" not in server.asked[0]
+    assert "response_format" not in server.requests[0]
 
 
-def test_pointing_shows_where_a_token_is_from(show: Open, server: Fake) -> None:
+def test_pointing_at_a_token_shows_its_source(show: Open, server: Fake) -> None:
     prompt_length = len("<user>" + PROMPT)
     answer = [*ANSWER, step(("So", prompt_length), ("!", -1), drafted=1)]
     server.answers = [[*answer, *end(9, 5, 11, 4)]]
@@ -297,7 +297,7 @@ def test_pointing_shows_where_a_token_is_from(show: Open, server: Fake) -> None:
     assert not page.locator("#tip").is_visible()
 
 
-def test_any_text_is_only_text(show: Open, server: Fake) -> None:
+def test_text_is_escaped(show: Open, server: Fake) -> None:
     nasty = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>"]
     nasty += ["\u0000\u001b[31m", "天\u202e空", "&lt;b>"]
     pieces = [(text, i) for i, text in enumerate(nasty)]
@@ -316,10 +316,10 @@ def test_any_text_is_only_text(show: Open, server: Fake) -> None:
     page.wait_for_selector(".error")
     assert page.text_content(".error") == "<img src=z onerror=alert(4)>"
     assert page.locator("img").count() == 0
-    assert server.asked[1]["messages"][1]["content"] == "".join(nasty) + "</div>"
+    assert server.requests[1]["messages"][1]["content"] == "".join(nasty) + "</div>"
 
 
-def test_light_dark_and_narrow(show: Open, server: Fake) -> None:
+def test_themes_and_narrow_screens(show: Open, server: Fake) -> None:
     server.answers = [[*ANSWER, *end(7, 4, 10, 3)], [*PLAIN, *end(7, 7, 0, 0)]]
     page = show(width=400, scheme="dark")
     paper = "getComputedStyle(document.body).backgroundColor"
@@ -338,7 +338,7 @@ def test_light_dark_and_narrow(show: Open, server: Fake) -> None:
     assert page.locator("#welcome").is_visible()
 
 
-def test_everything_has_a_name(show: Open) -> None:
+def test_controls_have_labels(show: Open) -> None:
     page = show()
     nameless = """() => [...document.querySelectorAll("input, select, textarea, button")]
         .filter((e) => !e.labels?.length && !e.ariaLabel && !e.textContent.trim()).map((e) => e.outerHTML)"""

@@ -1,4 +1,4 @@
-"""Who may ask, what asking can cost, and what one client can learn of another."""
+"""API keys, host checks, prefix-cache isolation between clients, page policy, and secrets in logs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("headers", [{}, bearer("wrong-key"), {"authorization": ALICE}, bearer("é")])
-def test_without_a_key_nothing_is_answered(guarded: Served, path: str, headers: dict[str, str]) -> None:
+def test_missing_or_wrong_key_is_rejected(guarded: Served, path: str, headers: dict[str, str]) -> None:
     encoded = {name: value.encode() for name, value in headers.items()}
     response = guarded.post(path, BODY, headers=encoded)
     assert response.status_code == 401
@@ -47,14 +47,14 @@ def test_without_a_key_nothing_is_answered(guarded: Served, path: str, headers: 
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_what_needs_no_key(guarded: Served) -> None:
+def test_paths_without_key(guarded: Served) -> None:
     assert guarded.get("/health").status_code == guarded.get("/").status_code == 200
     assert guarded.get("/metrics").status_code == guarded.get("/v1/models").status_code == 401
     assert guarded.get("/metrics", headers=bearer(BOB)).status_code == 200
 
 
-def test_paths_that_clients_invent_are_counted_as_one(guarded: Served, folder: Path) -> None:
-    """With and without a key, from hosts that are not served, and where there is such a path below one."""
+def test_unknown_paths_share_one_metric_label(guarded: Served, folder: Path) -> None:
+    """With and without a key, also below existing paths."""
     before = len(guarded.app.responses)
     for path in ("/a", "/b", "/v1/models/c", "/page/d", "/health/e"):
         for headers in ({}, bearer(BOB)):
@@ -65,7 +65,7 @@ def test_paths_that_clients_invent_are_counted_as_one(guarded: Served, folder: P
     assert guarded.app.responses["other", 401] >= 6
 
 
-def test_each_key_is_good(guarded: Served) -> None:
+def test_each_key_is_accepted(guarded: Served) -> None:
     for key in (ALICE, BOB):
         assert guarded.client(api_key=key).completions.create(model=MODEL, **BODY).choices[0].text  # type: ignore
     with pytest.raises(openai.AuthenticationError):
@@ -83,12 +83,12 @@ def test_keys_are_compared_in_constant_time(guarded: Served, monkeypatch: pytest
     for key in (ALICE, "x", "y" * 1000):
         compared.clear()
         guarded.get("/v1/models", headers=bearer(key))
-        assert len(compared) == 2  # with all keys, whichever is right
-        assert {len(side) for pair in compared for side in pair} == {32}  # whatever its length
+        assert len(compared) == 2  # with all keys, even after a match
+        assert {len(side) for pair in compared for side in pair} == {32}  # independent of the key's length
     assert hmac.compare_digest is spy
 
 
-def test_no_prefix_is_shared_between_keys_or_salts(folder: Path) -> None:
+def test_prefix_cache_is_not_shared_between_keys_or_salts(folder: Path) -> None:
     def cached(served: Served, key: str, **more: Any) -> int:
         given = served.post("/v1/completions", {**BODY, **more}, headers=bearer(key)).json()
         return int(given["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -103,7 +103,7 @@ def test_no_prefix_is_shared_between_keys_or_salts(folder: Path) -> None:
         assert cached(served, BOB, cache_salt="yours") == cached(served, ALICE, cache_salt="mine") == 0
 
 
-def test_without_prefix_caching_a_salt_does_not_bring_it_back(folder: Path) -> None:
+def test_cache_salt_does_not_enable_prefix_caching(folder: Path) -> None:
     with serving(make(folder, enable_prefix_caching=False), api_key=(ALICE,)) as served:
         for _ in range(3):
             given = served.post("/v1/completions", {**BODY, "cache_salt": "a"}, headers=bearer(ALICE)).json()
@@ -117,12 +117,12 @@ def test_without_prefix_caching_a_salt_does_not_bring_it_back(folder: Path) -> N
         ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403),
     ],
 )  # fmt: skip
-def test_pages_of_other_sites_cannot_reach_a_local_server(server: Served, host: str, status: int) -> None:
-    """Whose name was made to lead to 127.0.0.1."""
+def test_foreign_host_header_is_rejected(server: Served, host: str, status: int) -> None:
+    """DNS rebinding: a foreign host name that resolves to 127.0.0.1."""
     assert server.get("/health", headers={"host": host}).status_code == status
 
 
-def test_a_page_of_another_site_may_not_read_answers(server: Served) -> None:
+def test_cors_is_disabled(server: Served) -> None:
     response = server.post("/v1/completions", BODY, headers={"origin": "https://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
 
@@ -131,18 +131,18 @@ def test_a_page_of_another_site_may_not_read_answers(server: Served) -> None:
     "name",
     ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "/etc/passwd", "..\\app.py", "index.html%00", "x.js", ""],
 )
-def test_only_the_files_of_the_page_are_served(server: Served, name: str) -> None:
+def test_only_page_files_are_served(server: Served, name: str) -> None:
     assert server.get(f"/page/{name}").status_code == 404
 
 
-def test_the_page_may_load_nothing_from_elsewhere(server: Served) -> None:
+def test_content_security_policy(server: Served) -> None:
     policy = server.get("/").headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")
     assert "unsafe" not in policy
     assert "http" not in policy
 
 
-def test_logs_hold_neither_texts_nor_keys(guarded: Served) -> None:
+def test_logs_contain_neither_text_nor_keys(guarded: Served) -> None:
     logger = logging.getLogger("nanospec.apps.serve")
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
@@ -177,5 +177,5 @@ def test_logs_hold_neither_texts_nor_keys(guarded: Served) -> None:
         ("me", False),
     ],
 )  # fmt: skip
-def test_what_is_reached_from_this_machine_alone(host: str, local: bool) -> None:
+def test_is_local(host: str, local: bool) -> None:
     assert ServeConfig(host=host).is_local is local

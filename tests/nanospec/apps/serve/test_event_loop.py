@@ -1,4 +1,4 @@
-"""Whoever has submitted a job is told how it ends, also where the engine's thread ends before it takes it."""
+"""Every submitted job ends with a result or an error, even if the engine's thread ends before taking it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fail(*_: Any) -> Any:
 
 
 async def end_of(job: Job) -> str:
-    """Return the sentence of the failure that ends it."""
+    """Return the message of the failure that ends the job."""
 
     async def read() -> str:
         try:
@@ -39,7 +39,7 @@ async def end_of(job: Job) -> str:
 
 @pytest.fixture
 def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, list[int], threading.Event]:
-    """A loop whose steps wait for an event."""
+    """An engine loop whose steps wait for an event, a prompt, and that event."""
     llm, go = make(folder), threading.Event()
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (go.wait(20), step())[1])
@@ -47,7 +47,7 @@ def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, lis
 
 
 async def ends_of_two(loop: EngineLoop, ids: list[int], end: Callable[[], Awaitable[None]]) -> list[str]:
-    """Of a job in a step, and of one that has come since."""
+    """Return how two jobs end, one submitted before and one during a step."""
     jobs = [loop.submit([ids], PARAMS)]
     while not loop._live:
         await asyncio.sleep(0.005)
@@ -56,7 +56,7 @@ async def ends_of_two(loop: EngineLoop, ids: list[int], end: Callable[[], Awaita
     return list(await asyncio.gather(*map(end_of, jobs)))
 
 
-def test_who_comes_in_the_last_step_and_behind_it(held: Any) -> None:
+def test_jobs_submitted_during_and_after_the_last_step(held: Any) -> None:
     loop, ids, go = held
 
     async def run() -> list[str]:
@@ -74,7 +74,7 @@ def test_who_comes_in_the_last_step_and_behind_it(held: Any) -> None:
     assert (loop.num_outputs, loop._jobs) == (0, set())
 
 
-def test_who_comes_in_a_step_that_cannot_be_cleaned_up(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_submitted_during_a_step_whose_cleanup_fails(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, ids, go = held
     llm: LLM = loop.llm
     monkeypatch.setattr(llm.shared, "step", lambda: (go.wait(20), fail()))
@@ -93,7 +93,7 @@ def test_who_comes_in_a_step_that_cannot_be_cleaned_up(held: Any, monkeypatch: p
     assert loop.num_outputs == 0
 
 
-def test_who_cannot_be_queued_nor_aborted(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_can_be_neither_queued_nor_aborted(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, ids, go = held
     engine, calls = loop.llm.engine, []
     new, abort = engine.new, engine.abort
